@@ -1,0 +1,1 @@
+"""psdist: training through sharded parameter servers."""

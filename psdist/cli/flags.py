@@ -1,0 +1,224 @@
+"""Flags: one table row each, from which come the option, its underscore spelling, its environment twins and its help.
+
+The value of a flag is the first that is set of: the command line, ``PSDIST_<FLAG>``, the flag's other variables
+(``PET_<FLAG>`` where torchrun has the flag), the default. All are converted by the same function, and a message about a
+wrong value says where it came from. This module reads no environment by itself and starts nothing; wrong input ends the
+program with status 2 before anything was done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from psdist.cli import exit_codes
+from psdist.errors import InvalidArgumentError
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"", "0", "false", "no", "off"})
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag. ``convert`` turns its text into its value (ValueError says why not); without it the flag is a switch."""
+
+    name: str
+    help: str
+    convert: Callable[[str], Any] | None = None
+    default: Any = None
+    metavar: str = "VALUE"
+    short: str = ""
+    variables: tuple[str, ...] = ()
+
+    @property
+    def dest(self) -> str:
+        """The flag's name as an attribute."""
+        return self.name.lstrip("-").replace("-", "_")
+
+    @property
+    def environment(self) -> tuple[str, ...]:
+        """Variables that set this flag, the strongest first."""
+        return (f"PSDIST_{self.dest.upper()}", *self.variables)
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """All that a command line may call it."""
+        names = dict.fromkeys((self.short, self.name, "--" + self.dest))
+        return tuple(name for name in names if name)
+
+
+def torchrun(flag: str) -> tuple[str, ...]:
+    """The variable by which torchrun knows ``flag``."""
+    return ("PET_" + flag.lstrip("-").replace("-", "_").upper(),)
+
+
+# --- converters -------------------------------------------------------------------------------------------------------
+
+
+def text(value: str) -> str:
+    """Any text but the empty one."""
+    if not value:
+        raise ValueError("is empty")
+    return value
+
+
+def integer(minimum: int, maximum: int = 1 << 31) -> Callable[[str], int]:
+    """A whole number in [minimum, maximum]."""
+
+    def convert(value: str) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            raise ValueError(f"{value!r} is not a whole number") from None
+        if number < minimum:
+            raise ValueError(f"{number} is too small: it must be at least {minimum}")
+        if number > maximum:
+            raise ValueError(f"{number} is too large: it must be at most {maximum}")
+        return number
+
+    return convert
+
+
+def seconds(minimum: float = 0.0) -> Callable[[str], float]:
+    """A finite number of seconds, at least ``minimum``."""
+
+    def convert(value: str) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            raise ValueError(f"{value!r} is not a number of seconds") from None
+        if not math.isfinite(number) or number < minimum:
+            raise ValueError(f"{value} is not possible: it must be at least {minimum:g} seconds and finite")
+        return number
+
+    return convert
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """One of a few words, in any case."""
+
+    def convert(value: str) -> str:
+        if value.lower() not in choices:
+            raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
+        return value.lower()
+
+    return convert
+
+
+def _switch(value: str) -> bool:
+    if value.lower() in _TRUE:
+        return True
+    if value.lower() in _FALSE:
+        return False
+    raise ValueError(f"{value!r} is neither 1 nor 0")
+
+
+# --- command lines ----------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        fail(self.prog, message)
+
+
+def fail(program: str, message: str, code: int = exit_codes.USAGE) -> NoReturn:
+    """Says what is wrong and ends the program with ``code``."""
+    hint = f"\nTry: {program} --help" if code == exit_codes.USAGE else ""
+    print(f"{program}: error: {message}{hint}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """A program's flags. ``script`` is the usage of what follows them, or empty where nothing may follow."""
+
+    program: str
+    description: str
+    flags: tuple[Flag, ...]
+    script: str = ""
+    epilog: str = ""
+
+    def parse(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
+        """Values of all flags; ``command`` holds what follows the flags. Wrong input exits with status 2."""
+        own, command = self.split(argv) if self.script else (list(argv), [])
+        given = vars(self._parser().parse_args(own))
+        values: dict[str, Any] = {"command": command}
+        for flag in self.flags:
+            try:
+                values[flag.dest] = _value(flag, given.get(flag.dest), environ)
+            except (ValueError, InvalidArgumentError) as error:
+                fail(self.program, str(error))
+        return argparse.Namespace(**values)
+
+    def split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Parts ``argv`` into the program's own flags and the script with its arguments, which are left alone.
+
+        The script is the first word that is neither a flag nor a flag's value; a bare ``--`` before it is dropped.
+        """
+        takes_value = {name for flag in self.flags if flag.convert is not None for name in flag.spellings}
+        position = 0
+        while position < len(argv):
+            word = argv[position]
+            if word == "--":
+                return list(argv[:position]), list(argv[position + 1 :])
+            if not word.startswith("-") or word == "-":
+                break
+            position += 2 if word in takes_value else 1
+        return list(argv[:position]), list(argv[position:])
+
+    def misplaced(self, command: Iterable[str]) -> list[str]:
+        """Long flags of this program among the arguments of the script, where they have no effect on it."""
+        known = {name for flag in self.flags for name in flag.spellings if name.startswith("--")}
+        words = (word.split("=", 1)[0] for word in list(command)[1:])
+        return list(dict.fromkeys(word for word in words if word in known))
+
+    def _parser(self) -> argparse.ArgumentParser:
+        parser = _Parser(
+            prog=self.program,
+            usage=f"{self.program} [flags] {self.script}".rstrip(),
+            description=self.description,
+            epilog=self.epilog or "Every flag can also be set by a variable: --some-flag by PSDIST_SOME_FLAG.",
+            allow_abbrev=False,
+        )
+        for flag in self.flags:
+            for number, names in enumerate(_visible_first(flag)):
+                _add(parser, flag, names, hidden=number > 0)
+        return parser
+
+
+def _visible_first(flag: Flag) -> list[tuple[str, ...]]:
+    shown = tuple(name for name in flag.spellings if name != "--" + flag.dest or name == flag.name)
+    hidden = tuple(name for name in flag.spellings if name not in shown)
+    return [shown, hidden] if hidden else [shown]
+
+
+def _add(parser: argparse.ArgumentParser, flag: Flag, names: tuple[str, ...], *, hidden: bool) -> None:
+    note = "" if flag.default in (None, False, "") else f" (default {flag.default})"
+    help_text = argparse.SUPPRESS if hidden else (flag.help + note).replace("%", "%%")
+    # The default is left out of argparse, so that a value from the environment can be told from a given one.
+    if flag.convert is None:
+        parser.add_argument(
+            *names, dest=flag.dest, action="store_const", const="1", default=argparse.SUPPRESS, help=help_text
+        )
+    else:
+        parser.add_argument(
+            *names, dest=flag.dest, metavar=flag.metavar, default=argparse.SUPPRESS, help=help_text
+        )
+
+
+def _value(flag: Flag, given: str | None, environ: Mapping[str, str]) -> Any:
+    convert = flag.convert or _switch
+    sources = [(flag.name, given)]
+    # An empty variable is the usual way to unset one.
+    sources += [(variable, environ.get(variable) or None) for variable in flag.environment]
+    for source, value in sources:
+        if value is not None:
+            try:
+                return convert(value)
+            except ValueError as error:
+                raise InvalidArgumentError(f"{source}: {error}") from None
+    return flag.default if flag.convert is not None else bool(flag.default)

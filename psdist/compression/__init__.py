@@ -1,0 +1,72 @@
+"""Codecs: how gradients are encoded for the wire.
+
+A codec is a frozen dataclass that a user writes (``compression=psdist.compression.BFloat16()``) or names
+(``compression="bfloat16"``). It turns a float32 slice into a payload; the server turns the payload back into float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.errors import UnknownCodecError
+from psdist.types import DType
+
+#: numpy's name for each dtype that a payload may hold.
+NUMPY_DTYPES: dict[str, np.dtype] = {  # type: ignore[type-arg]
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float64": np.dtype("<f8"),
+}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Elements cast to ``dtype``, one after another (CODEC_RAW on the wire)."""
+
+    dtype: ClassVar[DType]
+
+    def encode(self, values: NDArray[np.float32]) -> NDArray[np.generic]:
+        """The elements in the wire's dtype; shares memory with ``values`` where no cast is needed."""
+        return values.astype(NUMPY_DTYPES[self.dtype], copy=False)
+
+
+@dataclass(frozen=True)
+class Float32(Cast):
+    """No compression: the gradients as they are."""
+
+    dtype: ClassVar[DType] = "float32"
+
+
+@dataclass(frozen=True)
+class Float16(Cast):
+    """Half the bytes; 5 exponent bits, so large gradients overflow to Inf (which the server rejects)."""
+
+    dtype: ClassVar[DType] = "float16"
+
+
+@dataclass(frozen=True)
+class BFloat16(Cast):
+    """Half the bytes; the range of float32, 8 bits of precision."""
+
+    dtype: ClassVar[DType] = "bfloat16"
+
+
+#: Codecs by the names users may give instead.
+CODECS: dict[str, type[Cast]] = {"none": Float32, "float32": Float32, "float16": Float16, "bfloat16": BFloat16}
+
+
+def resolve(compression: Cast | str | None) -> Cast:
+    """The codec meant by a codec, its name, or None (no compression). Raises UnknownCodecError."""
+    if compression is None:
+        return Float32()
+    if isinstance(compression, Cast):
+        return compression
+    if isinstance(compression, str) and compression in CODECS:
+        return CODECS[compression]()
+    raise UnknownCodecError(f"codec {compression!r:.60} is unknown: use one of {', '.join(sorted(CODECS))}")

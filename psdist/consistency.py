@@ -1,0 +1,75 @@
+"""Consistency: when a slice may be updated, and when it may be read. Specifications only; the gates that carry them out
+run on the servers (``psdist_server.gates``).
+
+* ``BSP``: step t is applied once every member has contributed (Valiant 1990, bulk-synchronous parallel). Exact: the
+  result does not depend on arrival, nor on the number of servers.
+* ``SSP``: each push is applied when it arrives; a worker may be at most ``staleness`` clocks ahead of the slowest (Ho et
+  al., NIPS 2013, stale synchronous parallel).
+* ``ASP``: each push is applied when it arrives, nobody waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from psdist.errors import InvalidArgumentError
+
+StalenessLr = Literal["none", "inverse"]
+_COUNT_MAX = 1 << 20
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _COUNT_MAX:
+        raise InvalidArgumentError(f"{name}={value!r} is out of range: use a whole number from 0 to {_COUNT_MAX}")
+
+
+def _check_staleness_lr(value: str) -> None:
+    if value not in ("none", "inverse"):
+        raise InvalidArgumentError(f"staleness_lr={value!r} is unknown: use 'none' or 'inverse'")
+
+
+@dataclass(frozen=True)
+class BSP:
+    """Synchronous steps.
+
+    backup_workers: so many members need not be waited for in a step; their late contributions are dropped (Chen et al.
+        2016, "Revisiting Distributed Synchronous SGD"). With more than 0 the result depends on who is late.
+    """
+
+    backup_workers: int = 0
+
+    def __post_init__(self) -> None:
+        _check_count("backup_workers", self.backup_workers)
+
+
+@dataclass(frozen=True)
+class SSP:
+    """Bounded staleness.
+
+    staleness: clocks (completed pushes) that a worker may be ahead of the slowest member; 0 is a barrier per step.
+    staleness_lr: "inverse" divides the learning rate by 1 + the gradient's staleness in versions.
+    """
+
+    staleness: int
+    staleness_lr: StalenessLr = "none"
+
+    def __post_init__(self) -> None:
+        _check_count("staleness", self.staleness)
+        _check_staleness_lr(self.staleness_lr)
+
+
+@dataclass(frozen=True)
+class ASP:
+    """Fully asynchronous.
+
+    staleness_lr: "inverse" divides the learning rate by 1 + the gradient's staleness in versions.
+    """
+
+    staleness_lr: StalenessLr = "none"
+
+    def __post_init__(self) -> None:
+        _check_staleness_lr(self.staleness_lr)
+
+
+Consistency = BSP | SSP | ASP

@@ -1,0 +1,234 @@
+"""Every error that psdist raises, one class per case.
+
+A class carries a stable ``code`` (what crosses the wire, see ``psdist.wire.status``) and the name of the gRPC status it
+travels as. Messages name the offending value, the limit, and what to do. An operation that raises one of these has
+changed nothing, except where the class says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PsdistError(Exception):
+    """Base of all errors of psdist. ``details`` holds the offending values as text."""
+
+    code: ClassVar[str] = "internal"
+    status: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, **details: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = {key: str(value) for key, value in details.items()}
+
+
+# --- what a user or a peer sent is wrong -----------------------------------------------------------------------------
+
+
+class InvalidArgumentError(PsdistError, ValueError):
+    """A value is malformed, out of its range, or not supported."""
+
+    code = "invalid_argument"
+    status = "INVALID_ARGUMENT"
+
+
+class ConfigurationError(InvalidArgumentError):
+    """A flag, a variable or a file that configures a process cannot be used."""
+
+    code = "configuration"
+
+
+class InvalidNameError(InvalidArgumentError):
+    """A name is not made of 1 to 256 of ``A-Z a-z 0-9 . _ / -``."""
+
+    code = "invalid_name"
+
+
+class UnknownTensorError(InvalidArgumentError):
+    """A tensor is named that the parameters do not have."""
+
+    code = "unknown_tensor"
+
+
+class MissingTensorError(InvalidArgumentError):
+    """A tensor of the parameters is missing from what was given."""
+
+    code = "missing_tensor"
+
+
+class ShapeMismatchError(InvalidArgumentError):
+    """A tensor has another shape than its parameters."""
+
+    code = "shape_mismatch"
+
+
+class DTypeMismatchError(InvalidArgumentError):
+    """A tensor's element type cannot be used here."""
+
+    code = "dtype_mismatch"
+
+
+class NonFiniteGradientError(InvalidArgumentError):
+    """A gradient holds NaN or Inf and the policy is to reject."""
+
+    code = "non_finite_gradient"
+
+
+class UnknownCodecError(InvalidArgumentError):
+    """A codec is named that does not exist."""
+
+    code = "unknown_codec"
+
+
+class LimitExceededError(PsdistError):
+    """A limit on what one peer may make another hold was reached."""
+
+    code = "limit_exceeded"
+    status = "RESOURCE_EXHAUSTED"
+
+
+# --- who may speak ----------------------------------------------------------------------------------------------------
+
+
+class UnauthenticatedError(PsdistError):
+    """The token is missing or wrong."""
+
+    code = "unauthenticated"
+    status = "UNAUTHENTICATED"
+
+
+class InsecureBindError(InvalidArgumentError):
+    """A bind beyond loopback was asked for without TLS and without ``--insecure``."""
+
+    code = "insecure_bind"
+
+
+class ProtocolMismatchError(PsdistError):
+    """The two sides speak different protocol versions."""
+
+    code = "protocol_mismatch"
+    status = "FAILED_PRECONDITION"
+
+
+class WrongRunError(PsdistError):
+    """The request names another run than the one served here."""
+
+    code = "wrong_run"
+    status = "FAILED_PRECONDITION"
+
+
+class DuplicateMemberError(PsdistError):
+    """A live member already has this id."""
+
+    code = "duplicate_member"
+    status = "ALREADY_EXISTS"
+
+
+class FencedError(PsdistError):
+    """This incarnation was replaced or expelled; nothing it sends counts any more."""
+
+    code = "fenced"
+    status = "FAILED_PRECONDITION"
+
+
+class NotMemberError(PsdistError):
+    """The worker takes no part in the training of these parameters."""
+
+    code = "not_member"
+    status = "FAILED_PRECONDITION"
+
+
+# --- parameters and steps ---------------------------------------------------------------------------------------------
+
+
+class UnknownParametersError(PsdistError):
+    """No parameters of this name exist, or this server holds none of them."""
+
+    code = "unknown_parameters"
+    status = "NOT_FOUND"
+
+
+class LayoutMismatchError(PsdistError):
+    """Parameters of this name exist with other tensors."""
+
+    code = "layout_mismatch"
+    status = "FAILED_PRECONDITION"
+
+
+class SettingsMismatchError(PsdistError):
+    """Parameters of this name exist with other settings."""
+
+    code = "settings_mismatch"
+    status = "FAILED_PRECONDITION"
+
+
+class StaleEpochError(PsdistError):
+    """The request was routed by an older cluster map. The client fetches the new one and sends again."""
+
+    code = "stale_epoch"
+    status = "ABORTED"
+
+
+class FutureStepError(PsdistError):
+    """A push names a step that has not begun."""
+
+    code = "future_step"
+    status = "FAILED_PRECONDITION"
+
+
+class SequenceGapError(PsdistError):
+    """A push's sequence number skips one that has not arrived."""
+
+    code = "sequence_gap"
+    status = "FAILED_PRECONDITION"
+
+
+# --- reaching each other ----------------------------------------------------------------------------------------------
+
+
+class SchedulerUnreachableError(PsdistError, ConnectionError):
+    """No scheduler answers at the address; the message says what was tried."""
+
+    code = "scheduler_unreachable"
+    status = "UNAVAILABLE"
+
+
+class ServerUnreachableError(PsdistError, ConnectionError):
+    """A server does not answer. What was not acknowledged may or may not have been applied."""
+
+    code = "server_unreachable"
+    status = "UNAVAILABLE"
+
+
+class ServerLostError(PsdistError):
+    """A server that held a part of the parameters is gone, and with it what it held."""
+
+    code = "server_lost"
+    status = "DATA_LOSS"
+
+
+class WaitTimeoutError(PsdistError, TimeoutError):
+    """A wait took longer than its caller allowed; the message says for whom it waited."""
+
+    code = "wait_timeout"
+    status = "DEADLINE_EXCEEDED"
+
+
+class ClosedError(PsdistError):
+    """The client, or the peer, was closed."""
+
+    code = "closed"
+    status = "CANCELLED"
+
+
+class InternalError(PsdistError):
+    """A defect in psdist, or an answer that no rule explains."""
+
+
+def _all_subclasses(base: type[PsdistError]) -> list[type[PsdistError]]:
+    direct = base.__subclasses__()
+    return direct + [leaf for child in direct for leaf in _all_subclasses(child)]
+
+
+#: Error classes by their code.
+BY_CODE: dict[str, type[PsdistError]] = {cls.code: cls for cls in _all_subclasses(PsdistError)}

@@ -1,0 +1,397 @@
+"""Optimizers and learning-rate schedules: specifications only.
+
+A specification is a frozen dataclass that a user writes, the wire carries as a kind and numbers, and the servers carry
+out (``psdist_server.optimizers``). The formula of each is torch.optim's where torch has it
+(https://docs.pytorch.org/docs/stable/optim.html); Lion is Chen et al. 2023 (arXiv 2302.06675, algorithm 2), FTRL is
+McMahan et al. 2013 ("Ad Click Prediction", algorithm 1). Weights and state are float32 on the servers.
+
+Step t of the formulas is the slice's version + 1: a slice's first update is step 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from typing import ClassVar, Literal, TypeVar
+
+from psdist.errors import InvalidArgumentError
+
+_OVERRIDES_MAX = 256
+
+
+def _check(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise InvalidArgumentError(f"{name}={value!r} is out of range: use {allowed}", **{name: value})
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Learning-rate factor by step: linear warm-up from ``warmup_start`` to 1 over ``warmup_steps`` (torch's LinearLR),
+    then the schedule itself, counted from the end of the warm-up (torch's SequentialLR)."""
+
+    warmup_steps: int = 0
+    warmup_start: float = 1 / 3
+
+    kind: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            _check(_finite(value) and value >= 0, f"schedule {field.name}", value, "a finite number of 0 or more")
+        _check(self.warmup_start <= 1, "warmup_start", self.warmup_start, "0 to 1")
+
+    def factor(self, step: int) -> float:
+        """What the learning rate is multiplied by in ``step`` (from 0)."""
+        if step < self.warmup_steps:
+            return self.warmup_start + (1 - self.warmup_start) * step / self.warmup_steps
+        return self._after_warmup(step - self.warmup_steps)
+
+    def _after_warmup(self, step: int) -> float:
+        raise NotImplementedError(f"{type(self).__name__} is no schedule")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant(Schedule):
+    """Always 1."""
+
+    kind: ClassVar[str] = "constant"
+
+    def _after_warmup(self, step: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Linear(Schedule):
+    """From 1 to ``end_factor`` over ``total_steps``, then ``end_factor`` (torch's LinearLR)."""
+
+    total_steps: int
+    end_factor: float = 0.0
+    kind: ClassVar[str] = "linear"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.total_steps >= 1, "total_steps", self.total_steps, "1 or more")
+
+    def _after_warmup(self, step: int) -> float:
+        return 1.0 + (self.end_factor - 1.0) * min(step, self.total_steps) / self.total_steps
+
+
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """Half a cosine from 1 to ``end_factor`` over ``total_steps``, then ``end_factor`` (torch's CosineAnnealingLR)."""
+
+    total_steps: int
+    end_factor: float = 0.0
+    kind: ClassVar[str] = "cosine"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.total_steps >= 1, "total_steps", self.total_steps, "1 or more")
+
+    def _after_warmup(self, step: int) -> float:
+        angle = math.pi * min(step, self.total_steps) / self.total_steps
+        return self.end_factor + (1.0 - self.end_factor) * (1.0 + math.cos(angle)) / 2.0
+
+
+@dataclass(frozen=True)
+class Step(Schedule):
+    """``gamma`` to the number of times ``every`` steps have passed (torch's StepLR)."""
+
+    every: int
+    gamma: float = 0.1
+    kind: ClassVar[str] = "step"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.every >= 1, "every", self.every, "1 or more")
+
+    def _after_warmup(self, step: int) -> float:
+        return float(self.gamma ** (step // self.every))
+
+
+@dataclass(frozen=True)
+class Polynomial(Schedule):
+    """``(1 - step/total_steps) ** power`` down to ``end_factor`` (torch's PolynomialLR where that is 0)."""
+
+    total_steps: int
+    power: float = 1.0
+    end_factor: float = 0.0
+    kind: ClassVar[str] = "polynomial"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.total_steps >= 1, "total_steps", self.total_steps, "1 or more")
+
+    def _after_warmup(self, step: int) -> float:
+        left = 1.0 - min(step, self.total_steps) / self.total_steps
+        return self.end_factor + (1.0 - self.end_factor) * left**self.power
+
+
+# --- overrides --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """Other hyperparameters for the tensors whose name matches ``pattern``. Made by ``override``."""
+
+    pattern: str
+    values: tuple[tuple[str, float], ...]
+
+
+def override(pattern: str, **values: float) -> Override:
+    """Hyperparameters for the tensors whose name matches ``pattern`` (shell style: ``*``, ``?``, ``[abc]``).
+
+    The names are the optimizer's own, ``lr`` among them; betas are ``beta1`` and ``beta2``. The first override that
+    matches holds. ``override("*.bias", weight_decay=0.0)``
+    """
+    if not pattern or len(pattern) > 256:
+        raise InvalidArgumentError(f"override pattern {pattern!r:.80} must have 1 to 256 characters")
+    if not values:
+        raise InvalidArgumentError(f"override {pattern!r} changes nothing: name a hyperparameter, such as lr=0.01")
+    return Override(pattern, tuple(sorted((name, float(value)) for name, value in values.items())))
+
+
+def group_of(name: str, overrides: Sequence[Override]) -> int:
+    """0 if no override matches the tensor's name, else 1 + the index of the first that does."""
+    matches = (index for index, item in enumerate(overrides, 1) if fnmatchcase(name, item.pattern))
+    return next(matches, 0)
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """What all optimizers share.
+
+    schedule: factor on the learning rate by step.
+    max_grad_norm: gradients are scaled down to this global L2 norm (torch's clip_grad_norm_); 0 means never. In BSP the
+        norm is that of the mean gradient over all servers, in SSP and ASP that of the pushed gradient.
+    overrides: other hyperparameters for some tensors, as torch's parameter groups.
+    """
+
+    schedule: Schedule = Constant()
+    max_grad_norm: float = 0.0
+    overrides: tuple[Override, ...] = ()
+
+    kind: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.schedule, Schedule) or not self.schedule.kind:
+            raise InvalidArgumentError(f"schedule={self.schedule!r} is no psdist.optim schedule")
+        _check(_finite(self.max_grad_norm) and self.max_grad_norm >= 0, "max_grad_norm", self.max_grad_norm, "0 or more")
+        _check(len(self.overrides) <= _OVERRIDES_MAX, "overrides", len(self.overrides), f"at most {_OVERRIDES_MAX}")
+        _check_values(self.kind, self.values())
+        for item in self.overrides:
+            self._check_override(item)
+
+    def values(self) -> dict[str, float]:
+        """Hyperparameters by name; booleans as 0 or 1, betas as ``beta1`` and ``beta2``."""
+        values: dict[str, float] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "betas":
+                values["beta1"], values["beta2"] = map(float, value)
+            elif field.name not in ("schedule", "max_grad_norm", "overrides"):
+                values[field.name] = float(value)
+        return values
+
+    def group_values(self, group: int) -> dict[str, float]:
+        """Hyperparameters of group 0 (the optimizer's own) or of override number ``group`` laid over them."""
+        return self.values() if group == 0 else self.values() | dict(self.overrides[group - 1].values)
+
+    def _check_override(self, item: Override) -> None:
+        own = self.values()
+        for name, _ in item.values:
+            if name not in own:
+                raise InvalidArgumentError(
+                    f"override {item.pattern!r}: {type(self).__name__} has no hyperparameter {name!r}; it has "
+                    + ", ".join(own)
+                )
+            if name in _STRUCTURAL:
+                raise InvalidArgumentError(f"override {item.pattern!r}: {name} must be the same for all tensors")
+        _check_values(self.kind, own | dict(item.values))
+
+
+#: These decide how much state an element has or which kernel runs, so they hold for all tensors.
+_STRUCTURAL = ("momentum", "nesterov", "centered", "initial_accumulator_value")
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """torch.optim.SGD."""
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    kind: ClassVar[str] = "sgd"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise InvalidArgumentError("nesterov=True needs momentum above 0 and dampening=0")
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """torch.optim.Adam (without amsgrad); ``weight_decay`` is L2, added to the gradient."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    kind: ClassVar[str] = "adam"
+
+
+@dataclass(frozen=True)
+class AdamW(Optimizer):
+    """torch.optim.AdamW (without amsgrad); ``weight_decay`` is decoupled."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    kind: ClassVar[str] = "adamw"
+
+
+@dataclass(frozen=True)
+class Adagrad(Optimizer):
+    """torch.optim.Adagrad."""
+
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+    kind: ClassVar[str] = "adagrad"
+
+
+@dataclass(frozen=True)
+class RMSprop(Optimizer):
+    """torch.optim.RMSprop."""
+
+    lr: float = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    centered: bool = False
+    kind: ClassVar[str] = "rmsprop"
+
+
+@dataclass(frozen=True)
+class Lion(Optimizer):
+    """Lion (arXiv 2302.06675, algorithm 2), decoupled weight decay."""
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    kind: ClassVar[str] = "lion"
+
+
+@dataclass(frozen=True)
+class FTRL(Optimizer):
+    """FTRL-Proximal (McMahan et al. 2013, algorithm 1): ``lr`` is its alpha, ``beta`` its beta, ``l1`` and ``l2`` its
+    lambdas."""
+
+    lr: float = 0.1
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+    kind: ClassVar[str] = "ftrl"
+
+
+SCHEDULES: dict[str, type[Schedule]] = {cls.kind: cls for cls in (Constant, Linear, Cosine, Step, Polynomial)}
+OPTIMIZERS: dict[str, type[Optimizer]] = {cls.kind: cls for cls in (SGD, Adam, AdamW, Adagrad, RMSprop, Lion, FTRL)}
+
+_UNIT_OPEN = ("beta1", "beta2", "alpha")
+
+
+def _check_values(kind: str, values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        _check(_finite(value) and value >= 0, f"{kind} {name}", value, "a finite number of 0 or more")
+        if name in _UNIT_OPEN:
+            _check(value < 1, f"{kind} {name}", value, "0 or more and less than 1")
+    if kind in ("adam", "adamw", "rmsprop", "adagrad"):
+        _check(values["eps"] > 0, f"{kind} eps", values["eps"], "more than 0")
+    if kind == "ftrl":
+        _check(values["lr"] > 0, "ftrl lr", values["lr"], "more than 0")
+
+
+def schedule_from_values(kind: str, values: Mapping[str, float]) -> Schedule:
+    """The schedule of this kind and these numbers. Raises InvalidArgumentError for an unknown kind or number."""
+    cls = SCHEDULES.get(kind)
+    if cls is None:
+        raise InvalidArgumentError(f"schedule kind {kind!r:.40} is unknown: use one of {', '.join(SCHEDULES)}")
+    return cls(**_typed(cls, dict(values)))
+
+
+def optimizer_from_values(
+    kind: str,
+    values: Mapping[str, float],
+    schedule: Schedule,
+    max_grad_norm: float,
+    overrides: Sequence[Override],
+) -> Optimizer:
+    """The optimizer of this kind and these numbers. Raises InvalidArgumentError for an unknown kind or number."""
+    cls = OPTIMIZERS.get(kind)
+    if cls is None:
+        raise InvalidArgumentError(f"optimizer kind {kind!r:.40} is unknown: use one of {', '.join(OPTIMIZERS)}")
+    given: dict[str, object] = dict(values)
+    if "beta1" in given or "beta2" in given:
+        given["betas"] = (given.pop("beta1", None), given.pop("beta2", None))
+    return cls(**_typed(cls, given), schedule=schedule, max_grad_norm=max_grad_norm, overrides=tuple(overrides))
+
+
+def _typed(cls: type, given: Mapping[str, object]) -> dict[str, object]:
+    """``given`` with integers and booleans as the dataclass declares them."""
+    declared = {field.name: field.type for field in fields(cls)}
+    if unknown := sorted(given.keys() - declared.keys()):
+        raise InvalidArgumentError(f"{cls.__name__} has no {unknown[0]!r:.40}; it has {', '.join(declared)}")
+    casts = {"int": int, "bool": bool}
+    for name, value in given.items():
+        if declared[name] in casts and not _finite(value):
+            raise InvalidArgumentError(f"{cls.__name__} {name}={value!r} must be finite")
+    return {name: casts[declared[name]](value) if declared[name] in casts else value for name, value in given.items()}
+
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+def scale_lr(
+    optimizer: AnyOptimizer,
+    world_size: int,
+    mode: Literal["linear", "sqrt", "none"] = "linear",
+    warmup_steps: int = 0,
+) -> AnyOptimizer:
+    """The optimizer with its learning rate scaled for ``world_size`` workers.
+
+    mode: "linear" multiplies by world_size (Goyal et al. 2017, arXiv 1706.02677), "sqrt" by its root (Krizhevsky 2014,
+        arXiv 1404.5997), "none" leaves it.
+    warmup_steps: steps over which the rate grows from its unscaled to its scaled value (Goyal et al.'s gradual warm-up).
+    """
+    _check(isinstance(world_size, int) and world_size >= 1, "world_size", world_size, "1 or more")
+    factors = {"linear": float(world_size), "sqrt": math.sqrt(world_size), "none": 1.0}
+    if mode not in factors:
+        raise InvalidArgumentError(f"mode={mode!r} is unknown: use one of {', '.join(factors)}")
+    lr = optimizer.values()["lr"] * factors[mode]
+    schedule = optimizer.schedule
+    if warmup_steps:
+        schedule = replace(schedule, warmup_steps=warmup_steps, warmup_start=1 / factors[mode])
+    overrides = tuple(_scale_override(item, factors[mode]) for item in optimizer.overrides)
+    return replace(optimizer, lr=lr, schedule=schedule, overrides=overrides)  # type: ignore[call-arg]
+
+
+def _scale_override(item: Override, factor: float) -> Override:
+    return Override(item.pattern, tuple((n, v * factor if n == "lr" else v) for n, v in item.values))

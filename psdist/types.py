@@ -1,0 +1,251 @@
+"""The values that psdist passes around: tensors, layouts, slices, and the cluster map.
+
+Everything here is a frozen dataclass without behaviour that waits, reads or writes. The pure machines of client, server
+and scheduler speak these types; protobuf messages exist only in ``psdist.wire``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, Literal
+
+from psdist.consistency import Consistency
+from psdist.errors import InvalidArgumentError, InvalidNameError
+from psdist.optim import Optimizer
+
+DType = Literal["float32", "float16", "bfloat16", "float64"]
+NonFinite = Literal["reject", "skip"]
+
+#: Bytes of one element, by dtype.
+ITEM_BYTES: Final[dict[str, int]] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+#: What payloads may hold.
+WIRE_DTYPES: Final = ("float32", "float16", "bfloat16")
+
+SLICE_ELEMENTS_MAX: Final = 1 << 18  # 1 MiB of float32
+SLICE_ELEMENTS_MIN: Final = 1 << 12
+SHARDS_PER_SERVER: Final = 4
+_SLICES_WANTED: Final = 16
+
+_NAME = re.compile(r"[A-Za-z0-9._/-]{1,256}")
+
+
+def check_name(name: str, what: str) -> str:
+    """Returns ``name`` if it is made of 1 to 256 of ``A-Z a-z 0-9 . _ / -``, else raises InvalidNameError."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidNameError(
+            f"{what} {name!r:.80} is not allowed: use 1 to 256 of the characters A-Z a-z 0-9 . _ / -", name=name
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, shape and element type of one dense tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType = "float32"
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The table of a flat vector: tensors one after another, in this order, without gaps."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Element offset of each tensor, and the total as one more."""
+        offsets = [0]
+        for tensor in self.tensors:
+            offsets.append(offsets[-1] + tensor.size)
+        return tuple(offsets)
+
+    @property
+    def total(self) -> int:
+        """Elements of the flat vector."""
+        return self.offsets[-1]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 over one line ``name dtype shape`` per tensor."""
+        lines = (f"{t.name} {t.dtype} {','.join(map(str, t.shape))}\n" for t in self.tensors)
+        return hashlib.sha256("".join(lines).encode()).digest()
+
+    def difference(self, other: Layout) -> str:
+        """One sentence about the first thing in which ``other`` differs from this layout; empty if nothing does."""
+        mine = {t.name: t for t in self.tensors}
+        theirs = {t.name: t for t in other.tensors}
+        if missing := sorted(mine.keys() - theirs.keys()):
+            return f"tensor {missing[0]!r} is missing" + (f" (and {len(missing) - 1} more)" if missing[1:] else "")
+        if extra := sorted(theirs.keys() - mine.keys()):
+            return f"tensor {extra[0]!r} is unknown" + (f" (and {len(extra) - 1} more)" if extra[1:] else "")
+        for name, tensor in mine.items():
+            if theirs[name].shape != tensor.shape:
+                return f"tensor {name!r} has shape {theirs[name].shape}, not {tensor.shape}"
+            if theirs[name].dtype != tensor.dtype:
+                return f"tensor {name!r} has dtype {theirs[name].dtype}, not {tensor.dtype}"
+        if self.tensors != other.tensors:
+            return "the tensors come in another order"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """How a flat vector of ``total`` elements is cut. Does not depend on the number of servers."""
+
+    total: int
+    slice_elements: int
+
+    @property
+    def count(self) -> int:
+        """Number of slices."""
+        return -(-self.total // self.slice_elements)
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """First element of slice ``index``, and the one after its last."""
+        start = index * self.slice_elements
+        return start, min(start + self.slice_elements, self.total)
+
+    def size(self, index: int) -> int:
+        """Elements of slice ``index``."""
+        start, stop = self.bounds(index)
+        return stop - start
+
+
+def choose_slice_elements(total: int) -> int:
+    """A power of two between 16 KiB and 1 MiB (of float32) that cuts ``total`` elements into about 16 slices or more."""
+    wanted = max(1, total // _SLICES_WANTED)
+    return min(SLICE_ELEMENTS_MAX, max(SLICE_ELEMENTS_MIN, 1 << (wanted - 1).bit_length()))
+
+
+@dataclass(frozen=True)
+class ParametersSpec:
+    """Settings of parameters that all workers must agree on. ``slice_elements`` 0 lets the scheduler choose."""
+
+    name: str
+    optimizer: Optimizer
+    consistency: Consistency
+    non_finite: NonFinite = "reject"
+    slice_elements: int = 0
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "parameters name")
+        if self.non_finite not in ("reject", "skip"):
+            raise InvalidArgumentError(f"non_finite={self.non_finite!r} is unknown: use 'reject' or 'skip'")
+        if self.slice_elements != 0 and not 1 <= self.slice_elements <= SLICE_ELEMENTS_MAX:
+            raise InvalidArgumentError(
+                f"slice_elements={self.slice_elements} is out of range: use 1 to {SLICE_ELEMENTS_MAX}, or 0 to let "
+                "psdist choose"
+            )
+
+    def difference(self, other: ParametersSpec) -> str:
+        """One sentence about the first setting in which ``other`` differs; empty if none does."""
+        for name in ("optimizer", "consistency", "non_finite"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} is {theirs!r}, not {mine!r}"
+        if other.slice_elements not in (0, self.slice_elements):
+            return f"slice_elements is {other.slice_elements}, not {self.slice_elements}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ParametersMember:
+    """A worker that takes part in the training of parameters, from ``first_step`` on (BSP)."""
+
+    worker_id: str
+    incarnation: int
+    rank: int
+    first_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRange:
+    """Elements [start, stop) belong to override number ``group`` (1 is ``optimizer.overrides[0]``)."""
+
+    start: int
+    stop: int
+    group: int
+
+
+@dataclass(frozen=True)
+class ParametersEntry:
+    """Parameters as the cluster map shows them. Slice i is in shard ``i % len(shards)``."""
+
+    spec: ParametersSpec
+    total: int
+    #: Primary server's id by shard number.
+    shards: tuple[str, ...]
+    members: tuple[ParametersMember, ...] = ()
+    ranges: tuple[GroupRange, ...] = ()
+    ready: bool = False
+    layout_digest: bytes = b""
+
+    @property
+    def slicing(self) -> Slicing:
+        """The cut of the vector; ``spec.slice_elements`` is never 0 here."""
+        return Slicing(self.total, self.spec.slice_elements)
+
+    def slices_of(self, server_id: str) -> tuple[int, ...]:
+        """Ascending slices that ``server_id`` is the primary of."""
+        shards = len(self.shards)
+        mine = {number for number, owner in enumerate(self.shards) if owner == server_id}
+        return tuple(index for index in range(self.slicing.count) if index % shards in mine)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEntry:
+    """A live server and where it listens (host:port)."""
+
+    server_id: str
+    incarnation: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEntry:
+    """A live worker."""
+
+    worker_id: str
+    incarnation: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class ClusterMap:
+    """Who is there and what lies where, numbered by its epoch."""
+
+    run_id: str
+    epoch: int
+    servers: tuple[ServerEntry, ...] = ()
+    workers: tuple[WorkerEntry, ...] = ()
+    parameters: tuple[ParametersEntry, ...] = field(default=())
+
+    def entry(self, parameters: str) -> ParametersEntry | None:
+        """The parameters of this name, if they exist."""
+        return next((entry for entry in self.parameters if entry.spec.name == parameters), None)
+
+    def server(self, server_id: str) -> ServerEntry | None:
+        """The live server of this id, if there is one."""
+        return next((server for server in self.servers if server.server_id == server_id), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who sends a request, and by which map it was routed."""
+
+    run_id: str
+    worker_id: str
+    incarnation: int
+    epoch: int
+    parameters: str

@@ -1,0 +1,230 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[DType]
+    DTYPE_FLOAT32: _ClassVar[DType]
+    DTYPE_FLOAT16: _ClassVar[DType]
+    DTYPE_BFLOAT16: _ClassVar[DType]
+    DTYPE_FLOAT64: _ClassVar[DType]
+
+class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CODEC_UNSPECIFIED: _ClassVar[Codec]
+    CODEC_RAW: _ClassVar[Codec]
+
+class NonFinitePolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NON_FINITE_POLICY_UNSPECIFIED: _ClassVar[NonFinitePolicy]
+    NON_FINITE_POLICY_REJECT: _ClassVar[NonFinitePolicy]
+    NON_FINITE_POLICY_SKIP: _ClassVar[NonFinitePolicy]
+
+class StalenessLr(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STALENESS_LR_UNSPECIFIED: _ClassVar[StalenessLr]
+    STALENESS_LR_NONE: _ClassVar[StalenessLr]
+    STALENESS_LR_INVERSE: _ClassVar[StalenessLr]
+DTYPE_UNSPECIFIED: DType
+DTYPE_FLOAT32: DType
+DTYPE_FLOAT16: DType
+DTYPE_BFLOAT16: DType
+DTYPE_FLOAT64: DType
+CODEC_UNSPECIFIED: Codec
+CODEC_RAW: Codec
+NON_FINITE_POLICY_UNSPECIFIED: NonFinitePolicy
+NON_FINITE_POLICY_REJECT: NonFinitePolicy
+NON_FINITE_POLICY_SKIP: NonFinitePolicy
+STALENESS_LR_UNSPECIFIED: StalenessLr
+STALENESS_LR_NONE: StalenessLr
+STALENESS_LR_INVERSE: StalenessLr
+
+class Tensor(_message.Message):
+    __slots__ = ("name", "shape", "dtype")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: DType
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ...) -> None: ...
+
+class Layout(_message.Message):
+    __slots__ = ("tensors",)
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    def __init__(self, tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+
+class Schedule(_message.Message):
+    __slots__ = ("kind", "values")
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    values: _containers.ScalarMap[str, float]
+    def __init__(self, kind: _Optional[str] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Override(_message.Message):
+    __slots__ = ("pattern", "values")
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    PATTERN_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    pattern: str
+    values: _containers.ScalarMap[str, float]
+    def __init__(self, pattern: _Optional[str] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Optimizer(_message.Message):
+    __slots__ = ("kind", "values", "schedule", "max_grad_norm", "overrides")
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    MAX_GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    OVERRIDES_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    values: _containers.ScalarMap[str, float]
+    schedule: Schedule
+    max_grad_norm: float
+    overrides: _containers.RepeatedCompositeFieldContainer[Override]
+    def __init__(self, kind: _Optional[str] = ..., values: _Optional[_Mapping[str, float]] = ..., schedule: _Optional[_Union[Schedule, _Mapping]] = ..., max_grad_norm: _Optional[float] = ..., overrides: _Optional[_Iterable[_Union[Override, _Mapping]]] = ...) -> None: ...
+
+class Consistency(_message.Message):
+    __slots__ = ("kind", "backup_workers", "staleness", "staleness_lr")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_LR_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    backup_workers: int
+    staleness: int
+    staleness_lr: StalenessLr
+    def __init__(self, kind: _Optional[str] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ..., staleness_lr: _Optional[_Union[StalenessLr, str]] = ...) -> None: ...
+
+class ParametersSpec(_message.Message):
+    __slots__ = ("name", "optimizer", "consistency", "non_finite", "slice_elements")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    NON_FINITE_FIELD_NUMBER: _ClassVar[int]
+    SLICE_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    optimizer: Optimizer
+    consistency: Consistency
+    non_finite: NonFinitePolicy
+    slice_elements: int
+    def __init__(self, name: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., slice_elements: _Optional[int] = ...) -> None: ...
+
+class ParametersMember(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "rank", "first_step")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    rank: int
+    first_step: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., first_step: _Optional[int] = ...) -> None: ...
+
+class GroupRange(_message.Message):
+    __slots__ = ("start", "stop", "group")
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    stop: int
+    group: int
+    def __init__(self, start: _Optional[int] = ..., stop: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
+
+class ParametersEntry(_message.Message):
+    __slots__ = ("spec", "total", "shards", "members", "ranges", "ready", "layout_digest")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    spec: ParametersSpec
+    total: int
+    shards: _containers.RepeatedScalarFieldContainer[str]
+    members: _containers.RepeatedCompositeFieldContainer[ParametersMember]
+    ranges: _containers.RepeatedCompositeFieldContainer[GroupRange]
+    ready: bool
+    layout_digest: bytes
+    def __init__(self, spec: _Optional[_Union[ParametersSpec, _Mapping]] = ..., total: _Optional[int] = ..., shards: _Optional[_Iterable[str]] = ..., members: _Optional[_Iterable[_Union[ParametersMember, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[GroupRange, _Mapping]]] = ..., ready: _Optional[bool] = ..., layout_digest: _Optional[bytes] = ...) -> None: ...
+
+class ServerEntry(_message.Message):
+    __slots__ = ("server_id", "incarnation", "address")
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    server_id: str
+    incarnation: int
+    address: str
+    def __init__(self, server_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class WorkerEntry(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "rank")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    rank: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class ClusterMap(_message.Message):
+    __slots__ = ("run_id", "epoch", "servers", "parameters", "workers")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    epoch: int
+    servers: _containers.RepeatedCompositeFieldContainer[ServerEntry]
+    parameters: _containers.RepeatedCompositeFieldContainer[ParametersEntry]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., servers: _Optional[_Iterable[_Union[ServerEntry, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersEntry, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ...) -> None: ...
+
+class ErrorDetail(_message.Message):
+    __slots__ = ("code", "message", "details")
+    class DetailsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    details: _containers.ScalarMap[str, str]
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., details: _Optional[_Mapping[str, str]] = ...) -> None: ...

@@ -1,0 +1,371 @@
+from psdist.v1 import common_pb2 as _common_pb2
+from psdist.v1 import server_pb2 as _server_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_SERVER: _ClassVar[Role]
+    ROLE_WORKER: _ClassVar[Role]
+ROLE_UNSPECIFIED: Role
+ROLE_SERVER: Role
+ROLE_WORKER: Role
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("protocol_version", "psdist_version", "run_id", "role", "member_id", "rank", "world_size", "address", "host", "pid")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PSDIST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    psdist_version: str
+    run_id: str
+    role: Role
+    member_id: str
+    rank: int
+    world_size: int
+    address: str
+    host: str
+    pid: int
+    def __init__(self, protocol_version: _Optional[int] = ..., psdist_version: _Optional[str] = ..., run_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., member_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ("run_id", "member_id", "incarnation", "rank", "world_size", "lease_seconds", "map", "psdist_version")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    PSDIST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    member_id: str
+    incarnation: int
+    rank: int
+    world_size: int
+    lease_seconds: float
+    map: _common_pb2.ClusterMap
+    psdist_version: str
+    def __init__(self, run_id: _Optional[str] = ..., member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., psdist_version: _Optional[str] = ...) -> None: ...
+
+class SessionRequest(_message.Message):
+    __slots__ = ("hello", "heartbeat", "join_answer")
+    class Hello(_message.Message):
+        __slots__ = ("member_id", "incarnation")
+        MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+        INCARNATION_FIELD_NUMBER: _ClassVar[int]
+        member_id: str
+        incarnation: int
+        def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    class Heartbeat(_message.Message):
+        __slots__ = ("epoch", "statistics", "waiting_for")
+        EPOCH_FIELD_NUMBER: _ClassVar[int]
+        STATISTICS_FIELD_NUMBER: _ClassVar[int]
+        WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+        epoch: int
+        statistics: _server_pb2.GetStatisticsResponse
+        waiting_for: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
+    class JoinAnswer(_message.Message):
+        __slots__ = ("proposal_id", "accepted", "version_max")
+        PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
+        ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+        VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
+        proposal_id: int
+        accepted: bool
+        version_max: int
+        def __init__(self, proposal_id: _Optional[int] = ..., accepted: _Optional[bool] = ..., version_max: _Optional[int] = ...) -> None: ...
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    JOIN_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    hello: SessionRequest.Hello
+    heartbeat: SessionRequest.Heartbeat
+    join_answer: SessionRequest.JoinAnswer
+    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ...) -> None: ...
+
+class SessionResponse(_message.Message):
+    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost")
+    class JoinProposal(_message.Message):
+        __slots__ = ("proposal_id", "parameters", "member")
+        PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        MEMBER_FIELD_NUMBER: _ClassVar[int]
+        proposal_id: int
+        parameters: str
+        member: _common_pb2.ParametersMember
+        def __init__(self, proposal_id: _Optional[int] = ..., parameters: _Optional[str] = ..., member: _Optional[_Union[_common_pb2.ParametersMember, _Mapping]] = ...) -> None: ...
+    class JoinWithdrawn(_message.Message):
+        __slots__ = ("proposal_id", "parameters", "worker_id")
+        PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+        proposal_id: int
+        parameters: str
+        worker_id: str
+        def __init__(self, proposal_id: _Optional[int] = ..., parameters: _Optional[str] = ..., worker_id: _Optional[str] = ...) -> None: ...
+    class MemberLost(_message.Message):
+        __slots__ = ("member_id", "role", "reason")
+        MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+        ROLE_FIELD_NUMBER: _ClassVar[int]
+        REASON_FIELD_NUMBER: _ClassVar[int]
+        member_id: str
+        role: Role
+        reason: str
+        def __init__(self, member_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    JOIN_PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    JOIN_WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
+    map: _common_pb2.ClusterMap
+    join_proposal: SessionResponse.JoinProposal
+    join_withdrawn: SessionResponse.JoinWithdrawn
+    member_lost: SessionResponse.MemberLost
+    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("member_id", "incarnation", "reason")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    incarnation: int
+    reason: str
+    def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LeaveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CreateParametersRequest(_message.Message):
+    __slots__ = ("run_id", "worker_id", "incarnation", "spec", "layout")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    worker_id: str
+    incarnation: int
+    spec: _common_pb2.ParametersSpec
+    layout: _common_pb2.Layout
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., spec: _Optional[_Union[_common_pb2.ParametersSpec, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ...) -> None: ...
+
+class CreateParametersResponse(_message.Message):
+    __slots__ = ("state", "waiting_for", "map", "first_step")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[CreateParametersResponse.State]
+        STATE_WAITING: _ClassVar[CreateParametersResponse.State]
+        STATE_UPLOAD: _ClassVar[CreateParametersResponse.State]
+        STATE_READY: _ClassVar[CreateParametersResponse.State]
+    STATE_UNSPECIFIED: CreateParametersResponse.State
+    STATE_WAITING: CreateParametersResponse.State
+    STATE_UPLOAD: CreateParametersResponse.State
+    STATE_READY: CreateParametersResponse.State
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    state: CreateParametersResponse.State
+    waiting_for: str
+    map: _common_pb2.ClusterMap
+    first_step: int
+    def __init__(self, state: _Optional[_Union[CreateParametersResponse.State, str]] = ..., waiting_for: _Optional[str] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., first_step: _Optional[int] = ...) -> None: ...
+
+class CommitParametersRequest(_message.Message):
+    __slots__ = ("run_id", "worker_id", "incarnation", "parameters")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    worker_id: str
+    incarnation: int
+    parameters: str
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
+
+class CommitParametersResponse(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class DescribeParametersRequest(_message.Message):
+    __slots__ = ("run_id", "worker_id", "incarnation", "parameters")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    worker_id: str
+    incarnation: int
+    parameters: str
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
+
+class DescribeParametersResponse(_message.Message):
+    __slots__ = ("waiting_for", "spec", "layout", "map")
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    waiting_for: str
+    spec: _common_pb2.ParametersSpec
+    layout: _common_pb2.Layout
+    map: _common_pb2.ClusterMap
+    def __init__(self, waiting_for: _Optional[str] = ..., spec: _Optional[_Union[_common_pb2.ParametersSpec, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ...) -> None: ...
+
+class GetClusterMapRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class GetClusterMapResponse(_message.Message):
+    __slots__ = ("map",)
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    map: _common_pb2.ClusterMap
+    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ...) -> None: ...
+
+class BarrierRequest(_message.Message):
+    __slots__ = ("run_id", "worker_id", "incarnation", "name")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    worker_id: str
+    incarnation: int
+    name: str
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+
+class BarrierResponse(_message.Message):
+    __slots__ = ("waiting_for", "released")
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    waiting_for: str
+    released: bool
+    def __init__(self, waiting_for: _Optional[str] = ..., released: _Optional[bool] = ...) -> None: ...
+
+class RendezvousRequest(_message.Message):
+    __slots__ = ("run_id", "agent_id", "processes", "nodes_min", "nodes_max", "host")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    NODES_MIN_FIELD_NUMBER: _ClassVar[int]
+    NODES_MAX_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    agent_id: str
+    processes: int
+    nodes_min: int
+    nodes_max: int
+    host: str
+    def __init__(self, run_id: _Optional[str] = ..., agent_id: _Optional[str] = ..., processes: _Optional[int] = ..., nodes_min: _Optional[int] = ..., nodes_max: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+
+class RendezvousResponse(_message.Message):
+    __slots__ = ("waiting_for", "formed", "node_rank", "nodes", "first_rank", "world_size")
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    FORMED_FIELD_NUMBER: _ClassVar[int]
+    NODE_RANK_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    waiting_for: str
+    formed: bool
+    node_rank: int
+    nodes: int
+    first_rank: int
+    world_size: int
+    def __init__(self, waiting_for: _Optional[str] = ..., formed: _Optional[bool] = ..., node_rank: _Optional[int] = ..., nodes: _Optional[int] = ..., first_rank: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MemberStatus(_message.Message):
+    __slots__ = ("member_id", "role", "incarnation", "rank", "address", "host", "pid", "state", "reason", "heartbeat_age_seconds", "epoch", "statistics", "waiting_for")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATISTICS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    role: Role
+    incarnation: int
+    rank: int
+    address: str
+    host: str
+    pid: int
+    state: str
+    reason: str
+    heartbeat_age_seconds: float
+    epoch: int
+    statistics: _server_pb2.GetStatisticsResponse
+    waiting_for: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, member_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., heartbeat_age_seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ParametersStatus(_message.Message):
+    __slots__ = ("entry", "state", "tensors")
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    entry: _common_pb2.ParametersEntry
+    state: str
+    tensors: int
+    def __init__(self, entry: _Optional[_Union[_common_pb2.ParametersEntry, _Mapping]] = ..., state: _Optional[str] = ..., tensors: _Optional[int] = ...) -> None: ...
+
+class EventStatus(_message.Message):
+    __slots__ = ("time", "text")
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    time: float
+    text: str
+    def __init__(self, time: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("run_id", "psdist_version", "epoch", "phase", "uptime_seconds", "workers_min", "servers_min", "members", "parameters", "waiting_for", "events")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    PSDIST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_MIN_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_MIN_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    psdist_version: str
+    epoch: int
+    phase: str
+    uptime_seconds: float
+    workers_min: int
+    servers_min: int
+    members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
+    parameters: _containers.RepeatedCompositeFieldContainer[ParametersStatus]
+    waiting_for: _containers.RepeatedScalarFieldContainer[str]
+    events: _containers.RepeatedCompositeFieldContainer[EventStatus]
+    def __init__(self, run_id: _Optional[str] = ..., psdist_version: _Optional[str] = ..., epoch: _Optional[int] = ..., phase: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., workers_min: _Optional[int] = ..., servers_min: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., events: _Optional[_Iterable[_Union[EventStatus, _Mapping]]] = ...) -> None: ...

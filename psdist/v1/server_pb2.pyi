@@ -1,0 +1,216 @@
+from psdist.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Identity(_message.Message):
+    __slots__ = ("run_id", "worker_id", "incarnation", "epoch", "parameters")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    worker_id: str
+    incarnation: int
+    epoch: int
+    parameters: str
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
+
+class PushHeader(_message.Message):
+    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PULL_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ABSTAIN_FIELD_NUMBER: _ClassVar[int]
+    GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    identity: Identity
+    step: int
+    codec: _common_pb2.Codec
+    dtype: _common_pb2.DType
+    pull_dtype: _common_pb2.DType
+    abstain: bool
+    grad_norm: float
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ...) -> None: ...
+
+class InstallRequest(_message.Message):
+    __slots__ = ("identity", "slice", "payload")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    identity: Identity
+    slice: int
+    payload: bytes
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., slice: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class InstallResponse(_message.Message):
+    __slots__ = ("slices",)
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    slices: int
+    def __init__(self, slices: _Optional[int] = ...) -> None: ...
+
+class PushPullRequest(_message.Message):
+    __slots__ = ("header", "slice", "base_version", "payload")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    header: PushHeader
+    slice: int
+    base_version: int
+    payload: bytes
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., slice: _Optional[int] = ..., base_version: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class PushPullResponse(_message.Message):
+    __slots__ = ("slice", "version", "ignored", "staleness", "waiting_for", "payload")
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    IGNORED_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    slice: int
+    version: int
+    ignored: bool
+    staleness: int
+    waiting_for: str
+    payload: bytes
+    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("header", "slice", "base_version", "payload")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    header: PushHeader
+    slice: int
+    base_version: int
+    payload: bytes
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., slice: _Optional[int] = ..., base_version: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class PushResponse(_message.Message):
+    __slots__ = ("slice", "version", "ignored", "staleness", "waiting_for")
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    IGNORED_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    slice: int
+    version: int
+    ignored: bool
+    staleness: int
+    waiting_for: str
+    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("identity", "dtype", "min_version", "slices")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    identity: Identity
+    dtype: _common_pb2.DType
+    min_version: int
+    slices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., min_version: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PullResponse(_message.Message):
+    __slots__ = ("slice", "version", "waiting_for", "payload")
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    slice: int
+    version: int
+    waiting_for: str
+    payload: bytes
+    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., waiting_for: _Optional[str] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class FetchNormsRequest(_message.Message):
+    __slots__ = ("run_id", "epoch", "parameters", "step")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    epoch: int
+    parameters: str
+    step: int
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class FetchNormsResponse(_message.Message):
+    __slots__ = ("slices", "squares")
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    SQUARES_FIELD_NUMBER: _ClassVar[int]
+    slices: _containers.RepeatedScalarFieldContainer[int]
+    squares: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, slices: _Optional[_Iterable[int]] = ..., squares: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class GetStatisticsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerStatistics(_message.Message):
+    __slots__ = ("worker_id", "pushes", "pulls", "push_bytes", "pull_bytes", "late", "duplicates", "non_finite", "rejected", "staleness_sum", "staleness_max")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
+    PUSH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PULL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATES_FIELD_NUMBER: _ClassVar[int]
+    NON_FINITE_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_SUM_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    pushes: int
+    pulls: int
+    push_bytes: int
+    pull_bytes: int
+    late: int
+    duplicates: int
+    non_finite: int
+    rejected: int
+    staleness_sum: int
+    staleness_max: int
+    def __init__(self, worker_id: _Optional[str] = ..., pushes: _Optional[int] = ..., pulls: _Optional[int] = ..., push_bytes: _Optional[int] = ..., pull_bytes: _Optional[int] = ..., late: _Optional[int] = ..., duplicates: _Optional[int] = ..., non_finite: _Optional[int] = ..., rejected: _Optional[int] = ..., staleness_sum: _Optional[int] = ..., staleness_max: _Optional[int] = ...) -> None: ...
+
+class ParametersStatistics(_message.Message):
+    __slots__ = ("parameters", "version_min", "version_max", "applied_slices", "apply_seconds", "bytes_held", "workers", "waiting_for")
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_SLICES_FIELD_NUMBER: _ClassVar[int]
+    APPLY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_HELD_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    parameters: str
+    version_min: int
+    version_max: int
+    applied_slices: int
+    apply_seconds: float
+    bytes_held: int
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatistics]
+    waiting_for: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, parameters: _Optional[str] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., applied_slices: _Optional[int] = ..., apply_seconds: _Optional[float] = ..., bytes_held: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatistics, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetStatisticsResponse(_message.Message):
+    __slots__ = ("server_id", "epoch", "resident_bytes", "parameters")
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    server_id: str
+    epoch: int
+    resident_bytes: int
+    parameters: _containers.RepeatedCompositeFieldContainer[ParametersStatistics]
+    def __init__(self, server_id: _Optional[str] = ..., epoch: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatistics, _Mapping]]] = ...) -> None: ...

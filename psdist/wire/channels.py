@@ -1,0 +1,96 @@
+"""Channels and servers with the options that matter, in one place.
+
+* Retries off: gRPC would send a push again behind the session layer's back, which has ids for that.
+* The HTTP proxy is off: an ``http_proxy`` variable must not reroute cluster traffic.
+* ``so_reuseport`` off: a second process on a taken port must fail, not share it silently.
+* Keepalive with ``ping_timeout_ms``: without it a frozen peer is noticed after a minute (grpcio 1.85). It is the second
+  line; application heartbeats are the first.
+* The stream window is fixed and the bandwidth probe off, so that what the transport reads ahead is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from psdist.errors import ConfigurationError, InsecureBindError
+from psdist.wire import limits
+from psdist.wire.auth import TokenInterceptor
+
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+def _shared_options(message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_send_message_length", message_bytes),
+        ("grpc.max_receive_message_length", message_bytes),
+        ("grpc.max_metadata_size", limits.METADATA_BYTES),
+        ("grpc.keepalive_time_ms", 2_000),
+        ("grpc.keepalive_timeout_ms", 2_000),
+        ("grpc.http2.ping_timeout_ms", 2_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", limits.STREAM_WINDOW_BYTES),
+    ]
+
+
+def open_channel(address: str, message_bytes: int = limits.DATA_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """A plaintext channel to ``address`` (host:port). Connects on first use."""
+    options = [
+        *_shared_options(message_bytes),
+        ("grpc.enable_retries", 0),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    ]
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+def make_server(
+    token: str, message_bytes: int = limits.DATA_MESSAGE_BYTES, interceptors: Sequence[Any] = ()
+) -> grpc.aio.Server:
+    """A server that lets calls with ``token`` in, and no more of anything than ``psdist.wire.limits`` says."""
+    options = [
+        *_shared_options(message_bytes),
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", limits.CONCURRENT_CALLS_MAX),
+        ("grpc.max_allowed_incoming_connections", limits.CONNECTIONS_MAX),
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+    return grpc.aio.server(
+        interceptors=(TokenInterceptor(token), *interceptors),
+        options=options,
+        maximum_concurrent_rpcs=limits.CONCURRENT_CALLS_MAX,
+    )
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, insecure: bool, flag: str = "--port") -> int:
+    """Binds ``server`` and returns the port (a free one for port 0).
+
+    Raises InsecureBindError for a host beyond loopback without ``insecure``, ConfigurationError where the port is taken.
+    """
+    if host not in _LOOPBACK_HOSTS and not insecure:
+        raise InsecureBindError(
+            f"--host {host} listens beyond this machine without encryption: bind 127.0.0.1, or pass --insecure on a "
+            "private network",
+            host=host,
+        )
+    try:
+        bound: int = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise ConfigurationError(
+            f"{host}:{port} cannot be bound (in use, or no address of this machine): choose another {flag}, or "
+            f"{flag} 0 for a free one",
+            host=host,
+            port=port,
+        )
+    return bound

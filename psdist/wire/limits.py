@@ -1,0 +1,35 @@
+"""Limits on everything that a peer can make a process hold, and the version of the protocol.
+
+One place, so that a limit is the same on both sides and an error can name it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: Registration refuses another number. Raised when an older peer could misread a message.
+PROTOCOL_VERSION: Final = 1
+
+#: Largest message on the data path: a slice of 1 MiB and its header, with room for slices in float64 one day.
+DATA_MESSAGE_BYTES: Final = 4 << 20
+#: Largest message to or from the scheduler: a layout of TENSORS_MAX tensors fits.
+CONTROL_MESSAGE_BYTES: Final = 64 << 20
+METADATA_BYTES: Final = 16 << 10
+
+TENSORS_MAX: Final = 1 << 18
+DIMENSIONS_MAX: Final = 32
+#: Elements of one parameters' flat vector (4 TiB of float32).
+ELEMENTS_MAX: Final = 1 << 40
+PARAMETERS_MAX: Final = 1024
+MEMBERS_MAX: Final = 4096
+WORLD_MAX: Final = 4096
+
+#: Slices of one stream that a server holds and has not applied; more are left in the network.
+HELD_SLICES_MAX: Final = 2
+CONCURRENT_CALLS_MAX: Final = 4096
+CONNECTIONS_MAX: Final = 2048
+#: Flow-control window of one stream, in bytes: what the transport may read ahead of the program.
+STREAM_WINDOW_BYTES: Final = 2 << 20
+
+#: A wait that lasts longer says for whom it waits.
+REPORT_WAIT_SECONDS: Final = 10.0
