@@ -1,0 +1,62 @@
+# The one door to the project. Needs make and Python 3.11 or later; everything else goes into .venv.
+#
+#   make demo     train real digits through two servers and two workers on this machine
+#   make test     every check and every test
+#   make check    lint, types, drift of the generated stubs, tidiness (no training)
+#   make proto    write psdist/v1 anew from proto/
+#   make bench    the kernels beside numpy and torch
+#   make clean    remove everything that these targets made
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# Test dependency only: the optimizers are compared with torch.optim. On PyPI the Linux wheel brings CUDA along, so the
+# CPU index is offered as well; where it cannot be reached, pip goes on with what it has.
+TORCH       := torch==2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+PROTOS := $(wildcard proto/psdist/v1/*.proto)
+
+.PHONY: demo test check proto bench clean
+.DEFAULT_GOAL := test
+
+# --- environment: the demo needs no torch and no linters, so it does not wait for them -------------------------------
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "psdist needs Python 3.11 or later: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(PIP) install --editable '.[examples]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml Makefile | $(BIN)/python
+	$(PIP) install --editable '.[examples,dev]'
+	$(PIP) install --retries 0 --extra-index-url $(TORCH_INDEX) $(TORCH)
+	@touch $@ $(VENV)/.installed
+
+# --- what one does --------------------------------------------------------------------------------------------------
+
+demo: $(VENV)/.installed
+	$(BIN)/psdist run --nservers 2 --nproc-per-node 2 examples/digits.py --compare
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_tidy.py tests/test_proto.py
+
+proto: $(VENV)/.dev
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:proto/%=%)
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.kernels
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis psdist-runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

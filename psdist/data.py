@@ -1,0 +1,117 @@
+"""Which samples a worker sees: ``DistributedSampler`` deals the indices of a data set to the ranks of a world.
+
+The semantics are those of torch.utils.data.DistributedSampler; nothing here needs torch, the network, or psdist's
+client. It deals indices and never touches the samples.
+
+Invariants, for one (size, num_replicas, shuffle, seed, drop_last, data epoch):
+
+* every rank gets the same number of indices, ``len(sampler)``;
+* without ``drop_last`` the ranks together cover every index; if the size is not divisible, the first indices of the
+  order are dealt a second time to fill up;
+* with ``drop_last`` no index is dealt twice; the last ``size % num_replicas`` of the order are left out;
+* the order depends on (seed, data epoch) and the size alone, so ranks agree without speaking to each other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sized
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.errors import InvalidArgumentError
+
+_SEED_MAX: Final = (1 << 63) - 1
+
+
+class DistributedSampler:
+    """Iterates over this rank's indices of a data set, in the order of the current data epoch.
+
+    dataset: a sized data set, or its size (0 or more).
+    num_replicas: number of workers that share the data; None reads ``WORLD_SIZE`` from the environment, else 1.
+    rank: this worker's number, from 0; None reads ``RANK`` from the environment, else 0.
+    shuffle: a new permutation for each data epoch; else ascending order.
+    seed: must be the same on all ranks.
+    drop_last: leave the tail out instead of repeating from the start.
+
+    Raises InvalidArgumentError for a value out of its range.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self.size = _size_of(dataset)
+        self.num_replicas = _from_environment("WORLD_SIZE", 1) if num_replicas is None else num_replicas
+        self.rank = _from_environment("RANK", 0) if rank is None else rank
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        _check_range("num_replicas", self.num_replicas, 1, _SEED_MAX)
+        _check_range("rank", self.rank, 0, self.num_replicas - 1)
+        _check_range("seed", seed, 0, _SEED_MAX)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the data epoch, from 0. Call it before each pass, or every pass has the same order."""
+        _check_range("epoch", epoch, 0, _SEED_MAX)
+        self.epoch = epoch
+
+    def indices(self) -> NDArray[np.int64]:
+        """This rank's indices in order; shape (len(self),). The same as iterating, for those who index arrays."""
+        return self._dealt()[self.rank :: self.num_replicas]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices().tolist())
+
+    def __len__(self) -> int:
+        left_over = 0 if self.drop_last else self.num_replicas - 1
+        return (self.size + left_over) // self.num_replicas
+
+    def __repr__(self) -> str:
+        return (
+            f"<DistributedSampler rank {self.rank} of {self.num_replicas}: {len(self)} of {self.size} samples, "
+            f"data epoch {self.epoch}>"
+        )
+
+    def _dealt(self) -> NDArray[np.int64]:
+        """The order of all samples, repeated from its start or cut so that the ranks get equally many."""
+        total = len(self) * self.num_replicas
+        order = self._order()
+        if total <= self.size:
+            return order[:total]
+        return np.resize(order, total)  # repeats from the start as often as needed
+
+    def _order(self) -> NDArray[np.int64]:
+        if not self.shuffle:
+            return np.arange(self.size, dtype=np.int64)
+        return np.random.default_rng((self.seed, self.epoch)).permutation(self.size).astype(np.int64, copy=False)
+
+
+def _size_of(dataset: Sized | int) -> int:
+    if isinstance(dataset, int) and not isinstance(dataset, bool):
+        _check_range("dataset size", dataset, 0, _SEED_MAX)
+        return dataset
+    if not isinstance(dataset, Sized):
+        raise InvalidArgumentError(f"dataset of type {type(dataset).__name__} has no length: pass its size instead")
+    return len(dataset)
+
+
+def _check_range(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidArgumentError(f"{name}={value!r} is out of range: use a whole number from {low} to {high}")
+
+
+def _from_environment(variable: str, default: int) -> int:
+    text = os.environ.get(variable, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidArgumentError(f"the environment's {variable}={text!r:.40} is no whole number") from None

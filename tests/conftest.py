@@ -1,0 +1,56 @@
+"""What all tests share: a clean environment, hypothesis without deadlines, and the proof that no process is left behind.
+
+Deadlines are off because a test's first example may pay for an import or a compilation; the suite has a time limit.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+
+import hypothesis
+import psutil
+import pytest
+
+hypothesis.settings.register_profile("psdist", deadline=None)
+hypothesis.settings.load_profile("psdist")
+
+#: Inherited by every process that the tests start, however deep, so that survivors can be told from strangers.
+_MARK = "PSDIST_TEST_SESSION"
+#: Variables by which a launcher would speak to the tests themselves.
+_FOREIGN = ("PSDIST_", "PET_", "DMLC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Forgets any launcher's variables and marks all processes to come."""
+    for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
+        del os.environ[name]
+    os.environ[_MARK] = uuid.uuid4().hex
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_left() -> Iterator[None]:
+    """Fails the run if a process that a test started outlives the tests; ends it in any case."""
+    yield
+    survivors = _survivors(os.environ[_MARK])
+    commands = [" ".join(process.cmdline()) for process in survivors]
+    for process in survivors:
+        process.kill()
+    assert not commands, f"tests left processes behind: {commands}"
+
+
+def _survivors(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(_MARK) == mark and not _is_ours(process):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    """True for helpers of Python's multiprocessing, which live as long as the test process does."""
+    return "multiprocessing" in " ".join(process.cmdline()) and process.ppid() == os.getpid()
