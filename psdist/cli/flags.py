@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from psdist.cli import exit_codes
-from psdist.errors import InvalidArgumentError
+from psdist.errors import ConfigurationError, InvalidArgumentError
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
@@ -24,7 +24,7 @@ _FALSE = frozenset({"", "0", "false", "no", "off"})
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag. ``convert`` turns its text into its value (ValueError says why not); without it the flag is a switch."""
+    """One flag. ``convert`` turns its text into its value (ValueError: why not); without it the flag is a switch."""
 
     name: str
     help: str
@@ -205,9 +205,7 @@ def _add(parser: argparse.ArgumentParser, flag: Flag, names: tuple[str, ...], *,
             *names, dest=flag.dest, action="store_const", const="1", default=argparse.SUPPRESS, help=help_text
         )
     else:
-        parser.add_argument(
-            *names, dest=flag.dest, metavar=flag.metavar, default=argparse.SUPPRESS, help=help_text
-        )
+        parser.add_argument(*names, dest=flag.dest, metavar=flag.metavar, default=argparse.SUPPRESS, help=help_text)
 
 
 def _value(flag: Flag, given: str | None, environ: Mapping[str, str]) -> Any:
@@ -220,5 +218,5 @@ def _value(flag: Flag, given: str | None, environ: Mapping[str, str]) -> Any:
             try:
                 return convert(value)
             except ValueError as error:
-                raise InvalidArgumentError(f"{source}: {error}") from None
+                raise ConfigurationError(f"{source}: {error}") from None
     return flag.default if flag.convert is not None else bool(flag.default)

@@ -1,0 +1,97 @@
+"""Logging of the server programs: structlog over the standard library, one line per event, to standard error.
+
+``console`` is for people who watch one process (coloured on a terminal), ``json`` for collectors of many: one object per
+line with ``timestamp``, ``level``, ``event``, ``logger``, ``role``, ``id`` and ``run``. Messages of other libraries come
+out in the same form. Nothing is configured by importing this module, and the client library never calls it: a script's
+logging belongs to the script.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+from structlog.types import Processor
+
+
+def configure(
+    role: str, *, member_id: str = "", run_id: str = "", log_format: str = "console", level: str = "info"
+) -> None:
+    """Sets this process's logging up; a second call replaces the first. ``level`` is debug, info, warning or error."""
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True) if log_format == "json" else _clock(),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(foreign_pre_chain=[_Identity(), *shared], processors=_rendering(log_format))
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            _Identity(),
+            *shared,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    _identity.clear()
+    identify(role=role, id=member_id, run=run_id)
+
+
+def identify(**fields: str) -> None:
+    """Sets ``role``, ``id`` or ``run`` once they are known; an empty one is left out of the lines."""
+    _identity.update(fields)
+
+
+def _rendering(log_format: str) -> list[Processor]:
+    if log_format == "json":
+        return [
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            structlog.processors.dict_tracebacks,
+            structlog.processors.JSONRenderer(),
+        ]
+    return [
+        structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+        _without_constants,
+        structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+        ),
+    ]
+
+
+def _without_constants(
+    logger: structlog.types.WrappedLogger, name: str, event_dict: structlog.types.EventDict
+) -> structlog.types.EventDict:
+    # Who watches one process knows its role and run.
+    event_dict.pop("role", None)
+    event_dict.pop("run", None)
+    return event_dict
+
+
+def _clock() -> Processor:
+    return structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
+
+
+#: Who logs. One program is one member, so this belongs to the process and not to a task.
+_identity: dict[str, str] = {}
+
+
+class _Identity:
+    def __call__(
+        self, logger: structlog.types.WrappedLogger, name: str, event_dict: structlog.types.EventDict
+    ) -> structlog.types.EventDict:
+        for key, value in _identity.items():
+            if value:
+                event_dict.setdefault(key, value)
+        return event_dict
