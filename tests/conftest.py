@@ -1,4 +1,4 @@
-"""What all tests share: a clean environment, hypothesis without deadlines, and the proof that no process is left behind.
+"""What all tests share: a clean environment, hypothesis without deadlines, and proof that no process is left behind.
 
 Deadlines are off because a test's first example may pay for an import or a compilation; the suite has a time limit.
 """

@@ -1,0 +1,345 @@
+"""The rules of CONTRIBUTING.md that a machine can check: who imports whom, which modules are pure, sizes, and words.
+
+A rule is a function from a module's name and source to complaints. Each rule is first shown a snippet that breaks it
+(``BAD``), so a rule that sees nothing any more fails here. Only the syntax is read; no module is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FUNCTION_LINES_MAX = 70
+FILE_LINES_MAX = 600
+
+#: Modules that may know no loop, wire, file, clock or chance. ``now`` and ``rng`` are their arguments.
+PURE = frozenset(
+    {
+        *("psdist.errors", "psdist.types", "psdist.optim", "psdist.consistency", "psdist.wire.limits"),
+        *("psdist.client.partition", "psdist.client.session", "psdist.client.retry", "psdist.launch.supervisor"),
+        *("psdist_scheduler.membership", "psdist_scheduler.placement", "psdist_scheduler.snapshots"),
+        *("psdist_scheduler.parameters", "psdist_scheduler.leases", "psdist_scheduler.rendezvous"),
+        *("psdist_server.shard", "psdist_server.gates", "psdist_server.replication"),
+    }
+)
+IMPURE_IMPORTS = frozenset(
+    {
+        *("asyncio", "concurrent", "multiprocessing", "queue", "select", "selectors", "signal", "subprocess"),
+        *("threading", "uvloop", "google", "grpc", "http", "socket", "urllib", "io", "os", "pathlib", "shutil"),
+        *(
+            "sqlite3",
+            "sys",
+            "tempfile",
+            "psutil",
+            "logging",
+            "structlog",
+            "datetime",
+            "time",
+            "random",
+            "secrets",
+            "uuid",
+        ),
+    }
+)
+IMPURE_CALLS = frozenset({"open", "print", "input"})
+
+#: Import root -> import roots of this project that it must not name.
+FORBIDDEN = {
+    "psdist": ("psdist_server", "psdist_scheduler"),
+    "psdist_server": ("psdist_scheduler",),
+    "psdist_scheduler": ("psdist_server",),
+}
+#: What turns bytes into code or objects.
+UNSAFE_MODULES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"})
+UNSAFE_CALLS = frozenset({"eval", "exec", "__import__", "compile"})
+
+#: Words that have a better one in this project (DESIGN's "one word for one thing"), in names of the code.
+WORDS = {"coordinator": "scheduler", "slave": "worker", "trainer": "worker", "checkpoint": "snapshot", "job": "run"}
+#: What no committed text may hold; this file, which holds examples of it, excepted.
+TEXTS = {
+    "an absolute path of one machine": re.compile(r"(?<![\w.~$}/-])/(?:home|root|Users|work|tmp|farm)/\w"),
+    "a mark of unfinished work": re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b"),
+    "a word on who made it": re.compile(
+        r"(?i)\bco-authored-by\b|\bas an ai\b|\b(?:written|generated) by an? (?:ai|llm)\b"
+    ),
+}
+
+Rule = Callable[[str, ast.Module], Iterator[str]]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def committed() -> list[Path]:
+    """Files that are, or are about to be, under version control; everything beside caches where there is no git."""
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+        return sorted(path for name in names if name and (path := ROOT / name).is_file())
+    skipped = {".venv", "__pycache__", "dist", "build", ".git"}
+    return sorted(path for path in ROOT.rglob("*") if path.is_file() and not skipped & set(path.parts))
+
+
+def is_generated(path: Path) -> bool:
+    """True for stubs written by protoc."""
+    return path.relative_to(ROOT).parts[:2] == ("psdist", "v1")
+
+
+def module_name(path: Path) -> str:
+    """``servers/psdist_server/shard.py`` -> ``psdist_server.shard``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "servers" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(module: str, tree: ast.Module, *, package: bool = False) -> set[str]:
+    """Dotted names of all that a module imports, wherever in it; those for type checkers alone are no imports."""
+    typing_only = {id(inner) for node in ast.walk(tree) if _is_typing_block(node) for inner in ast.walk(node)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: -node.level + (1 if package else 0) or None]
+                base = ".".join([*parents, *([base] if base else [])])
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+    return found
+
+
+def _is_typing_block(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def calls(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
+    """All calls, with the text of what is called."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node, ast.unparse(node.func)
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def arrows(module: str, tree: ast.Module) -> Iterator[str]:
+    """``psdist`` knows no server; servers and scheduler do not know each other."""
+    root = module.split(".")[0]
+    for name in sorted(imports(module, tree)):
+        if name.split(".")[0] in FORBIDDEN.get(root, ()):
+            yield f"{root} must not import {name.split('.')[0]}"
+
+
+def purity(module: str, tree: ast.Module) -> Iterator[str]:
+    """A pure module imports nothing that waits, reads, writes or rolls dice, and no module that is not pure."""
+    if module not in PURE:
+        return
+    for name in sorted(imports(module, tree)):
+        root = name.split(".")[0]
+        if root in IMPURE_IMPORTS or name.startswith("numpy.random"):
+            yield f"a pure module must not import {name}"
+        elif root in FORBIDDEN and not ({name, name.rpartition(".")[0]} & PURE):
+            yield f"a pure module must not import {name}, which is not pure"
+    for node, called in calls(tree):
+        if called in IMPURE_CALLS or called.startswith(("np.random.", "numpy.random.")):
+            yield f"line {node.lineno}: a pure module must not call {called}"
+
+
+def no_waiting(module: str, tree: ast.Module) -> Iterator[str]:
+    """A pure module has no coroutines."""
+    if module in PURE:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
+                yield f"line {node.lineno}: a pure module must not wait"
+
+
+def safety(module: str, tree: ast.Module) -> Iterator[str]:
+    """Nothing turns bytes into code or objects."""
+    for name in sorted(imports(module, tree)):
+        if name.split(".")[0] in UNSAFE_MODULES:
+            yield f"must not import {name}: bytes from a peer or a file could become code"
+    for node, called in calls(tree):
+        if called in UNSAFE_CALLS:
+            yield f"line {node.lineno}: must not call {called}"
+        if called.endswith("import_module") and not (node.args and isinstance(node.args[0], ast.Constant)):
+            yield f"line {node.lineno}: must not import a module by a name that is not written here"
+        if any(keyword.arg == "allow_pickle" for keyword in node.keywords):
+            yield f"line {node.lineno}: must not mention allow_pickle"
+
+
+def sizes(module: str, tree: ast.Module) -> Iterator[str]:
+    """Functions and files stay small enough to be read."""
+    last = max((node.end_lineno or 0 for node in tree.body), default=0)
+    if last > FILE_LINES_MAX:
+        yield f"the file has {last} lines, over {FILE_LINES_MAX}: split it"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES_MAX:
+                yield f"line {node.lineno}: {node.name} has {lines} lines, over {FUNCTION_LINES_MAX}"
+
+
+def docstrings(module: str, tree: ast.Module) -> Iterator[str]:
+    """A module that holds anything says first what it is."""
+    if tree.body and not ast.get_docstring(tree):
+        yield "the module has no docstring"
+
+
+def words(module: str, tree: ast.Module) -> Iterator[str]:
+    """Names in the code use the project's words."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name = node.name
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        else:
+            continue
+        parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_")
+        for part in sorted(WORDS.keys() & set(parts)):
+            yield f"line {node.lineno}: {name}: say {WORDS[part]} instead of {part}"
+
+
+def no_sleep(module: str, tree: ast.Module) -> Iterator[str]:
+    """Tests wait for events, never for time to pass; ``sleep(0)`` only lets others run."""
+    if module.split(".")[0] != "tests":
+        return
+    slept = {name for name in imports(module, tree) if name in ("time.sleep", "asyncio.sleep")}
+    for node, called in calls(tree):
+        if called in ("time.sleep", "asyncio.sleep") or (called == "sleep" and slept):
+            nothing = node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0
+            if not nothing or "time" in called:
+                yield f"line {node.lineno}: a test must not call {called}: wait for the event itself"
+
+
+RULES: tuple[Rule, ...] = (arrows, purity, no_waiting, safety, sizes, docstrings, words, no_sleep)
+
+#: For each rule snippets that break it: (module, source).
+BAD: dict[Rule, tuple[tuple[str, str], ...]] = {
+    arrows: (
+        ("psdist.client.core", "import psdist_server.shard"),
+        ("psdist.launch.local", "def f():\n    from psdist_scheduler import app"),
+        ("psdist_server.app", "from psdist_scheduler.store import Store"),
+        ("psdist_scheduler.app", "import psdist_server"),
+    ),
+    purity: (
+        ("psdist_server.shard", "import time"),
+        ("psdist_server.gates", "from grpc import aio"),
+        ("psdist_scheduler.membership", "import random"),
+        ("psdist_scheduler.placement", "from psdist.v1 import common_pb2"),
+        ("psdist_scheduler.placement", "from psdist_scheduler.store import Store"),
+        ("psdist.client.partition", "import numpy as np\nx = np.random.default_rng()"),
+        ("psdist.client.session", "def f():\n    return open('x')"),
+    ),
+    no_waiting: (("psdist.client.retry", "async def f(): ..."),),
+    safety: (
+        ("psdist.wire.frames", "import pickle"),
+        ("psdist.wire.frames", "from cloudpickle import loads"),
+        ("psdist_server.app", "eval('1')"),
+        ("psdist_server.app", "import importlib\ndef f(n): importlib.import_module(n)"),
+        ("psdist_server.files", "import numpy as np\nnp.load('x', allow_pickle=True)"),
+    ),
+    sizes: (
+        ("psdist.x", "def f():\n" + "    pass\n" * FUNCTION_LINES_MAX),
+        ("psdist.x", "x = 1\n" * (FILE_LINES_MAX + 1)),
+    ),
+    docstrings: (("psdist.x", "import math"),),
+    words: (
+        ("psdist.x", "class Coordinator: ..."),
+        ("psdist.x", "def save_checkpoint(): ..."),
+        ("psdist.x", "def f(job_id): ..."),
+    ),
+    no_sleep: (
+        ("tests.unit.test_x", "import time\ntime.sleep(0.1)"),
+        ("tests.unit.test_x", "import time\ntime.sleep(0)"),
+        ("tests.unit.test_x", "from asyncio import sleep\nasync def f(): await sleep(1)"),
+        ("tests.unit.test_x", "import asyncio\nasync def f(): await asyncio.sleep(0.01)"),
+    ),
+}
+
+#: Snippets that every rule must let through.
+GOOD: tuple[tuple[str, str], ...] = (
+    ("psdist.launch.local", '"""Doc."""\nimport sys\ncommand = [sys.executable, "-m", "psdist_server"]'),
+    ("psdist_server.shard", '"""Doc."""\nimport numpy as np\nfrom psdist.types import Slicing\nx = np.zeros(3)'),
+    ("psdist_server.gates", '"""Doc."""\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import asyncio'),
+    ("tests.unit.test_x", '"""Doc."""\nimport asyncio\nasync def f(): await asyncio.sleep(0)'),
+    ("psdist.wire", ""),
+)
+
+
+# --- the rules see what they should -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "module", "source"),
+    [(rule, *bad) for rule, snippets in BAD.items() for bad in snippets],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_rule_sees_what_breaks_it(rule: Rule, module: str, source: str) -> None:
+    assert list(rule(module, ast.parse(source)))
+
+
+def test_every_rule_has_a_snippet_that_breaks_it() -> None:
+    assert set(BAD) == set(RULES)
+
+
+@pytest.mark.parametrize(("module", "source"), GOOD)
+def test_rules_let_good_code_through(module: str, source: str) -> None:
+    assert [complaint for rule in RULES for complaint in rule(module, ast.parse(source))] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["see /home/ann/x", "in '/tmp/run'", "# TODO later", "Co-Authored-by: x", "# FIXME"],
+)
+def test_texts_see_what_breaks_them(text: str) -> None:
+    assert any(pattern.search(text) for pattern in TEXTS.values())
+
+
+@pytest.mark.parametrize("text", ["https://example.org/tmp/x", "a/work/b", "$HOME/x", "~/work/x", "/var/lib/psdist"])
+def test_texts_let_good_text_through(text: str) -> None:
+    assert not any(pattern.search(text) for pattern in TEXTS.values())
+
+
+# --- the project keeps them -------------------------------------------------------------------------------------------
+
+FILES = committed()
+MODULES = [path for path in FILES if path.suffix == ".py" and not is_generated(path)]
+
+
+def test_there_is_something_to_check() -> None:
+    names = {module_name(path) for path in MODULES}
+    assert len(names) > 20
+    assert len(PURE & names) >= 5, "the pure modules were renamed: name them in PURE"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_modules_keep(rule: Rule) -> None:
+    complaints = [
+        f"{path.relative_to(ROOT)}: {complaint}"
+        for path in MODULES
+        for complaint in rule(module_name(path), ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_texts_are_free_of(what: str) -> None:
+    complaints = []
+    for path in FILES:
+        if path.suffix in (".png", ".gz", ".npz") or is_generated(path) or path == Path(__file__).resolve():
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if TEXTS[what].search(line):
+                complaints.append(f"{path.relative_to(ROOT)}:{number}: {what}: {line.strip()[:100]}")
+    assert not complaints, "\n" + "\n".join(complaints)
