@@ -1,7 +1,8 @@
 """Frames: slices as protobuf messages whose payload is not copied more than it must be.
 
 A slice message is a few header fields and, last on the wire, ``bytes payload = 15``. ``pack`` writes the serialized
-header, the payload's tag and length, and the array's memory, in one join. ``unpack`` walks over the header fields to
+header, the payload's tag and length, and the array's memory, in one join, so that the payload begins at a multiple of four
+bytes. ``unpack`` walks over the header fields to
 the payload and takes a memoryview of it, so that the array can be read where the transport put it.
 
 Both are plain protobuf: what ``pack`` writes any parser reads, and a message whose fields come in another order
@@ -20,6 +21,8 @@ from psdist.errors import InvalidArgumentError
 PAYLOAD_FIELD: Final = 15
 _PAYLOAD_TAG: Final = bytes([PAYLOAD_FIELD << 3 | 2])
 _VARINT_BYTES_MAX: Final = 10
+#: Payloads begin at a multiple of this many bytes from the start of the message.
+_ALIGNMENT: Final = 4
 
 M = TypeVar("M", bound=Message)
 
@@ -38,7 +41,7 @@ def pack(header: Message, payload: bytes | memoryview) -> bytes:
     size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     if size == 0:
         return head
-    return b"".join((head, _PAYLOAD_TAG, _varint(size), payload))
+    return b"".join((head, _PAYLOAD_TAG, _padded_varint(size, len(head) + 1), payload))
 
 
 def unpack(cls: type[M], data: bytes) -> Frame[M]:
@@ -94,9 +97,11 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
     raise DecodeError("a varint does not end")
 
 
-def _varint(value: int) -> bytes:
+def _padded_varint(value: int, position: int) -> bytes:
+    """``value`` as a varint that begins at ``position`` and ends at a multiple of _ALIGNMENT. Padding a varint with empty
+    groups of seven bits is allowed (parsers read up to ten bytes), and what follows can be read as numbers in place."""
     out = bytearray()
-    while value > 0x7F:
+    while value > 0x7F or (position + len(out) + 1) % _ALIGNMENT:
         out.append(value & 0x7F | 0x80)
         value >>= 7
     out.append(value)

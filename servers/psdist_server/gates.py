@@ -1,0 +1,56 @@
+"""Gates: may a slice be updated now, may it be read now? Pure decisions that give their reason.
+
+The empty reason means yes. Otherwise the reason is the end of a sentence that begins with "waiting", such as
+"for worker-1 (rank 1) to push step 12".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from psdist.types import ParametersMember
+
+_NAMED_MAX = 4
+
+
+def name_members(members: Collection[ParametersMember]) -> str:
+    """``worker-1 (rank 1), worker-3 (rank 3)``, in rank order, at most four of them by name."""
+    ordered = sorted(members, key=lambda member: member.rank)
+    named = ", ".join(f"{member.worker_id} (rank {member.rank})" for member in ordered[:_NAMED_MAX])
+    return named + (f" and {len(ordered) - _NAMED_MAX} more" if len(ordered) > _NAMED_MAX else "")
+
+
+def bsp_apply(
+    step: int, members: Collection[ParametersMember], contributed: Collection[tuple[str, int]], backup_workers: int
+) -> str:
+    """May ``step`` be applied? ``members`` are all there are; those whose first step is later are not asked for.
+
+    contributed: (worker id, incarnation) of the contributions that are there, of members or not: what a worker had
+        contributed before it left counts.
+    """
+    asked = [member for member in members if member.first_step <= step]
+    missing = [member for member in asked if (member.worker_id, member.incarnation) not in contributed]
+    if not contributed:
+        # Nobody can contribute to this step any more and somebody waits for a later one: the step is empty.
+        nobody_left = not asked and any(member.first_step > step for member in members)
+        return "" if nobody_left else f"for {name_members(missing) or 'a worker'} to push step {step}"
+    if len(missing) <= backup_workers:
+        return ""
+    return f"for {name_members(missing)} to push step {step}"
+
+
+def ssp_read(
+    clock: int, worker_id: str, members: Mapping[str, ParametersMember], clocks: Mapping[str, int], staleness: int | None
+) -> str:
+    """May ``worker_id``, which has completed ``clock`` pushes, read? Yes if no other member is more than ``staleness``
+    clocks behind. ``staleness`` None is no bound (ASP)."""
+    if staleness is None:
+        return ""
+    behind = [
+        member
+        for other, member in members.items()
+        if other != worker_id and clocks.get(other, 0) < clock - staleness
+    ]
+    if not behind:
+        return ""
+    return f"for {name_members(behind)} to reach clock {clock - staleness} (staleness bound {staleness})"
