@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from psdist.v1 import common_pb2 as psdist_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16psdist/v1/server.proto\x12\tpsdist.v1\x1a\x16psdist/v1/common.proto\"e\n\x08Identity\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x12\n\nparameters\x18\x05 \x01(\t\"\xcd\x01\n\nPushHeader\x12%\n\x08identity\x18\x01 \x01(\x0b\x32\x13.psdist.v1.Identity\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x1f\n\x05\x63odec\x18\x03 \x01(\x0e\x32\x10.psdist.v1.Codec\x12\x1f\n\x05\x64type\x18\x04 \x01(\x0e\x32\x10.psdist.v1.DType\x12$\n\npull_dtype\x18\x05 \x01(\x0e\x32\x10.psdist.v1.DType\x12\x0f\n\x07\x61\x62stain\x18\x06 \x01(\x08\x12\x11\n\tgrad_norm\x18\x07 \x01(\x01\"W\n\x0eInstallRequest\x12%\n\x08identity\x18\x01 \x01(\x0b\x32\x13.psdist.v1.Identity\x12\r\n\x05slice\x18\x02 \x01(\r\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"!\n\x0fInstallResponse\x12\x0e\n\x06slices\x18\x01 \x01(\r\"n\n\x0fPushPullRequest\x12%\n\x06header\x18\x01 \x01(\x0b\x32\x15.psdist.v1.PushHeader\x12\r\n\x05slice\x18\x02 \x01(\r\x12\x14\n\x0c\x62\x61se_version\x18\x03 \x01(\x04\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"|\n\x10PushPullResponse\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07ignored\x18\x03 \x01(\x08\x12\x11\n\tstaleness\x18\x04 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\x05 \x01(\t\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"j\n\x0bPushRequest\x12%\n\x06header\x18\x01 \x01(\x0b\x32\x15.psdist.v1.PushHeader\x12\r\n\x05slice\x18\x02 \x01(\r\x12\x14\n\x0c\x62\x61se_version\x18\x03 \x01(\x04\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"g\n\x0cPushResponse\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07ignored\x18\x03 \x01(\x08\x12\x11\n\tstaleness\x18\x04 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\x05 \x01(\t\"z\n\x0bPullRequest\x12%\n\x08identity\x18\x01 \x01(\x0b\x32\x13.psdist.v1.Identity\x12\x1f\n\x05\x64type\x18\x02 \x01(\x0e\x32\x10.psdist.v1.DType\x12\x13\n\x0bmin_version\x18\x03 \x01(\x04\x12\x0e\n\x06slices\x18\x04 \x03(\r\"T\n\x0cPullResponse\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\x03 \x01(\t\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"T\n\x11\x46\x65tchNormsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x04\"5\n\x12\x46\x65tchNormsResponse\x12\x0e\n\x06slices\x18\x01 \x03(\r\x12\x0f\n\x07squares\x18\x02 \x03(\x01\"\x16\n\x14GetStatisticsRequest\"\xe2\x01\n\x10WorkerStatistics\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06pushes\x18\x02 \x01(\x04\x12\r\n\x05pulls\x18\x03 \x01(\x04\x12\x12\n\npush_bytes\x18\x04 \x01(\x04\x12\x12\n\npull_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04late\x18\x06 \x01(\x04\x12\x12\n\nduplicates\x18\x07 \x01(\x04\x12\x12\n\nnon_finite\x18\x08 \x01(\x04\x12\x10\n\x08rejected\x18\t \x01(\x04\x12\x15\n\rstaleness_sum\x18\n \x01(\x04\x12\x15\n\rstaleness_max\x18\x0b \x01(\x04\"\xda\x01\n\x14ParametersStatistics\x12\x12\n\nparameters\x18\x01 \x01(\t\x12\x13\n\x0bversion_min\x18\x02 \x01(\x04\x12\x13\n\x0bversion_max\x18\x03 \x01(\x04\x12\x16\n\x0e\x61pplied_slices\x18\x04 \x01(\x04\x12\x15\n\rapply_seconds\x18\x05 \x01(\x01\x12\x12\n\nbytes_held\x18\x06 \x01(\x04\x12,\n\x07workers\x18\x07 \x03(\x0b\x32\x1b.psdist.v1.WorkerStatistics\x12\x13\n\x0bwaiting_for\x18\x08 \x03(\t\"\x86\x01\n\x15GetStatisticsResponse\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x03 \x01(\x04\x12\x33\n\nparameters\x18\x04 \x03(\x0b\x32\x1f.psdist.v1.ParametersStatistics2\xb5\x03\n\rServerService\x12\x42\n\x07Install\x12\x19.psdist.v1.InstallRequest\x1a\x1a.psdist.v1.InstallResponse(\x01\x12G\n\x08PushPull\x12\x1a.psdist.v1.PushPullRequest\x1a\x1b.psdist.v1.PushPullResponse(\x01\x30\x01\x12;\n\x04Push\x12\x16.psdist.v1.PushRequest\x1a\x17.psdist.v1.PushResponse(\x01\x30\x01\x12\x39\n\x04Pull\x12\x16.psdist.v1.PullRequest\x1a\x17.psdist.v1.PullResponse0\x01\x12K\n\nFetchNorms\x12\x1c.psdist.v1.FetchNormsRequest\x1a\x1d.psdist.v1.FetchNormsResponse0\x01\x12R\n\rGetStatistics\x12\x1f.psdist.v1.GetStatisticsRequest\x1a .psdist.v1.GetStatisticsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16psdist/v1/server.proto\x12\tpsdist.v1\x1a\x16psdist/v1/common.proto\"e\n\x08Identity\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x12\n\nparameters\x18\x05 \x01(\t\"\xcd\x01\n\nPushHeader\x12%\n\x08identity\x18\x01 \x01(\x0b\x32\x13.psdist.v1.Identity\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x1f\n\x05\x63odec\x18\x03 \x01(\x0e\x32\x10.psdist.v1.Codec\x12\x1f\n\x05\x64type\x18\x04 \x01(\x0e\x32\x10.psdist.v1.DType\x12$\n\npull_dtype\x18\x05 \x01(\x0e\x32\x10.psdist.v1.DType\x12\x0f\n\x07\x61\x62stain\x18\x06 \x01(\x08\x12\x11\n\tgrad_norm\x18\x07 \x01(\x01\"h\n\x0eInstallRequest\x12%\n\x08identity\x18\x01 \x01(\x0b\x32\x13.psdist.v1.Identity\x12\r\n\x05slice\x18\x02 \x01(\r\x12\x0f\n\x07padding\x18\x0e \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"!\n\x0fInstallResponse\x12\x0e\n\x06slices\x18\x01 \x01(\r\"\x7f\n\x0fPushPullRequest\x12%\n\x06header\x18\x01 \x01(\x0b\x32\x15.psdist.v1.PushHeader\x12\r\n\x05slice\x18\x02 \x01(\r\x12\x14\n\x0c\x62\x61se_version\x18\x03 \x01(\x04\x12\x0f\n\x07padding\x18\x0e \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"\x8d\x01\n\x10PushPullResponse\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07ignored\x18\x03 \x01(\x08\x12\x11\n\tstaleness\x18\x04 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\x05 \x01(\t\x12\x0f\n\x07padding\x18\x0e \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"{\n\x0bPushRequest\x12%\n\x06header\x18\x01 \x01(\x0b\x32\x15.psdist.v1.PushHeader\x12\r\n\x05slice\x18\x02 \x01(\r\x12\x14\n\x0c\x62\x61se_version\x18\x03 \x01(\x04\x12\x0f\n\x07padding\x18\x0e \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"g\n\x0cPushResponse\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07ignored\x18\x03 \x01(\x08\x12\x11\n\tstaleness\x18\x04 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\x05 \x01(\t\"z\n\x0bPullRequest\x12%\n\x08identity\x18\x01 \x01(\x0b\x32\x13.psdist.v1.Identity\x12\x1f\n\x05\x64type\x18\x02 \x01(\x0e\x32\x10.psdist.v1.DType\x12\x13\n\x0bmin_version\x18\x03 \x01(\x04\x12\x0e\n\x06slices\x18\x04 \x03(\r\"e\n\x0cPullResponse\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\x03 \x01(\t\x12\x0f\n\x07padding\x18\x0e \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"T\n\x11\x46\x65tchNormsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x04\"5\n\x12\x46\x65tchNormsResponse\x12\x0e\n\x06slices\x18\x01 \x03(\r\x12\x0f\n\x07squares\x18\x02 \x03(\x01\"\x16\n\x14GetStatisticsRequest\"\xe2\x01\n\x10WorkerStatistics\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06pushes\x18\x02 \x01(\x04\x12\r\n\x05pulls\x18\x03 \x01(\x04\x12\x12\n\npush_bytes\x18\x04 \x01(\x04\x12\x12\n\npull_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04late\x18\x06 \x01(\x04\x12\x12\n\nduplicates\x18\x07 \x01(\x04\x12\x12\n\nnon_finite\x18\x08 \x01(\x04\x12\x10\n\x08rejected\x18\t \x01(\x04\x12\x15\n\rstaleness_sum\x18\n \x01(\x04\x12\x15\n\rstaleness_max\x18\x0b \x01(\x04\"\xda\x01\n\x14ParametersStatistics\x12\x12\n\nparameters\x18\x01 \x01(\t\x12\x13\n\x0bversion_min\x18\x02 \x01(\x04\x12\x13\n\x0bversion_max\x18\x03 \x01(\x04\x12\x16\n\x0e\x61pplied_slices\x18\x04 \x01(\x04\x12\x15\n\rapply_seconds\x18\x05 \x01(\x01\x12\x12\n\nbytes_held\x18\x06 \x01(\x04\x12,\n\x07workers\x18\x07 \x03(\x0b\x32\x1b.psdist.v1.WorkerStatistics\x12\x13\n\x0bwaiting_for\x18\x08 \x03(\t\"\x86\x01\n\x15GetStatisticsResponse\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x03 \x01(\x04\x12\x33\n\nparameters\x18\x04 \x03(\x0b\x32\x1f.psdist.v1.ParametersStatistics2\xb5\x03\n\rServerService\x12\x42\n\x07Install\x12\x19.psdist.v1.InstallRequest\x1a\x1a.psdist.v1.InstallResponse(\x01\x12G\n\x08PushPull\x12\x1a.psdist.v1.PushPullRequest\x1a\x1b.psdist.v1.PushPullResponse(\x01\x30\x01\x12;\n\x04Push\x12\x16.psdist.v1.PushRequest\x1a\x17.psdist.v1.PushResponse(\x01\x30\x01\x12\x39\n\x04Pull\x12\x16.psdist.v1.PullRequest\x1a\x17.psdist.v1.PullResponse0\x01\x12K\n\nFetchNorms\x12\x1c.psdist.v1.FetchNormsRequest\x1a\x1d.psdist.v1.FetchNormsResponse0\x01\x12R\n\rGetStatistics\x12\x1f.psdist.v1.GetStatisticsRequest\x1a .psdist.v1.GetStatisticsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,33 +37,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUSHHEADER']._serialized_start=165
   _globals['_PUSHHEADER']._serialized_end=370
   _globals['_INSTALLREQUEST']._serialized_start=372
-  _globals['_INSTALLREQUEST']._serialized_end=459
-  _globals['_INSTALLRESPONSE']._serialized_start=461
-  _globals['_INSTALLRESPONSE']._serialized_end=494
-  _globals['_PUSHPULLREQUEST']._serialized_start=496
-  _globals['_PUSHPULLREQUEST']._serialized_end=606
-  _globals['_PUSHPULLRESPONSE']._serialized_start=608
-  _globals['_PUSHPULLRESPONSE']._serialized_end=732
-  _globals['_PUSHREQUEST']._serialized_start=734
-  _globals['_PUSHREQUEST']._serialized_end=840
-  _globals['_PUSHRESPONSE']._serialized_start=842
-  _globals['_PUSHRESPONSE']._serialized_end=945
-  _globals['_PULLREQUEST']._serialized_start=947
-  _globals['_PULLREQUEST']._serialized_end=1069
-  _globals['_PULLRESPONSE']._serialized_start=1071
-  _globals['_PULLRESPONSE']._serialized_end=1155
-  _globals['_FETCHNORMSREQUEST']._serialized_start=1157
-  _globals['_FETCHNORMSREQUEST']._serialized_end=1241
-  _globals['_FETCHNORMSRESPONSE']._serialized_start=1243
-  _globals['_FETCHNORMSRESPONSE']._serialized_end=1296
-  _globals['_GETSTATISTICSREQUEST']._serialized_start=1298
-  _globals['_GETSTATISTICSREQUEST']._serialized_end=1320
-  _globals['_WORKERSTATISTICS']._serialized_start=1323
-  _globals['_WORKERSTATISTICS']._serialized_end=1549
-  _globals['_PARAMETERSSTATISTICS']._serialized_start=1552
-  _globals['_PARAMETERSSTATISTICS']._serialized_end=1770
-  _globals['_GETSTATISTICSRESPONSE']._serialized_start=1773
-  _globals['_GETSTATISTICSRESPONSE']._serialized_end=1907
-  _globals['_SERVERSERVICE']._serialized_start=1910
-  _globals['_SERVERSERVICE']._serialized_end=2347
+  _globals['_INSTALLREQUEST']._serialized_end=476
+  _globals['_INSTALLRESPONSE']._serialized_start=478
+  _globals['_INSTALLRESPONSE']._serialized_end=511
+  _globals['_PUSHPULLREQUEST']._serialized_start=513
+  _globals['_PUSHPULLREQUEST']._serialized_end=640
+  _globals['_PUSHPULLRESPONSE']._serialized_start=643
+  _globals['_PUSHPULLRESPONSE']._serialized_end=784
+  _globals['_PUSHREQUEST']._serialized_start=786
+  _globals['_PUSHREQUEST']._serialized_end=909
+  _globals['_PUSHRESPONSE']._serialized_start=911
+  _globals['_PUSHRESPONSE']._serialized_end=1014
+  _globals['_PULLREQUEST']._serialized_start=1016
+  _globals['_PULLREQUEST']._serialized_end=1138
+  _globals['_PULLRESPONSE']._serialized_start=1140
+  _globals['_PULLRESPONSE']._serialized_end=1241
+  _globals['_FETCHNORMSREQUEST']._serialized_start=1243
+  _globals['_FETCHNORMSREQUEST']._serialized_end=1327
+  _globals['_FETCHNORMSRESPONSE']._serialized_start=1329
+  _globals['_FETCHNORMSRESPONSE']._serialized_end=1382
+  _globals['_GETSTATISTICSREQUEST']._serialized_start=1384
+  _globals['_GETSTATISTICSREQUEST']._serialized_end=1406
+  _globals['_WORKERSTATISTICS']._serialized_start=1409
+  _globals['_WORKERSTATISTICS']._serialized_end=1635
+  _globals['_PARAMETERSSTATISTICS']._serialized_start=1638
+  _globals['_PARAMETERSSTATISTICS']._serialized_end=1856
+  _globals['_GETSTATISTICSRESPONSE']._serialized_start=1859
+  _globals['_GETSTATISTICSRESPONSE']._serialized_end=1993
+  _globals['_SERVERSERVICE']._serialized_start=1996
+  _globals['_SERVERSERVICE']._serialized_end=2433
 # @@protoc_insertion_point(module_scope)

@@ -40,14 +40,16 @@ class PushHeader(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ...) -> None: ...
 
 class InstallRequest(_message.Message):
-    __slots__ = ("identity", "slice", "payload")
+    __slots__ = ("identity", "slice", "padding", "payload")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     slice: int
+    padding: bytes
     payload: bytes
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., slice: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., slice: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class InstallResponse(_message.Message):
     __slots__ = ("slices",)
@@ -56,44 +58,50 @@ class InstallResponse(_message.Message):
     def __init__(self, slices: _Optional[int] = ...) -> None: ...
 
 class PushPullRequest(_message.Message):
-    __slots__ = ("header", "slice", "base_version", "payload")
+    __slots__ = ("header", "slice", "base_version", "padding", "payload")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     header: PushHeader
     slice: int
     base_version: int
+    padding: bytes
     payload: bytes
-    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., slice: _Optional[int] = ..., base_version: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., slice: _Optional[int] = ..., base_version: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushPullResponse(_message.Message):
-    __slots__ = ("slice", "version", "ignored", "staleness", "waiting_for", "payload")
+    __slots__ = ("slice", "version", "ignored", "staleness", "waiting_for", "padding", "payload")
     SLICE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     IGNORED_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     slice: int
     version: int
     ignored: bool
     staleness: int
     waiting_for: str
+    padding: bytes
     payload: bytes
-    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("header", "slice", "base_version", "payload")
+    __slots__ = ("header", "slice", "base_version", "padding", "payload")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     header: PushHeader
     slice: int
     base_version: int
+    padding: bytes
     payload: bytes
-    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., slice: _Optional[int] = ..., base_version: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., slice: _Optional[int] = ..., base_version: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushResponse(_message.Message):
     __slots__ = ("slice", "version", "ignored", "staleness", "waiting_for")
@@ -122,16 +130,18 @@ class PullRequest(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., min_version: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("slice", "version", "waiting_for", "payload")
+    __slots__ = ("slice", "version", "waiting_for", "padding", "payload")
     SLICE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     slice: int
     version: int
     waiting_for: str
+    padding: bytes
     payload: bytes
-    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., waiting_for: _Optional[str] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., waiting_for: _Optional[str] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class FetchNormsRequest(_message.Message):
     __slots__ = ("run_id", "epoch", "parameters", "step")

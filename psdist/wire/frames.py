@@ -23,6 +23,8 @@ _PAYLOAD_TAG: Final = bytes([PAYLOAD_FIELD << 3 | 2])
 _VARINT_BYTES_MAX: Final = 10
 #: Payloads begin at a multiple of this many bytes from the start of the message.
 _ALIGNMENT: Final = 4
+#: The field ``bytes padding = 14`` whose length is 0, 1, 2 or 3 modulo 4; an empty one takes two bytes.
+_PADDINGS: Final = (b"", b"\x72\x03\0\0\0", b"\x72\x00", b"\x72\x01\0")
 
 M = TypeVar("M", bound=Message)
 
@@ -41,7 +43,9 @@ def pack(header: Message, payload: bytes | memoryview) -> bytes:
     size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     if size == 0:
         return head
-    return b"".join((head, _PAYLOAD_TAG, _padded_varint(size, len(head) + 1), payload))
+    length = _varint(size)
+    padding = _PADDINGS[-(len(head) + len(_PAYLOAD_TAG) + len(length)) % _ALIGNMENT]
+    return b"".join((head, padding, _PAYLOAD_TAG, length, payload))
 
 
 def unpack(cls: type[M], data: bytes) -> Frame[M]:
@@ -97,11 +101,9 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
     raise DecodeError("a varint does not end")
 
 
-def _padded_varint(value: int, position: int) -> bytes:
-    """``value`` as a varint that begins at ``position`` and ends at a multiple of _ALIGNMENT. Padding a varint with empty
-    groups of seven bits is allowed (parsers read up to ten bytes), and what follows can be read as numbers in place."""
+def _varint(value: int) -> bytes:
     out = bytearray()
-    while value > 0x7F or (position + len(out) + 1) % _ALIGNMENT:
+    while value > 0x7F:
         out.append(value & 0x7F | 0x80)
         value >>= 7
     out.append(value)
