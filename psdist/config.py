@@ -216,10 +216,11 @@ def client_settings(
     environ = os.environ if environ is None else environ
     if scheduler:
         parse_address(scheduler)
-    address = scheduler or find_scheduler(environ)
     file = environ.get("PSDIST_SCHEDULER_FILE", "")
-    if not address and file:
+    if not scheduler and not environ.get("PSDIST_SCHEDULER") and file:
         address = await_address(Path(file), _number(environ, "PSDIST_START_TIMEOUT", START_TIMEOUT_SECONDS))
+    else:
+        address = scheduler or find_scheduler(environ)
     chosen_run = run_id or environ.get("PSDIST_RUN_ID", "")
     rank = _integer(environ, ("RANK", "DMLC_WORKER_ID"), 0)
     world_size = _integer(environ, ("WORLD_SIZE", "DMLC_NUM_WORKER"), 1)
@@ -353,7 +354,8 @@ def _shared_flags() -> tuple[Flag, ...]:
     return (
         Flag("--advertise", "address that others reach this process by", address_text, "", "HOST:PORT"),
         Flag("--insecure", "allow a --host beyond this machine without encryption (private networks)"),
-        Flag("--token-file", "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE"),
+        # PSDIST_TOKEN_FILE is weaker than PSDIST_TOKEN, so it is no twin of this flag: see find_token.
+        Flag("--token-file", "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False),
         Flag("--lifeline-fd", "inherited pipe; this process ends when it does", integer(0), None, "N"),
         Flag("--log-format", "console or json", one_of("console", "json"), "console", "FORMAT"),
         Flag("--log-level", "least level shown", one_of("debug", "info", "warning", "error"), "info", "LEVEL"),

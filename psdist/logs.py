@@ -1,9 +1,9 @@
 """Logging of the server programs: structlog over the standard library, one line per event, to standard error.
 
-``console`` is for people who watch one process (coloured on a terminal), ``json`` for collectors of many: one object per
-line with ``timestamp``, ``level``, ``event``, ``logger``, ``role``, ``id`` and ``run``. Messages of other libraries come
-out in the same form. Nothing is configured by importing this module, and the client library never calls it: a script's
-logging belongs to the script.
+``console`` is for people who watch one process (coloured on a terminal), ``json`` for collectors of many: one object
+per line with ``timestamp``, ``level``, ``event``, ``logger``, ``role``, ``id`` and ``run``. Messages of other libraries
+come out in the same form. Nothing is configured by importing this module, and the client library never calls it: a
+script's logging belongs to the script.
 """
 
 from __future__ import annotations

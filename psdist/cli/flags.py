@@ -33,6 +33,7 @@ class Flag:
     metavar: str = "VALUE"
     short: str = ""
     variables: tuple[str, ...] = ()
+    twin: bool = True
 
     @property
     def dest(self) -> str:
@@ -42,7 +43,7 @@ class Flag:
     @property
     def environment(self) -> tuple[str, ...]:
         """Variables that set this flag, the strongest first."""
-        return (f"PSDIST_{self.dest.upper()}", *self.variables)
+        return (*((f"PSDIST_{self.dest.upper()}",) if self.twin else ()), *self.variables)
 
     @property
     def spellings(self) -> tuple[str, ...]:

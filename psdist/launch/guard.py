@@ -1,0 +1,41 @@
+"""The last safeguard against processes that outlive their launcher: a tiny process that waits for it to die.
+
+The launcher writes ``+PGID`` and ``-PGID`` lines to its standard input; when that pipe ends, for whatever reason, the
+process groups still listed are killed. So even a launcher killed by SIGKILL leaves nothing behind, not even what a
+worker's script had started. Run as a file, with nothing but the standard library: ``python -I -S guard.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterable
+
+
+def follow(lines: Iterable[bytes]) -> set[int]:
+    """The process groups that are listed and not struck out when ``lines`` end."""
+    groups: set[int] = set()
+    for line in lines:
+        sign, number = line[:1], line[1:].strip()
+        if not number.isdigit() or int(number) <= 1:
+            continue
+        if sign == b"+":
+            groups.add(int(number))
+        elif sign == b"-":
+            groups.discard(int(number))
+    return groups
+
+
+def main() -> None:
+    """Waits for the launcher's end and kills what it left."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_IGN)
+    for group in follow(sys.stdin.buffer):
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""A whole run on this machine: scheduler, servers and workers, on free ports, in a private directory.
+
+The directory (mode 0700, removed at the end) holds the token, the scheduler's address and its store. All processes are
+started at once and find each other by the address file. The run is noted for ``psdist status`` while it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from psdist.config import START_TIMEOUT_SECONDS, find_token, read_address
+from psdist.errors import ConfigurationError
+from psdist.launch.output import Output, Routing
+from psdist.launch.plan import SchedulerLink, ServicesPlan, WorkersPlan, python_command
+from psdist.launch.runfile import DIRECTORY_PREFIX, RunNote, RunRegistry, notes_directory
+from psdist.launch.runner import Crew, Runner
+from psdist.launch.script import check_script
+from psdist.launch.supervisor import INFRASTRUCTURE_STATUS, Failed, ProcessKey
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """What ``psdist run`` was told. ``script`` is the script or module or program, then its arguments."""
+
+    script: tuple[str, ...]
+    servers: int = 2
+    processes: int = 1
+    restarts_max: int = 3
+    run_id: str = ""
+    routing: Routing = field(default_factory=Routing)
+    failure_timeout_seconds: float = 2.0
+    kernel_threads: int | None = None
+    start_timeout_seconds: float = START_TIMEOUT_SECONDS
+    interval_seconds: float = 0.1
+    module: bool = False
+    no_python: bool = False
+    role: str = "worker"
+    signals: tuple[int, ...] = SIGNALS
+    log_level: str = "warning"
+
+
+def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -> int:
+    """Runs a script to its end and returns the status for the shell (see ``psdist.cli.exit_codes``).
+
+    Raises ConfigurationError, before anything was started, if it cannot be run.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    check_script(list(options.script), module=options.module, no_python=options.no_python)
+    token = find_token(environ) or secrets.token_urlsafe(32)
+    run_id = options.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+    try:
+        link = _make_link(directory, token, run_id)
+        registration = _Registration(RunRegistry(notes_directory(environ)), link, directory)
+        try:
+            return asyncio.run(_run(options, environ, link, directory, registration))
+        finally:
+            registration.close()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _make_link(directory: Path, token: str, run_id: str) -> SchedulerLink:
+    (directory / "connected").mkdir(mode=0o700)
+    token_file = directory / "token"
+    descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(token + "\n")
+    return SchedulerLink(file=directory / "scheduler", token_file=token_file, run_id=run_id)
+
+
+class _Registration:
+    """The note of this run. A state directory that cannot be written only costs ``psdist status`` its shortcut."""
+
+    def __init__(self, registry: RunRegistry, link: SchedulerLink, directory: Path) -> None:
+        assert link.token_file is not None
+        self._registry = registry
+        self._note: RunNote | None = None
+        try:
+            self._note = registry.claim(link.run_id, link.token_file, directory)
+        except OSError:
+            self._note = None
+
+    def listening(self, address: str) -> None:
+        if self._note is not None:
+            self._note = self._registry.listening(self._note, address)
+
+    def close(self) -> None:
+        if self._note is not None:
+            self._registry.remove(self._note.run_id)
+
+
+async def _run(
+    options: LocalOptions, environ: Mapping[str, str], link: SchedulerLink, directory: Path, registration: _Registration
+) -> int:
+    workers = WorkersPlan(
+        command=python_command(list(options.script), module=options.module, no_python=options.no_python),
+        processes=options.processes,
+        link=link,
+        connected_directory=directory / "connected",
+        master=("127.0.0.1", _free_port()),
+        start_timeout_seconds=options.start_timeout_seconds,
+        restarts_max=options.restarts_max,
+        world_size=options.processes,
+        role=options.role,
+    )
+    lifeline, lifeline_end = os.pipe()
+    services = ServicesPlan(
+        directory=directory,
+        link=link,
+        servers=options.servers,
+        workers=options.processes,
+        lifeline=lifeline,
+        failure_timeout_seconds=options.failure_timeout_seconds,
+        start_timeout_seconds=options.start_timeout_seconds,
+        kernel_threads=options.kernel_threads or default_kernel_threads(options.servers),
+        log_level=options.log_level,
+    )
+    try:
+        return await _supervise(options, environ, workers, services, registration)
+    finally:
+        os.close(lifeline)
+        os.close(lifeline_end)
+
+
+async def _supervise(
+    options: LocalOptions,
+    environ: Mapping[str, str],
+    workers: WorkersPlan,
+    services: ServicesPlan,
+    registration: _Registration,
+) -> int:
+    routing, run_id = options.routing, workers.link.run_id
+    if routing.directory is not None:
+        routing = replace(routing, directory=routing.directory / run_id)
+    output = open_output(routing, workers, lambda: runner.interrupt(signal.SIGPIPE))
+    watch = _AddressWatch(services, registration)
+    runner = Runner(
+        Crew(
+            services=(services.scheduler(environ), *(services.server(n, environ) for n in range(services.servers))),
+            ranks=workers.ranks,
+            worker=lambda rank, attempt: workers.spec(rank, attempt, environ),
+            connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
+            lifeline=services.lifeline,
+        ),
+        output,
+        restarts_max=options.restarts_max,
+        interval_seconds=options.interval_seconds,
+        signals=options.signals,
+        on_tick=watch.tick,
+    )
+    try:
+        output.say(
+            f"run {run_id}: {plural(options.servers, 'server')}, {plural(options.processes, 'worker')} on this machine; "
+            f"see it with: psdist status --run-id {run_id}"
+        )
+        announce(output, routing, workers, environ)
+        return (await runner.run()).status
+    finally:
+        output.close()
+
+
+class _AddressWatch:
+    """Waits for the scheduler's address, and notes it."""
+
+    def __init__(self, services: ServicesPlan, registration: _Registration) -> None:
+        self._services = services
+        self._registration = registration
+        self._deadline: float | None = None
+        self._found = False
+
+    def tick(self, now: float) -> Failed | None:
+        if self._found:
+            return None
+        if self._deadline is None:
+            self._deadline = now + self._services.start_timeout_seconds
+        assert self._services.link.file is not None
+        address = read_address(self._services.link.file)
+        if address:
+            self._found = True
+            self._registration.listening(address)
+        elif now >= self._deadline:
+            self._found = True
+            waited = f"{self._services.start_timeout_seconds:g} s"
+            message = f"the scheduler did not come up within {waited} (--start-timeout)"
+            return Failed(message, INFRASTRUCTURE_STATUS, ProcessKey("scheduler", 0))
+        return None
+
+
+# --- shared with the agent --------------------------------------------------------------------------------------------
+
+
+def open_output(routing: Routing, workers: WorkersPlan, on_broken: Callable[[], None]) -> Output:
+    """Console and files of this node. Raises ConfigurationError if the log directory cannot be made."""
+    try:
+        return Output(routing, lambda rank: rank - workers.first_rank, workers.role, on_broken)
+    except OSError as error:
+        raise ConfigurationError(f"--log-dir {routing.directory} cannot be used: {error.strerror}") from None
+
+
+def announce(output: Output, routing: Routing, workers: WorkersPlan, environ: Mapping[str, str]) -> None:
+    """Tells where the logs are, and what was set that the user did not ask for."""
+    if routing.directory is not None:
+        output.say(f"logs in {routing.directory}")
+    if workers.limits_threads(environ):
+        output.say("OMP_NUM_THREADS=1 for each worker, as several share the cores; set it to choose another number")
+
+
+def plural(count: int, noun: str) -> str:
+    """``2 workers``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def default_kernel_threads(servers: int) -> int:
+    """Threads of each server's kernels, so that together they have a thread for each core."""
+    return max(1, len(os.sched_getaffinity(0)) // servers)
+
+
+def _free_port() -> int:
+    # For torch.distributed in a user's script; nothing of psdist listens there.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,193 @@
+"""What the user sees of a run: the children's lines with their prefix, files of them, and the launcher's own words.
+
+Every child's lines go to the stream they came from, behind ``[worker 0]``; with a log directory also into one file for
+each process. The last lines of every process are kept, to show why it failed once everything else has been said.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Final
+
+from psdist.errors import ConfigurationError
+from psdist.launch.supervisor import ProcessKey
+
+_TAIL_LINES: Final = 200
+_SHOWN_LINES: Final = 15
+_TRACEBACK_LINES: Final = 60
+_TRACEBACK: Final = "Traceback (most recent call last):"
+_WORKER_COLOURS: Final = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+_SERVICE_COLOUR: Final = 90
+
+STDOUT, STDERR = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Where workers' output goes besides the console.
+
+    ``directory`` takes one file for each process. Streams (1, 2; 3 is both) in ``redirects`` of a local rank go there
+    *only*; ``tees`` there *too* (with a directory and neither of the two, everything is). Both are by local rank, the
+    key None holding for the others. ``shown_ranks`` limits the console to some local ranks.
+    """
+
+    directory: Path | None = None
+    redirects: Mapping[int | None, int] = field(default_factory=dict)
+    tees: Mapping[int | None, int] = field(default_factory=dict)
+    shown_ranks: frozenset[int] | None = None
+
+    def to_file(self, local_rank: int | None, stream: int) -> bool:
+        """Whether a stream is written to the process's file."""
+        if self.directory is None:
+            return False
+        if local_rank is None or not (self.redirects or self.tees):
+            return True
+        return bool((_mask(self.redirects, local_rank) | _mask(self.tees, local_rank)) & stream)
+
+    def to_console(self, local_rank: int | None, stream: int) -> bool:
+        """Whether a stream is shown."""
+        if local_rank is None:
+            return True
+        if self.shown_ranks is not None and local_rank not in self.shown_ranks:
+            return False
+        only_file = _mask(self.redirects, local_rank) & ~_mask(self.tees, local_rank)
+        return not only_file & stream
+
+
+def _mask(masks: Mapping[int | None, int], local_rank: int) -> int:
+    return masks.get(local_rank, masks.get(None, 0))
+
+
+def parse_streams(value: str) -> dict[int | None, int]:
+    """torchrun's notation for ``-r`` and ``-t``: ``3``, or ``0:3,1:2`` by local rank. Raises ConfigurationError."""
+    masks: dict[int | None, int] = {}
+    for item in value.split(","):
+        rank, separator, streams = item.rpartition(":")
+        if (
+            streams not in ("0", "1", "2", "3")
+            or (separator and not rank.isdigit())
+            or (not separator and "," in value)
+        ):
+            raise ConfigurationError(
+                f"{value!r} is not understood: write 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or LOCAL_RANK:N,..."
+            )
+        masks[int(rank) if separator else None] = int(streams)
+    return masks
+
+
+def parse_ranks(value: str) -> frozenset[int]:
+    """Local ranks separated by commas. Raises ConfigurationError."""
+    items = [item.strip() for item in value.split(",")]
+    if not all(item.isascii() and item.isdigit() for item in items):
+        raise ConfigurationError(f"{value!r} is not understood: write local ranks separated by commas, such as 0,2")
+    return frozenset(int(item) for item in items)
+
+
+class Output:
+    """Console and files of one run. ``local_rank`` maps a worker's rank to its place on this node."""
+
+    def __init__(
+        self,
+        routing: Routing,
+        local_rank: Callable[[int], int],
+        worker_label: str = "worker",
+        on_broken: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._routing = routing
+        self._local_rank = local_rank
+        self._worker_label = worker_label
+        self._on_broken = on_broken
+        self._files: dict[ProcessKey, IO[str]] = {}
+        self._broken = False
+        self._unwritable: set[ProcessKey] = set()
+        self._tails: dict[ProcessKey, deque[tuple[int, str]]] = {}
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
+        if routing.directory is not None:
+            routing.directory.mkdir(parents=True, exist_ok=True)
+
+    def say(self, message: str) -> None:
+        """The launcher's own words, to standard error."""
+        self._write(STDERR, f"psdist: {message}\n")
+
+    def begin(self, key: ProcessKey) -> None:
+        """A process starts, perhaps again: its last lines are its own."""
+        self._tails[key] = deque(maxlen=_TAIL_LINES)
+
+    def lines(self, key: ProcessKey, stream: int, lines: list[str]) -> None:
+        """Shows, files and remembers lines of a process."""
+        self._tails[key].extend((stream, line) for line in lines)
+        rank = self._local_rank(key.number) if key.role == "worker" else None
+        if self._routing.to_console(rank, stream):
+            prefix = self._prefix(key, stream)
+            self._write(stream, "".join(f"{prefix} {line}\n" for line in lines))
+        if self._routing.to_file(rank, stream):
+            self._append(key, lines)
+
+    def report(self, key: ProcessKey) -> None:
+        """Shows why a process failed: its traceback if it printed one, else its last lines."""
+        shown = last_words(list(self._tails.get(key, ())))
+        if shown:
+            self.say(f"last lines of {key}:")
+            self._write(STDERR, "".join(f"  | {line}\n" for line in shown))
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _append(self, key: ProcessKey, lines: list[str]) -> None:
+        if key in self._unwritable:
+            return
+        try:
+            file = self._file(key)
+            file.writelines(line + "\n" for line in lines)
+            file.flush()
+        except OSError as error:
+            # A full disk must not end the training.
+            self._unwritable.add(key)
+            self.say(f"the log file of {key} cannot be written any more: {error.strerror}")
+
+    def _file(self, key: ProcessKey) -> IO[str]:
+        if key not in self._files:
+            assert self._routing.directory is not None
+            path = self._routing.directory / (str(key).replace(" ", "-") + ".log")
+            self._files[key] = path.open("a", encoding="utf-8", errors="backslashreplace")
+        return self._files[key]
+
+    def _prefix(self, key: ProcessKey, stream: int) -> str:
+        name = str(key) if key.role != "worker" else f"{self._worker_label} {key.number}"
+        target = sys.stdout if stream == STDOUT else sys.stderr
+        if not target.isatty() or os.environ.get("NO_COLOR"):
+            return f"[{name}]"
+        worker = key.role == "worker"
+        colour = _WORKER_COLOURS[key.number % len(_WORKER_COLOURS)] if worker else _SERVICE_COLOUR
+        return f"\x1b[{colour}m[{name}]\x1b[0m"
+
+    def _write(self, stream: int, text: str) -> None:
+        target = sys.stdout if stream == STDOUT else sys.stderr
+        try:
+            target.write(text)
+            target.flush()
+        except (BrokenPipeError, ValueError):
+            # Whoever read this is gone (psdist run ... | head): as for any program, the run ends.
+            if not self._broken:
+                self._broken = True
+                self._on_broken()
+
+
+def last_words(tail: list[tuple[int, str]]) -> list[str]:
+    """The part of a process's last (stream, line) pairs that tells why it failed."""
+    errors = [line for stream, line in tail if stream == STDERR]
+    starts = [number for number, line in enumerate(errors) if line.lstrip().startswith(_TRACEBACK)]
+    if starts:
+        # The first one kept: chained tracebacks print the cause first. What follows the last one belongs to it.
+        return errors[starts[0] :][-_TRACEBACK_LINES:]
+    return [line for _, line in tail][-_SHOWN_LINES:]

@@ -1,0 +1,167 @@
+"""Which processes a run has: their command lines and environments. Values in, values out; nothing is started here.
+
+A worker gets torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` ...) beside psdist's own. What an outer
+run or a user's shell had set of these is replaced or removed, so that a run inside a run finds its own scheduler.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from psdist.launch.process import ProcessSpec
+from psdist.launch.supervisor import ProcessKey
+
+#: Variables that tell a process its place in a run; none is handed down from outside.
+_OWNED: Final = (
+    "PSDIST_SCHEDULER",
+    "PSDIST_SCHEDULER_FILE",
+    "PSDIST_WORKER_ID",
+    "PSDIST_CONNECTED_FILE",
+    "PSDIST_LIFELINE_FD",
+    "PSDIST_ADDRESS_FILE",
+    "PSDIST_ADVERTISE",
+    "PSDIST_INSECURE",
+    "PSDIST_SERVER_ID",
+    "DMLC_ROLE",
+    "DMLC_WORKER_ID",
+    "DMLC_NUM_WORKER",
+    "DMLC_NUM_SERVER",
+    "DMLC_PS_ROOT_URI",
+    "DMLC_PS_ROOT_PORT",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLink:
+    """How processes find the scheduler: by address, or by the file in which it leaves it. And how they prove
+    themselves: by a token file, or by the token that is in their environment already."""
+
+    address: str = ""
+    file: Path | None = None
+    token_file: Path | None = None
+    run_id: str = ""
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """``base`` with all that names a scheduler replaced by this one."""
+        values = {name: value for name, value in base.items() if name not in _OWNED}
+        if self.address:
+            values["PSDIST_SCHEDULER"] = self.address
+        if self.file is not None:
+            values["PSDIST_SCHEDULER_FILE"] = str(self.file)
+        if self.token_file is not None:
+            values.pop("PSDIST_TOKEN", None)
+            values["PSDIST_TOKEN_FILE"] = str(self.token_file)
+        if self.run_id:
+            values["PSDIST_RUN_ID"] = self.run_id
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersPlan:
+    """The workers of one node. ``command`` is the script as it is run, with its arguments."""
+
+    command: tuple[str, ...]
+    processes: int
+    link: SchedulerLink
+    connected_directory: Path
+    master: tuple[str, int]
+    start_timeout_seconds: float
+    restarts_max: int = 3
+    first_rank: int = 0
+    world_size: int = 1
+    node_rank: int = 0
+    role: str = "worker"
+
+    @property
+    def ranks(self) -> range:
+        """Ranks of this node's workers."""
+        return range(self.first_rank, self.first_rank + self.processes)
+
+    def limits_threads(self, base: Mapping[str, str]) -> bool:
+        """Whether the workers get OMP_NUM_THREADS=1, as under torchrun: several share the cores, and nobody chose."""
+        return self.processes > 1 and not base.get("OMP_NUM_THREADS")
+
+    def connected_file(self, rank: int, attempt: int) -> Path:
+        """The file that the client library creates once it has registered."""
+        return self.connected_directory / f"{rank}.{attempt}"
+
+    def spec(self, rank: int, attempt: int, base: Mapping[str, str]) -> ProcessSpec:
+        """The worker ``rank`` at its start number ``attempt``, counted from 0."""
+        environment = self.link.environment(base)
+        if self.limits_threads(base):
+            environment["OMP_NUM_THREADS"] = "1"
+        environment |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(rank - self.first_rank),
+            "LOCAL_WORLD_SIZE": str(self.processes),
+            "GROUP_RANK": str(self.node_rank),
+            "ROLE_NAME": self.role,
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": self.master[0],
+            "MASTER_PORT": str(self.master[1]),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.restarts_max),
+            "TORCHELASTIC_RUN_ID": self.link.run_id,
+            "PSDIST_START_TIMEOUT": f"{self.start_timeout_seconds:g}",
+            "PSDIST_CONNECTED_FILE": str(self.connected_file(rank, attempt)),
+        }
+        return ProcessSpec(ProcessKey("worker", rank), self.command, environment)
+
+
+@dataclass(frozen=True, slots=True)
+class ServicesPlan:
+    """The scheduler and the servers of a run on this machine."""
+
+    directory: Path
+    link: SchedulerLink
+    servers: int
+    workers: int
+    lifeline: int
+    failure_timeout_seconds: float
+    start_timeout_seconds: float
+    kernel_threads: int
+    log_level: str
+
+    def scheduler(self, base: Mapping[str, str]) -> ProcessSpec:
+        """The scheduler, which leaves its address in the link's file."""
+        argv = (
+            *_program("psdist_scheduler"),
+            *("--host", "127.0.0.1", "--port", "0", "--run-id", self.link.run_id),
+            *("--min-workers", str(self.workers), "--min-servers", str(self.servers)),
+            *("--failure-timeout", f"{self.failure_timeout_seconds:g}", "--join-grace", "0"),
+            *("--store", str(self.directory / "scheduler.sqlite"), "--address-file", str(self.link.file)),
+            *self._shared(),
+        )
+        return ProcessSpec(ProcessKey("scheduler", 0), argv, self.link.environment(base))
+
+    def server(self, number: int, base: Mapping[str, str]) -> ProcessSpec:
+        """One server."""
+        argv = (
+            *_program("psdist_server"),
+            *("--scheduler-file", str(self.link.file), "--start-timeout", f"{self.start_timeout_seconds:g}"),
+            *("--host", "127.0.0.1", "--port", "0", "--run-id", self.link.run_id),
+            *("--server-id", f"server-{number}", "--kernel-threads", str(self.kernel_threads)),
+            *self._shared(),
+        )
+        return ProcessSpec(ProcessKey("server", number), argv, self.link.environment(base))
+
+    def _shared(self) -> tuple[str, ...]:
+        return ("--lifeline-fd", str(self.lifeline), "--log-format", "console", "--log-level", self.log_level)
+
+
+def _program(module: str) -> tuple[str, ...]:
+    # -P: a file named like a standard module in the user's directory must not break our programs.
+    return (sys.executable, "-P", "-m", module)
+
+
+def python_command(script: list[str], *, module: bool, no_python: bool) -> tuple[str, ...]:
+    """The script as it is run: by this Python without output buffering, or as a program of its own."""
+    if no_python:
+        return tuple(script)
+    return (sys.executable, "-u", *(("-m",) if module else ()), *script)

@@ -1,0 +1,197 @@
+"""One child process: spawned in its own session, its lines handed on, its descendants killed with it.
+
+Exits are noticed by a pidfd while the child is still a zombie, so its process group cannot have been reused when what
+is left of it is killed; asyncio's own child watchers reap too early for that. A child dies with the launcher: by
+PR_SET_PDEATHSIG, and by the guard process, which also knows its group. Linux only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+from psdist.launch import guard
+from psdist.launch.supervisor import ProcessKey
+
+#: Bytes of a line that has not ended; a longer one is shown in pieces.
+LINE_BYTES_MAX: Final = 64 << 10
+_READ_BYTES: Final = 64 << 10
+#: A descendant that left the process group may hold the pipes open; its output is not waited for any longer.
+_DRAIN_SECONDS: Final = 0.5
+_PR_SET_PDEATHSIG: Final = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """What to run: command line and the whole environment."""
+
+    key: ProcessKey
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+class LineSplitter:
+    """Cuts a stream of bytes into lines; a carriage return also ends one, so that progress bars are seen."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """Lines that are complete now, without their ends."""
+        text = (self._rest + data).replace(b"\r\n", b"\n")
+        # A trailing \r may be the first half of \r\n.
+        held = b"\r" if text.endswith(b"\r") else b""
+        parts = text[: len(text) - len(held)].replace(b"\r", b"\n").split(b"\n")
+        self._rest = parts.pop() + held
+        while len(self._rest) > LINE_BYTES_MAX:
+            parts.append(self._rest[:LINE_BYTES_MAX])
+            self._rest = self._rest[LINE_BYTES_MAX:]
+        return [part.decode("utf-8", "replace") for part in parts]
+
+    def close(self) -> list[str]:
+        """What is left when the stream ends."""
+        rest, self._rest = self._rest.rstrip(b"\r"), b""
+        return [rest.decode("utf-8", "replace")] if rest else []
+
+
+class Child:
+    """A running process. ``on_lines(stream, lines)`` gets its output (1 or 2); ``on_exit(returncode)`` comes last."""
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        on_lines: Callable[[int, list[str]], None],
+        on_exit: Callable[[int], None],
+        lifeline: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self._on_lines = on_lines
+        self._on_exit = on_exit
+        self._loop = asyncio.get_running_loop()
+        self._returncode: int | None = None
+        self._process = spawn(spec.argv, spec.environment, lifeline)
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        self._loop.add_reader(self._pidfd, self._ended)
+        self._streams: dict[int, IO[bytes]] = {}
+        for number, stream in ((1, self._process.stdout), (2, self._process.stderr)):
+            assert stream is not None
+            self._follow(number, stream)
+
+    def kill(self, signum: int) -> None:
+        """Signals the process and its descendants of the same group."""
+        if self._returncode is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signum)
+
+    def _follow(self, number: int, stream: IO[bytes]) -> None:
+        descriptor, splitter = stream.fileno(), LineSplitter()
+        os.set_blocking(descriptor, False)
+        self._streams[number] = stream
+
+        def readable() -> None:
+            try:
+                data = os.read(descriptor, _READ_BYTES)
+            except BlockingIOError:
+                return
+            lines = splitter.feed(data) if data else splitter.close()
+            if lines:
+                self._on_lines(number, lines)
+            if not data:
+                self._close(number)
+
+        self._loop.add_reader(descriptor, readable)
+
+    def _close(self, number: int) -> None:
+        stream = self._streams.pop(number, None)
+        if stream is not None:
+            self._loop.remove_reader(stream.fileno())
+            stream.close()
+        self._finish_if_drained()
+
+    def _ended(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        with contextlib.suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._returncode = self._process.wait()
+        self._drain_timer = self._loop.call_later(_DRAIN_SECONDS, self._stop_draining)
+        self._finish_if_drained()
+
+    def _stop_draining(self) -> None:
+        for number in list(self._streams):
+            self._close(number)
+
+    def _finish_if_drained(self) -> None:
+        if self._returncode is not None and not self._streams:
+            self._drain_timer.cancel()
+            self._on_exit(self._returncode)
+
+
+def spawn(argv: Sequence[str], environment: Mapping[str, str], lifeline: int | None = None) -> subprocess.Popen[bytes]:
+    """Starts a process in its own session that dies with this one. Its output comes by pipes; it has no input."""
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return subprocess.Popen(
+        list(argv),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(environment),
+        pass_fds=() if lifeline is None else (lifeline,),
+        start_new_session=True,
+        # Safe here: the launcher has one thread, and the function only calls into libc.
+        preexec_fn=die_with_parent,
+    )
+
+
+class Guard:
+    """The launcher's end of the guard process: it is told which process groups exist."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(guard.__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        )
+
+    def add(self, group: int) -> None:
+        """This process group must not outlive the launcher."""
+        self._write(b"+%d\n" % group)
+
+    def remove(self, group: int) -> None:
+        """This process group is gone."""
+        self._write(b"-%d\n" % group)
+
+    def close(self) -> None:
+        """Ends the guard; what is still listed is killed."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _write(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        # Without its guard a run is only less well protected.
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(line)
+            self._process.stdin.flush()

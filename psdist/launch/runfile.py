@@ -1,0 +1,131 @@
+"""Notes that runs on this machine leave for ``psdist status``: one JSON file for each, gone when the run ends.
+
+They lie in ``$XDG_STATE_HOME/psdist/runs`` (else ``~/.local/state/psdist/runs``), mode 0600, as ``RUN_ID.json``. A
+note whose launcher is dead (its pid is gone, or belongs to a process that started at another time) is stale; it is
+swept, and with it the private directory of its run, by whoever meets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from psdist.errors import ConfigurationError
+
+DIRECTORY_PREFIX: Final = "psdist-"
+_NOTE_BYTES_MAX: Final = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class RunNote:
+    """A run on this machine. ``address`` is empty until the scheduler listens."""
+
+    run_id: str
+    address: str
+    token_file: str
+    directory: str
+    pid: int
+    pid_started: int
+
+
+def notes_directory(environ: Mapping[str, str]) -> Path:
+    """Where the notes lie."""
+    home = environ.get("XDG_STATE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~")) / ".local" / "state"
+    return base / "psdist" / "runs"
+
+
+class RunRegistry:
+    """The notes in one directory. OSError where it cannot be used."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def claim(self, run_id: str, token_file: Path, directory: Path) -> RunNote:
+        """Notes a run of this process. Raises ConfigurationError if a live one on this machine has the name."""
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for other in self.live():
+            if other.run_id == run_id:
+                raise ConfigurationError(
+                    f"--run-id {run_id}: a run of this name is running on this machine (pid {other.pid}): stop it or "
+                    "choose another name"
+                )
+        note = RunNote(run_id, "", str(token_file), str(directory), os.getpid(), _started(os.getpid()))
+        self._write(note)
+        return note
+
+    def listening(self, note: RunNote, address: str) -> RunNote:
+        """Adds the scheduler's address."""
+        noted = replace(note, address=address)
+        self._write(noted)
+        return noted
+
+    def remove(self, run_id: str) -> None:
+        """Takes a note away."""
+        self._path(run_id).unlink(missing_ok=True)
+
+    def live(self) -> list[RunNote]:
+        """Runs whose launcher lives, by name; stale notes are swept."""
+        found = []
+        for path, note in self._notes():
+            if note is not None and note.pid_started == _started(note.pid) != 0:
+                found.append(note)
+            else:
+                _sweep(path, note)
+        return sorted(found, key=lambda note: note.run_id)
+
+    def _notes(self) -> Iterator[tuple[Path, RunNote | None]]:
+        for path in self._directory.glob("*.json"):
+            try:
+                with path.open("rb") as file:
+                    values = json.loads(file.read(_NOTE_BYTES_MAX))
+                note = RunNote(**values)
+                well_formed = all(type(getattr(note, f)) is type(v) for f, v in _SAMPLE.items())
+                yield path, note if well_formed and path.stem == note.run_id else None
+            except FileNotFoundError:
+                continue
+            except (ValueError, TypeError):
+                yield path, None
+
+    def _path(self, run_id: str) -> Path:
+        return self._directory / f"{run_id}.json"
+
+    def _write(self, note: RunNote) -> None:
+        draft = self._directory / f".{note.run_id}.{os.getpid()}.draft"
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(note), file)
+        draft.replace(self._path(note.run_id))
+
+
+_SAMPLE: Final = asdict(RunNote("", "", "", "", 0, 0))
+
+
+def _sweep(path: Path, note: RunNote | None) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+    if note is None:
+        return
+    directory = Path(note.directory)
+    with contextlib.suppress(OSError):
+        info = directory.lstat()
+        if directory.name.startswith(DIRECTORY_PREFIX) and stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid():
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _started(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 if there is none, or it is a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            # The command's name, in parentheses, may hold anything.
+            values = file.read().rpartition(")")[2].split()
+        return 0 if values[0] in "ZX" else int(values[19])
+    except (OSError, IndexError, ValueError):
+        return 0

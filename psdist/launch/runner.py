@@ -1,0 +1,160 @@
+"""Carries out what the supervisor decides: starts and signals processes, watches files and the clock, ends the program.
+
+One asyncio loop, no threads, and no waiting anywhere else. Whatever happens, ``Runner.run`` returns only when every
+process that it started is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from psdist.launch.output import Output
+from psdist.launch.process import Child, Guard, ProcessSpec
+from psdist.launch.supervisor import (
+    Connected,
+    Event,
+    Exited,
+    Failed,
+    Finish,
+    Interrupted,
+    Kill,
+    ProcessKey,
+    Say,
+    Start,
+    Supervisor,
+    Tick,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The processes of a run, in the order of their start. ``worker`` makes the spec of a rank's attempt anew."""
+
+    services: tuple[ProcessSpec, ...]
+    ranks: range
+    worker: Callable[[int, int], ProcessSpec]
+    connected: Callable[[int, int], bool]
+    lifeline: int | None = None
+
+
+class Runner:
+    """One run. ``on_tick`` is called every ``interval_seconds``; it may return a failure."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        output: Output,
+        *,
+        restarts_max: int,
+        interval_seconds: float,
+        signals: Iterable[int],
+        on_tick: Callable[[float], Failed | None] = lambda now: None,
+    ) -> None:
+        self._crew = crew
+        self._output = output
+        self._interval = interval_seconds
+        self._signals = tuple(signals)
+        self._on_tick = on_tick
+        servers = sum(spec.key.role == "server" for spec in crew.services)
+        self._supervisor = Supervisor(crew.ranks, servers, len(crew.services) - servers, restarts_max)
+        self._children: dict[ProcessKey, Child] = {}
+        self._events: deque[Event] = deque()
+        self._handling = False
+
+    async def run(self) -> Finish:
+        """Runs everything to its end and says how it ended. The report is printed, the status is the caller's."""
+        self._loop = asyncio.get_running_loop()
+        self._finished: asyncio.Future[Finish] = self._loop.create_future()
+        for signum in self._signals:
+            self._loop.add_signal_handler(signum, self._happened, Interrupted(signum))
+        self._guard = Guard()
+        try:
+            for spec in self._crew.services:
+                self._start(spec)
+            for rank in self._crew.ranks:
+                self._start(self._crew.worker(rank, 0))
+            self._tick()
+            finish = await self._finished
+        finally:
+            self._kill_all()
+            self._guard.close()
+        if finish.culprit is not None:
+            self._output.report(finish.culprit)
+        if finish.message:
+            self._output.say(finish.message)
+        return finish
+
+    def interrupt(self, signum: int) -> None:
+        """As if the signal had come."""
+        self._loop.call_soon(self._happened, Interrupted(signum))
+
+    def _happened(self, event: Event) -> None:
+        # An effect may cause an event at once (a process that cannot be started); it waits its turn.
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                for effect in self._supervisor.on(self._events.popleft(), self._loop.time()):
+                    self._carry_out(effect)
+        finally:
+            self._handling = False
+
+    def _carry_out(self, effect: Start | Kill | Say | Finish) -> None:
+        match effect:
+            case Say(message):
+                self._output.say(message)
+            case Start(key, attempt):
+                self._start(self._crew.worker(key.number, attempt))
+            case Kill(key, signum):
+                # A process whose exit is known and not yet reported ignores it.
+                if key in self._children:
+                    self._children[key].kill(signum)
+            case Finish():
+                if not self._finished.done():
+                    self._finished.set_result(effect)
+
+    def _start(self, spec: ProcessSpec) -> None:
+        key = spec.key
+        self._output.begin(key)
+        lifeline = self._crew.lifeline if key.role != "worker" else None
+        try:
+            child = Child(
+                spec,
+                lambda stream, lines: self._output.lines(key, stream, lines),
+                lambda returncode: self._exited(key, returncode),
+                lifeline,
+            )
+        except OSError as error:
+            self._output.say(f"{key} cannot be started: {spec.argv[0]}: {error.strerror}")
+            # 126 and 127 are what a shell says of a program that cannot be run.
+            self._loop.call_soon(self._happened, Exited(key, 127 if isinstance(error, FileNotFoundError) else 126))
+            return
+        self._children[key] = child
+        self._guard.add(child.pid)
+
+    def _exited(self, key: ProcessKey, returncode: int) -> None:
+        child = self._children.pop(key)
+        self._guard.remove(child.pid)
+        connected = key.role == "worker" and self._crew.connected(key.number, self._supervisor.attempt(key))
+        self._happened(Exited(key, returncode, connected))
+
+    def _tick(self) -> None:
+        if self._finished.done():
+            return
+        self._loop.call_later(self._interval, self._tick)
+        for key, attempt in self._supervisor.waiting_to_connect():
+            if self._crew.connected(key.number, attempt):
+                self._happened(Connected(key))
+        failure = self._on_tick(self._loop.time())
+        self._happened(failure if failure is not None else Tick())
+
+    def _kill_all(self) -> None:
+        # Only after a defect of the launcher itself is anybody left.
+        for child in self._children.values():
+            child.kill(signal.SIGKILL)

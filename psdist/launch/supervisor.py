@@ -1,0 +1,283 @@
+"""Decides what the exit of a process means for its run. Pure: events in, effects out, ``now`` is an argument.
+
+The machine knows three groups, stopped in this order: workers, servers, scheduler. While it runs:
+
+* A worker that fails is started again with its rank, up to ``restarts_max`` times; then everybody is stopped, and the
+  first worker that had no restart left is the *cause*, whose status the run ends with.
+* A worker that ends well without ever having connected is the cause if a worker that runs is connected: that one waits
+  for a peer that never comes.
+* A server or the scheduler that ends, whatever its status, is the cause.
+* When all workers ended well, the servers and then the scheduler are stopped, and the run ends well.
+
+Stopping is SIGTERM, then SIGKILL after ``grace_seconds``, group by group; a second signal from the user kills at once.
+Nothing that happens while stopping changes the cause.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+GRACE_SECONDS: Final = 5.0
+NEVER_CONNECTED_STATUS: Final = 65
+INFRASTRUCTURE_STATUS: Final = 70
+_SIGNAL_BASE: Final = 128
+_ORDER: Final = ("worker", "server", "scheduler")
+
+
+class ProcessKey(NamedTuple):
+    """A process of a run: ``worker`` and its rank, ``server`` and its number, or ``scheduler`` and 0."""
+
+    role: str
+    number: int
+
+    def __str__(self) -> str:
+        return self.role if self.role == "scheduler" else f"{self.role} {self.number}"
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A process ended. ``returncode`` is -n for signal n; ``connected`` says whether a worker had ever registered."""
+
+    key: ProcessKey
+    returncode: int
+    connected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A worker registered at the scheduler."""
+
+    key: ProcessKey
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The user or the system asks the run to end by a signal."""
+
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The run cannot go on for a reason that is no exit, such as a scheduler that does not come up."""
+
+    message: str
+    status: int
+    key: ProcessKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = Exited | Connected | Interrupted | Failed | Tick
+
+
+# --- effects ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a worker again; ``attempt`` counts from 0."""
+
+    key: ProcessKey
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Send a signal to a process and its descendants."""
+
+    key: ProcessKey
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Tell the user."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """All processes ended. Exit with ``status``; show the last lines of ``culprit``, then ``message``."""
+
+    status: int
+    message: str = ""
+    culprit: ProcessKey | None = None
+
+
+Effect = Start | Kill | Say | Finish
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Worker:
+    attempt: int = 0
+    connected: bool = False
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """The state of one run. All of ``workers``, ``servers`` and ``schedulers`` are taken as started."""
+
+    workers: Iterable[int]
+    servers: int = 0
+    schedulers: int = 0
+    restarts_max: int = 3
+    grace_seconds: float = GRACE_SECONDS
+    _alive: dict[ProcessKey, _Worker] = field(default_factory=dict, init=False)
+    _deserters: list[ProcessKey] = field(default_factory=list, init=False)
+    _ever_connected: bool = field(default=False, init=False)
+    _stage: int | None = field(default=None, init=False)
+    _deadline: float = field(default=math.inf, init=False)
+    _end: Finish = field(default=Finish(0), init=False)
+
+    def __post_init__(self) -> None:
+        keys = [ProcessKey("worker", rank) for rank in self.workers]
+        keys += [ProcessKey("server", number) for number in range(self.servers)]
+        keys += [ProcessKey("scheduler", number) for number in range(self.schedulers)]
+        self._alive = {key: _Worker() for key in keys}
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run is coming to its end."""
+        return self._stage is not None
+
+    def waiting_to_connect(self) -> list[tuple[ProcessKey, int]]:
+        """Workers that run and have not connected, with their attempt."""
+        return [(k, w.attempt) for k, w in self._alive.items() if k.role == "worker" and not w.connected]
+
+    def attempt(self, key: ProcessKey) -> int:
+        """Which start of this process runs, from 0."""
+        return self._alive[key].attempt if key in self._alive else 0
+
+    def on(self, event: Event, now: float) -> list[Effect]:
+        """Takes an event and returns what must be done, in this order."""
+        if isinstance(event, Exited):
+            return self._exited(event, now)
+        if isinstance(event, Connected):
+            return self._connected(event, now)
+        if isinstance(event, Interrupted):
+            return self._interrupted(event, now)
+        if isinstance(event, Failed):
+            return [] if self.stopping else self._stop(Finish(event.status, event.message, event.key), now)
+        return self._tick(now)
+
+    def _exited(self, event: Exited, now: float) -> list[Effect]:
+        process = self._alive.pop(event.key)
+        if event.connected:
+            self._ever_connected = True
+        if self.stopping:
+            return self._advance(now)
+        if event.key.role != "worker":
+            message = f"{event.key} died: {describe(event.returncode)}"
+            return self._stop(Finish(INFRASTRUCTURE_STATUS, message, event.key), now)
+        if event.returncode != 0:
+            return self._worker_failed(event, process, now)
+        if not (process.connected or event.connected):
+            self._deserters.append(event.key)
+        return self._check_deserters(now) or self._check_done(now)
+
+    def _worker_failed(self, event: Exited, process: _Worker, now: float) -> list[Effect]:
+        how = describe(event.returncode)
+        if process.attempt < self.restarts_max:
+            attempt = process.attempt + 1
+            self._alive[event.key] = _Worker(attempt)
+            return [
+                Say(f"{event.key} failed: {how}; restart {attempt} of {self.restarts_max}"),
+                Start(event.key, attempt),
+            ]
+        tried = "" if self.restarts_max == 0 else f", after {self.restarts_max} restarts"
+        return self._stop(Finish(status_of(event.returncode), f"{event.key} failed: {how}{tried}", event.key), now)
+
+    def _connected(self, event: Connected, now: float) -> list[Effect]:
+        self._ever_connected = True
+        if event.key in self._alive:
+            self._alive[event.key].connected = True
+        return [] if self.stopping else self._check_deserters(now)
+
+    def _interrupted(self, event: Interrupted, now: float) -> list[Effect]:
+        if self.stopping:
+            return [Kill(key, signal.SIGKILL) for key in self._alive]
+        name = signal.Signals(event.signum).name
+        said = Say(f"{name}: stopping all processes; once more kills them")
+        return [said, *self._stop(Finish(_SIGNAL_BASE + event.signum), now)]
+
+    def _check_deserters(self, now: float) -> list[Effect]:
+        waiting = [key for key, worker in self._alive.items() if worker.connected]
+        if not self._deserters or not waiting:
+            return []
+        culprit = self._deserters[0]
+        message = (
+            f"{culprit} ended without having connected to psdist, while {_enumerate(waiting)} waits for it: every "
+            "worker's script must call psdist.init() or psdist.Client()"
+        )
+        return self._stop(Finish(NEVER_CONNECTED_STATUS, message, culprit), now)
+
+    def _check_done(self, now: float) -> list[Effect]:
+        if any(key.role == "worker" for key in self._alive):
+            return []
+        said: list[Effect] = []
+        if not self._ever_connected:
+            said.append(Say("warning: the script never used psdist: no worker called psdist.init() or psdist.Client()"))
+        return said + self._stop(Finish(0), now)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _stop(self, end: Finish, now: float) -> list[Effect]:
+        self._end = end
+        self._stage = -1
+        return self._advance(now)
+
+    def _advance(self, now: float) -> list[Effect]:
+        assert self._stage is not None
+        effects: list[Effect] = []
+        while not self._members(self._stage):
+            self._stage += 1
+            if self._stage == len(_ORDER):
+                return [*effects, self._end]
+            effects += [Kill(key, signal.SIGTERM) for key in self._members(self._stage)]
+            self._deadline = now + self.grace_seconds
+        return effects
+
+    def _members(self, stage: int) -> list[ProcessKey]:
+        return [key for key in self._alive if 0 <= stage < len(_ORDER) and key.role == _ORDER[stage]]
+
+    def _tick(self, now: float) -> list[Effect]:
+        if self._stage is None or now < self._deadline:
+            return []
+        self._deadline = math.inf
+        late = self._members(self._stage)
+        said = Say(f"{_enumerate(late)} did not end within {self.grace_seconds:g} s of SIGTERM: killed")
+        return [said, *(Kill(key, signal.SIGKILL) for key in late)]
+
+
+def _enumerate(keys: Iterable[ProcessKey]) -> str:
+    return ", ".join(str(key) for key in keys)
+
+
+def describe(returncode: int) -> str:
+    """How a process ended, in words: an exit code, or the name of a signal."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"
+
+
+def status_of(returncode: int) -> int:
+    """The status a shell shows for ``returncode``: 128 + n for signal n."""
+    return returncode if returncode >= 0 else _SIGNAL_BASE - returncode
