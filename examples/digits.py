@@ -3,8 +3,9 @@
     psdist run --nservers 2 --nproc-per-node 2 examples/digits.py
     psdist run --nservers 2 --nproc-per-node 4 examples/digits.py --consistency ssp --staleness 2
 
-Every worker computes gradients on its part of each pass over the data; the servers hold the weights and run Adam. Without
-a launcher (``python examples/digits.py``) it is a world of one. The 1797 images of 8 x 8 pixels are scikit-learn's.
+Every worker computes gradients on its part of each pass over the data; the servers hold the weights and run Adam.
+Without a launcher (``python examples/digits.py``) it is a world of one. The 1797 images of 8 x 8 pixels are
+scikit-learn's.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import psdist
 from psdist.data import DistributedSampler
 
 Arrays = dict[str, np.ndarray]
+Pair = tuple[np.ndarray, np.ndarray]
 HIDDEN, CLASSES, TEST_IMAGES = 128, 10, 360
 
 
-def load() -> tuple[np.ndarray, np.ndarray]:
+def load() -> Pair:
     """Images (1797, 64) from 0 to 1 and labels (1797,), in an order that is the same everywhere.
 
     Reads the file that ``sklearn.datasets.load_digits`` reads; importing scikit-learn for it would take over a second.
@@ -48,7 +50,7 @@ def initial(seed: int) -> Arrays:
     return {name: value.astype(np.float32) for name, value in weights.items()}
 
 
-def forward(weights: Arrays, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def forward(weights: Arrays, images: np.ndarray) -> Pair:
     """Activations of the hidden layer, and the classes' probabilities."""
     hidden = np.maximum(images @ weights["hidden.w"] + weights["hidden.b"], 0)
     scores = hidden @ weights["output.w"] + weights["output.b"]
@@ -85,7 +87,7 @@ def batches(rank: int, world: int, epoch: int, size: int, options: argparse.Name
     return [mine[start : start + options.batch_size] for start in range(0, len(mine), options.batch_size)]
 
 
-def train(context: psdist.Context, options: argparse.Namespace, train_set: tuple, test_set: tuple) -> Arrays:
+def train(context: psdist.Context, options: argparse.Namespace, train_set: Pair, test_set: Pair) -> Arrays:
     """Trains through the servers; returns the weights that all workers' pushes led to."""
     images, labels = train_set
     weights = context.client.parameters(
@@ -95,23 +97,41 @@ def train(context: psdist.Context, options: argparse.Namespace, train_set: tuple
         consistency=consistency(options),
         compression=options.compression,
     )
-    values = weights.pull()
-    seen, step, begin = 0, 0, time.perf_counter()
+    values, progress = weights.pull(), Progress(context)
     for epoch in range(options.epochs):
         for batch in batches(context.rank, context.world_size, epoch, len(images), options):
             loss, grads = gradients(values, images[batch], labels[batch])
             values = weights.push_pull(grads)
-            seen, step = seen + len(batch) * context.world_size, step + 1
-            if context.rank == 0 and step == 1:
-                print(f"first step {time.time() - psutil.Process().create_time():.1f} s after the start", flush=True)
-        if context.rank == 0 and (epoch + 1) % max(1, options.epochs // 10) == 0:
-            rate = seen / (time.perf_counter() - begin)
-            print(
-                f"step {step:5d}  loss {loss:6.4f}  test accuracy {accuracy(values, *test_set):6.1%}  {rate:8,.0f} samples/s",
-                flush=True,
-            )
+            progress.step(len(batch))
+        if (epoch + 1) % max(1, options.epochs // 10) == 0:
+            progress.show(loss, accuracy(values, *test_set))
     context.client.barrier("trained")
     return weights.pull()
+
+
+class Progress:
+    """Counts steps and samples on every rank, and prints on rank 0."""
+
+    def __init__(self, context: psdist.Context) -> None:
+        self.rank, self.world = context.rank, context.world_size
+        self.steps = self.samples = 0
+        self.begin = time.perf_counter()
+
+    def step(self, samples: int) -> None:
+        """One more step, of so many samples on each rank."""
+        self.steps += 1
+        self.samples += samples * self.world
+        if self.steps == 1 and self.rank == 0:
+            print(f"first step {time.time() - psutil.Process().create_time():.1f} s after the start", flush=True)
+
+    def show(self, loss: float, accuracy: float) -> None:
+        """The progress line."""
+        rate = self.samples / (time.perf_counter() - self.begin)
+        if self.rank == 0:
+            print(
+                f"step {self.steps:5d}  loss {loss:6.4f}  test accuracy {accuracy:6.1%}  {rate:9,.0f} samples/s",
+                flush=True,
+            )
 
 
 def train_alone(world: int, options: argparse.Namespace, images: np.ndarray, labels: np.ndarray) -> Arrays:
@@ -146,7 +166,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--staleness", type=int, default=2, help="steps a worker may be ahead (with ssp)")
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per worker and step")
-    parser.add_argument("--lr", type=float, default=2e-3, help="Adam's learning rate")
+    parser.add_argument("--lr", type=float, default=3e-3, help="Adam's learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compression", default="none", help="of the gradients: none, float16, bfloat16")
     parser.add_argument("--compare", action="store_true", help="train once more in one process and compare")

@@ -1,0 +1,116 @@
+"""``docker-compose up`` for real, where a container engine answers: it trains, prints an accuracy, its workers exit 0.
+
+Each case is a project of its own name, and takes its containers and networks away again. The image is built once by
+Compose itself from ``servers/Dockerfile``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+#: The first build downloads the dependencies.
+BUILD_SECONDS = 900
+TRAIN_SECONDS = 150
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(BUILD_SECONDS + 2 * TRAIN_SECONDS)]
+
+
+def _compose() -> list[str] | None:
+    """The command of Compose 1.29 or of v2, if one of them is installed."""
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    if shutil.which("docker") and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0:
+        return ["docker", "compose"]
+    return None
+
+
+def _why_not() -> str:
+    if not shutil.which("docker") or _compose() is None:
+        return "no docker with Compose is installed"
+    if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0:
+        return "no container engine answers to 'docker info'"
+    return ""
+
+
+@pytest.fixture(scope="module")
+def engine() -> list[str]:
+    """The command of Compose, with the image built. Skips where there is no engine."""
+    if reason := _why_not():
+        pytest.skip(reason)
+    command = _compose() or []
+    _run([*command, "build", "scheduler"], BUILD_SECONDS)
+    return command
+
+
+class Project:
+    """A Compose project of its own."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.name = f"psdist-test-{uuid.uuid4().hex[:12]}"
+        self._command = [*command, "--project-name", self.name]
+
+    def compose(self, *words: str) -> str:
+        """Runs Compose on this project; its output."""
+        return _run([*self._command, *words], TRAIN_SECONDS)
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of a service's containers, the ended ones too."""
+        labels = (f"com.docker.compose.project={self.name}", f"com.docker.compose.service={service}")
+        filters = [word for label in labels for word in ("--filter", f"label={label}")]
+        return _run(["docker", "ps", "--all", "--quiet", "--no-trunc", *filters], 30).split()
+
+    def wait(self, service: str) -> list[int]:
+        """Exit codes of a service's containers, once all have ended."""
+        return [int(code) for code in _run(["docker", "wait", *self.containers(service)], TRAIN_SECONDS).split()]
+
+    def logs(self, service: str) -> str:
+        """What a service's containers have printed."""
+        return self.compose("logs", "--no-color", service)
+
+
+@pytest.fixture
+def project(engine: list[str]) -> Iterator[Project]:
+    """A project that is taken away again, whatever happens."""
+    project = Project(engine)
+    yield project
+    project.compose("down", "--volumes", "--timeout", "5")
+    assert not [container for service in ("scheduler", "server", "worker") for container in project.containers(service)]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_digits_train_to_an_accuracy(project: Project, workers: int) -> None:
+    project.compose("up", "--build", "--detach", "--scale", f"worker={workers}")
+    codes = project.wait("worker")
+    logs = project.logs("worker")
+
+    assert codes == [0] * workers, logs + project.logs("scheduler") + project.logs("server")
+    (accuracy,) = re.findall(r"\btest accuracy ([\d.]+)%$", logs.replace("\r", ""), re.M)
+    assert float(accuracy) >= 97.0, logs
+    assert len(project.containers("server")) == 2
+    assert {_health(container) for container in project.containers("server")} == {"healthy"}
+
+
+def test_processes_are_not_root_and_publish_no_port(project: Project) -> None:
+    project.compose("up", "--detach", "scheduler")
+    (container,) = project.containers("scheduler")
+    assert _run(["docker", "exec", container, "id", "-u"], 30).strip() != "0"
+    assert not json.loads(_run(["docker", "inspect", "--format", "{{json .NetworkSettings.Ports}}", container], 30))
+
+
+def _health(container: str) -> str:
+    return _run(["docker", "inspect", "--format", "{{.State.Health.Status}}", container], 30).strip()
+
+
+def _run(command: list[str], timeout_seconds: float) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=timeout_seconds)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout

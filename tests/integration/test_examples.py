@@ -1,0 +1,67 @@
+"""The examples as a user runs them: by the launcher, on real processes, to the accuracy that the README promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*words: str, workers: int = 2, servers: int = 2) -> str:
+    """Output of ``psdist run`` with an example and its arguments."""
+    launcher = [sys.executable, "-m", "psdist", "run", "--nservers", str(servers), "--nproc-per-node", str(workers)]
+    environment = os.environ | {"NO_COLOR": "1"}
+    done = subprocess.run(
+        [*launcher, *words], capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=110
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def accuracies(output: str) -> list[float]:
+    """Percentages of the final lines (progress lines have the word in the middle)."""
+    return [float(number) for number in re.findall(r"^(?:\[worker 0\] )?test accuracy ([\d.]+)%", output, re.M)]
+
+
+def test_digits_reach_the_accuracy_of_one_process() -> None:
+    output = run("examples/digits.py", "--compare")
+    through_servers, alone = accuracies(output)
+    assert through_servers >= 97.0, output
+    assert through_servers >= alone - 0.6, "more than two of the 360 test images behind one process\n" + output
+    assert re.search(r"step +\d+ +loss +[\d.]+ +test accuracy +[\d.]+% +[\d,]+ samples/s", output), output
+
+
+@pytest.mark.parametrize(
+    "options", [("--consistency", "asp"), ("--consistency", "ssp", "--staleness", "2")], ids=lambda words: words[1]
+)
+def test_digits_without_a_barrier_come_within_a_point(options: tuple[str, ...]) -> None:
+    (accuracy,) = accuracies(run("examples/digits.py", *options))
+    (synchronous,) = accuracies(run("examples/digits.py"))
+    assert accuracy >= synchronous - 1.0
+    assert accuracy >= 97.0
+
+
+def test_digits_train_with_half_the_bytes() -> None:
+    (accuracy,) = accuracies(run("examples/digits.py", "--compression", "bfloat16"))
+    assert accuracy >= 97.0
+
+
+def test_digits_are_the_same_on_any_number_of_servers() -> None:
+    def losses(servers: int) -> list[str]:
+        return re.findall(r"loss +([\d.]+)", run("examples/digits.py", "--epochs", "5", servers=servers))
+
+    assert losses(1) == losses(3) != []
+
+
+def test_quickstart_finds_the_line() -> None:
+    assert "y = 3.00 x -1.00 after 200 steps" in run("examples/quickstart.py")
+
+
+def test_quickstart_is_short() -> None:
+    assert len((ROOT / "examples/quickstart.py").read_text().splitlines()) < 40
