@@ -144,10 +144,13 @@ class CommandLine:
     epilog: str = ""
 
     def parse(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-        """Values of all flags; ``command`` holds what follows the flags. Wrong input exits with status 2."""
+        """Values of all flags, with ``command``, what follows them, and ``explicit``, those of the command line.
+
+        Wrong input ends the program with status 2.
+        """
         own, command = self.split(argv) if self.script else (list(argv), [])
         given = vars(self._parser().parse_args(own))
-        values: dict[str, Any] = {"command": command}
+        values: dict[str, Any] = {"command": command, "explicit": frozenset(given)}
         for flag in self.flags:
             try:
                 values[flag.dest] = _value(flag, given.get(flag.dest), environ)

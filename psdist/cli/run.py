@@ -18,6 +18,12 @@ from psdist.launch.output import Routing, parse_ranks, parse_streams
 
 SCRIPT_USAGE = "script.py [script arguments]"
 
+EPILOG = (
+    "Flags come before the script; what follows it is the script's. --some-flag can also be set by PSDIST_SOME_FLAG. "
+    "Exit status: the script's; 128+n for signal n; 2 wrong use; 65 a script never connected; 69 no scheduler; "
+    "70 a server or the scheduler died."
+)
+
 
 def processes(value: str) -> int:
     """torchrun's --nproc-per-node: a number, or ``auto`` or ``cpu`` for the cores this process may use."""
@@ -77,7 +83,7 @@ def local_flags() -> tuple[Flag, ...]:
         Flag("--nservers", "servers that share the parameters", integer(1, 1024), 2, "N"),
         Flag("--run-id", "name of the run", check_run_id, "", "NAME"),
         Flag("--failure-timeout", "silence after which a process is dead", seconds(0.05), 2.0, "SECONDS"),
-        Flag("--kernel-threads", "threads of each server (default: the cores, shared out)", integer(1, 1024), None, "N"),
+        Flag("--kernel-threads", "threads of each server (default: cores / servers)", integer(1, 1024), None, "N"),
         Flag("--log-level", "least level shown of servers and scheduler",
              one_of("debug", "info", "warning", "error"), "warning", "LEVEL"),
     )  # fmt: skip
@@ -90,8 +96,7 @@ def command_line() -> CommandLine:
         "Trains on this machine: starts a scheduler, servers, and workers that run the script.",
         (*local_flags(), *script_flags()),
         SCRIPT_USAGE,
-        "Flags come before the script; what follows it is the script's. Exit status: the script's; 128+n for signal n;\n"
-        "65 a script never connected; 70 a server or the scheduler died; 2 wrong use.",
+        EPILOG,
     )
 
 

@@ -164,8 +164,8 @@ async def _supervise(
     )
     try:
         output.say(
-            f"run {run_id}: {plural(options.servers, 'server')}, {plural(options.processes, 'worker')} on this machine; "
-            f"see it with: psdist status --run-id {run_id}"
+            f"run {run_id}: {plural(options.servers, 'server')}, {plural(options.processes, 'worker')}; "
+            f"to look at it: psdist status --run-id {run_id}"
         )
         announce(output, routing, workers, environ)
         return (await runner.run()).status

@@ -139,7 +139,12 @@ class Child:
             self._on_exit(self._returncode)
 
 
-def spawn(argv: Sequence[str], environment: Mapping[str, str], lifeline: int | None = None) -> subprocess.Popen[bytes]:
+def spawn(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    lifeline: int | None = None,
+    stderr: int | None = subprocess.PIPE,
+) -> subprocess.Popen[bytes]:
     """Starts a process in its own session that dies with this one. Its output comes by pipes; it has no input."""
     parent = os.getpid()
 
@@ -152,7 +157,7 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], lifeline: int | N
         list(argv),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         env=dict(environment),
         pass_fds=() if lifeline is None else (lifeline,),
         start_new_session=True,

@@ -1,0 +1,107 @@
+"""Asks the scheduler for this node's ranks. A short-lived process of its own, because the agent must not import grpc.
+
+``python -m psdist.launch.rendezvous REQUEST``, where REQUEST is a JSON object (see ``Request``); the token comes from
+the environment. Prints one JSON object per line: ``{"waiting_for": ...}`` as often as needed, then the ``Place``, or
+``{"error": ..., "code": ...}``. A scheduler that does not answer is tried again until the request's time is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+_RETRY_SECONDS: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One agent's wish: ``processes`` ranks in a world of ``nodes_min`` to ``nodes_max`` nodes."""
+
+    scheduler: str
+    run_id: str
+    agent_id: str
+    processes: int
+    nodes_min: int
+    nodes_max: int
+    host: str
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node is in the world."""
+
+    node_rank: int
+    nodes: int
+    first_rank: int
+    world_size: int
+
+
+def _print(values: dict[str, Any]) -> None:
+    print(json.dumps(values), flush=True)
+
+
+async def _ask(request: Request, token: str) -> Place:
+    from psdist.errors import SchedulerUnreachableError
+    from psdist.wire.channels import open_channel
+
+    deadline = time.monotonic() + request.timeout_seconds
+    async with open_channel(request.scheduler) as channel:
+        while True:
+            try:
+                return await _rendezvous(channel, request, token)
+            except SchedulerUnreachableError:
+                if time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
+async def _rendezvous(channel: Any, request: Request, token: str) -> Place:
+    import grpc
+
+    from psdist.errors import InternalError, SchedulerUnreachableError
+    from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
+    from psdist.wire import auth, status
+
+    message = scheduler_pb2.RendezvousRequest(
+        run_id=request.run_id,
+        agent_id=request.agent_id,
+        processes=request.processes,
+        nodes_min=request.nodes_min,
+        nodes_max=request.nodes_max,
+        host=request.host,
+    )
+    call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Rendezvous(message, metadata=auth.metadata(token))
+    try:
+        async for answer in call:
+            if answer.formed:
+                return Place(answer.node_rank, answer.nodes, answer.first_rank, answer.world_size)
+            if answer.waiting_for:
+                _print({"waiting_for": answer.waiting_for})
+    except grpc.aio.AioRpcError as error:
+        if error.code() == grpc.StatusCode.UNAVAILABLE:
+            tried = f"no scheduler answers at {request.scheduler} (tried for {request.timeout_seconds:g} s)"
+            raise SchedulerUnreachableError(f"{tried}: {error.details()}") from None
+        raise status.from_call(error, f"scheduler {request.scheduler}") from None
+    raise InternalError(f"scheduler {request.scheduler} ended the rendezvous without an answer")
+
+
+def main() -> None:
+    """Prints the answer to the request of the command line."""
+    from psdist.config import find_token
+    from psdist.errors import PsdistError
+
+    request = Request(**json.loads(sys.argv[1]))
+    try:
+        _print(asdict(asyncio.run(_ask(request, find_token(os.environ)))))
+    except PsdistError as error:
+        _print({"error": error.message, "code": error.code})
+
+
+if __name__ == "__main__":
+    main()
