@@ -1,0 +1,501 @@
+"""The arithmetic of the servers: fused functions on flat float32 arrays, compiled by numba.
+
+What it is: free functions that read and write memory once. They know nothing of slices, steps or schedules; what a
+step means is in ``psdist_server.optimizers``, and the same arithmetic in plain numpy is in ``psdist_server.reference``.
+
+What it is not: fast at the cost of being exact. Without ``fastmath`` every float32 operation is rounded as written, so
+each function gives the bytes of its numpy reference whatever the width of the machine's vectors (a NaN is a NaN;
+its payload bits are not promised).
+
+Invariants:
+
+- Elements do not influence each other, except in ``sum_squares``, whose order of additions is fixed.
+- The compiled loops check no bounds. The public functions check lengths and types first; the update kernels (last
+  section) check nothing and are called by ``optimizers.Rule.apply`` alone, which does.
+- Nothing is compiled at import. A kernel is compiled, or loaded from numba's cache beside this file, at its first call,
+  which takes up to seconds: ``warm_up`` and ``Rule.warm_up`` do it ahead of time. The lock of the interpreter is not
+  held while a kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any, Final
+
+import ml_dtypes
+import numba
+import numpy as np
+from numba import carray, types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
+
+Floats = NDArray[np.float32]
+AnyArray = NDArray[Any]
+
+#: Element types that contributions and pulled weights may have, by name.
+DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+#: ``sum_squares`` adds in this many lanes, element i in lane i % SUM_LANES.
+SUM_LANES: Final = 256
+
+_BLOCK = 4096  # elements; 16 KiB of float32 stay in the first-level cache while contributions are added to them
+_FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
+_CODES = {DTYPES["float32"]: _FLOAT32, DTYPES["float16"]: _FLOAT16, DTYPES["bfloat16"]: _BFLOAT16}
+
+# Argument types. What is only read may be read-only memory at an odd address: a payload inside a received message.
+_F = types.float32
+_OUT = types.Array(_F, 1, "C")
+_IN = types.Array(_F, 1, "C", readonly=True, aligned=False)
+_IN_BITS32 = types.Array(types.uint32, 1, "C", readonly=True, aligned=False)
+_IN_BITS16 = types.Array(types.uint16, 1, "C", readonly=True, aligned=False)
+_OUT_BITS16 = types.Array(types.uint16, 1, "C")
+
+_compile_lock = Lock()
+
+
+class Kernel:
+    """A function that is compiled for one signature, at its first call or by ``compile``.
+
+    One signature, given here, and not one for each combination of writable, aligned and read-only arrays that comes
+    along: nothing is ever compiled in the middle of training.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any = types.void) -> None:
+        self.__name__ = function.__name__
+        self.__doc__ = function.__doc__
+        self._function = function
+        self._signature = result(*arguments)
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self._compiled or self.compile())(*arguments)
+
+    def compile(self) -> Callable[..., Any]:
+        """Compiles unless that is done, and returns the compiled function. For any thread."""
+        with _compile_lock:
+            if self._compiled is None:
+                self._compiled = self._compile()
+            return self._compiled
+
+    def _compile(self) -> Callable[..., Any]:
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+        try:
+            compiled = numba.njit([self._signature], cache=True, **options)(self._function)
+        except RuntimeError:  # numba finds no directory that it may write its cache to
+            compiled = numba.njit([self._signature], **options)(self._function)
+        return compiled  # type: ignore[no-any-return]
+
+
+def _kernel(*arguments: Any, result: Any = types.void) -> Callable[[Callable[..., Any]], Kernel]:
+    return lambda function: Kernel(function, arguments, result)
+
+
+# --- 16 bits to 32 and back -------------------------------------------------------------------------------------------
+# numba has no 16-bit floats on CPUs, so these work on their bits. All constants are uint32: a mere int would make the
+# expression 64 bits wide, and half as fast.
+
+_U = np.uint32
+_SIGN, _INFINITY = _U(0x80000000), _U(0x7F800000)
+_HALF_SIGN, _HALF_MAGNITUDE, _HALF_INFINITY = _U(0x8000), _U(0x7FFF), _U(0x7C00)
+_ONE, _THIRTEEN, _SIXTEEN = _U(1), _U(13), _U(16)
+_HALF_REBIAS = np.float32(2.0**112)  # 127 - 15: from half's exponent bias to single's
+_HALF_SHIFTED_INFINITY = _U(0x7C00 << 13)
+_HALF_NAN, _HALF_OVERFLOW, _HALF_NORMAL = _U(0x7E00), _U((127 + 16) << 23), _U((127 - 14) << 23)
+_HALF_ROUND = _U((((15 - 127) << 23) + 0xFFF) & 0xFFFFFFFF)
+_HALF_DENORMAL_BITS = _U((127 - 15 + 23 - 10 + 1) << 23)
+_HALF_DENORMAL = _HALF_DENORMAL_BITS.view(np.float32)
+_BRAIN_ROUND, _BRAIN_NAN = _U(0x7FFF), _U(0x7FC0)
+
+
+def _widen_half_bits(half: Any) -> Any:
+    """float16 bits to float32, exactly: shift into place, then multiply by the difference of the exponent biases, which
+    also makes denormal numbers normal."""
+    half = _U(half)
+    shifted = _U((half & _HALF_MAGNITUDE) << _THIRTEEN)
+    special = shifted >= _HALF_SHIFTED_INFINITY
+    finite = np.float32(shifted.view(np.float32) * _HALF_REBIAS).view(np.uint32)
+    magnitude = _U(shifted | _INFINITY) if special else finite
+    return _U(magnitude | _U(_U(half & _HALF_SIGN) << _SIXTEEN)).view(np.float32)
+
+
+def _widen_brain_bits(brain: Any) -> Any:
+    """bfloat16 bits to float32, exactly: they are its upper half."""
+    return _U(_U(brain) << _SIXTEEN).view(np.float32)
+
+
+def _narrow_half_bits(bits: Any) -> Any:
+    """float32 bits to float16 bits, to nearest, ties to even; too large becomes infinite."""
+    sign = _U(bits & _SIGN)
+    magnitude = _U(bits ^ sign)
+    special = _HALF_NAN if magnitude > _INFINITY else _HALF_INFINITY
+    # The addition rounds: its result has the half's last denormal place as its own last place.
+    denormal = _U(np.float32(magnitude.view(np.float32) + _HALF_DENORMAL).view(np.uint32) - _HALF_DENORMAL_BITS)
+    odd = _U(_U(magnitude >> _THIRTEEN) & _ONE)
+    normal = _U(_U(magnitude + _HALF_ROUND + odd) >> _THIRTEEN)
+    finite = denormal if magnitude < _HALF_NORMAL else normal
+    return np.uint16((special if magnitude >= _HALF_OVERFLOW else finite) | _U(sign >> _SIXTEEN))
+
+
+def _narrow_brain_bits(bits: Any) -> Any:
+    """float32 bits to bfloat16 bits, to nearest, ties to even; NaN stays NaN, with its sign."""
+    upper = _U(bits >> _SIXTEEN)
+    rounded = _U(_U(bits + _BRAIN_ROUND + _U(upper & _ONE)) >> _SIXTEEN)
+    nan = _U(_U(upper & _HALF_SIGN) | _BRAIN_NAN)
+    return np.uint16(nan if _U(bits & ~_SIGN) > _INFINITY else rounded)
+
+
+_widen_half = numba.njit(error_model="numpy")(_widen_half_bits)
+_widen_brain = numba.njit(error_model="numpy")(_widen_brain_bits)
+_narrow_half_one = numba.njit(error_model="numpy")(_narrow_half_bits)
+_narrow_brain_one = numba.njit(error_model="numpy")(_narrow_brain_bits)
+
+
+@_kernel(_IN_BITS32, _OUT_BITS16)
+def _narrow_half(bits: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] = _narrow_half_one(bits[i])
+
+
+@_kernel(_IN_BITS32, _OUT_BITS16)
+def _narrow_brain(bits: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] = _narrow_brain_one(bits[i])
+
+
+def narrow(values: Floats, out: AnyArray) -> None:
+    """Writes float32[n] ``values`` to float16[n] or bfloat16[n] ``out``, rounded to nearest, ties to even.
+
+    NaN stays NaN; what is too large becomes infinite. Raises DTypeMismatchError and ShapeMismatchError.
+    """
+    _check_vector("values", values, DTYPES["float32"], out.size)
+    code = _CODES.get(out.dtype)
+    if code not in (_FLOAT16, _BFLOAT16):
+        raise DTypeMismatchError(f"out has dtype {out.dtype}: use float16 or bfloat16", dtype=out.dtype)
+    (_narrow_half if code == _FLOAT16 else _narrow_brain)(values.view(np.uint32), out.view(np.uint16))
+
+
+def cast(values: Floats, dtype: str) -> AnyArray:
+    """float32[n] ``values`` as "float32" (the array itself), "float16" or "bfloat16" (a new array; see ``narrow``).
+
+    Raises DTypeMismatchError for any other ``dtype``.
+    """
+    wanted = DTYPES.get(dtype)
+    if wanted is None:
+        raise DTypeMismatchError(f"dtype {dtype!r:.40} cannot be pulled: use one of {', '.join(DTYPES)}", dtype=dtype)
+    if wanted == values.dtype:
+        return values
+    out = np.empty(values.size, wanted)
+    narrow(values, out)
+    return out
+
+
+# --- contributions ----------------------------------------------------------------------------------------------------
+
+
+def _type_pointer(_context: Any, _address: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.uintp), generate
+
+
+_pointer = intrinsic(_type_pointer)
+
+
+@_kernel(_OUT, types.Array(types.uintp, 1, "C"), types.Array(types.int64, 1, "C"), _F, _F)
+def _combine(out: Any, addresses: Any, codes: Any, divisor: Any, factor: Any) -> None:
+    # Block by block, so that ``out`` goes to memory once for any number of parts. Parts come as addresses because they
+    # differ in number and type, and a compiled function for each combination would not do.
+    for start in range(0, out.size, _BLOCK):
+        block = out[start : start + _BLOCK]
+        size = block.size
+        for part in range(codes.size):
+            first = part == 0
+            if codes[part] == _FLOAT32:
+                floats = carray(_pointer(addresses[part] + np.uintp(4 * start)), (size,), np.float32)
+                for i in range(size):
+                    block[i] = floats[i] if first else block[i] + floats[i]
+            elif codes[part] == _BFLOAT16:
+                brains = carray(_pointer(addresses[part] + np.uintp(2 * start)), (size,), np.uint16)
+                for i in range(size):
+                    block[i] = _widen_brain(brains[i]) if first else block[i] + _widen_brain(brains[i])
+            else:
+                halves = carray(_pointer(addresses[part] + np.uintp(2 * start)), (size,), np.uint16)
+                for i in range(size):
+                    block[i] = _widen_half(halves[i]) if first else block[i] + _widen_half(halves[i])
+        if factor != np.float32(0.0):
+            for i in range(size):
+                block[i] = block[i] * factor
+        elif divisor != np.float32(1.0):
+            for i in range(size):
+                block[i] = block[i] / divisor
+
+
+def combine(out: Floats, parts: Sequence[AnyArray], divisor: int) -> None:
+    """``out = (parts[0] + parts[1] + ...) / float32(divisor)``, added in this order in float32.
+
+    out: float32[n], overwritten; overlaps no part.
+    parts: at least one, each contiguous float32[n], float16[n] or bfloat16[n], mixed at will; 16-bit values are widened
+        exactly. A single float32 part with divisor 1 is copied.
+    divisor: 1 or more.
+
+    Raises InvalidArgumentError, DTypeMismatchError or ShapeMismatchError, and then ``out`` is as it was.
+    """
+    if not parts or divisor < 1:
+        raise InvalidArgumentError(f"{len(parts)} parts over divisor {divisor}: there must be at least one of each")
+    _check_vector("out", out, DTYPES["float32"], out.size)
+    for part in parts:
+        _check_vector("part", part, part.dtype, out.size)
+        if part.dtype not in _CODES:
+            raise DTypeMismatchError(f"part has dtype {part.dtype}: use one of {', '.join(DTYPES)}", dtype=part.dtype)
+    if len(parts) == 1 and divisor == 1 and parts[0].dtype == out.dtype:
+        np.copyto(out, parts[0])
+        return
+    addresses = np.array([part.__array_interface__["data"][0] for part in parts], np.uintp)
+    codes = np.array([_CODES[part.dtype] for part in parts], np.int64)
+    # To multiply by a power of two's inverse is to divide by it, bit for bit, and cheaper.
+    exact = divisor > 1 and divisor & (divisor - 1) == 0 and divisor < 1 << 64
+    _combine(out, addresses, codes, np.float32(divisor), np.float32(1.0 / divisor if exact else 0.0))
+
+
+# --- sums, scaling, checks --------------------------------------------------------------------------------------------
+
+
+@_kernel(_IN, result=types.float64)
+def _sum_squares(values: Any) -> Any:
+    lanes = np.zeros(SUM_LANES, np.float64)
+    whole = values.size // SUM_LANES * SUM_LANES
+    for start in range(0, whole, SUM_LANES):
+        for lane in range(SUM_LANES):
+            value = np.float64(values[start + lane])
+            lanes[lane] += value * value
+    for lane in range(values.size - whole):
+        value = np.float64(values[whole + lane])
+        lanes[lane] += value * value
+    width = SUM_LANES // 2
+    while width:
+        for lane in range(width):
+            lanes[lane] += lanes[lane + width]
+        width //= 2
+    return lanes[0]
+
+
+def sum_squares(values: Floats) -> float:
+    """Sum of the squares of float32[n] ``values``, in float64.
+
+    The order is fixed: element i is added to lane i % SUM_LANES, in ascending order; then the upper half of the lanes
+    is added to the lower half until one is left. (The square of a float32 is exact in float64.)
+    """
+    _check_vector("values", values, DTYPES["float32"], values.size)
+    return float(_sum_squares(values))
+
+
+@_kernel(_OUT, _F)
+def _scale(values: Any, factor: Any) -> None:
+    for i in range(values.size):
+        values[i] = values[i] * factor
+
+
+def scale(values: Floats, factor: float | np.float32) -> None:
+    """Multiplies float32[n] ``values`` in place by ``factor``, rounded to float32 first."""
+    _check_vector("values", values, DTYPES["float32"], values.size)
+    _scale(values, np.float32(factor))
+
+
+@_kernel(_IN_BITS32, types.uint32, result=types.boolean)
+def _all_finite32(bits: Any, exponent: Any) -> Any:
+    for start in range(0, bits.size, _BLOCK):
+        block = bits[start : start + _BLOCK]
+        bad = _U(0)
+        for i in range(block.size):
+            bad |= _U(_U(block[i] & exponent) == exponent)
+        if bad:
+            return False
+    return True
+
+
+@_kernel(_IN_BITS16, types.uint16, result=types.boolean)
+def _all_finite16(bits: Any, exponent: Any) -> Any:
+    for start in range(0, bits.size, _BLOCK):
+        block = bits[start : start + _BLOCK]
+        bad = np.uint16(0)
+        for i in range(block.size):
+            bad |= np.uint16(np.uint16(block[i] & exponent) == exponent)
+        if bad:
+            return False
+    return True
+
+
+def all_finite(values: AnyArray) -> bool:
+    """Whether no element of ``values`` (float32[n], float16[n] or bfloat16[n]) is NaN or infinite.
+
+    Stops at the first block of 4096 elements that holds one. Raises DTypeMismatchError.
+    """
+    _check_vector("values", values, values.dtype, values.size)
+    code = _CODES.get(values.dtype)
+    if code is None:
+        raise DTypeMismatchError(f"values have dtype {values.dtype}: use one of {', '.join(DTYPES)}")
+    if code == _FLOAT32:
+        return bool(_all_finite32(values.view(np.uint32), _INFINITY))
+    return bool(_all_finite16(values.view(np.uint16), np.uint16(0x7C00 if code == _FLOAT16 else 0x7F80)))
+
+
+def _check_vector(name: str, array: AnyArray, dtype: np.dtype[Any], size: int) -> None:
+    if array.dtype != dtype:
+        raise DTypeMismatchError(f"{name} has dtype {array.dtype}, not {dtype}", dtype=array.dtype)
+    if array.ndim != 1 or array.size != size or not array.flags.c_contiguous:
+        raise ShapeMismatchError(f"{name} has shape {array.shape}, not a contiguous ({size},)", shape=array.shape)
+
+
+def warm_up() -> None:
+    """Compiles everything in this module but the update kernels. Takes seconds once per machine; run it in a thread."""
+    for kernel in (_combine, _sum_squares, _scale, _all_finite32, _all_finite16, _narrow_half, _narrow_brain):
+        kernel.compile()
+
+
+# --- updates ----------------------------------------------------------------------------------------------------------
+# In place, one pass over memory: w weights, g gradient, then the state; scalars are float32 and computed once per step
+# by psdist_server.optimizers. Weight decay 0 is no special case: the loops wait for memory anyway.
+
+
+@_kernel(_OUT, _IN, _F, _F)
+def sgd(w: Any, g: Any, rate: Any, decay: Any) -> None:
+    """Plain stochastic gradient descent."""
+    for i in range(w.size):
+        w[i] = w[i] - rate * (g[i] + decay * w[i])
+
+
+@_kernel(_OUT, _OUT, _IN, _F, _F, _F, _F)
+def sgd_momentum(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any) -> None:
+    """Heavy ball: buffer = keep * buffer + take * gradient."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        velocity = keep * buffer[i] + take * gradient
+        buffer[i] = velocity
+        w[i] = w[i] - rate * velocity
+
+
+@_kernel(_OUT, _OUT, _IN, _F, _F, _F, _F)
+def sgd_nesterov(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any) -> None:
+    """Nesterov's momentum in torch's form."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        velocity = keep * buffer[i] + take * gradient
+        buffer[i] = velocity
+        w[i] = w[i] - rate * (gradient + keep * velocity)
+
+
+@_kernel(_OUT, _OUT, _OUT, _IN, *[_F] * 8)
+def adam(
+    w: Any, m: Any, v: Any, g: Any, shrink: Any, decay: Any, take1: Any, keep2: Any, take2: Any, size: Any, root: Any,
+    eps: Any,
+) -> None:  # fmt: skip
+    """Adam and AdamW: ``decay`` is L2, ``shrink`` multiplies the weights; one of them has no effect."""
+    for i in range(w.size):
+        old = w[i] * shrink
+        gradient = g[i] + decay * old
+        mean = m[i] + take1 * (gradient - m[i])
+        square = keep2 * v[i] + take2 * gradient * gradient
+        m[i] = mean
+        v[i] = square
+        w[i] = old - size * mean / (np.sqrt(square) * root + eps)
+
+
+@_kernel(_OUT, _OUT, _IN, _F, _F, _F)
+def adagrad(w: Any, total: Any, g: Any, rate: Any, decay: Any, eps: Any) -> None:
+    """Adagrad."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        square = total[i] + gradient * gradient
+        total[i] = square
+        w[i] = w[i] - rate * gradient / (np.sqrt(square) + eps)
+
+
+@_kernel(_OUT, _OUT, _IN, *[_F] * 5)
+def rmsprop(w: Any, v: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any) -> None:
+    """RMSprop without momentum."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        square = keep * v[i] + take * gradient * gradient
+        v[i] = square
+        w[i] = w[i] - rate * gradient / (np.sqrt(square) + eps)
+
+
+@_kernel(_OUT, _OUT, _OUT, _IN, *[_F] * 6)
+def rmsprop_momentum(
+    w: Any, v: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any, momentum: Any
+) -> None:
+    """RMSprop with momentum."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        square = keep * v[i] + take * gradient * gradient
+        v[i] = square
+        velocity = momentum * buffer[i] + gradient / (np.sqrt(square) + eps)
+        buffer[i] = velocity
+        w[i] = w[i] - rate * velocity
+
+
+@_kernel(_OUT, _OUT, _OUT, _IN, *[_F] * 5)
+def rmsprop_centered(w: Any, v: Any, mean: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any) -> None:
+    """Centered RMSprop without momentum."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        square = keep * v[i] + take * gradient * gradient
+        v[i] = square
+        average = mean[i] + take * (gradient - mean[i])
+        mean[i] = average
+        variance = square - average * average
+        variance = np.float32(0.0) if variance < np.float32(0.0) else variance
+        w[i] = w[i] - rate * gradient / (np.sqrt(variance) + eps)
+
+
+@_kernel(_OUT, _OUT, _OUT, _OUT, _IN, *[_F] * 6)
+def rmsprop_centered_momentum(
+    w: Any, v: Any, mean: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any, momentum: Any
+) -> None:
+    """Centered RMSprop with momentum."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        square = keep * v[i] + take * gradient * gradient
+        v[i] = square
+        average = mean[i] + take * (gradient - mean[i])
+        mean[i] = average
+        variance = square - average * average
+        variance = np.float32(0.0) if variance < np.float32(0.0) else variance
+        velocity = momentum * buffer[i] + gradient / (np.sqrt(variance) + eps)
+        buffer[i] = velocity
+        w[i] = w[i] - rate * velocity
+
+
+@_kernel(_OUT, _OUT, _IN, *[_F] * 6)
+def lion(w: Any, m: Any, g: Any, rate: Any, shrink: Any, keep1: Any, take1: Any, keep2: Any, take2: Any) -> None:
+    """Lion: the weights move by the sign of an interpolation, the momentum follows by another."""
+    zero, one = np.float32(0.0), np.float32(1.0)
+    for i in range(w.size):
+        mixed = keep1 * m[i] + take1 * g[i]
+        sign = (one if mixed > zero else zero) - (one if mixed < zero else zero)
+        w[i] = w[i] * shrink - rate * sign
+        m[i] = keep2 * m[i] + take2 * g[i]
+
+
+@_kernel(_OUT, _OUT, _OUT, _IN, *[_F] * 5)
+def ftrl(w: Any, residual: Any, total: Any, g: Any, scale: Any, inverse: Any, beta: Any, l1: Any, l2: Any) -> None:
+    """FTRL-Proximal in the form that ``optimizers`` derives: ``inverse`` is 1 / alpha, ``scale`` the gradient's."""
+    for i in range(w.size):
+        gradient = scale * g[i]
+        square = total[i] + gradient * gradient
+        total[i] = square
+        curvature = (beta + np.sqrt(square)) * inverse + l2
+        pull = residual[i] + gradient
+        dual = pull - curvature * w[i]
+        held = l1 if dual > l1 else (-l1 if dual < -l1 else dual)
+        residual[i] = held
+        moved = w[i] - (pull - held) / curvature if held != dual else np.float32(0.0)
+        w[i] = moved if curvature > np.float32(0.0) else w[i]  # beta 0, and no gradient so far

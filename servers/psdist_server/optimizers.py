@@ -1,0 +1,229 @@
+"""What an optimizer specification means for a slice: which state it has, and one update of it.
+
+A ``Rule`` is made once per parameters. It computes the scalars of a step (bias corrections, learning rate by schedule)
+in float64, rounds each to float32 once, and hands them with the arrays to the optimizer's kernel. What it is not: it
+holds no weights and no state, and knows no versions; its caller does. The same in plain numpy is
+``psdist_server.reference.update``, and the bytes are the same.
+
+Invariants: an element's update depends on that element alone, so how a vector is cut does not matter. What is rejected
+changes nothing.
+
+FTRL-Proximal (McMahan et al. 2013, algorithm 1) keeps z and n per coordinate and recomputes the weights from them:
+w = -(z - sign(z) l1) / D if abs(z) > l1, else 0, with D = (beta + sqrt(n)) / alpha + l2. Here the state is n and
+q = z + D w, the part of z that the weights do not tell: it is z clipped to [-l1, l1]. With the gradient g, D' after it
+and sigma = D' - D, the algorithm's z' = z + g - sigma w becomes z' = q + g - D' w. So the old D is not needed, alpha
+may follow a schedule without moving weights by itself, weights start at any value exactly, and a gradient of zero
+changes nothing. Where alpha is constant the result is the algorithm's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
+from psdist.optim import Optimizer
+from psdist_server import kernels
+from psdist_server.kernels import Kernel
+
+Floats = NDArray[np.float32]
+Values = Mapping[str, float]
+#: (start, stop, group): elements [start, stop) of a slice have the hyperparameters ``Optimizer.group_values(group)``.
+Run = tuple[int, int, int]
+
+_CLIP_EPS: Final = 1e-6
+#: FTRL divides by its rate: below this the inverse is no float32, and the update is left out.
+_FTRL_RATE_MIN: Final = 1e-38
+
+
+class Rule:
+    """Carries out one optimizer specification.
+
+    state_names: the arrays of state that each slice has, in order; each float32 of the slice's length.
+    """
+
+    def __init__(self, spec: Optimizer) -> None:
+        self.spec = spec
+        self._kernel, self.state_names = _plan(spec)
+        self._scalars = _SCALARS[spec.kind]
+        self._groups = tuple(spec.group_values(group) for group in range(len(spec.overrides) + 1))
+
+    def initialize(self, weights: Floats, states: Sequence[Floats], runs: Sequence[Run] | None = None) -> None:
+        """Fills ``states`` with what they are before step 0, for these float32[n] ``weights``.
+
+        Zeros, but for Adagrad's ``initial_accumulator_value`` and FTRL's residual, which takes the weights as given.
+        runs: as in ``apply``. Raises as ``apply``.
+        """
+        runs = self._check(weights, states, weights, runs)
+        for state in states:
+            state.fill(0.0)
+        if self.spec.kind == "adagrad":
+            states[0].fill(self._groups[0]["initial_accumulator_value"])
+        if self.spec.kind == "ftrl":
+            for start, stop, group in runs:
+                states[0][start:stop] = np.sign(weights[start:stop]) * np.float32(-self._groups[group]["l1"])
+
+    def apply(
+        self,
+        weights: Floats,
+        states: Sequence[Floats],
+        gradient: Floats,
+        step: int,
+        lr_scale: float = 1.0,
+        runs: Sequence[Run] | None = None,
+    ) -> None:
+        """One update of a slice, in place.
+
+        weights, states: float32[n], writable, none overlapping another.
+        gradient: float32[n], only read. Clipping (``clip_factor``) is done to it before.
+        step: the slice's version, from 0.
+        lr_scale: multiplies the learning rate, for stale gradients; with FTRL, whose rate is a property of the whole
+            past, it multiplies the gradient.
+        runs: ranges inside the slice and their groups, without overlap; elements in none are left as they are. By
+            default the whole slice in group 0.
+
+        Raises InvalidArgumentError, ShapeMismatchError or DTypeMismatchError, and then nothing has changed.
+        """
+        if step < 0:
+            raise InvalidArgumentError(f"step={step} is out of range: steps count from 0", step=step)
+        runs = self._check(weights, states, gradient, runs)
+        factor = self.spec.schedule.factor(step)
+        for start, stop, group in runs:
+            values = self._groups[group]
+            scalars = self._scalars(values, values["lr"] * factor, float(lr_scale), step)
+            if scalars is None:
+                continue
+            part = slice(start, stop)
+            with np.errstate(over="ignore"):
+                rounded = map(np.float32, scalars)
+            self._kernel(weights[part], *(state[part] for state in states), gradient[part], *rounded)
+
+    def warm_up(self) -> None:
+        """Compiles the kernel, or loads it from the cache. Up to a second; run it in a thread."""
+        self._kernel.compile()
+
+    def _check(
+        self, weights: Floats, states: Sequence[Floats], gradient: Floats, runs: Sequence[Run] | None
+    ) -> Sequence[Run]:
+        # The kernels check no bounds, so a wrong length here would write into foreign memory.
+        if len(states) != len(self.state_names):
+            raise InvalidArgumentError(
+                f"{len(states)} state arrays for {self.spec.kind}: it has {len(self.state_names)} {self.state_names}"
+            )
+        size = weights.size
+        for name, array in zip(("weights", "gradient", *self.state_names), (weights, gradient, *states), strict=True):
+            if array.dtype != np.float32:
+                raise DTypeMismatchError(f"{name} has dtype {array.dtype}, not float32", dtype=array.dtype)
+            if array.shape != (size,) or not array.flags.c_contiguous:
+                raise ShapeMismatchError(f"{name} has shape {array.shape}, not a contiguous ({size},)")
+            if array is not gradient and not array.flags.carray:
+                raise InvalidArgumentError(f"{name} cannot be updated: it must be writable and aligned")
+        if runs is None:
+            return ((0, size, 0),)
+        for start, stop, group in runs:
+            if not (0 <= start <= stop <= size and 0 <= group < len(self._groups)):
+                raise InvalidArgumentError(
+                    f"run {(start, stop, group)} is out of range: the slice has {size} elements, the optimizer "
+                    f"{len(self._groups)} groups"
+                )
+        return runs
+
+
+def clip_factor(total_norm: float, max_norm: float) -> float:
+    """What gradients of this global L2 norm are multiplied by: ``max_norm / (total_norm + 1e-6)``, at most 1.
+
+    As torch.nn.utils.clip_grad_norm_. ``max_norm`` 0 means no limit. NaN gives NaN.
+    """
+    if max_norm == 0:
+        return 1.0
+    factor = max_norm / (total_norm + _CLIP_EPS)
+    return 1.0 if factor > 1.0 else factor
+
+
+# --- which kernel, which state ----------------------------------------------------------------------------------------
+
+
+def _plan(spec: Optimizer) -> tuple[Kernel, tuple[str, ...]]:
+    """The kernel of this optimizer and the names of its state, in the order of the kernel's arguments."""
+    values = spec.values()
+    if spec.kind == "sgd" and values["momentum"]:
+        return (kernels.sgd_nesterov if values["nesterov"] else kernels.sgd_momentum), ("momentum_buffer",)
+    if spec.kind == "rmsprop":
+        return _RMSPROP[bool(values["centered"]), bool(values["momentum"])]
+    return _KERNELS[spec.kind]
+
+
+_KERNELS: dict[str, tuple[Kernel, tuple[str, ...]]] = {
+    "sgd": (kernels.sgd, ()),
+    "adam": (kernels.adam, ("exp_avg", "exp_avg_sq")),
+    "adamw": (kernels.adam, ("exp_avg", "exp_avg_sq")),
+    "adagrad": (kernels.adagrad, ("sum",)),
+    "lion": (kernels.lion, ("exp_avg",)),
+    "ftrl": (kernels.ftrl, ("residual", "sum")),
+}
+_RMSPROP: dict[tuple[bool, bool], tuple[Kernel, tuple[str, ...]]] = {  # by (centered, momentum)
+    (False, False): (kernels.rmsprop, ("square_avg",)),
+    (False, True): (kernels.rmsprop_momentum, ("square_avg", "momentum_buffer")),
+    (True, False): (kernels.rmsprop_centered, ("square_avg", "grad_avg")),
+    (True, True): (kernels.rmsprop_centered_momentum, ("square_avg", "grad_avg", "momentum_buffer")),
+}
+
+
+# --- the scalars of a step, in the order of the kernel's arguments ----------------------------------------------------
+
+
+def _sgd(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
+    if not values["momentum"]:
+        return rate * lr_scale, values["weight_decay"]
+    take = 1.0 if step == 0 else 1 - values["dampening"]  # as torch: the first gradient fills the buffer undampened
+    return rate * lr_scale, values["weight_decay"], values["momentum"], take
+
+
+def _adam(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
+    return 1.0, values["weight_decay"], *_moments(values, rate * lr_scale, step)
+
+
+def _adamw(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
+    return 1 - rate * lr_scale * values["weight_decay"], 0.0, *_moments(values, rate * lr_scale, step)
+
+
+def _moments(values: Values, rate: float, step: int) -> tuple[float, ...]:
+    beta1, beta2 = values["beta1"], values["beta2"]
+    size = rate / (1 - beta1 ** (step + 1))
+    root = 1 / (1 - beta2 ** (step + 1)) ** 0.5
+    return 1 - beta1, beta2, 1 - beta2, size, root, values["eps"]
+
+
+def _adagrad(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
+    return rate * lr_scale / (1 + step * values["lr_decay"]), values["weight_decay"], values["eps"]
+
+
+def _rmsprop(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
+    alpha, momentum = values["alpha"], values["momentum"]
+    scalars = (rate * lr_scale, values["weight_decay"], alpha, 1 - alpha, values["eps"])
+    return (*scalars, momentum) if momentum else scalars
+
+
+def _lion(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
+    beta1, beta2, shrink = values["beta1"], values["beta2"], 1 - rate * lr_scale * values["weight_decay"]
+    return rate * lr_scale, shrink, beta1, 1 - beta1, beta2, 1 - beta2
+
+
+def _ftrl(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...] | None:
+    if rate < _FTRL_RATE_MIN:
+        return None
+    return lr_scale, 1 / rate, values["beta"], values["l1"], values["l2"]
+
+
+_SCALARS: dict[str, Callable[[Values, float, float, int], tuple[Any, ...] | None]] = {
+    "sgd": _sgd,
+    "adam": _adam,
+    "adamw": _adamw,
+    "adagrad": _adagrad,
+    "rmsprop": _rmsprop,
+    "lion": _lion,
+    "ftrl": _ftrl,
+}
