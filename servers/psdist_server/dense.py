@@ -2,8 +2,8 @@
 
 Weights, optimizer state and, where clipping needs it, aggregated gradients are one float32 array each for all slices of
 this server, so that P parameters with Adam cost 12 bytes x P and nothing else. Which update runs when is the
-shard machines' decision; here are only the arrays. Methods that compute (``aggregate``, ``apply``) release the GIL and may run in
-kernel threads, at most one per slice at a time.
+shard machines' decision; here are only the arrays. Methods that compute (``aggregate``, ``apply``) release the GIL and
+may run in kernel threads, at most one per slice at a time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from psdist_server import kernels
 from psdist_server.optimizers import Rule, clip_factor
 
 Array = NDArray[np.float32]
+#: A contribution as it came: float32, float16 or bfloat16, aligned, perhaps read-only.
+Gradient = NDArray[np.generic]
 Runs = tuple[tuple[int, int, int], ...]
 
 
@@ -48,7 +50,7 @@ class DenseParameters:
         """Elements on this server."""
         return self._total
 
-    def install(self, index: int, values: Array) -> None:
+    def install(self, index: int, values: Gradient) -> None:
         """Sets the initial weights of a slice, and the optimizer state that goes with them."""
         start, stop = self._bounds[index]
         self.weights[start:stop] = values
@@ -59,35 +61,27 @@ class DenseParameters:
     def read(self, index: int, dtype: str) -> memoryview:
         """The weights of a slice as payload bytes; a view of the live weights where ``dtype`` is float32."""
         start, stop = self._bounds[index]
-        return memoryview(kernels.cast(self.weights[start:stop], dtype).view(np.uint8))
+        return kernels.cast(self.weights[start:stop], dtype).view(np.uint8).data
 
-    def aggregate(self, index: int, parts: Sequence[memoryview], dtypes: Sequence[str]) -> float:
-        """Keeps the mean of the payloads for ``apply``; its sum of squares (0 where there are no parts)."""
+    def aggregate(self, index: int, parts: Sequence[Gradient]) -> float:
+        """Keeps the mean of the parts for ``apply_aggregated``; its sum of squares (0 where there are no parts)."""
         self._aggregated[index] = bool(parts)
         if not parts:
             return 0.0
         gradient = self._gradients[slice(*self._bounds[index])]
-        kernels.combine(gradient, _arrays(parts, dtypes), len(parts))
+        kernels.combine(gradient, parts, len(parts))
         return kernels.sum_squares(gradient)
 
-    def apply(
-        self, index: int, step: int, parts: Sequence[memoryview], dtypes: Sequence[str], lr_scale: float
-    ) -> None:
-        """One update of a slice by the mean of the payloads."""
-        arrays = _arrays(parts, dtypes)
-        if len(arrays) == 1 and arrays[0].dtype == np.float32:
-            gradient = arrays[0]
-        else:
-            gradient = self._scratch_for(self.slicing.size(index))
-            kernels.combine(gradient, arrays, len(arrays))
+    def apply(self, index: int, step: int, parts: Sequence[Gradient], lr_scale: float) -> None:
+        """One update of a slice by the mean of the parts, which are added in their order."""
+        gradient = self._scratch_for(self.slicing.size(index))
+        kernels.combine(gradient, parts, len(parts))
         self._update(index, step, gradient, lr_scale)
 
-    def apply_clipped(
-        self, index: int, step: int, part: memoryview, dtype: str, norm: float, lr_scale: float
-    ) -> None:
-        """One update of a slice by one payload, scaled down by its push's global norm (SSP and ASP)."""
+    def apply_clipped(self, index: int, step: int, part: Gradient, norm: float, lr_scale: float) -> None:
+        """One update of a slice by one part, scaled down by its push's global norm (SSP and ASP)."""
         gradient = self._scratch_for(self.slicing.size(index))
-        kernels.combine(gradient, _arrays([part], [dtype]), 1)
+        kernels.combine(gradient, [part], 1)
         kernels.scale(gradient, clip_factor(norm, self._max_grad_norm))
         self._update(index, step, gradient, lr_scale)
 
@@ -111,10 +105,11 @@ class DenseParameters:
         return buffer[:size]
 
 
-def _arrays(parts: Sequence[memoryview], dtypes: Sequence[str]) -> list[NDArray[np.generic]]:
-    arrays = [np.frombuffer(part, NUMPY_DTYPES[dtype]) for part, dtype in zip(parts, dtypes, strict=True)]
-    # psdist.wire.frames aligns payloads; other clients need not, and the kernels are compiled for aligned arrays.
-    return [array if array.flags.aligned else array.copy() for array in arrays]
+def gradient_of(payload: memoryview, dtype: str) -> Gradient:
+    """The elements of a payload, in place. ``psdist.wire.frames`` aligns payloads; those of other clients may have to
+    be copied, because the kernels are compiled for aligned arrays."""
+    values = np.frombuffer(payload, NUMPY_DTYPES[dtype])
+    return values if values.flags.aligned else values.copy()
 
 
 def _runs_of(entry: ParametersEntry, start: int, stop: int) -> Runs:

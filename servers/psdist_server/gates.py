@@ -40,16 +40,18 @@ def bsp_apply(
 
 
 def ssp_read(
-    clock: int, worker_id: str, members: Mapping[str, ParametersMember], clocks: Mapping[str, int], staleness: int | None
+    clock: int,
+    worker_id: str,
+    members: Mapping[str, ParametersMember],
+    clocks: Mapping[str, int],
+    staleness: int | None,
 ) -> str:
     """May ``worker_id``, which has completed ``clock`` pushes, read? Yes if no other member is more than ``staleness``
     clocks behind. ``staleness`` None is no bound (ASP)."""
     if staleness is None:
         return ""
     behind = [
-        member
-        for other, member in members.items()
-        if other != worker_id and clocks.get(other, 0) < clock - staleness
+        member for other, member in members.items() if other != worker_id and clocks.get(other, 0) < clock - staleness
     ]
     if not behind:
         return ""

@@ -139,8 +139,7 @@ class ShardMachine(ABC, Generic[S]):
             )
         if event.incarnation != member.incarnation:
             return FencedError(
-                f"{event.worker_id} has incarnation {member.incarnation} now, not {event.incarnation}: this process was "
-                "replaced",
+                f"{event.worker_id} has incarnation {member.incarnation} now, not {event.incarnation}: it was replaced",
                 incarnation=event.incarnation,
             )
         return None
@@ -250,8 +249,7 @@ class BspShard(ShardMachine[_BspSlice]):
     def _applied(self, state: _BspSlice) -> list[Effect]:
         state.version, state.busy = state.version + 1, False
         effects: list[Effect] = [
-            Reply(token, state.index, state.version, ignored, late)
-            for token, (ignored, late) in state.waiters.items()
+            Reply(token, state.index, state.version, ignored, late) for token, (ignored, late) in state.waiters.items()
         ]
         state.waiters, state.next_waiters = state.next_waiters, {}
         return [*effects, *self._serve(state), *self._try_apply(state)]

@@ -1,0 +1,145 @@
+"""The server program: one event loop with the data path, the health service and the link to the scheduler.
+
+It starts in any order with the others, serves once it is registered, and ends on SIGTERM or SIGINT, when its launcher's
+lifeline breaks, or when the scheduler does not know it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine
+from typing import Final, TypeVar
+
+import grpc.aio
+import structlog
+import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+
+from psdist import logs
+from psdist.config import ServerSettings, parse_address
+from psdist.errors import PsdistError
+from psdist.wire import channels
+from psdist_server.host import Host
+from psdist_server.link import SchedulerLink
+from psdist_server.service import SERVICE, ServerService
+
+_log = structlog.get_logger("psdist.server")
+
+EXIT_UNAVAILABLE: Final = 69
+EXIT_FENCED: Final = 70
+_GRACE_SECONDS: Final = 1.0
+
+T = TypeVar("T")
+
+
+def main(settings: ServerSettings) -> int:
+    """Runs a server until it is told to stop; the exit status."""
+    logs.configure("server", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
+    try:
+        address = settings.scheduler_address()
+        code: int = uvloop.run(_serve(settings, address))
+        return code
+    except PsdistError as error:
+        print(f"psdist-server: {error}", file=sys.stderr)
+        return EXIT_UNAVAILABLE
+
+
+def default_kernel_threads() -> int:
+    """The cores this process may use, at most two: servers on one machine share them."""
+    return max(1, min(2, len(os.sched_getaffinity(0))))
+
+
+async def _serve(settings: ServerSettings, scheduler: str) -> int:
+    stop = asyncio.Event()
+    _stop_on_signals(stop, settings.lifeline_fd)
+    server = channels.make_server(settings.token)
+    port = channels.bind(server, settings.host, settings.port, settings.insecure)
+    advertise = settings.advertise or f"{_reachable_host(settings.host, scheduler)}:{port}"
+    link = SchedulerLink(scheduler, settings.token, advertise, settings.server_id, settings.run_id)
+    try:
+        first_map = await _unless(stop, link.register(settings.start_timeout_seconds))
+        if first_map is None:
+            return 0
+        threads = settings.kernel_threads or default_kernel_threads()
+        host = Host(link.server_id, link.run_id, settings.token, threads)
+        logs.identify(id=link.server_id, run=link.run_id)
+        await host.follow(first_map)
+        probe = await _start(server, host)
+        _log.info(
+            "serving", address=advertise, scheduler=scheduler, incarnation=link.incarnation, kernel_threads=threads
+        )
+        return await _until_stopped(stop, link, host, server, probe)
+    finally:
+        await link.close()
+
+
+async def _start(server: grpc.aio.Server, host: Host) -> health.HealthServicer:
+    server.add_generic_rpc_handlers((ServerService(host).handler(),))
+    probe = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(probe, server)
+    await server.start()
+    for name in ("", SERVICE):
+        await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return probe
+
+
+async def _until_stopped(
+    stop: asyncio.Event, link: SchedulerLink, host: Host, server: grpc.aio.Server, probe: health.HealthServicer
+) -> int:
+    session = asyncio.create_task(link.run(host))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({session, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    code = 0
+    if session.done() and (error := session.exception()):
+        _log.error("the scheduler does not know this server any more", reason=str(error))
+        code = EXIT_FENCED
+    await probe.enter_graceful_shutdown()
+    if code == 0:
+        await link.leave("stopped")
+    session.cancel()
+    stopped.cancel()
+    await asyncio.gather(session, stopped, return_exceptions=True)
+    await server.stop(_GRACE_SECONDS)
+    await host.close()
+    return code
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:
+    """The outcome of ``work``, or None where ``stop`` came first."""
+    working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        stopped.cancel()
+
+
+def _reachable_host(host: str, scheduler: str) -> str:
+    """The address others can reach this server by: what it is bound to, or, where that is every address, the one that
+    this machine uses towards the scheduler."""
+    if host not in ("0.0.0.0", "::", "[::]"):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(parse_address(scheduler))  # Sends nothing: asks the kernel for the route.
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def _stop_on_signals(stop: asyncio.Event, lifeline_fd: int | None) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if lifeline_fd is not None:
+        loop.add_reader(lifeline_fd, _lifeline_broken, stop, lifeline_fd)
+
+
+def _lifeline_broken(stop: asyncio.Event, lifeline_fd: int) -> None:
+    if os.read(lifeline_fd, 1) == b"":
+        asyncio.get_running_loop().remove_reader(lifeline_fd)
+        stop.set()

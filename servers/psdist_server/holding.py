@@ -1,0 +1,387 @@
+"""A holding: what one server has of one parameters. It feeds the shard machines and carries out their effects.
+
+Everything here runs on the event loop except the kernels, which run in threads without the GIL (small slices are
+updated on the loop: a thread costs more). A slice's weights are copied out only while no kernel writes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from psdist.consistency import BSP
+from psdist.errors import (
+    FencedError,
+    InternalError,
+    InvalidArgumentError,
+    NonFiniteGradientError,
+    UnknownParametersError,
+)
+from psdist.types import ITEM_BYTES, Identity, ParametersEntry, ParametersMember
+from psdist.v1 import server_pb2
+from psdist_server import kernels
+from psdist_server.calls import Answer, Call
+from psdist_server.dense import DenseParameters, Gradient, gradient_of
+from psdist_server.events import (
+    Aggregate,
+    Apply,
+    Cancelled,
+    Effect,
+    Event,
+    Forget,
+    JoinProposed,
+    JoinWithdrawn,
+    MembersChanged,
+    NormKnown,
+    PullRequested,
+    Refuse,
+    Reply,
+    SliceAggregated,
+    SliceApplied,
+    SlicePushed,
+)
+from psdist_server.norms import NormBoard
+from psdist_server.shard import AsyncShard, BspShard, make_shard
+from psdist_server.statistics import Counters
+
+_log = structlog.get_logger("psdist.server")
+
+#: Slices of at most so many elements are updated on the event loop.
+INLINE_ELEMENTS: Final = 1 << 15
+
+
+@dataclass(slots=True)
+class _Part:
+    """A contribution that waits for its update."""
+
+    call: Call
+    values: Gradient
+
+
+class Holding:
+    """The shards of ``entry`` that ``server_id`` is the primary of.
+
+    on_aggregated: called with (parameters, step) when all slices here are aggregated (clipping).
+    """
+
+    def __init__(
+        self,
+        entry: ParametersEntry,
+        server_id: str,
+        pool: ThreadPoolExecutor,
+        on_aggregated: Callable[[Holding, int], None],
+    ) -> None:
+        self.entry = entry
+        self.dense = DenseParameters(entry, server_id)
+        self.counters = Counters()
+        self.norms = NormBoard(len(self.dense.indices))
+        self._norm_by_step: dict[int, float] = {}
+        self._pool = pool
+        self._on_aggregated = on_aggregated
+        self._asynchronous = not isinstance(entry.spec.consistency, BSP)
+        self._clipping = entry.spec.optimizer.max_grad_norm > 0
+        self.shards = self._make_shards()
+        self._parts: dict[int, _Part] = {}
+        self._calls: dict[int, Call] = {}
+        self._effects: deque[Effect] = deque()
+        self._carrying_out = False
+        self._readers: dict[int, list[tuple[asyncio.Future[tuple[int, bytes]], str]]] = {}
+        self._warm = pool.submit(self.dense.rule.warm_up)
+
+    def _make_shards(self) -> dict[int, BspShard | AsyncShard]:
+        spec, members = self.entry.spec, self.entry.members
+        by_shard: dict[int, list[int]] = {}
+        for index in self.dense.indices:
+            by_shard.setdefault(index % len(self.entry.shards), []).append(index)
+        clipping = self._clipping and not self._asynchronous
+        return {
+            number: make_shard(indices, members, spec.consistency, clipping) for number, indices in by_shard.items()
+        }
+
+    # --- what the service asks --------------------------------------------------------------------------------------
+
+    def check_installed(self) -> None:
+        """Raises UnknownParametersError while initial values are missing."""
+        if not self.entry.ready or len(self.dense.installed) < len(self.dense.indices):
+            raise UnknownParametersError(
+                f"{self.entry.spec.name!r} is not ready: {len(self.dense.installed)} of {len(self.dense.indices)} "
+                "slices here have their initial values; wait for CreateParameters to say STATE_READY"
+            )
+
+    def check_slice(self, index: int) -> None:
+        """Raises InvalidArgumentError where slice ``index`` is not here."""
+        shard = self.shards.get(index % max(1, len(self.entry.shards)))
+        if shard is None or index not in shard.slices:
+            raise InvalidArgumentError(
+                f"slice {index} of {self.entry.spec.name!r} is not on this server (of {self.entry.slicing.count} "
+                "slices); "
+                "route by the cluster map"
+            )
+
+    def check_norm(self, call: Call) -> None:
+        """Raises InvalidArgumentError where a push must bring its gradient's global norm and does not."""
+        needed = self._clipping and self._asynchronous and not call.abstain
+        if needed and not (math.isfinite(call.grad_norm) and call.grad_norm >= 0):
+            raise InvalidArgumentError(f"grad_norm={call.grad_norm} must be finite: the optimizer has max_grad_norm")
+
+    def install(self, index: int, payload: memoryview) -> None:
+        """Sets the initial weights of a slice. Raises InvalidArgumentError once the parameters are ready."""
+        self.check_slice(index)
+        expected = self.entry.slicing.size(index) * ITEM_BYTES["float32"]
+        if self.entry.ready:
+            raise InvalidArgumentError(f"{self.entry.spec.name!r} is ready: its initial values cannot be set again")
+        if len(payload) != expected:
+            raise InvalidArgumentError(f"slice {index} has {expected} bytes in float32, not {len(payload)}")
+        self.dense.install(index, gradient_of(payload, "float32"))
+
+    def push(self, call: Call, index: int, base_version: int, payload: memoryview) -> None:
+        """Takes one contribution. Raises InvalidArgumentError and its kinds; then nothing was changed."""
+        counters = self.counters.of(call.identity.worker_id)
+        self.check_slice(index)
+        values = self._gradient(call, index, payload)
+        abstain = call.abstain or not self._is_finite(call, index, values)
+        token = call.ask(index)
+        counters.pushes += 1
+        counters.push_bytes += len(payload)
+        self.counters.bytes_held += values.nbytes
+        self._calls[token] = call
+        self._parts[token] = _Part(call, values)
+        event = SlicePushed(
+            token,
+            index,
+            call.identity.worker_id,
+            call.identity.incarnation,
+            call.step,
+            base_version,
+            abstain,
+            call.wants_weights,
+        )
+        self._dispatch(index, event)
+
+    def pull(self, call: Call, index: int, min_version: int) -> None:
+        """Asks for one slice at ``min_version`` or later."""
+        self.check_slice(index)
+        token = call.ask(index)
+        self._calls[token] = call
+        self.counters.of(call.identity.worker_id).pulls += 1
+        self._dispatch(index, PullRequested(token, index, call.identity.worker_id, min_version))
+
+    def cancel(self, call: Call) -> None:
+        """The call ended: nobody is to be answered any more."""
+        for token, index in list(call.outstanding.items()):
+            self._calls.pop(token, None)
+            self._dispatch(index, Cancelled(token))
+        call.outstanding.clear()
+
+    async def read(self, index: int, dtype: str) -> tuple[int, bytes | memoryview]:
+        """Version and payload of a slice, never torn. The payload is valid until the next await."""
+        state = self._shard(index).slices[index]
+        if not state.busy or self._is_frozen(index):
+            return state.version, self.dense.read(index, dtype)
+        future: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self._readers.setdefault(index, []).append((future, dtype))
+        return await future
+
+    def _is_frozen(self, index: int) -> bool:
+        """Busy, but nothing is being written: an aggregated gradient waits for the norm."""
+        state = self._shard(index).slices[index]
+        return getattr(state, "aggregated", False) is True
+
+    def waiting_for(self, call: Call) -> str:
+        """Why the call's oldest slice is not answered yet."""
+        for token, index in call.outstanding.items():
+            return self._shard(index).waiting_for(token, index) or "for this server to apply the update"
+        return ""
+
+    def fence(self, live: dict[str, int]) -> None:
+        """Ends the calls of workers that are no longer ``live`` (incarnation by worker id)."""
+        for call in {id(call): call for call in self._calls.values()}.values():
+            if live.get(call.identity.worker_id) != call.identity.incarnation:
+                call.fail(fenced(call.identity))
+
+    # --- membership ---------------------------------------------------------------------------------------------------
+
+    def update(self, entry: ParametersEntry) -> None:
+        """A new map's entry for the same parameters."""
+        changed = entry.members != self.entry.members
+        self.entry = entry
+        if changed:
+            self._dispatch_all(MembersChanged(entry.members))
+
+    def propose(self, member: ParametersMember) -> bool:
+        """May ``member`` join at its first step? Then its contributions are waited for from now on."""
+        if any(shard.step_next > member.first_step for shard in self.shards.values()):
+            return False
+        self._dispatch_all(JoinProposed(member))
+        return True
+
+    def withdraw(self, worker_id: str) -> None:
+        """Forgets a proposal."""
+        self._dispatch_all(JoinWithdrawn(worker_id))
+
+    def norm_known(self, step: int, norm: float) -> None:
+        """The global norm of ``step``: what was aggregated is applied."""
+        self._norm_by_step = {step: norm}
+        self._dispatch_all(NormKnown(step))
+
+    # --- machines and effects -----------------------------------------------------------------------------------------
+
+    def _shard(self, index: int) -> BspShard | AsyncShard:
+        return self.shards[index % len(self.entry.shards)]
+
+    def _dispatch(self, index: int, event: Event) -> None:
+        self._carry_out(self._shard(index).on(event))
+
+    def _dispatch_all(self, event: Event) -> None:
+        for shard in self.shards.values():
+            self._carry_out(shard.on(event))
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        """Carries effects out in order; those that follow from them are queued, so that no chain of them is too "
+        "deep."""
+        self._effects.extend(effects)
+        if self._carrying_out:
+            return
+        self._carrying_out = True
+        try:
+            while self._effects:
+                self._carry_out_one(self._effects.popleft())
+        finally:
+            self._carrying_out = False
+
+    def _carry_out_one(self, effect: Effect) -> None:
+        match effect:
+            case Reply():
+                self._reply(effect)
+            case Apply() | Aggregate():
+                self._start_kernel(effect)
+            case Forget(token):
+                self._drop(token)
+            case Refuse(token, error):
+                self._drop(token)
+                call = self._calls.pop(token)
+                self.counters.of(call.identity.worker_id).rejected += 1
+                call.fail(error)
+
+    def _reply(self, effect: Reply) -> None:
+        call = self._calls.pop(effect.token, None)
+        if call is None:
+            return
+        if call.is_push:
+            counters = self.counters.of(call.identity.worker_id)
+            counters.answered(effect.ignored, effect.late, effect.staleness)
+        call.answer(effect.token, Answer(effect.index, effect.version, effect.ignored, effect.staleness))
+
+    def _drop(self, token: int) -> None:
+        part = self._parts.pop(token, None)
+        if part is not None:
+            self.counters.bytes_held -= part.values.nbytes
+            part.call.slots.release()
+
+    def _start_kernel(self, effect: Apply | Aggregate) -> None:
+        small = self.entry.slicing.slice_elements <= INLINE_ELEMENTS
+        if small and self._warm.done() and not self._asynchronous:
+            self._finish_kernel(effect, self._run_kernel(effect))
+            return
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._pool, self._run_kernel, effect)
+        future.add_done_callback(lambda done: self._kernel_done(effect, done))
+
+    def _run_kernel(self, effect: Apply | Aggregate) -> tuple[float, float]:
+        """Runs in a kernel thread; seconds it took, and the sum of squares of an Aggregate."""
+        started = time.perf_counter()
+        parts = [self._parts[token] for token in effect.parts]
+        values = [part.values for part in parts]
+        square = 0.0
+        if isinstance(effect, Aggregate):
+            square = self.dense.aggregate(effect.index, values)
+        elif self._clipping and not self._asynchronous:
+            self.dense.apply_aggregated(effect.index, effect.step, self._norm_by_step[effect.step])
+        elif self._clipping and parts:
+            norm = parts[0].call.grad_norm
+            self.dense.apply_clipped(effect.index, effect.step, values[0], norm, effect.lr_scale)
+        elif parts:
+            self.dense.apply(effect.index, effect.step, values, effect.lr_scale)
+        return time.perf_counter() - started, square
+
+    def _kernel_done(self, effect: Apply | Aggregate, done: asyncio.Future[tuple[float, float]]) -> None:
+        if done.cancelled():
+            return
+        if (error := done.exception()) is None:
+            self._finish_kernel(effect, done.result())
+            return
+        _log.error("update failed", parameters=self.entry.spec.name, slice=effect.index, exc_info=error)
+        for call in {id(call): call for call in self._calls.values()}.values():
+            call.fail(InternalError(f"the update of slice {effect.index} failed: {error!r}"))
+
+    def _finish_kernel(self, effect: Apply | Aggregate, outcome: tuple[float, float]) -> None:
+        seconds, square = outcome
+        for token in effect.parts:
+            self._drop(token)
+        self.counters.apply_seconds += seconds
+        if isinstance(effect, Aggregate):
+            self._dispatch(effect.index, SliceAggregated(effect.index))
+            if self.norms.record(effect.step, effect.index, square):
+                self._on_aggregated(self, effect.step)
+            return
+        self.counters.applied_slices += 1
+        effects = self._shard(effect.index).on(SliceApplied(effect.index))
+        self._serve_readers(effect.index)  # Before the next update of the slice may begin.
+        self._carry_out(effects)
+
+    def _serve_readers(self, index: int) -> None:
+        version = self._shard(index).slices[index].version
+        for future, dtype in self._readers.pop(index, ()):
+            if not future.done():
+                future.set_result((version, bytes(self.dense.read(index, dtype))))
+
+    def _gradient(self, call: Call, index: int, payload: memoryview) -> Gradient:
+        expected = 0 if call.abstain else self.entry.slicing.size(index) * ITEM_BYTES[call.dtype]
+        if len(payload) != expected:
+            raise InvalidArgumentError(
+                f"slice {index} has {expected} bytes in {call.dtype}, not {len(payload)}", slice=index
+            )
+        return gradient_of(payload, call.dtype)
+
+    def _is_finite(self, call: Call, index: int, values: Gradient) -> bool:
+        """Whether all elements are finite; where not, the policy decides between an error and False."""
+        if kernels.all_finite(values):
+            return True
+        self.counters.of(call.identity.worker_id).non_finite += 1
+        if self.entry.spec.non_finite == "skip":
+            return False
+        start, stop = self.entry.slicing.bounds(index)
+        raise NonFiniteGradientError(
+            f"the gradient of {self.entry.spec.name!r} holds NaN or Inf in elements {start} to {stop - 1} (slice "
+            f"{index}); "
+            "find out why, or set non_finite='skip'"
+        )
+
+    def statistics(self) -> server_pb2.ParametersStatistics:
+        """Counters and waits as a message."""
+        calls = {id(call): call for call in self._calls.values()}.values()
+        waits = sorted({call.waiting_for for call in calls if call.waiting_for})
+        versions = [shard.version_min for shard in self.shards.values()]
+        return self.counters.to_proto(
+            self.entry.spec.name,
+            min(versions, default=0),
+            max((shard.version_max for shard in self.shards.values()), default=0),
+            waits,
+        )
+
+
+def fenced(identity: Identity) -> FencedError:
+    """The error for a worker that the cluster map does not know any more."""
+    return FencedError(
+        f"{identity.worker_id} (incarnation {identity.incarnation}) is not a live member: its lease ended or it was "
+        "replaced; start the worker anew",
+        worker_id=identity.worker_id,
+    )

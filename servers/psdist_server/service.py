@@ -1,0 +1,229 @@
+"""The service: ServerService over grpc.aio. Thin: it reads frames, checks who sends, and hands slices to the holdings.
+
+A request is checked in the order run, token (by the interceptor), epoch known, worker and incarnation, epoch current,
+parameters, before a payload is looked at. Slices travel as raw frames (``psdist.wire.frames``), so their methods are
+registered without protobuf's serializers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final
+
+import grpc
+import grpc.aio
+
+from psdist.errors import InternalError, InvalidArgumentError, PsdistError, UnknownCodecError
+from psdist.types import WIRE_DTYPES, Identity
+from psdist.v1 import common_pb2, server_pb2
+from psdist.wire import convert, frames, status
+from psdist_server.calls import Answer, Call
+from psdist_server.holding import Holding
+from psdist_server.host import Host
+
+SERVICE: Final = "psdist.v1.ServerService"
+_NORMS_PER_MESSAGE: Final = 1 << 17
+
+
+class ServerService:
+    """Carries the calls of workers and other servers to ``host``."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a grpc server is given."""
+        pb = server_pb2
+        unary_answers = {
+            "GetStatistics": grpc.unary_unary_rpc_method_handler(
+                self._get_statistics, pb.GetStatisticsRequest.FromString, pb.GetStatisticsResponse.SerializeToString
+            ),
+            "Install": grpc.stream_unary_rpc_method_handler(self._install, None, pb.InstallResponse.SerializeToString),
+        }
+        streamed_answers = {
+            "PushPull": grpc.stream_stream_rpc_method_handler(self._push_pull),
+            "Push": grpc.stream_stream_rpc_method_handler(self._push),
+            "Pull": grpc.unary_stream_rpc_method_handler(self._pull, pb.PullRequest.FromString, None),
+            "FetchNorms": grpc.unary_stream_rpc_method_handler(
+                self._fetch_norms, pb.FetchNormsRequest.FromString, pb.FetchNormsResponse.SerializeToString
+            ),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, unary_answers | streamed_answers)
+
+    # --- pushing ------------------------------------------------------------------------------------------------------
+
+    async def _push_pull(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        call = _new_push(wants_weights=True)
+
+        async def weights(answer: Answer, holding: Holding) -> bytes:
+            version, payload = await holding.read(answer.index, call.pull_dtype)
+            holding.counters.of(call.identity.worker_id).pull_bytes += len(payload)
+            header = server_pb2.PushPullResponse(
+                slice=answer.index, version=version, ignored=answer.ignored, staleness=answer.staleness
+            )
+            return frames.pack(header, payload)
+
+        async for message in self._serve_push(call, server_pb2.PushPullRequest, requests, context, weights):
+            yield message
+
+    async def _push(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        async def acknowledgement(answer: Answer, holding: Holding) -> bytes:
+            return server_pb2.PushResponse(
+                slice=answer.index, version=answer.version, ignored=answer.ignored, staleness=answer.staleness
+            ).SerializeToString()
+
+        call = _new_push(wants_weights=False)
+        async for message in self._serve_push(call, server_pb2.PushRequest, requests, context, acknowledgement):
+            yield message
+
+    async def _serve_push(
+        self,
+        call: Call,
+        cls: type[server_pb2.PushPullRequest] | type[server_pb2.PushRequest],
+        requests: AsyncIterator[bytes],
+        context: grpc.aio.ServicerContext,
+        encode: Callable[[Answer, Holding], Awaitable[bytes]],
+    ) -> AsyncIterator[bytes]:
+        """Reads slices in a task of its own while answers are written: both directions are busy at once."""
+        reader = asyncio.create_task(self._read_pushes(call, cls, requests))
+        holding: Holding | None = None
+        try:
+            async for answer in self._answers(call):
+                if isinstance(answer, str):
+                    yield server_pb2.PushPullResponse(waiting_for=answer).SerializeToString()
+                    continue
+                holding = holding or self._host.holding(call.identity.parameters)
+                yield await encode(answer, holding)
+        except PsdistError as error:
+            await status.abort(context, error)
+        finally:
+            reader.cancel()
+            self._host.end(call)
+
+    async def _read_pushes(
+        self,
+        call: Call,
+        cls: type[server_pb2.PushPullRequest] | type[server_pb2.PushRequest],
+        requests: AsyncIterator[bytes],
+    ) -> None:
+        try:
+            holding: Holding | None = None
+            last = -1
+            await call.slots.acquire()
+            async for data in requests:
+                frame = frames.unpack(cls, data)
+                if holding is None:
+                    holding = await self._open_push(call, frame.header)
+                last = _check_ascending(frame.header.slice, last)
+                holding.push(call, frame.header.slice, frame.header.base_version, frame.payload)
+                await call.slots.acquire()
+            call.asked_all()
+        except PsdistError as error:
+            call.fail(error)
+        except Exception as error:  # Without this the stream would wait for a reader that is gone.
+            call.fail(InternalError(f"reading the stream failed: {error!r}"))
+
+    async def _open_push(self, call: Call, message: server_pb2.PushPullRequest | server_pb2.PushRequest) -> Holding:
+        header = message.header
+        call.identity = convert.identity_from_proto(header.identity)
+        holding = await self._host.admit(call.identity)
+        holding.check_installed()
+        if header.codec != common_pb2.CODEC_RAW:
+            raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
+        call.step, call.abstain, call.grad_norm = header.step, header.abstain, header.grad_norm
+        call.dtype = _wire_dtype(header.dtype)
+        call.pull_dtype = _wire_dtype(header.pull_dtype) if call.wants_weights else "float32"
+        holding.check_norm(call)
+        return holding
+
+    # --- pulling ------------------------------------------------------------------------------------------------------
+
+    async def _pull(self, request: server_pb2.PullRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        call = Call(convert.identity_from_proto(request.identity), is_push=False, wants_weights=True)
+        try:
+            holding = await self._host.admit(call.identity)
+            holding.check_installed()
+            call.pull_dtype = _wire_dtype(request.dtype)
+            for index in request.slices or holding.dense.indices:
+                holding.pull(call, index, request.min_version)
+            call.asked_all()
+            async for answer in self._answers(call):
+                if isinstance(answer, str):
+                    yield server_pb2.PullResponse(waiting_for=answer).SerializeToString()
+                    continue
+                version, payload = await holding.read(answer.index, call.pull_dtype)
+                holding.counters.of(call.identity.worker_id).pull_bytes += len(payload)
+                yield frames.pack(server_pb2.PullResponse(slice=answer.index, version=version), payload)
+        except PsdistError as error:
+            await status.abort(context, error)
+        finally:
+            self._host.end(call)
+
+    async def _answers(self, call: Call) -> AsyncIterator[Answer | str]:
+        """Answers, and between them whom the call is waiting for."""
+        while True:
+            try:
+                answer = await call.next_answer()
+            except TimeoutError:
+                call.waiting_for = self._host.waiting_for(call)
+                yield call.waiting_for or "for the rest of the request"
+                continue
+            if answer is None:
+                return
+            yield answer
+
+    # --- the rest -----------------------------------------------------------------------------------------------------
+
+    async def _install(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> server_pb2.InstallResponse:
+        holding: Holding | None = None
+        count = 0
+        try:
+            async for data in requests:
+                frame = frames.unpack(server_pb2.InstallRequest, data)
+                if holding is None:
+                    holding = await self._host.admit(convert.identity_from_proto(frame.header.identity))
+                holding.install(frame.header.slice, frame.payload)
+                count += 1
+        except PsdistError as error:
+            await status.abort(context, error)
+        return server_pb2.InstallResponse(slices=count)
+
+    async def _fetch_norms(
+        self, request: server_pb2.FetchNormsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[server_pb2.FetchNormsResponse]:
+        try:
+            holding = await self._host.admit_server(request.run_id, request.epoch, request.parameters)
+        except PsdistError as error:
+            await status.abort(context, error)
+        squares = sorted((await holding.norms.wait_complete(request.step)).items())
+        for start in range(0, len(squares), _NORMS_PER_MESSAGE):
+            part = squares[start : start + _NORMS_PER_MESSAGE]
+            yield server_pb2.FetchNormsResponse(slices=[i for i, _ in part], squares=[value for _, value in part])
+
+    async def _get_statistics(
+        self, request: server_pb2.GetStatisticsRequest, context: grpc.aio.ServicerContext
+    ) -> server_pb2.GetStatisticsResponse:
+        return self._host.statistics()
+
+
+def _new_push(wants_weights: bool) -> Call:
+    nobody = Identity(run_id="", worker_id="", incarnation=0, epoch=0, parameters="")
+    return Call(nobody, is_push=True, wants_weights=wants_weights)
+
+
+def _wire_dtype(value: int) -> str:
+    dtype = convert.dtype_from_proto(value)
+    if dtype not in WIRE_DTYPES:
+        raise InvalidArgumentError(f"payloads cannot be {dtype}: use one of {', '.join(WIRE_DTYPES)}")
+    return dtype
+
+
+def _check_ascending(index: int, last: int) -> int:
+    if index <= last:
+        raise InvalidArgumentError(f"slice {index} came after slice {last}: send each slice once, in ascending order")
+    return index

@@ -1,0 +1,65 @@
+"""Counters of one server's parameters: plain numbers, added to on the event loop, read by anybody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from psdist.v1 import server_pb2
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """What one worker did, in slices and bytes."""
+
+    pushes: int = 0
+    pulls: int = 0
+    push_bytes: int = 0
+    pull_bytes: int = 0
+    late: int = 0
+    duplicates: int = 0
+    non_finite: int = 0
+    rejected: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+
+    def answered(self, ignored: bool, late: bool, staleness: int) -> None:
+        """Counts one acknowledged contribution."""
+        self.late += ignored and late
+        self.duplicates += ignored and not late
+        self.staleness_sum += staleness
+        self.staleness_max = max(self.staleness_max, staleness)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Of one parameters on one server."""
+
+    applied_slices: int = 0
+    apply_seconds: float = 0.0
+    bytes_held: int = 0
+    workers: dict[str, WorkerCounters] = field(default_factory=dict)
+
+    def of(self, worker_id: str) -> WorkerCounters:
+        """The counters of a worker; new ones where it is new."""
+        return self.workers.setdefault(worker_id, WorkerCounters())
+
+    def to_proto(
+        self, parameters: str, version_min: int, version_max: int, waiting_for: list[str]
+    ) -> server_pb2.ParametersStatistics:
+        """As the message of GetStatistics and of heartbeats."""
+        return server_pb2.ParametersStatistics(
+            parameters=parameters,
+            version_min=version_min,
+            version_max=version_max,
+            applied_slices=self.applied_slices,
+            apply_seconds=self.apply_seconds,
+            bytes_held=self.bytes_held,
+            waiting_for=waiting_for,
+            workers=[
+                server_pb2.WorkerStatistics(
+                    worker_id=worker_id,
+                    **{name: getattr(counters, name) for name in WorkerCounters.__dataclass_fields__},
+                )
+                for worker_id, counters in sorted(self.workers.items())
+            ],
+        )

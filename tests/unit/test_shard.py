@@ -1,0 +1,267 @@
+"""Shard machines: one test per rule, events in and effects out."""
+
+from itertools import count
+
+import pytest
+
+from psdist.consistency import ASP, BSP, SSP
+from psdist.errors import FencedError, FutureStepError, NotMemberError, SequenceGapError
+from psdist.types import ParametersMember
+from psdist_server.events import (
+    Aggregate,
+    Apply,
+    Cancelled,
+    Forget,
+    JoinProposed,
+    JoinWithdrawn,
+    MembersChanged,
+    NormKnown,
+    PullRequested,
+    Refuse,
+    Reply,
+    SliceAggregated,
+    SliceApplied,
+    SlicePushed,
+)
+from psdist_server.shard import AsyncShard, BspShard, make_shard
+
+TWO = (ParametersMember("worker-0", 1, 0), ParametersMember("worker-1", 1, 1))
+tokens = count(1)
+
+
+def push(worker: int, step: int, index: int = 0, incarnation: int = 1, **rest: object) -> SlicePushed:
+    return SlicePushed(next(tokens), index, f"worker-{worker}", incarnation, step, **rest)  # type: ignore[arg-type]
+
+
+def bsp(members=TWO, clipping=False, backup=0, slices=1) -> BspShard:
+    shard = make_shard(range(slices), members, BSP(backup), clipping)
+    assert isinstance(shard, BspShard)
+    return shard
+
+
+def asynchronous(consistency=ASP(), members=TWO, slices=1) -> AsyncShard:
+    shard = make_shard(range(slices), members, consistency, False)
+    assert isinstance(shard, AsyncShard)
+    return shard
+
+
+def step(shard, *pushes: SlicePushed, index: int = 0):
+    effects = [effect for event in pushes for effect in shard.on(event)]
+    effects += shard.on(SliceApplied(index))
+    shard.validate()
+    return effects
+
+
+# --- BSP --------------------------------------------------------------------------------------------------------------
+
+
+def test_bsp_applies_once_all_are_there_in_rank_order() -> None:
+    shard = bsp()
+    late, early = push(1, 0), push(0, 0)
+    assert shard.on(late) == []
+    assert shard.on(early) == [Apply(0, 0, (early.token, late.token))]
+    assert shard.on(SliceApplied(0)) == [Reply(late.token, 0, 1), Reply(early.token, 0, 1)]
+
+
+def test_bsp_repeat_is_acknowledged_and_ignored_before_during_and_after_the_update() -> None:
+    shard = bsp()
+    first, again = push(0, 0), push(0, 0)
+    shard.on(first)
+    assert shard.on(again) == [Forget(again.token)]
+    shard.on(push(1, 0))
+    during = push(1, 0)
+    assert shard.on(during) == [Forget(during.token)]
+    answers = shard.on(SliceApplied(0))
+    assert Reply(again.token, 0, 1, ignored=True) in answers
+    assert Reply(during.token, 0, 1, ignored=True) in answers
+    after = push(0, 0)
+    assert shard.on(after) == [Forget(after.token), Reply(after.token, 0, 1, ignored=True)]
+
+
+def test_bsp_backup_worker_is_late() -> None:
+    shard = bsp(backup=1)
+    prompt = push(0, 0)
+    assert step(shard, prompt) == [Apply(0, 0, (prompt.token,)), Reply(prompt.token, 0, 1)]
+    late = push(1, 0)
+    assert shard.on(late) == [Forget(late.token), Reply(late.token, 0, 1, ignored=True, late=True)]
+
+
+def test_bsp_step_from_the_future_is_refused_and_changes_nothing() -> None:
+    shard = bsp()
+    future = push(0, 1)
+    (refusal,) = shard.on(future)
+    assert isinstance(refusal, Refuse) and isinstance(refusal.error, FutureStepError)
+    assert "step 0" in str(refusal.error)
+    assert shard.on(push(0, 0)) == []
+
+
+@pytest.mark.parametrize("shard", [bsp(), asynchronous()])
+def test_strangers_and_old_lives_are_refused(shard) -> None:
+    (refusal,) = shard.on(push(7, 0))
+    assert isinstance(refusal.error, NotMemberError)
+    (refusal,) = shard.on(push(0, 0, incarnation=0))
+    assert isinstance(refusal.error, FencedError)
+
+
+def test_bsp_goes_on_when_a_member_leaves_and_counts_what_it_gave() -> None:
+    shard = bsp()
+    mine = push(1, 0)
+    shard.on(mine)
+    assert shard.on(MembersChanged((TWO[1],))) == [Apply(0, 0, (mine.token,))]
+    shard.on(SliceApplied(0))
+    gone, stays = push(1, 1), push(0, 1)
+    shard.on(MembersChanged(TWO))
+    shard.on(gone)
+    shard.on(MembersChanged((TWO[0],)))
+    assert shard.on(stays) == [Apply(0, 1, (stays.token, gone.token))]
+
+
+def test_bsp_joiner_is_waited_for_from_its_first_step_on_even_before_it_is_confirmed() -> None:
+    shard = bsp(members=(TWO[0],))
+    joiner = ParametersMember("worker-1", 1, 1, first_step=1)
+    assert shard.step_next == 0
+    assert shard.on(JoinProposed(joiner)) == []
+    assert step(shard, push(0, 0))
+    waits = push(0, 1)
+    assert shard.on(waits) == []
+    assert "worker-1" in shard.waiting_for(waits.token, 0)
+    assert shard.on(JoinWithdrawn("worker-1")) == [Apply(0, 1, (waits.token,))]
+
+
+def test_bsp_joiner_must_not_push_before_its_first_step() -> None:
+    shard = bsp(members=(TWO[0], ParametersMember("worker-1", 1, 1, first_step=3)))
+    (refusal,) = shard.on(push(1, 0))
+    assert isinstance(refusal.error, NotMemberError)
+    assert "joins at step 3" in str(refusal.error)
+
+
+def test_bsp_steps_that_nobody_can_contribute_to_are_empty() -> None:
+    shard = bsp(members=(ParametersMember("worker-1", 2, 1, first_step=2),))
+    pull = PullRequested(next(tokens), 0, "worker-1", min_version=2)
+    assert shard.on(pull) == []
+    assert shard.on(MembersChanged(tuple(shard.members.values()))) == [Apply(0, 0, ())]
+    assert shard.on(SliceApplied(0)) == [Apply(0, 1, ())]
+    assert shard.on(SliceApplied(0)) == [Reply(pull.token, 0, 2)]
+
+
+def test_bsp_abstention_counts_as_made_and_contributes_nothing() -> None:
+    shard = bsp()
+    nothing, something = push(0, 0, abstain=True), push(1, 0)
+    shard.on(nothing)
+    assert shard.on(something) == [Forget(nothing.token), Apply(0, 0, (something.token,))]
+
+
+def test_bsp_pull_waits_for_its_version() -> None:
+    shard = bsp(members=(TWO[0],))
+    pull = PullRequested(next(tokens), 0, "anybody", min_version=1)
+    assert shard.on(pull) == []
+    assert Reply(pull.token, 0, 1) in step(shard, push(0, 0))
+
+
+def test_bsp_clipping_aggregates_first_and_applies_when_the_norm_is_known() -> None:
+    shard = bsp(members=(TWO[0],), clipping=True, slices=2)
+    first, second = push(0, 0, 0), push(0, 0, 1)
+    assert shard.on(first) == [Aggregate(0, 0, (first.token,))]
+    assert shard.on(SliceAggregated(0)) == []
+    assert "clipping" in shard.waiting_for(first.token, 0)
+    shard.on(second)
+    shard.on(SliceAggregated(1))
+    assert shard.on(NormKnown(0)) == [Apply(0, 0, ()), Apply(1, 0, ())]
+    assert shard.on(SliceApplied(0)) == [Reply(first.token, 0, 1)]
+    shard.validate()
+
+
+def test_cancelled_call_is_not_answered_and_its_contribution_stays() -> None:
+    shard = bsp()
+    gone, stays = push(0, 0), push(1, 0)
+    shard.on(gone)
+    shard.on(Cancelled(gone.token))
+    assert shard.on(stays) == [Apply(0, 0, (gone.token, stays.token))]
+    assert shard.on(SliceApplied(0)) == [Reply(stays.token, 0, 1)]
+
+
+# --- SSP and ASP ------------------------------------------------------------------------------------------------------
+
+
+def test_asp_applies_on_arrival_one_at_a_time_and_reports_staleness() -> None:
+    shard = asynchronous()
+    one, two = push(0, 0), push(1, 0)
+    assert shard.on(one) == [Apply(0, 0, (one.token,))]
+    assert shard.on(two) == []
+    assert shard.on(SliceApplied(0)) == [Reply(one.token, 0, 1), Apply(0, 1, (two.token,))]
+    assert shard.on(SliceApplied(0)) == [Reply(two.token, 0, 2, staleness=1)]
+
+
+def test_asp_inverse_staleness_scales_the_learning_rate() -> None:
+    shard = asynchronous(ASP("inverse"))
+    step(shard, push(0, 0))
+    stale = push(1, 0, base_version=0)
+    assert shard.on(stale) == [Apply(0, 1, (stale.token,), 0.5)]
+
+
+def test_asp_repeats_are_applied_once() -> None:
+    shard = asynchronous(slices=2)
+    first, again = push(0, 0, 0), push(0, 0, 0)
+    shard.on(first)
+    assert shard.on(again) == [Forget(again.token)]
+    assert shard.on(SliceApplied(0)) == [Reply(first.token, 0, 1), Reply(again.token, 0, 1, ignored=True)]
+    step(shard, push(0, 0, 1), index=1)
+    old = push(0, 0, 0)
+    assert shard.on(old) == [Forget(old.token), Reply(old.token, 0, 1, ignored=True)]
+
+
+def test_asp_gap_is_an_error() -> None:
+    (refusal,) = asynchronous().on(push(0, 1))
+    assert isinstance(refusal.error, SequenceGapError)
+
+
+def test_ssp_holds_the_fast_worker_until_the_slow_one_catches_up() -> None:
+    shard = asynchronous(SSP(1))
+    fast = push(0, 0)
+    assert Reply(fast.token, 0, 1) in step(shard, fast)
+    ahead = push(0, 1, base_version=1)
+    assert not any(isinstance(effect, Reply) for effect in step(shard, ahead))
+    assert shard.waiting_for(ahead.token, 0) == "for worker-1 (rank 1) to reach clock 1 (staleness bound 1)"
+    slow = push(1, 0)
+    answers = step(shard, slow)
+    assert Reply(ahead.token, 0, 3) in answers
+    assert Reply(slow.token, 0, 3, staleness=2) in answers
+
+
+def test_ssp_push_without_weights_is_acknowledged_when_applied() -> None:
+    shard = asynchronous(SSP(0))
+    only = push(0, 0, wants_weights=False)
+    assert Reply(only.token, 0, 1) in step(shard, only)
+
+
+def test_ssp_pull_waits_for_the_bound_too() -> None:
+    shard = asynchronous(SSP(0))
+    step(shard, push(0, 0, wants_weights=False))
+    pull = PullRequested(next(tokens), 0, "worker-0")
+    reader = PullRequested(next(tokens), 0, "somebody")
+    assert shard.on(pull) == []
+    assert shard.on(reader) == [Reply(reader.token, 0, 1)]
+    assert Reply(pull.token, 0, 2) in step(shard, push(1, 0))
+
+
+def test_ssp_member_that_leaves_no_longer_holds_the_others() -> None:
+    shard = asynchronous(SSP(0))
+    ahead = push(0, 0)
+    step(shard, ahead)
+    assert shard.on(MembersChanged((TWO[0],))) == [Reply(ahead.token, 0, 1)]
+
+
+def test_ssp_newcomer_starts_at_the_slowest_clock() -> None:
+    shard = asynchronous(SSP(2), members=(TWO[0],))
+    for number in range(5):
+        step(shard, push(0, number))
+    shard.on(MembersChanged(TWO))
+    assert shard.clocks == {"worker-0": 5, "worker-1": 5}
+
+
+def test_asp_new_life_starts_a_new_sequence() -> None:
+    shard = asynchronous(members=(TWO[0],))
+    step(shard, push(0, 0))
+    shard.on(MembersChanged((ParametersMember("worker-0", 2, 0),)))
+    fresh = push(0, 0, incarnation=2)
+    assert shard.on(fresh) == [Apply(0, 1, (fresh.token,))]
