@@ -1,0 +1,340 @@
+"""``AsyncClient``: one worker's membership in a run, and the door to its parameters.
+
+Connects by the environment of the launcher where nothing is passed. Everything runs on the loop it was connected in;
+all clients of a process must share one loop, because grpc.aio polls for only one (grpc issue 42357).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, get_args
+
+from numpy.typing import ArrayLike
+
+from psdist import __version__
+from psdist.client import creation, loop, partition
+from psdist.client.connection import Registration, SchedulerLink, Target
+from psdist.client.parameters import AsyncParameters, Options
+from psdist.client.transfer import DataPath
+from psdist.compression import Cast, resolve
+from psdist.config import client_settings, read_address
+from psdist.consistency import BSP, Consistency
+from psdist.errors import (
+    ClosedError,
+    ConfigurationError,
+    DTypeMismatchError,
+    InvalidArgumentError,
+    LayoutMismatchError,
+    SchedulerUnreachableError,
+    SettingsMismatchError,
+    WaitTimeoutError,
+)
+from psdist.optim import Optimizer
+from psdist.types import WIRE_DTYPES, DType, Layout, NonFinite, ParametersSpec, check_name
+from psdist.v1 import scheduler_pb2
+
+_POLL_SECONDS: Final = 0.02
+
+
+class AsyncClient:
+    """A worker of a run.
+
+    scheduler: host:port; None reads ``PSDIST_SCHEDULER``, else waits for the file of ``PSDIST_SCHEDULER_FILE``.
+    token: the run's join token; None reads ``PSDIST_TOKEN``, else the file of ``PSDIST_TOKEN_FILE``.
+    run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins whatever run there is without it.
+    worker_id: None lets the scheduler choose ``worker-<rank>``.
+    rank: None reads ``RANK``, else the scheduler gives the lowest free one.
+    connect_timeout: seconds for which to look for the scheduler.
+    request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
+    """
+
+    def __init__(
+        self,
+        scheduler: str | None = None,
+        token: str | None = None,
+        *,
+        run_id: str | None = None,
+        worker_id: str | None = None,
+        rank: int | None = None,
+        connect_timeout: float = 60.0,
+        request_timeout: float | None = None,
+    ) -> None:
+        self._arguments = (scheduler, token, run_id, worker_id, rank)
+        self._connect_timeout = _positive("connect_timeout", connect_timeout)
+        self._request_timeout = None if request_timeout is None else _positive("request_timeout", request_timeout)
+        self._link: SchedulerLink | None = None
+        self._data: DataPath | None = None
+        self._handles: dict[str, AsyncParameters] = {}
+        self._creating: dict[str, asyncio.Lock] = {}
+        self._closed = False
+        self._pid = os.getpid()
+        self.local_rank = 0
+
+    # --- joining and leaving ---
+
+    async def connect(self) -> Self:
+        """Joins the run. Raises ConfigurationError, SchedulerUnreachableError, and what the scheduler refuses with."""
+        if self._closed:
+            raise ClosedError("the client is closed: make a new one")
+        if self._link is not None:
+            return self
+        loop.claim(self)
+        try:
+            target = await self._find_target()
+            self._link = SchedulerLink(target, __version__, random.Random())
+            self._data = DataPath(self._link)
+            await self._link.connect(self._connect_timeout)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _find_target(self) -> Target:
+        scheduler, token, run_id, worker_id, rank = self._arguments
+        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
+            raise InvalidArgumentError(f"rank={rank!r} is out of range: use a whole number of 0 or more")
+        if worker_id is not None:
+            check_name(worker_id, "worker_id")
+        # The file is waited for here, where the wait can be cancelled, not by client_settings.
+        environ = {name: value for name, value in os.environ.items() if name != "PSDIST_SCHEDULER_FILE"}
+        settings = client_settings(environ, scheduler=scheduler, token=token, run_id=run_id)
+        address, source = settings.scheduler, "the argument" if scheduler else "PSDIST_SCHEDULER"
+        if not address and (file := os.environ.get("PSDIST_SCHEDULER_FILE")):
+            address, source = await self._await_address(Path(file)), f"the file {file} of PSDIST_SCHEDULER_FILE"
+        if not address:
+            raise ConfigurationError(
+                "no scheduler is named: run the script with 'psdist run script.py', or set PSDIST_SCHEDULER=HOST:PORT, "
+                "or pass psdist.Client('HOST:PORT'); psdist.init() starts a cluster of its own where there is none"
+            )
+        self.local_rank = settings.local_rank
+        return Target(
+            address,
+            source,
+            settings.token,
+            settings.run_id,
+            worker_id or settings.worker_id or "",
+            settings.rank if rank is None else rank,
+            settings.world_size if "WORLD_SIZE" in environ else 0,
+        )
+
+    async def _await_address(self, file: Path) -> str:
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                while not (address := read_address(file)):  # noqa: ASYNC110 - another process writes it
+                    await asyncio.sleep(_POLL_SECONDS)
+        except TimeoutError:
+            raise SchedulerUnreachableError(
+                f"no scheduler left its address in {file} (PSDIST_SCHEDULER_FILE) within {self._connect_timeout:g} s: "
+                "is it running, with this --address-file?"
+            ) from None
+        return address
+
+    async def close(self) -> None:
+        """Leaves the run. Closing again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._data is not None:
+                await self._data.close()
+            if self._link is not None:
+                await self._link.close()
+        finally:
+            loop.release(self)
+
+    async def __aenter__(self) -> Self:
+        return await self.connect()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # --- who this is ---
+
+    @property
+    def _registration(self) -> Registration:
+        return self._opened()[0].registration
+
+    @property
+    def rank(self) -> int:
+        """This worker's number in the run, from 0."""
+        return self._registration.rank
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the run, as its launcher said."""
+        return max(1, self._registration.world_size)
+
+    @property
+    def worker_id(self) -> str:
+        """This worker's name in the run."""
+        return self._registration.worker_id
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self._registration.run_id
+
+    @property
+    def incarnation(self) -> int:
+        """How many lives this worker id has had, this one included."""
+        return self._registration.incarnation
+
+    def __repr__(self) -> str:
+        if self._closed or self._link is None:
+            return f"<{type(self).__name__} closed>"
+        return f"<{type(self).__name__} {self.worker_id} (rank {self.rank}) of run {self.run_id!r}>"
+
+    # --- parameters ---
+
+    async def parameters(
+        self,
+        name: str,
+        init: Mapping[str, ArrayLike] | None = None,
+        optimizer: Optimizer | None = None,
+        consistency: Consistency | None = None,
+        compression: Cast | str | None = None,
+        pull_dtype: DType = "float32",
+        non_finite: NonFinite = "reject",
+        slice_elements: int = 0,
+    ) -> AsyncParameters:
+        """Creates parameters, or attaches to them after checking that layout and settings agree.
+
+        init: initial values by tensor name; their order, shapes and dtypes are the layout. Where several workers
+            create at once, the lowest rank's values count. None attaches for reading only, once they exist.
+        optimizer, consistency (BSP by default), non_finite ("reject" or "skip"), slice_elements (0: chosen by psdist):
+            settings that all workers must agree on.
+        compression, pull_dtype: how this worker sends gradients and gets weights ("float32", "bfloat16", "float16").
+
+        Called again for the same name it returns the same handle. Returns when all workers of the run's start have
+        called it. Raises LayoutMismatchError, SettingsMismatchError, UnknownCodecError, DTypeMismatchError,
+        InvalidNameError, InvalidArgumentError.
+        """
+        link, data = self._opened()
+        link.raise_if_out()
+        options = self._options(compression, pull_dtype)
+        check_name(name, "parameters name")
+        if init is None:
+            if optimizer is not None:
+                raise InvalidArgumentError(f"{name!r}: an optimizer without init: pass the initial values too")
+            async with self._creating.setdefault(name, asyncio.Lock()):
+                if name not in self._handles:
+                    ready = await creation.describe(link, name)
+                    self._handles[name] = AsyncParameters(link, data, ready, options, member=False)
+                return self._handles[name]
+        if optimizer is None:
+            raise InvalidArgumentError(f"{name!r}: init without an optimizer: pass one, such as psdist.optim.Adam()")
+        spec = _spec(name, optimizer, consistency, non_finite, slice_elements)
+        layout = partition.layout_of(init)
+        async with self._creating.setdefault(name, asyncio.Lock()):
+            existing = self._handles.get(name)
+            if existing is not None and existing.member:
+                return _check_same(existing, spec, layout)
+            values = partition.flatten(layout, init)
+            ready = await creation.create(link, data, spec, layout, values)
+            self._handles[name] = AsyncParameters(link, data, ready, options, member=True)
+            return self._handles[name]
+
+    def _options(self, compression: Cast | str | None, pull_dtype: DType) -> Options:
+        if pull_dtype not in WIRE_DTYPES:
+            raise DTypeMismatchError(f"pull_dtype={pull_dtype!r:.60} is unknown: use one of {', '.join(WIRE_DTYPES)}")
+        return Options(resolve(compression), pull_dtype, self._request_timeout)
+
+    # --- the rest ---
+
+    async def barrier(self, name: str = "default", timeout: float | None = None) -> None:
+        """Returns when all live workers, and no fewer than the run's minimum, have called it with this name.
+
+        Raises WaitTimeoutError after ``timeout`` seconds; the message says who was missing.
+        """
+        link, _ = self._opened()
+        link.raise_if_out()
+        mine = link.registration
+        request = scheduler_pb2.BarrierRequest(
+            run_id=mine.run_id,
+            worker_id=mine.worker_id,
+            incarnation=mine.incarnation,
+            name=check_name(name, "barrier name"),
+        )
+
+        async def handle(response: Any) -> bool | None:
+            return True if response.released else None
+
+        with link.waits.open(f"for the others at barrier {name!r}") as wait:
+            try:
+                async with asyncio.timeout(timeout):
+                    await link.follow(link.stub.Barrier, request, wait, handle)
+            except TimeoutError:
+                raise WaitTimeoutError(f"barrier {name!r}: {wait.sentence}") from None
+
+    async def status(self) -> dict[str, Any]:
+        """The run as the scheduler sees it: members, parameters, waits and events, by the names of GetStatusResponse.
+
+        Raises SchedulerUnreachableError.
+        """
+        link, _ = self._opened()
+        return _as_dict(await link.call(link.stub.GetStatus, scheduler_pb2.GetStatusRequest()))
+
+    def _opened(self) -> tuple[SchedulerLink, DataPath]:
+        if self._pid != os.getpid():
+            raise ClosedError(
+                f"this client belongs to process {self._pid} and does not survive a fork: start processes by "
+                "spawn, and make a client in each"
+            )
+        if self._closed:
+            raise ClosedError("the client is closed")
+        if self._link is None or self._data is None:
+            raise ClosedError("the client is not connected: use it in a with block, or call connect() first")
+        return self._link, self._data
+
+
+def _spec(
+    name: str, optimizer: Optimizer, consistency: Consistency | None, non_finite: NonFinite, slice_elements: int
+) -> ParametersSpec:
+    consistency = BSP() if consistency is None else consistency
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidArgumentError(f"optimizer={optimizer!r:.60} is none of psdist.optim, such as psdist.optim.Adam()")
+    if not isinstance(consistency, get_args(Consistency)):
+        raise InvalidArgumentError(f"consistency={consistency!r:.60} is none of psdist.BSP(), SSP(n), ASP()")
+    return ParametersSpec(name, optimizer, consistency, non_finite, slice_elements)
+
+
+def _check_same(existing: AsyncParameters, spec: ParametersSpec, layout: Layout) -> AsyncParameters:
+    if difference := existing.layout.difference(layout):
+        raise LayoutMismatchError(f"this client has {spec.name!r} with another layout: {difference}")
+    if difference := existing.spec.difference(spec):
+        raise SettingsMismatchError(f"this client has {spec.name!r} with other settings: {difference}")
+    return existing
+
+
+def _positive(name: str, value: float) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise InvalidArgumentError(f"{name}={value!r} is out of range: use a number of seconds above 0")
+    return float(value)
+
+
+def _as_dict(message: Any) -> dict[str, Any]:
+    """A protobuf message as plain values, all fields present; enums as their names, bytes as hexadecimal."""
+    return {field.name: _field_value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def _field_value(field: Any, value: Any) -> Any:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return dict(value)
+    if field.is_repeated:
+        return [_single_value(field, item) for item in value]
+    return _single_value(field, value)
+
+
+def _single_value(field: Any, value: Any) -> Any:
+    if field.message_type is not None:
+        return _as_dict(value)
+    if field.enum_type is not None:
+        return field.enum_type.values_by_number[value].name
+    return value.hex() if isinstance(value, bytes) else value

@@ -1,0 +1,317 @@
+"""The client's link to the scheduler: registration, the session that keeps the membership, and calls.
+
+The session runs in a task of its own: heartbeats up, maps and news of failures down into ``cluster``. When it breaks it
+is opened again, for ever, with the same incarnation; pushes and pulls do not notice, because they go to the servers.
+
+Not here: the data path (``transfer``), what the calls mean (``async_client``, ``creation``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+
+from psdist.client.cluster import ClusterWatch, again
+from psdist.client.retry import Backoff
+from psdist.client.waits import Wait, Waits
+from psdist.errors import (
+    ClosedError,
+    FencedError,
+    InternalError,
+    ProtocolMismatchError,
+    PsdistError,
+    SchedulerUnreachableError,
+    ServerUnreachableError,
+    UnauthenticatedError,
+    WrongRunError,
+)
+from psdist.types import ClusterMap
+from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
+from psdist.wire import auth, channels, convert, limits, status
+
+logger = logging.getLogger("psdist")
+T = TypeVar("T")
+
+_LEAVE_SECONDS: Final = 1.0
+#: After one of these the scheduler will never take this member back.
+_FINAL_ERRORS: Final = (FencedError, WrongRunError, UnauthenticatedError, ProtocolMismatchError)
+_NOT_A_SCHEDULER: Final = (grpc.StatusCode.UNIMPLEMENTED,)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the scheduler is and who wants to join."""
+
+    address: str
+    #: Where the address came from, for messages.
+    source: str
+    token: str
+    run_id: str = ""
+    worker_id: str = ""
+    rank: int | None = None
+    world_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """Who this client is in the run."""
+
+    run_id: str
+    worker_id: str
+    incarnation: int
+    rank: int
+    world_size: int
+    lease_seconds: float
+
+
+class SchedulerLink:
+    """One membership. ``connect`` once, ``close`` once; everything else in between."""
+
+    def __init__(self, target: Target, version: str, rng: random.Random) -> None:
+        self.target = target
+        self.waits = Waits()
+        self.rng = rng
+        self.metadata = auth.metadata(target.token)
+        self._version = version
+        self._channel = channels.open_channel(target.address, limits.CONTROL_MESSAGE_BYTES)
+        self.stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
+        self._session: asyncio.Task[None] | None = None
+        self._session_broken = False
+        self._registration: Registration | None = None
+        self._watch: ClusterWatch | None = None
+
+    @property
+    def peer(self) -> str:
+        """The scheduler's name for messages."""
+        return f"the scheduler at {self.target.address}"
+
+    @property
+    def registration(self) -> Registration:
+        """Who this client is. Raises ClosedError before ``connect``."""
+        if self._registration is None:
+            raise ClosedError("the client is not connected: use it in a with block, or call connect() first")
+        return self._registration
+
+    @property
+    def watch(self) -> ClusterWatch:
+        """The cluster as last heard of. Raises ClosedError before ``connect``."""
+        if self._watch is None:
+            raise ClosedError("the client is not connected: use it in a with block, or call connect() first")
+        return self._watch
+
+    # --- registration ---
+
+    async def connect(self, timeout: float) -> None:
+        """Registers and opens the session.
+
+        Raises SchedulerUnreachableError after ``timeout`` seconds, and what the scheduler refuses with:
+        ProtocolMismatchError, WrongRunError, DuplicateMemberError, UnauthenticatedError, LimitExceededError.
+        """
+        response = await self._register(timeout)
+        self._registration = Registration(
+            response.run_id,
+            response.member_id,
+            response.incarnation,
+            response.rank,
+            response.world_size,
+            response.lease_seconds,
+        )
+        self._watch = ClusterWatch(
+            convert.map_from_proto(response.map) if response.HasField("map") else ClusterMap("", 0)
+        )
+        self._session = asyncio.create_task(self._keep_session(), name="psdist session")
+        self._session.add_done_callback(self._session_ended)
+        _tell_launcher()
+
+    async def _register(self, timeout: float) -> scheduler_pb2.RegisterResponse:
+        attempts, last = 0, "no answer"
+        backoff = Backoff(self.rng)
+        with self.waits.open(f"for {self.peer} (from {self.target.source}) to answer") as wait:
+            try:
+                async with asyncio.timeout(timeout):
+                    while True:
+                        attempts += 1
+                        try:
+                            return await self._register_once()
+                        except ServerUnreachableError as error:
+                            last = error.message
+                            wait.hear(f"for {self.peer} (from {self.target.source}) to answer; last: {last}")
+                        await asyncio.sleep(backoff.next_seconds())
+            except TimeoutError:
+                raise self._unreachable(timeout, attempts, last) from None
+
+    async def _register_once(self) -> scheduler_pb2.RegisterResponse:
+        target = self.target
+        request = scheduler_pb2.RegisterRequest(
+            protocol_version=limits.PROTOCOL_VERSION,
+            psdist_version=self._version,
+            run_id=target.run_id,
+            role=scheduler_pb2.ROLE_WORKER,
+            member_id=target.worker_id,
+            rank=target.rank,
+            world_size=target.world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        try:
+            response: scheduler_pb2.RegisterResponse = await self.stub.Register(request, metadata=self.metadata)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _NOT_A_SCHEDULER:
+                raise SchedulerUnreachableError(
+                    f"what answers at {target.address} (from {target.source}) is no psdist scheduler: "
+                    f"{error.details()}; check the address",
+                    address=target.address,
+                ) from None
+            raise status.from_call(error, self.peer) from None
+        return response
+
+    def _unreachable(self, timeout: float, attempts: int, last: str) -> SchedulerUnreachableError:
+        target = self.target
+        return SchedulerUnreachableError(
+            f"no scheduler answered at {target.address} (from {target.source}) in {timeout:g} s and {attempts} "
+            f"attempts; the last one: {last}. Is it running, and is this its address? Start one with 'psdist run' or "
+            "'psdist-scheduler', or set PSDIST_SCHEDULER=HOST:PORT",
+            address=target.address,
+            attempts=attempts,
+        )
+
+    # --- session ---
+
+    async def _keep_session(self) -> None:
+        """Holds the session open until it is cancelled or the scheduler says that this member is out."""
+        backoff = Backoff(self.rng)
+        while True:
+            error = await self._session_once(backoff)
+            if isinstance(error, _FINAL_ERRORS):
+                logger.error("%s ended the membership of %s: %s", self.peer, self.registration.worker_id, error)
+                self.watch.see_fatal(error)
+                return
+            if not self._session_broken:
+                logger.warning("the session with %s broke (%s): trying again; training goes on", self.peer, error)
+            self._session_broken = True
+            await asyncio.sleep(backoff.next_seconds())
+
+    async def _session_once(self, backoff: Backoff) -> PsdistError:
+        """One session stream, to its end. Returns why it ended."""
+        mine = self.registration
+        call = self.stub.Session(metadata=self.metadata)
+        hello = scheduler_pb2.SessionRequest.Hello(member_id=mine.worker_id, incarnation=mine.incarnation)
+        beats = asyncio.create_task(self._beat(call, hello), name="psdist heartbeat")
+        try:
+            async for response in call:
+                self._hear(response)
+                backoff.reset()
+                if self._session_broken:
+                    logger.info("%s is back", self.peer)
+                self._session_broken = False
+            return SchedulerUnreachableError(f"{self.peer} ended the session")
+        except grpc.aio.AioRpcError as failure:
+            return status.from_call(failure, self.peer)
+        except PsdistError as error:  # a map that cannot be read
+            return error
+        finally:
+            beats.cancel()
+            call.cancel()
+
+    def _session_ended(self, task: asyncio.Task[None]) -> None:
+        """A session that ends by a defect must not let calls wait for news that will not come."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.watch.see_fatal(InternalError(f"the session with {self.peer} failed: {error!r}"))
+
+    async def _beat(self, call: Any, hello: scheduler_pb2.SessionRequest.Hello) -> None:
+        """The greeting, then heartbeats until the stream breaks, which its reader reports."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await call.write(scheduler_pb2.SessionRequest(hello=hello))
+            while True:
+                beat = scheduler_pb2.SessionRequest.Heartbeat(
+                    epoch=self.watch.cluster.epoch, waiting_for=self.waits.sentences()
+                )
+                await call.write(scheduler_pb2.SessionRequest(heartbeat=beat))
+                await asyncio.sleep(self.registration.lease_seconds / 4)
+
+    def _hear(self, response: scheduler_pb2.SessionResponse) -> None:
+        match response.WhichOneof("command"):
+            case "map":
+                self.watch.see_map(convert.map_from_proto(response.map))
+            case "member_lost" if response.member_lost.role == scheduler_pb2.ROLE_SERVER:
+                lost = response.member_lost
+                logger.warning("%s is lost: %s", lost.member_id, lost.reason)
+                self.watch.see_loss(lost.member_id, lost.reason)
+
+    # --- calls ---
+
+    async def follow(self, method: Any, request: Any, wait: Wait, handle: Callable[[Any], Awaitable[T | None]]) -> T:
+        """Reads what ``method`` answers ``request`` with until ``handle`` returns something, and returns that.
+
+        Where the scheduler cannot be reached it is asked again, until it is back. Raises what it refuses with.
+        """
+        backoff = Backoff(self.rng)
+        while True:
+            call = method(request, metadata=self.metadata)
+            try:
+                async for response in call:
+                    if reason := getattr(response, "waiting_for", ""):
+                        wait.hear(reason)
+                    if (result := await handle(response)) is not None:
+                        return result
+            except grpc.aio.AioRpcError as failure:
+                error = status.from_call(failure, self.peer)
+                if not isinstance(error, ServerUnreachableError | ClosedError):
+                    raise error from None
+                wait.hear(f"for {self.peer} to be back: {error.message}")
+            finally:
+                call.cancel()
+            self.raise_if_out()
+            await asyncio.sleep(backoff.next_seconds())
+
+    async def call(self, method: Any, request: Any, timeout: float | None = None) -> Any:
+        """One unary call. Raises what the scheduler refuses with, and SchedulerUnreachableError."""
+        try:
+            return await method(request, metadata=self.metadata, timeout=timeout)
+        except grpc.aio.AioRpcError as failure:
+            self._raise_mapped(failure)
+
+    def _raise_mapped(self, failure: grpc.aio.AioRpcError) -> NoReturn:
+        error = status.from_call(failure, self.peer)
+        if isinstance(error, ServerUnreachableError):
+            raise SchedulerUnreachableError(error.message, address=self.target.address) from None
+        raise error from None
+
+    def raise_if_out(self) -> None:
+        """Raises why this client is out, if it is."""
+        if self.watch.fatal is not None:
+            raise again(self.watch.fatal)
+
+    async def close(self) -> None:
+        """Leaves politely, if the scheduler answers within a second, and closes the channel."""
+        if self._session is not None:
+            if self.watch.fatal is None:
+                await self._leave()
+            self._session.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._session
+            self.watch.see_fatal(ClosedError("the client is closed"))
+        await self._channel.close()
+
+    async def _leave(self) -> None:
+        mine = self.registration
+        request = scheduler_pb2.LeaveRequest(member_id=mine.worker_id, incarnation=mine.incarnation, reason="closed")
+        with suppress(grpc.aio.AioRpcError):
+            await self.stub.Leave(request, metadata=self.metadata, timeout=_LEAVE_SECONDS)
+
+
+def _tell_launcher() -> None:
+    """Creates the file by which a launcher knows that this worker's script uses psdist."""
+    if connected_file := os.environ.get("PSDIST_CONNECTED_FILE"):
+        Path(connected_file).touch()

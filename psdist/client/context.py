@@ -1,0 +1,106 @@
+"""``psdist.init()``: where this script stands in its run, and its client.
+
+Under a launcher it reads what the launcher left in the environment. Without one it is a world of one: it starts a
+scheduler and a server of its own, which end with the script.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from psdist.client.sync_client import Client
+from psdist.errors import ConfigurationError
+
+_CONFIGURED = ("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "DMLC_PS_ROOT_URI")
+
+
+class _Cluster(Protocol):
+    def close(self) -> None:
+        """Ends it."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """A script's place in its run.
+
+    rank: this worker's number, from 0; world_size: workers of the run; local_rank: number on this machine.
+    client: connected.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    client: Client
+    _cluster: _Cluster | None = field(default=None, repr=False)
+
+    def close(self) -> None:
+        """Leaves the run, and ends the cluster if ``init`` started it. Closing again does nothing."""
+        global _current
+        with _lock:
+            if _current is self:
+                _current = None
+        self.client.close()
+        if self._cluster is not None:
+            self._cluster.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_lock = threading.Lock()
+_current: Context | None = None
+
+
+def init(**client_arguments: Any) -> Context:
+    """Connects this script to its run and returns its ``Context``; called again it returns the same one until that is
+    closed. ``client_arguments`` are those of ``psdist.Client``.
+
+    Raises ConfigurationError, SchedulerUnreachableError, and what the scheduler refuses with.
+    """
+    global _current
+    with _lock:
+        if _current is None:
+            _current = _connect(client_arguments)
+        elif client_arguments:
+            raise ConfigurationError("psdist.init() was called before: close that context before passing arguments")
+        return _current
+
+
+def _connect(arguments: dict[str, Any]) -> Context:
+    if arguments.get("scheduler") or any(os.environ.get(name) for name in _CONFIGURED):
+        client = Client(**arguments)
+        return Context(client.rank, client.world_size, client.local_rank, client)
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ConfigurationError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but no scheduler is named: start the script with 'psdist run' "
+            "or 'psdist-worker' instead of another launcher, or set PSDIST_SCHEDULER=HOST:PORT"
+        )
+    return _world_of_one(arguments)
+
+
+def _world_of_one(arguments: dict[str, Any]) -> Context:
+    from psdist.launch.embedded import EmbeddedCluster
+
+    cluster = EmbeddedCluster(servers=1)
+    try:
+        print("psdist: no launcher, so this is a world of one: a scheduler and one server are started", file=sys.stderr)
+        named = {"scheduler": cluster.address, "token": cluster.token, "run_id": cluster.run_id}
+        client = Client(**(arguments | named))
+    except BaseException:
+        cluster.close()
+        raise
+    context = Context(client.rank, client.world_size, client.local_rank, client, cluster)
+    # Registered after the loop thread's own exit function, so it runs before: first the client, then the cluster.
+    atexit.register(context.close)
+    return context

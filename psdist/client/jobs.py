@@ -1,0 +1,221 @@
+"""What crosses the data path for each call of the user: pushes, pulls and initial values as ``transfer.Job``.
+
+A job makes the messages for a route and takes the answers, straight from and into flat vectors. Encoding happens when a
+slice is sent, so that no more than a few encoded slices exist at once.
+
+Not here: streams, retries (``transfer``), which step it is (``session``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from psdist.client.partition import Flat
+from psdist.client.routing import Route
+from psdist.client.session import Request
+from psdist.compression import NUMPY_DTYPES, Cast
+from psdist.errors import InternalError
+from psdist.types import Identity, Slicing
+from psdist.v1 import common_pb2, server_pb2
+from psdist.wire import convert, frames
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Who sends, for the identity of each request."""
+
+    run_id: str
+    worker_id: str
+    incarnation: int
+    parameters: str
+
+    def identity(self, epoch: int) -> server_pb2.Identity:
+        """The identity of a request that was routed by the map of ``epoch``."""
+        return convert.identity_to_proto(
+            Identity(self.run_id, self.worker_id, self.incarnation, epoch, self.parameters)
+        )
+
+
+def encode(codec: Cast, values: Flat) -> memoryview:
+    """The payload of a slice: the codec's output as bytes, without a copy of its own."""
+    return codec.encode(values).view(np.uint8).data
+
+
+def decode_into(target: Flat, payload: memoryview, dtype: str, peer: str) -> None:
+    """Writes a payload of weights into ``target``, widened to float32. Raises InternalError for another size."""
+    item = NUMPY_DTYPES[dtype].itemsize
+    if len(payload) != item * len(target):
+        raise InternalError(f"{peer} sent {len(payload)} bytes for a slice of {len(target)} elements of {dtype}")
+    if dtype == "bfloat16":  # the upper half of a float32
+        bits = target.view(np.uint32)
+        bits[...] = np.frombuffer(payload, "<u2")
+        np.left_shift(bits, 16, out=bits)
+    else:
+        target[...] = np.frombuffer(payload, NUMPY_DTYPES[dtype])
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Payload bytes of a job, both ways."""
+
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass
+class PushJob:
+    """A gradient, acknowledged slice by slice once it is applied.
+
+    flat: the gradient, or None to abstain.
+    versions: version of the weights that the gradient was computed on, by slice.
+    """
+
+    sender: Sender
+    request: Request
+    slicing: Slicing
+    versions: list[int]
+    flat: Flat | None
+    codec: Cast
+    grad_norm: float
+    title: str
+    traffic: Traffic
+    method: str = "Push"
+
+    def _header(self, route: Route, pull_dtype: common_pb2.DType | None = None) -> server_pb2.PushHeader:
+        return server_pb2.PushHeader(
+            pull_dtype=pull_dtype,
+            identity=self.sender.identity(route.epoch),
+            step=self.request.number,
+            codec=common_pb2.CODEC_RAW,
+            dtype=convert.dtype_to_proto(self.codec.dtype),
+            abstain=self.flat is None,
+            grad_norm=self.grad_norm,
+        )
+
+    def _payload(self, index: int) -> memoryview:
+        if self.flat is None:
+            return memoryview(b"")
+        start, stop = self.slicing.bounds(index)
+        payload = encode(self.codec, self.flat[start:stop])
+        self.traffic.sent += len(payload)
+        return payload
+
+    def messages(self, route: Route) -> Iterator[bytes]:
+        """One message per slice that is not answered yet; the first has the header."""
+        header: server_pb2.PushHeader | None = self._header(route)
+        for index in self.request.unanswered(route.slices):
+            message = server_pb2.PushRequest(header=header, slice=index, base_version=self.versions[index])
+            yield frames.pack(message, self._payload(index))
+            header = None
+
+    def take(self, route: Route, data: bytes) -> str:
+        """An acknowledgement."""
+        answer = server_pb2.PushResponse.FromString(data)
+        if not answer.waiting_for:
+            self.request.answer(answer.slice, answer.version, answer.staleness, answer.ignored)
+        return answer.waiting_for
+
+
+@dataclass
+class PushPullJob(PushJob):
+    """A gradient up, the new weights down into ``target``."""
+
+    method: str = "PushPull"
+    target: Flat | None = None
+    pull_dtype: str = "float32"
+
+    def messages(self, route: Route) -> Iterator[bytes]:
+        """One message per slice that is not answered yet; the first has the header."""
+        header: server_pb2.PushHeader | None = self._header(route, convert.dtype_to_proto(self.pull_dtype))
+        for index in self.request.unanswered(route.slices):
+            message = server_pb2.PushPullRequest(header=header, slice=index, base_version=self.versions[index])
+            yield frames.pack(message, self._payload(index))
+            header = None
+
+    def take(self, route: Route, data: bytes) -> str:
+        """New weights."""
+        assert self.target is not None
+        frame = frames.unpack(server_pb2.PushPullResponse, data)
+        answer = frame.header
+        if not answer.waiting_for:
+            _take_weights(self.request, self.slicing, answer.slice, self.target, frame.payload, self.pull_dtype, route)
+            self.traffic.received += len(frame.payload)
+            self.request.answer(answer.slice, answer.version, answer.staleness, answer.ignored)
+        return answer.waiting_for
+
+
+@dataclass
+class PullJob:
+    """Weights into ``target``."""
+
+    sender: Sender
+    request: Request
+    slicing: Slicing
+    target: Flat
+    dtype: str
+    title: str
+    traffic: Traffic
+    method: str = "Pull"
+
+    def messages(self, route: Route) -> Iterator[bytes]:
+        """One request."""
+        message = server_pb2.PullRequest(
+            identity=self.sender.identity(route.epoch),
+            dtype=convert.dtype_to_proto(self.dtype),
+            min_version=self.request.number,
+            slices=self.request.unanswered(route.slices),
+        )
+        yield message.SerializeToString()
+
+    def take(self, route: Route, data: bytes) -> str:
+        """Weights of one slice."""
+        frame = frames.unpack(server_pb2.PullResponse, data)
+        answer = frame.header
+        if not answer.waiting_for:
+            _take_weights(self.request, self.slicing, answer.slice, self.target, frame.payload, self.dtype, route)
+            self.traffic.received += len(frame.payload)
+            self.request.answer(answer.slice, answer.version)
+        return answer.waiting_for
+
+
+@dataclass
+class InstallJob:
+    """Initial values, always float32. A server answers once, for all of its slices."""
+
+    sender: Sender
+    request: Request
+    slicing: Slicing
+    flat: Flat
+    title: str
+    method: str = "Install"
+
+    def messages(self, route: Route) -> Iterator[bytes]:
+        """One message per slice of the route; after a break all of them come again."""
+        identity: server_pb2.Identity | None = self.sender.identity(route.epoch)
+        for index in route.slices:
+            start, stop = self.slicing.bounds(index)
+            payload = self.flat[start:stop].view(np.uint8).data
+            yield frames.pack(server_pb2.InstallRequest(identity=identity, slice=index), payload)
+            identity = None
+
+    def take(self, route: Route, data: bytes) -> str:
+        """The server has them all."""
+        answer = server_pb2.InstallResponse.FromString(data)
+        if answer.slices != len(route.slices):
+            raise InternalError(f"{route.peer} took {answer.slices} of {len(route.slices)} slices of initial values")
+        for index in route.slices:
+            self.request.answer(index, 0)
+        return ""
+
+
+def _take_weights(
+    request: Request, slicing: Slicing, index: int, target: Flat, payload: memoryview, dtype: str, route: Route
+) -> None:
+    """Writes a slice's weights, but only where they are still asked for: a late answer must not overwrite a newer."""
+    if index not in request.pending:
+        raise InternalError(f"{route.peer} answered slice {index}, which is not asked for or was answered before")
+    start, stop = slicing.bounds(index)
+    decode_into(target[start:stop], payload, dtype, route.peer)

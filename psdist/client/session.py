@@ -1,0 +1,116 @@
+"""The session of one worker with one parameters: which step comes next, and which slices of it are still unanswered.
+
+Pure: events are method calls, nothing waits. This is what makes a push exactly-once together with the servers'
+duplicate tables: a push keeps its number until every slice of it is answered, and what is sent again carries it.
+
+Invariants, checked by ``Request.answer`` and the tests:
+
+* A step (BSP) or sequence number (SSP, ASP) is used by one finished push, never by two.
+* The number grows only when a push is finished: after an error or a cancelled call the next push has the same number,
+  and the servers take from it only what they have not.
+* A slice is answered at most once per push; an answer for a slice that was not asked for is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from psdist.consistency import BSP, Consistency
+from psdist.errors import InternalError
+
+
+@dataclass(slots=True)
+class Request:
+    """One push or pull under way: what was asked for and has not been answered."""
+
+    #: BSP: the step; SSP and ASP: the sequence number. Pulls: the least version wanted.
+    number: int
+    pending: set[int]
+    versions: dict[int, int] = field(default_factory=dict)
+    ignored: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every slice is answered."""
+        return not self.pending
+
+    def unanswered(self, slices: Iterable[int]) -> tuple[int, ...]:
+        """Those of ``slices`` that are to be sent (again), in their order."""
+        return tuple(index for index in slices if index in self.pending)
+
+    def answer(self, index: int, version: int, staleness: int = 0, ignored: bool = False) -> None:
+        """Slice ``index`` was answered. Raises InternalError for one that is not pending."""
+        if index not in self.pending:
+            raise InternalError(f"a server answered slice {index}, which is not asked for or was answered before")
+        self.pending.discard(index)
+        self.versions[index] = version
+        self.ignored += ignored
+        self.staleness_sum += staleness
+        self.staleness_max = max(self.staleness_max, staleness)
+
+    @property
+    def staleness_mean(self) -> float:
+        """Mean over the answered slices."""
+        return self.staleness_sum / len(self.versions) if self.versions else 0.0
+
+
+class Session:
+    """Steps and versions of one worker in one parameters of ``slices`` slices.
+
+    consistency: None for a reader, which never pushes.
+    first_step: BSP: the first step this worker contributes to.
+    """
+
+    def __init__(self, slices: int, consistency: Consistency | None, first_step: int = 0) -> None:
+        self.consistency = consistency
+        self.first_step = first_step if self.synchronous else 0
+        #: Number of the next push.
+        self.step = self.first_step
+        #: Version of each slice as last seen by the user.
+        self.versions = [0] * slices
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether pushes are steps that all members make together."""
+        return isinstance(self.consistency, BSP)
+
+    @property
+    def version(self) -> int:
+        """Lowest version of any slice as last seen."""
+        return min(self.versions, default=self.step)
+
+    def begin_push(self) -> Request:
+        """The next push, with all slices unanswered. Beginning it again after a failure gives the same number."""
+        return Request(self.step, set(range(len(self.versions))))
+
+    def begin_pull(self) -> Request:
+        """A pull of all slices. BSP members wait for the step they are at; others take what is there."""
+        return Request(self.step if self.synchronous else 0, set(range(len(self.versions))))
+
+    def end_push(self, push: Request, *, seen: bool) -> None:
+        """All of ``push`` is answered: its number is used up.
+
+        seen: the answers carried the weights, so that the next gradient is computed on their versions.
+        BSP: where others went on without this worker (backup workers), the next step is the first that is still open on
+        some slice; it is never a step that was already pushed.
+        """
+        assert push.finished and push.number == self.step
+        if seen:
+            self._see(push)
+        self.step += 1
+        if self.synchronous:
+            self.step = max(self.step, min(push.versions.values(), default=0))
+
+    def end_pull(self, pull: Request) -> None:
+        """All of ``pull`` is answered. BSP: a step that is over everywhere is not this worker's next one any more."""
+        assert pull.finished
+        self._see(pull)
+        if self.synchronous:
+            self.step = max(self.step, self.version)
+
+    def _see(self, request: Request) -> None:
+        for index, version in request.versions.items():
+            self.versions[index] = version

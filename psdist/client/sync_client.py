@@ -1,0 +1,192 @@
+"""``Client`` and ``Parameters``: the synchronous face of ``AsyncClient``.
+
+Every call runs on the process's one background loop (``loop``) and blocks until it is done; Ctrl-C cancels the call.
+Usable from several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from numpy.typing import ArrayLike, NDArray
+
+from psdist.client import loop
+from psdist.client.async_client import AsyncClient
+from psdist.client.parameters import AsyncParameters, Statistics
+from psdist.client.partition import Arrays
+from psdist.compression import Cast
+from psdist.consistency import Consistency
+from psdist.optim import Optimizer
+from psdist.types import DType, Layout, NonFinite, ParametersSpec
+
+
+class Client:
+    """A worker of a run; joins it when made. Arguments and errors are those of ``AsyncClient``."""
+
+    def __init__(
+        self,
+        scheduler: str | None = None,
+        token: str | None = None,
+        *,
+        run_id: str | None = None,
+        worker_id: str | None = None,
+        rank: int | None = None,
+        connect_timeout: float = 60.0,
+        request_timeout: float | None = None,
+    ) -> None:
+        self._client = AsyncClient(
+            scheduler,
+            token,
+            run_id=run_id,
+            worker_id=worker_id,
+            rank=rank,
+            connect_timeout=connect_timeout,
+            request_timeout=request_timeout,
+        )
+        self._handles: dict[int, Parameters] = {}
+        loop.shared().call(self._client.connect())
+
+    def close(self) -> None:
+        """Leaves the run. Closing again does nothing."""
+        loop.shared().call(self._client.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def rank(self) -> int:
+        """This worker's number in the run, from 0."""
+        return self._client.rank
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the run, as its launcher said."""
+        return self._client.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number on its machine, from 0."""
+        return self._client.local_rank
+
+    @property
+    def worker_id(self) -> str:
+        """This worker's name in the run."""
+        return self._client.worker_id
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self._client.run_id
+
+    @property
+    def incarnation(self) -> int:
+        """How many lives this worker id has had, this one included."""
+        return self._client.incarnation
+
+    def __repr__(self) -> str:
+        return repr(self._client).replace("AsyncClient", "Client")
+
+    def parameters(
+        self,
+        name: str,
+        init: Mapping[str, ArrayLike] | None = None,
+        optimizer: Optimizer | None = None,
+        consistency: Consistency | None = None,
+        compression: Cast | str | None = None,
+        pull_dtype: DType = "float32",
+        non_finite: NonFinite = "reject",
+        slice_elements: int = 0,
+    ) -> Parameters:
+        """Creates parameters, or attaches to them. See ``AsyncClient.parameters``."""
+        handle = loop.shared().call(
+            self._client.parameters(
+                name, init, optimizer, consistency, compression, pull_dtype, non_finite, slice_elements
+            )
+        )
+        return self._handles.setdefault(id(handle), Parameters(handle))
+
+    def barrier(self, name: str = "default", timeout: float | None = None) -> None:
+        """Returns when all live workers have called it with this name. See ``AsyncClient.barrier``."""
+        loop.shared().call(self._client.barrier(name, timeout))
+
+    def status(self) -> dict[str, Any]:
+        """The run as the scheduler sees it. See ``AsyncClient.status``."""
+        return loop.shared().call(self._client.status())
+
+
+class Parameters:
+    """Named tensors that live on the servers. Made by ``Client.parameters``; see ``AsyncParameters``."""
+
+    def __init__(self, handle: AsyncParameters) -> None:
+        self._handle = handle
+
+    @property
+    def name(self) -> str:
+        """The parameters' name."""
+        return self._handle.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names, in order."""
+        return self._handle.names
+
+    @property
+    def layout(self) -> Layout:
+        """Names, shapes and dtypes, in order."""
+        return self._handle.layout
+
+    @property
+    def spec(self) -> ParametersSpec:
+        """The settings that all workers agree on."""
+        return self._handle.spec
+
+    @property
+    def member(self) -> bool:
+        """Whether this client takes part in the training, or only reads."""
+        return self._handle.member
+
+    @property
+    def step(self) -> int:
+        """Number of the next push."""
+        return self._handle.step
+
+    @property
+    def first_step(self) -> int:
+        """BSP: the first step that this worker contributes to."""
+        return self._handle.first_step
+
+    @property
+    def version(self) -> int:
+        """Updates in the weights last pulled (the least of any slice)."""
+        return self._handle.version
+
+    @property
+    def staleness(self) -> int:
+        """SSP and ASP: staleness of the last gradient, in versions."""
+        return self._handle.staleness
+
+    def statistics(self) -> Statistics:
+        """Counters of this handle."""
+        return self._handle.statistics()
+
+    def __repr__(self) -> str:
+        return repr(self._handle).replace("AsyncParameters", "Parameters")
+
+    def pull(self, out: Mapping[str, NDArray[Any]] | None = None) -> Arrays:
+        """The weights by name. See ``AsyncParameters.pull``."""
+        return loop.shared().call(self._handle.pull(out))
+
+    def push(self, gradients: Mapping[str, ArrayLike]) -> None:
+        """Sends the gradient of the next step; returns when it is applied. See ``AsyncParameters.push``."""
+        loop.shared().call(self._handle.push(gradients))
+
+    def push_pull(self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None = None) -> Arrays:
+        """One step: gradient up, new weights down. See ``AsyncParameters.push_pull``."""
+        return loop.shared().call(self._handle.push_pull(gradients, out))

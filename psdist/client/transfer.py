@@ -1,0 +1,200 @@
+"""The data path: slices to and from the servers, all servers at once, each slice answered exactly once.
+
+A ``Job`` says what is sent and what is done with an answer. ``DataPath.deliver`` keeps every slice of it on its way:
+a stream that breaks is opened again for what is unanswered, with the same step; a route that is out of date is planned
+anew; a server that is lost ends the call at once. The servers do not wait for each other here, because with clipping by
+the global norm one server's answer may depend on another's resent slice.
+
+Not here: which step or version is meant (``session``), who holds what (``routing``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+import grpc
+import grpc.aio
+
+from psdist.client.cluster import again
+from psdist.client.connection import SchedulerLink
+from psdist.client.jobs import Sender
+from psdist.client.retry import Backoff
+from psdist.client.routing import Route
+from psdist.client.session import Request
+from psdist.client.waits import Wait
+from psdist.errors import ClosedError, PsdistError, ServerUnreachableError, StaleEpochError
+from psdist.wire import channels, status
+
+logger = logging.getLogger("psdist")
+
+#: A newer map is waited for at most so long; then the route is tried again, in case it was the server that was behind.
+_NEWER_MAP_SECONDS: Final = 1.0
+_SERVICE: Final = "/psdist.v1.ServerService/"
+
+Planner = Callable[[Sequence[int]], tuple[Route, ...]]
+
+
+class Job(Protocol):
+    """One call of the user, as far as servers see it."""
+
+    #: Name of the method of ServerService.
+    method: str
+    #: What the user did, for messages: "step 12 of 'mlp'".
+    title: str
+    request: Request
+    sender: Sender
+
+    def messages(self, route: Route) -> Iterator[bytes]:
+        """The requests for the slices of ``route``, in their order."""
+
+    def take(self, route: Route, data: bytes) -> str:
+        """An answer of the route's server. Returns its reason if all it says is that it waits."""
+
+
+class DataPath:
+    """Channels to servers, and the way of a job over them."""
+
+    def __init__(self, link: SchedulerLink) -> None:
+        self._link = link
+        self._methods: dict[tuple[str, str], Any] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        #: Slices that were asked for more than once, by parameters' name.
+        self.resent: Counter[str] = Counter()
+        #: What the last call waited for when it was given up.
+        self.last_reason = "for an answer"
+
+    async def deliver(self, job: Job, planner: Planner) -> None:
+        """Returns when every slice of ``job`` is answered.
+
+        planner: routes to slices by the newest map.
+        Raises ServerLostError, FencedError and whatever else a server refuses with; then some slices may be answered.
+        """
+        await self._spread(job, planner, sorted(job.request.pending))
+
+    async def close(self) -> None:
+        """Closes all channels."""
+        opened = list(self._channels.values())
+        self._channels.clear()
+        self._methods.clear()
+        for channel in opened:
+            await channel.close()
+
+    async def _spread(self, job: Job, planner: Planner, slices: Sequence[int]) -> None:
+        routes = planner(slices)
+        if len(routes) == 1:
+            await self._drive(job, planner, routes[0])
+        elif routes:
+            await _all_or_first_error([self._drive(job, planner, route) for route in routes])
+
+    async def _drive(self, job: Job, planner: Planner, route: Route) -> None:
+        """Gets the slices of ``route`` answered, by whoever holds them in the end."""
+        backoff = Backoff(self._link.rng)
+        with self._link.waits.open(f"for {route.peer} to answer {job.title}") as wait:
+            while True:
+                self.last_reason = wait.reason
+                broken = await self._attempt(job, route, wait)
+                left = job.request.unanswered(route.slices)
+                if not left:
+                    return
+                if isinstance(broken, StaleEpochError):
+                    await self._link.watch.newer_than(route.epoch, _NEWER_MAP_SECONDS)
+                elif broken is not None:
+                    if len(left) < len(route.slices):
+                        backoff.reset()
+                    wait.hear(f"for {route.peer} to be reachable again, for {job.title}: {broken.message}")
+                    await self._pause(route, backoff.next_seconds())
+                self.resent[job.sender.parameters] += len(left)
+                routes = planner(left)
+                if len(routes) > 1 or routes[0].server_id != route.server_id:
+                    break
+                route = routes[0]
+        await self._spread(job, planner, left)
+
+    async def _pause(self, route: Route, seconds: float) -> None:
+        """Waits before the next attempt, but not for a server that is lost meanwhile."""
+        loss = self._link.watch.loss_of(route.server_id, route.incarnation)
+        await asyncio.wait({loss}, timeout=seconds)
+        if loss.done():
+            raise again(loss.result())
+
+    async def _attempt(self, job: Job, route: Route, wait: Wait) -> PsdistError | None:
+        """One stream, to its end. Returns why it broke if it is worth another attempt; raises what is not."""
+        loss = self._link.watch.loss_of(route.server_id, route.incarnation)
+        if loss.done():
+            raise again(loss.result())
+        call = self._method(route.address, job.method)(metadata=self._link.metadata)
+        send = asyncio.create_task(_send(call, job, route))
+        receive = asyncio.create_task(_receive(call, job, route, wait))
+        try:
+            await _until_received(receive, send, loss)
+            if job.request.unanswered(route.slices):
+                return ServerUnreachableError(f"{route.peer} ended the stream before all slices were answered")
+            return None
+        except grpc.aio.AioRpcError as failure:
+            error = status.from_call(failure, route.peer)
+            if isinstance(error, StaleEpochError | ServerUnreachableError | ClosedError):
+                return error
+            raise error from None
+        finally:
+            call.cancel()
+            send.cancel()
+            receive.cancel()
+            await asyncio.gather(send, receive, return_exceptions=True)
+
+    def _method(self, address: str, name: str) -> Any:
+        """The method as raw bytes both ways. On the wire a stream of one message is the same as a unary request."""
+        method = self._methods.get((address, name))
+        if method is None:
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = self._channels[address] = channels.open_channel(address)
+            method = self._methods[address, name] = channel.stream_stream(_SERVICE + name)
+        return method
+
+
+async def _send(call: Any, job: Job, route: Route) -> None:
+    """Writes all messages. A stream that breaks meanwhile is left for its reader to report."""
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        for message in job.messages(route):
+            await call.write(message)
+        await call.done_writing()
+
+
+async def _receive(call: Any, job: Job, route: Route, wait: Wait) -> None:
+    """Takes answers until the stream ends."""
+    async for data in call:
+        if reason := job.take(route, data):
+            wait.hear(reason)
+        else:
+            wait.progress()
+
+
+async def _until_received(receive: asyncio.Task[None], send: asyncio.Task[None], loss: asyncio.Future[Any]) -> None:
+    """Returns when ``receive`` has ended well; raises its error, an error of ours in ``send``, or the loss."""
+    waiting: set[asyncio.Future[Any]] = {receive, send, loss}
+    while not receive.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if loss in done and not receive.done():
+            raise again(loss.result())
+        if send in done:
+            send.result()
+    receive.result()
+
+
+async def _all_or_first_error(coroutines: Sequence[Any]) -> None:
+    """Runs all at once; the first error ends the others and is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,100 @@
+"""Waits: nothing waits silently. Each wait has a reason that peers may change, is told once it lasts, and is listed.
+
+A reason is the end of a sentence that begins with "waiting", such as "for worker-1 (rank 1) to push step 12".
+A reason is logged at INFO when it is first heard, and at WARNING when the wait has lasted
+``limits.REPORT_WAIT_SECONDS``, once per reason and again each minute. The open waits ride on the heartbeats, so that
+``psdist status`` shows them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from psdist.wire import limits
+
+logger = logging.getLogger("psdist")
+
+_REPEAT_SECONDS: Final = 60.0
+_SENTENCES_MAX: Final = 16
+
+
+class Wait:
+    """One wait. Made by ``Waits.open``."""
+
+    def __init__(self, reason: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.reason = reason
+        self._loop = loop
+        self._since = loop.time()
+        self._told: set[str] = set()
+        self._timer = loop.call_later(limits.REPORT_WAIT_SECONDS, self._tell)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+        return self._loop.time() - self._since
+
+    @property
+    def sentence(self) -> str:
+        """``waiting 12 s for worker-1 (rank 1) to push step 12``."""
+        return f"waiting {self.seconds:.0f} s {self.reason}"
+
+    def hear(self, reason: str) -> None:
+        """The peer says what it waits for."""
+        if reason == self.reason:
+            return
+        self.reason = reason
+        if self.seconds >= limits.REPORT_WAIT_SECONDS:
+            self._warn()
+        else:
+            logger.info("waiting %s", reason)
+
+    def progress(self) -> None:
+        """Something arrived: the silence starts anew."""
+        self._since = self._loop.time()
+        self._told.clear()
+
+    def close(self) -> None:
+        """The wait is over."""
+        self._timer.cancel()
+
+    def _tell(self) -> None:
+        left = limits.REPORT_WAIT_SECONDS - self.seconds
+        if left > 0.001:  # there was progress meanwhile
+            self._timer = self._loop.call_later(left, self._tell)
+            return
+        self._told.clear()
+        self._warn()
+        self._timer = self._loop.call_later(_REPEAT_SECONDS, self._tell)
+
+    def _warn(self) -> None:
+        if self.reason not in self._told:
+            self._told.add(self.reason)
+            logger.warning("%s", self.sentence)
+
+
+class Waits:
+    """The open waits of one client."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Wait] = {}
+
+    @contextmanager
+    def open(self, reason: str) -> Iterator[Wait]:
+        """A wait that lasts as long as the block, at first for ``reason``."""
+        wait = Wait(reason, asyncio.get_running_loop())
+        self._open[id(wait)] = wait
+        try:
+            yield wait
+        finally:
+            wait.close()
+            del self._open[id(wait)]
+
+    def sentences(self) -> list[str]:
+        """One sentence per wait that has lasted, longest first."""
+        long = [wait for wait in self._open.values() if wait.seconds >= limits.REPORT_WAIT_SECONDS]
+        long.sort(key=lambda wait: -wait.seconds)
+        return [wait.sentence for wait in long[:_SENTENCES_MAX]]

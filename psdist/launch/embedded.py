@@ -1,0 +1,104 @@
+"""A cluster for one script: a scheduler and its servers as children of the process that asks, for as long as it lives.
+
+This is what ``psdist.init()`` starts where no launcher did. The children end with their parent: politely by ``close``,
+else by the lifeline, a pipe whose other end only the parent holds. Not here: worker processes, restarts (``local``).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from psdist.config import START_TIMEOUT_SECONDS, await_address
+from psdist.errors import ConfigurationError, SchedulerUnreachableError
+from psdist.launch.plan import SchedulerLink, ServicesPlan
+from psdist.launch.process import ProcessSpec
+from psdist.launch.runfile import DIRECTORY_PREFIX
+
+_STOP_SECONDS: Final = 5.0
+
+
+class EmbeddedCluster:
+    """A running scheduler with ``servers`` servers on free loopback ports. Closing it again does nothing.
+
+    Raises SchedulerUnreachableError where the scheduler does not come up.
+    """
+
+    def __init__(self, servers: int = 1, environ: Mapping[str, str] | None = None) -> None:
+        if servers < 1:
+            raise ConfigurationError(f"servers={servers} is out of range: use 1 or more")
+        environ = dict(os.environ if environ is None else environ)
+        self.token = secrets.token_urlsafe(32)
+        self.run_id = f"local-{secrets.token_hex(4)}"
+        self._directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+        lifeline, self._lifeline_end = os.pipe()
+        self._children: list[subprocess.Popen[bytes]] = []
+        try:
+            self._start(self._plan(servers, lifeline), environ | {"PSDIST_TOKEN": self.token}, lifeline)
+            self.address = self._await_scheduler()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(lifeline)
+
+    def _plan(self, servers: int, lifeline: int) -> ServicesPlan:
+        return ServicesPlan(
+            directory=self._directory,
+            link=SchedulerLink(file=self._directory / "scheduler", run_id=self.run_id),
+            servers=servers,
+            workers=1,
+            lifeline=lifeline,
+            failure_timeout_seconds=2.0,
+            start_timeout_seconds=START_TIMEOUT_SECONDS,
+            kernel_threads=max(1, (os.cpu_count() or 1) // servers),
+            log_level="error",  # the end of a server is a warning, but here it is the plan
+        )
+
+    def _start(self, plan: ServicesPlan, environ: Mapping[str, str], lifeline: int) -> None:
+        for spec in (plan.scheduler(environ), *(plan.server(number, environ) for number in range(plan.servers))):
+            self._children.append(_spawn(spec, lifeline))
+
+    def _await_scheduler(self) -> str:
+        """The scheduler's address, or an error as soon as it has died."""
+        path = self._directory / "scheduler"
+        for _ in range(int(START_TIMEOUT_SECONDS * 10)):
+            with suppress(SchedulerUnreachableError):
+                return await_address(path, 0.1)
+            if (status := self._children[0].poll()) is not None:
+                raise SchedulerUnreachableError(
+                    f"the scheduler of this script's own cluster ended with status {status}"
+                )
+        return await_address(path, 0.0)
+
+    def close(self) -> None:
+        """Ends the children and removes what they had written."""
+        children, self._children = self._children, []
+        for child in reversed(children):
+            if child.poll() is None:
+                child.send_signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_STOP_SECONDS)
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+        if self._lifeline_end >= 0:
+            os.close(self._lifeline_end)
+            self._lifeline_end = -1
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _spawn(spec: ProcessSpec, lifeline: int) -> subprocess.Popen[bytes]:
+    # A session of its own: Ctrl-C is for the script, which then closes the cluster.
+    return subprocess.Popen(
+        spec.argv, env=dict(spec.environment), stdin=subprocess.DEVNULL, pass_fds=(lifeline,), start_new_session=True
+    )
