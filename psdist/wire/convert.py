@@ -1,11 +1,12 @@
 """Between the frozen dataclasses that the machines speak and the protobuf messages that cross the wire.
 
-One pair of functions per type, ``x_to_proto`` and ``x_from_proto``. What comes from the wire is checked here: names, sizes
-and kinds that are out of range raise InvalidArgumentError or LimitExceededError before anything else sees them.
+One pair of functions per type, ``x_to_proto`` and ``x_from_proto``. What comes from the wire is checked here: names,
+sizes and kinds that are out of range raise InvalidArgumentError or LimitExceededError before anything else sees them.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Final, cast
 
 from psdist.consistency import ASP, BSP, SSP, Consistency, StalenessLr
@@ -63,7 +64,7 @@ def layout_to_proto(layout: Layout) -> pb.Layout:
 
 
 def layout_from_proto(message: pb.Layout) -> Layout:
-    """The table of tensors, checked: names allowed and unique, at most TENSORS_MAX tensors and ELEMENTS_MAX elements."""
+    """The table of tensors, checked: names allowed and unique, at most TENSORS_MAX tensors, ELEMENTS_MAX elements."""
     if len(message.tensors) > limits.TENSORS_MAX:
         raise LimitExceededError(f"{len(message.tensors)} tensors are more than the limit of {limits.TENSORS_MAX}")
     layout = Layout(tuple(_tensor_from_proto(tensor) for tensor in message.tensors))
@@ -85,7 +86,7 @@ def _tensor_from_proto(message: pb.Tensor) -> TensorSpec:
 def optimizer_to_proto(optimizer: Optimizer) -> pb.Optimizer:
     """An optimizer specification as kind and numbers."""
     schedule = optimizer.schedule
-    numbers = {name: float(getattr(schedule, name)) for name in schedule.__dataclass_fields__}
+    numbers = {field.name: float(getattr(schedule, field.name)) for field in fields(schedule)}
     return pb.Optimizer(
         kind=optimizer.kind,
         values=optimizer.values(),
