@@ -199,7 +199,7 @@ class Supervisor:
                 Say(f"{event.key} failed: {how}; restart {attempt} of {self.restarts_max}"),
                 Start(event.key, attempt),
             ]
-        tried = "" if self.restarts_max == 0 else f", after {self.restarts_max} restarts"
+        tried = f" (--max-restarts {self.restarts_max} used up)" if self.restarts_max else ""
         return self._stop(Finish(status_of(event.returncode), f"{event.key} failed: {how}{tried}", event.key), now)
 
     def _connected(self, event: Connected, now: float) -> list[Effect]:

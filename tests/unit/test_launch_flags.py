@@ -1,0 +1,228 @@
+"""Flags, their environment twins and spellings; settings of programs and clients; what is wrong is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from psdist import config
+from psdist.cli import run, worker
+from psdist.config import client_settings, scheduler_settings, server_settings
+from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
+
+
+def test_command_line_before_variable_before_torchruns_before_default() -> None:
+    line = run.command_line()
+    pet = {"PET_NPROC_PER_NODE": "3"}
+    own = {**pet, "PSDIST_NPROC_PER_NODE": "4"}
+    assert line.parse(["x.py"], {}).nproc_per_node == 1
+    assert line.parse(["x.py"], pet).nproc_per_node == 3
+    assert line.parse(["x.py"], own).nproc_per_node == 4
+    assert line.parse(["--nproc-per-node", "5", "x.py"], own).nproc_per_node == 5
+
+
+@pytest.mark.parametrize("spelling", ["--nproc-per-node=4", "--nproc_per_node=4"])
+def test_everything_after_the_script_is_the_scripts(spelling: str) -> None:
+    given = run.command_line().parse([spelling, "train.py", "--lr", "0.1", "--nproc-per-node", "9", "--", "-h"], {})
+    assert given.nproc_per_node == 4
+    assert given.command == ["train.py", "--lr", "0.1", "--nproc-per-node", "9", "--", "-h"]
+
+
+def test_switches_take_no_value_and_short_flags_do() -> None:
+    given = run.command_line().parse(["-m", "-r", "1:3", "-t3", "--log-dir", "logs", "pkg.mod", "-m"], {})
+    assert given.module is True and given.no_python is False
+    assert given.redirects == {1: 3} and given.tee == {None: 3}
+    assert given.command == ["pkg.mod", "-m"]
+
+
+def test_a_double_dash_ends_the_flags() -> None:
+    assert run.command_line().parse(["--nservers", "1", "--", "-odd-name.py", "a"], {}).command == ["-odd-name.py", "a"]
+
+
+def test_misplaced_flags_are_found() -> None:
+    line = run.command_line()
+    assert line.misplaced(["train.py", "--nproc_per_node=8", "--lr", "1"]) == ["--nproc_per_node"]
+    assert line.misplaced(["train.py", "--lr", "1"]) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--nservers", "0", "x.py"], ["--nservers", "0", "at least 1"]),
+        (["--nproc-per-node", "0", "x.py"], ["--nproc-per-node", "0", "at least 1"]),
+        (["--nproc-per-node", "many", "x.py"], ["--nproc-per-node", "'many'"]),
+        (["--nproc-per-node", "gpu", "x.py"], ["gpu is not supported"]),
+        (["--start-method", "fork", "x.py"], ["--start-method", "fork", "spawn"]),
+        (["--failure-timeout", "nan", "x.py"], ["--failure-timeout", "nan"]),
+        (["--signals-to-handle", "SIGKILL", "x.py"], ["SIGKILL"]),
+        (["--run-id", "../x", "x.py"], ["--run-id", "'../x'"]),
+        (["-r", "4", "x.py"], ["--redirects", "'4'"]),
+        (["--local-ranks-filter", "a", "x.py"], ["--local-ranks-filter", "'a'"]),
+        (["--frobnicate", "x.py"], ["--frobnicate"]),
+    ],
+)
+def test_wrong_flags_say_what_is_wrong(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run.command_line().parse(argv, {})
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
+
+
+def test_a_wrong_variable_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.command_line().parse(["x.py"], {"PET_NPROC_PER_NODE": "-1"})
+    assert "PET_NPROC_PER_NODE" in capsys.readouterr().err
+
+
+def test_redirects_need_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run.main(["-r", "3", "x.py"], {})
+    assert ended.value.code == 2
+    assert "--log-dir" in capsys.readouterr().err
+
+
+# --- psdist-worker ----------------------------------------------------------------------------------------------------
+
+
+def agent(*argv: str, **environ: str) -> object:
+    return worker.agent_options(worker.command_line().parse([*argv, "x.py"], environ), environ)
+
+
+def test_ways_to_name_the_scheduler() -> None:
+    def address(*argv: str, **environ: str) -> str:
+        return worker.scheduler_of(worker.command_line().parse([*argv, "x.py"], environ), environ)[0]
+
+    assert address("--scheduler", "h:1") == "h:1"
+    assert address("--rdzv-endpoint", "h:2", PSDIST_SCHEDULER="other:1") == "h:2"
+    assert address("--master-addr", "h", "--master-port", "3") == "h:3"
+    assert address(PET_MASTER_ADDR="torch", PET_MASTER_PORT="29500", PSDIST_SCHEDULER="h:4") == "h:4"
+    assert address(PET_MASTER_ADDR="torch", PET_MASTER_PORT="29500") == "torch:29500"
+    assert address(DMLC_PS_ROOT_URI="h", DMLC_PS_ROOT_PORT="5") == "h:5"
+    with pytest.raises(InvalidArgumentError, match="--scheduler"):
+        address()
+    with pytest.raises(InvalidArgumentError, match="--master-port"):
+        address("--master-addr", "h")
+
+
+def test_nodes_and_their_ranks() -> None:
+    assert worker.nodes("3") == (3, 3) and worker.nodes("1:4") == (1, 4)
+    for wrong in ("0", "4:1", "a", "1:", ""):
+        with pytest.raises(ValueError):
+            worker.nodes(wrong)
+    with pytest.raises(InvalidArgumentError, match="--node-rank 2"):
+        agent("--scheduler", "h:1", "--nnodes", "2", "--node-rank", "2")
+    with pytest.raises(InvalidArgumentError, match="1:2"):
+        agent("--scheduler", "h:1", "--nnodes", "1:2", "--node-rank", "0")
+
+
+def test_another_rendezvous_backend_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        worker.command_line().parse(["--rdzv-backend", "c10d", "x.py"], {})
+    assert "c10d" in capsys.readouterr().err
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_scheduler_settings() -> None:
+    settings = scheduler_settings(["--min_workers=3", "--insecure", "--host", "0.0.0.0"], {"PSDIST_TOKEN": " t\n"})
+    assert (settings.workers_min, settings.insecure, settings.token, settings.port) == (3, True, "t", 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "word"),
+    [
+        (["--host", "0.0.0.0"], {"PSDIST_TOKEN": "t"}, "--insecure"),
+        (["--host", "10.0.0.1", "--insecure"], {}, "PSDIST_TOKEN"),
+        (["--port", "65536"], {}, "65535"),
+        (["--advertise", "nowhere"], {}, "HOST:PORT"),
+        (["--token-file", "absent"], {}, "absent"),
+        ([], {"PSDIST_TOKEN": "two\nlines"}, "PSDIST_TOKEN"),
+        ([], {"PSDIST_FAILURE_TIMEOUT": "0"}, "PSDIST_FAILURE_TIMEOUT"),
+        (["stray"], {}, "stray"),
+    ],
+)
+def test_wrong_scheduler_settings(
+    argv: list[str], environ: dict[str, str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        scheduler_settings(argv, environ)
+    assert ended.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+def test_server_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert server_settings([], {"PSDIST_SCHEDULER": "h:1"}).scheduler_address() == "h:1"
+    assert server_settings([], {"DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "2"}).scheduler == "h:2"
+    (tmp_path / "address").write_text("127.0.0.1:77\n")
+    assert server_settings(["--scheduler-file", str(tmp_path / "address")], {}).scheduler_address() == "127.0.0.1:77"
+    with pytest.raises(SystemExit):
+        server_settings([], {})
+    assert "PSDIST_SCHEDULER" in capsys.readouterr().err
+
+
+def test_order_of_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("from-a\n")
+    (tmp_path / "b").write_text("from-b\n")
+    environ = {"PSDIST_TOKEN": "direct", "PSDIST_TOKEN_FILE": str(tmp_path / "a"), "PSDIST_SCHEDULER": "h:1"}
+    assert client_settings(environ, token="given").token == "given"
+    assert client_settings(environ).token == "direct"
+    assert server_settings(["--token-file", str(tmp_path / "b")], environ).token == "from-b"
+    assert server_settings([], environ).token == "direct"
+    del environ["PSDIST_TOKEN"]
+    assert client_settings(environ).token == "from-a"
+    assert client_settings({}).token == ""
+
+
+def test_client_settings(tmp_path: Path) -> None:
+    lonely = client_settings({})
+    assert (lonely.scheduler, lonely.rank, lonely.world_size, lonely.local_rank) == ("", None, 1, 0)
+    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "PSDIST_RUN_ID": "r", "PSDIST_WORKER_ID": "w"}
+    settings = client_settings(environ)
+    assert (settings.rank, settings.world_size, settings.local_rank) == (3, 4, 1)
+    assert (settings.run_id, settings.worker_id) == ("r", "w")
+    (tmp_path / "address").write_text("127.0.0.1:9\n")
+    file = {"PSDIST_SCHEDULER_FILE": str(tmp_path / "address"), "DMLC_PS_ROOT_URI": "old", "DMLC_PS_ROOT_PORT": "1"}
+    assert client_settings(file).scheduler == "127.0.0.1:9"
+    assert client_settings({**file, "PSDIST_SCHEDULER": "h:1"}).scheduler == "h:1"
+    assert client_settings(file, scheduler="h:2").scheduler == "h:2"
+
+
+@pytest.mark.parametrize(
+    ("environ", "word"),
+    [
+        ({"RANK": "one"}, "RANK='one'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "WORLD_SIZE 2"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
+        ({"PSDIST_SCHEDULER": "host"}, "HOST:PORT"),
+        ({"PSDIST_TOKEN_FILE": "absent"}, "absent"),
+        ({"PSDIST_RUN_ID": "a b"}, "'a b'"),
+        ({"PSDIST_SCHEDULER_FILE": "absent", "PSDIST_START_TIMEOUT": "soon"}, "PSDIST_START_TIMEOUT"),
+    ],
+)
+def test_wrong_client_settings(environ: dict[str, str], word: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=word):
+        client_settings(environ)
+
+
+def test_a_scheduler_that_never_leaves_its_address(tmp_path: Path) -> None:
+    with pytest.raises(SchedulerUnreachableError, match="address-file"):
+        client_settings({"PSDIST_SCHEDULER_FILE": str(tmp_path / "a"), "PSDIST_START_TIMEOUT": "0"})
+
+
+def test_addresses() -> None:
+    assert config.parse_address("host.name:80") == ("host.name", 80)
+    assert config.parse_address("[::1]:80") == ("::1", 80)
+    for wrong in ("", "h", "h:", ":1", "h:0", "h:65536", "::1:80", "h:x", "h:-1", "h:²"):
+        with pytest.raises(InvalidArgumentError):
+            config.parse_address(wrong)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("localhost", True), ("127.9.9.9", True), ("::1", True), ("0.0.0.0", False), ("example.org", False)],
+)
+def test_loopback(host: str, loopback: bool) -> None:
+    assert config.is_loopback(host) is loopback

@@ -1,0 +1,162 @@
+"""Lines, prefixes, files and last words of processes; environments of workers; notes of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psdist.errors import ConfigurationError
+from psdist.launch import guard
+from psdist.launch.output import STDERR, STDOUT, Output, Routing, last_words, parse_streams
+from psdist.launch.plan import SchedulerLink, WorkersPlan
+from psdist.launch.process import LINE_BYTES_MAX, LineSplitter
+from psdist.launch.runfile import RunRegistry
+from psdist.launch.supervisor import ProcessKey
+
+WORKER = ProcessKey("worker", 5)
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\r\n", codec="utf-8"), max_size=20), max_size=10), st.data())
+def test_lines_do_not_depend_on_how_they_arrive(lines: list[str], data: st.DataObject) -> None:
+    ends = [data.draw(st.sampled_from(["\n", "\r\n"])) for _ in lines]
+    stream = "".join(line + end for line, end in zip(lines, ends, strict=True)).encode()
+    splitter, got, position = LineSplitter(), [], 0
+    while position < len(stream):
+        step = data.draw(st.integers(1, 7))
+        got += splitter.feed(stream[position : position + step])
+        position += step
+    assert got + splitter.close() == lines
+
+
+def test_progress_bars_and_lines_without_end() -> None:
+    splitter = LineSplitter()
+    assert splitter.feed(b"10%\r20%\r") == ["10%"]
+    assert splitter.feed(b"30%") == ["20%"]
+    assert splitter.close() == ["30%"]
+    assert splitter.feed(b"x" * (LINE_BYTES_MAX + 1)) == ["x" * LINE_BYTES_MAX]
+    assert splitter.close() == ["x"]
+    assert splitter.feed(b"\xff\n") == ["\ufffd"]
+
+
+def test_last_words_are_the_traceback_if_there_is_one() -> None:
+    tail = [(STDOUT, "step 1"), (STDERR, "warning"), (STDERR, "Traceback (most recent call last):"), (STDERR, "E: x")]
+    assert last_words([*tail, (STDOUT, "bye")]) == ["Traceback (most recent call last):", "E: x"]
+    assert last_words(tail[:2]) == ["step 1", "warning"]
+    assert last_words([]) == []
+
+
+def test_streams_in_torchruns_notation() -> None:
+    assert parse_streams("3") == {None: 3}
+    assert parse_streams("0:1,2:3") == {0: 1, 2: 3}
+    for wrong in ("", "4", "a:1", "1,2", "0:1,3", ":1"):
+        with pytest.raises(ConfigurationError):
+            parse_streams(wrong)
+
+
+def test_routing(tmp_path: Path) -> None:
+    assert Routing(tmp_path).to_file(0, STDOUT) and not Routing().to_file(0, STDOUT)
+    redirected = Routing(tmp_path, redirects={None: 3}, tees={1: 2})
+    assert redirected.to_file(0, STDOUT) and not redirected.to_console(0, STDOUT)
+    assert redirected.to_console(1, STDERR) and not redirected.to_console(1, STDOUT)
+    shown = Routing(shown_ranks=frozenset({1}))
+    assert shown.to_console(1, STDOUT) and not shown.to_console(0, STDERR) and shown.to_console(None, STDERR)
+
+
+def test_lines_go_to_their_stream_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(Routing(tmp_path / "logs"), lambda rank: rank - 4, "trainer")
+    output.begin(WORKER)
+    output.lines(WORKER, STDOUT, ["a", "b"])
+    output.lines(WORKER, STDERR, ["c"])
+    output.begin(ProcessKey("scheduler", 0))
+    output.lines(ProcessKey("scheduler", 0), STDERR, ["d"])
+    output.report(WORKER)
+    output.close()
+    captured = capsys.readouterr()
+    assert captured.out == "[trainer 5] a\n[trainer 5] b\n"
+    assert captured.err.startswith("[trainer 5] c\n[scheduler] d\n")
+    assert captured.err.endswith("  | a\n  | b\n  | c\n")
+    assert (tmp_path / "logs" / "worker-5.log").read_text() == "a\nb\nc\n"
+    assert (tmp_path / "logs" / "scheduler.log").read_text() == "d\n"
+
+
+def test_a_worker_gets_torchruns_environment_and_nothing_of_an_outer_run(tmp_path: Path) -> None:
+    link = SchedulerLink(file=tmp_path / "scheduler", token_file=tmp_path / "token", run_id="inner")
+    plan = WorkersPlan(
+        command=("true",),
+        processes=2,
+        link=link,
+        connected_directory=tmp_path,
+        master=("127.0.0.1", 29),
+        start_timeout_seconds=9.5,
+        first_rank=2,
+        world_size=4,
+        node_rank=1,
+    )
+    outer = {
+        "PSDIST_SCHEDULER": "outer:1",
+        "PSDIST_TOKEN": "outer",
+        "DMLC_PS_ROOT_URI": "outer",
+        "RANK": "9",
+        "HOME": "/",
+    }
+    got = dict(plan.spec(3, 1, outer).environment)
+    assert got == {
+        "HOME": "/",
+        "PSDIST_SCHEDULER_FILE": str(tmp_path / "scheduler"),
+        "PSDIST_TOKEN_FILE": str(tmp_path / "token"),
+        "PSDIST_RUN_ID": "inner",
+        "OMP_NUM_THREADS": "1",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "ROLE_NAME": "worker",
+        "ROLE_RANK": "3",
+        "ROLE_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "inner",
+        "PSDIST_START_TIMEOUT": "9.5",
+        "PSDIST_CONNECTED_FILE": str(tmp_path / "3.1"),
+    }
+    assert plan.spec(3, 1, {"OMP_NUM_THREADS": "6"}).environment["OMP_NUM_THREADS"] == "6"
+
+
+def test_the_guard_kills_what_was_not_struck_out() -> None:
+    assert guard.follow([b"+10\n", b"+11\n", b"-10\n", b"+1\n", b"+0\n", b"nonsense\n", b"+\n", b"-99\n"]) == {11}
+
+
+def test_notes_of_runs(tmp_path: Path) -> None:
+    registry = RunRegistry(tmp_path / "runs")
+    note = registry.claim("mine", tmp_path / "token", tmp_path / "psdist-mine")
+    assert (tmp_path / "runs" / "mine.json").stat().st_mode & 0o777 == 0o600
+    note = registry.listening(note, "127.0.0.1:5")
+    assert registry.live() == [note]
+    with pytest.raises(ConfigurationError, match=f"pid {os.getpid()}"):
+        registry.claim("mine", tmp_path / "token", tmp_path / "psdist-mine")
+    registry.remove("mine")
+    assert registry.live() == []
+
+
+def test_stale_notes_are_swept_with_their_directory(tmp_path: Path) -> None:
+    registry = RunRegistry(tmp_path / "runs")
+    (tmp_path / "psdist-old").mkdir()
+    (tmp_path / "psdist-old" / "token").write_text("t")
+    (tmp_path / "precious").mkdir()
+    for name, directory in (("old", "psdist-old"), ("forged", "precious")):
+        registry.claim(name, tmp_path / "token", tmp_path / directory)
+        path = tmp_path / "runs" / f"{name}.json"
+        # The pid lives, but it is another process than the one that wrote the note.
+        path.write_text(json.dumps({**json.loads(path.read_text()), "pid_started": 1}))
+    (tmp_path / "runs" / "broken.json").write_text("[]")
+    assert registry.live() == []
+    assert list((tmp_path / "runs").iterdir()) == []
+    assert not (tmp_path / "psdist-old").exists() and (tmp_path / "precious").exists()
