@@ -1,0 +1,243 @@
+"""The server's data path over real gRPC, with a cluster map made by hand and clients made of raw messages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+
+from psdist import optim
+from psdist.consistency import ASP, BSP
+from psdist.errors import (
+    FencedError,
+    FutureStepError,
+    InvalidArgumentError,
+    NonFiniteGradientError,
+    PsdistError,
+    StaleEpochError,
+    UnauthenticatedError,
+    UnknownCodecError,
+    UnknownParametersError,
+    WrongRunError,
+)
+from psdist.types import ClusterMap, ParametersEntry, ParametersMember, ParametersSpec, ServerEntry, WorkerEntry
+from psdist.v1 import common_pb2 as cpb
+from psdist.v1 import server_pb2 as pb
+from psdist.v1 import server_pb2_grpc
+from psdist.wire import auth, channels, frames, status
+from psdist_server.host import Host
+from psdist_server.service import ServerService
+
+TOKEN = "secret"
+TOTAL, SLICE = 25, 10
+INITIAL = np.linspace(-1, 1, TOTAL, dtype=np.float32)
+GRADIENT = np.arange(TOTAL, dtype=np.float32)
+
+
+def entry(workers: int, *, ready: bool, **settings: object) -> ParametersEntry:
+    given = {"optimizer": optim.SGD(lr=0.5), "consistency": BSP()} | settings
+    spec = ParametersSpec("p", slice_elements=SLICE, **given)  # type: ignore[arg-type]
+    members = tuple(ParametersMember(f"worker-{rank}", 1, rank) for rank in range(workers))
+    return ParametersEntry(spec, TOTAL, ("server-0",) * 2, members, ready=ready)
+
+
+def cluster_map(epoch: int, what: ParametersEntry, address: str = "", live: int | None = None) -> ClusterMap:
+    members = what.members if live is None else what.members[:live]
+    workers = tuple(WorkerEntry(m.worker_id, m.incarnation, m.rank) for m in members)
+    return ClusterMap("run", epoch, (ServerEntry("server-0", 1, address),), workers, (what,))
+
+
+class Bench:
+    """One server on a free port and what a test says to it."""
+
+    def __init__(self, host: Host, channel: grpc.aio.Channel) -> None:
+        self.host = host
+        self.stub = server_pb2_grpc.ServerServiceStub(channel)
+        self.epoch = 0
+
+    async def follow(self, what: ParametersEntry, live: int | None = None) -> None:
+        self.epoch += 1
+        await self.host.follow(cluster_map(self.epoch, what, live=live))
+
+    async def create(self, workers: int = 1, **settings: object) -> None:
+        await self.follow(entry(workers, ready=False, **settings))
+        requests = [pb.InstallRequest(slice=i, payload=part.tobytes()) for i, part in enumerate(cut(INITIAL))]
+        requests[0].identity.CopyFrom(self.identity())
+        await self.stub.Install(iter(requests), metadata=auth.metadata(TOKEN))
+        await self.follow(entry(workers, ready=True, **settings))
+
+    def identity(self, worker: int = 0, **changes: object) -> pb.Identity:
+        given = {"run_id": "run", "worker_id": f"worker-{worker}", "incarnation": 1, "epoch": self.epoch}
+        return pb.Identity(**(given | {"parameters": "p"} | changes))  # type: ignore[arg-type]
+
+    def header(self, step: int, worker: int = 0, **changes: object) -> pb.PushHeader:
+        raw = {"codec": cpb.CODEC_RAW, "dtype": cpb.DTYPE_FLOAT32, "pull_dtype": cpb.DTYPE_FLOAT32}
+        given = raw | {"identity": self.identity(worker), "step": step}
+        return pb.PushHeader(**(given | changes))  # type: ignore[arg-type]
+
+    async def push_pull(self, header: pb.PushHeader, parts: Iterable[bytes], first: int = 0) -> np.ndarray:
+        requests = [pb.PushPullRequest(slice=first + i, payload=part) for i, part in enumerate(parts)]
+        requests[0].header.CopyFrom(header)
+        answers = {}
+        try:
+            async for answer in self.stub.PushPull(iter(requests), metadata=auth.metadata(TOKEN)):
+                answers[answer.slice] = answer.payload
+        except grpc.aio.AioRpcError as error:
+            raise status.from_call(error, "server") from None
+        return np.frombuffer(b"".join(answers[index] for index in sorted(answers)), np.float32)
+
+    async def pull(self, identity: pb.Identity, dtype: int = cpb.DTYPE_FLOAT32) -> bytes:
+        request = pb.PullRequest(identity=identity, dtype=dtype)  # type: ignore[arg-type]
+        try:
+            parts = [answer async for answer in self.stub.Pull(request, metadata=auth.metadata(TOKEN))]
+        except grpc.aio.AioRpcError as error:
+            raise status.from_call(error, "server") from None
+        return b"".join(part.payload for part in sorted(parts, key=lambda part: part.slice))
+
+
+def cut(values: np.ndarray) -> list[np.ndarray]:
+    return [values[start : start + SLICE] for start in range(0, len(values), SLICE)]
+
+
+def payloads(values: np.ndarray) -> list[bytes]:
+    return [part.tobytes() for part in cut(values)]
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    host = Host("server-0", "run", TOKEN, kernel_threads=1)
+    server = channels.make_server(TOKEN)
+    port = channels.bind(server, "127.0.0.1", 0, insecure=False)
+    server.add_generic_rpc_handlers((ServerService(host).handler(),))
+    await server.start()
+    async with channels.open_channel(f"127.0.0.1:{port}") as channel:
+        yield Bench(host, channel)
+    await server.stop(0)
+    await host.close()
+
+
+async def test_a_step_of_one_worker(bench: Bench) -> None:
+    await bench.create()
+    weights = await bench.push_pull(bench.header(0), payloads(GRADIENT))
+    assert weights.tobytes() == (INITIAL - np.float32(0.5) * GRADIENT).tobytes()
+    assert await bench.pull(bench.identity()) == weights.tobytes()
+
+
+async def test_fields_in_another_order_are_read_too(bench: Bench) -> None:
+    await bench.create()
+    parts = payloads(GRADIENT)
+    heads = [pb.PushPullRequest(slice=i) for i in range(len(parts))]
+    heads[0].header.CopyFrom(bench.header(0))
+    reordered = [
+        pb.PushPullRequest(payload=part).SerializeToString() + head.SerializeToString()
+        for part, head in zip(parts, heads, strict=True)
+    ]
+    assert frames.unpack(pb.PushPullRequest, reordered[0]).payload == parts[0]
+
+
+async def test_asynchronous_push_with_clipping_uses_the_norm_of_the_push(bench: Bench) -> None:
+    await bench.create(consistency=ASP(), optimizer=optim.SGD(lr=1.0, max_grad_norm=1.0))
+    norm = float(np.sqrt(np.sum(GRADIENT.astype(np.float64) ** 2)))
+    weights = await bench.push_pull(bench.header(0, grad_norm=norm), payloads(GRADIENT))
+    expected = INITIAL - GRADIENT * np.float32(1.0 / (norm + 1e-6))
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    with pytest.raises(InvalidArgumentError, match="grad_norm"):
+        await bench.push_pull(bench.header(1, grad_norm=float("nan")), payloads(GRADIENT))
+
+
+REFUSALS: list[tuple[str, dict[str, object], dict[str, object], type[PsdistError], str]] = [
+    ("run", {"run_id": "other"}, {}, WrongRunError, "run 'run'"),
+    ("worker", {"worker_id": "worker-9"}, {}, FencedError, "worker-9"),
+    ("incarnation", {"incarnation": 0}, {}, FencedError, "incarnation 0"),
+    ("epoch", {"epoch": 1}, {}, StaleEpochError, "epoch 1"),
+    ("parameters", {"parameters": "q"}, {}, UnknownParametersError, "'q'"),
+    ("codec", {}, {"codec": 77}, UnknownCodecError, "77"),
+    ("dtype", {}, {"dtype": cpb.DTYPE_FLOAT64}, InvalidArgumentError, "float64"),
+    ("step", {}, {"step": 7}, FutureStepError, "step 7"),
+]
+
+
+@pytest.mark.parametrize(("identity", "header", "error", "match"), [case[1:] for case in REFUSALS], ids=lambda x: "")
+async def test_refused_requests_change_nothing(
+    bench: Bench, identity: dict[str, object], header: dict[str, object], error: type[PsdistError], match: str
+) -> None:
+    await bench.create()
+    before = await bench.pull(bench.identity())
+    wrong = bench.header(**({"step": 0, "identity": bench.identity(**identity)} | header))  # type: ignore[arg-type]
+    with pytest.raises(error, match=match):
+        await bench.push_pull(wrong, payloads(GRADIENT))
+    assert await bench.pull(bench.identity()) == before
+    await bench.push_pull(bench.header(0), payloads(GRADIENT))
+
+
+@pytest.mark.parametrize(
+    ("parts", "first", "match"),
+    [
+        ([b"\0" * 39], 0, "40 bytes in float32, not 39"),
+        ([b"\0" * 20], 2, ""),
+        ([b"\0" * 40], 3, "slice 3 .* is not on this server"),
+    ],
+)
+async def test_wrong_slices_are_refused(bench: Bench, parts: list[bytes], first: int, match: str) -> None:
+    await bench.create()
+    if not match:
+        await bench.push_pull(bench.header(0), parts, first)
+        return
+    with pytest.raises(InvalidArgumentError, match=match):
+        await bench.push_pull(bench.header(0), parts, first)
+    await bench.push_pull(bench.header(0), payloads(GRADIENT))
+
+
+async def test_non_finite_gradient_is_rejected_or_left_out(bench: Bench) -> None:
+    await bench.create()
+    bad = GRADIENT.copy()
+    bad[3] = np.nan
+    with pytest.raises(NonFiniteGradientError, match="elements 0 to 9"):
+        await bench.push_pull(bench.header(0), payloads(bad))
+    await bench.push_pull(bench.header(0), payloads(GRADIENT))
+    assert bench.host.statistics().parameters[0].workers[0].non_finite == 1
+
+
+async def test_wrong_token_is_refused(bench: Bench) -> None:
+    await bench.create()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await bench.stub.GetStatistics(pb.GetStatisticsRequest(), metadata=auth.metadata("wrong"))
+    assert isinstance(status.from_call(caught.value, "server"), UnauthenticatedError)
+
+
+async def test_expelled_worker_is_fenced_in_the_middle_of_a_wait(bench: Bench) -> None:
+    await bench.create(workers=2)
+    requests = [pb.PushPullRequest(slice=i, payload=part) for i, part in enumerate(payloads(GRADIENT))]
+    requests[0].header.CopyFrom(bench.header(0))
+    call = bench.stub.PushPull(iter(requests), metadata=auth.metadata(TOKEN))
+    while not bench.host.holding("p").counters.bytes_held:
+        await grpc_turn(bench)
+    gone = ParametersEntry(
+        entry(2, ready=True).spec, TOTAL, ("server-0",) * 2, entry(2, ready=True).members[1:], ready=True
+    )
+    bench.epoch += 1
+    await bench.host.follow(cluster_map(bench.epoch, gone))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert isinstance(status.from_call(caught.value, "server"), FencedError)
+
+
+async def grpc_turn(bench: Bench) -> None:
+    """One round trip: everything sent before it has reached the server's loop."""
+    await bench.stub.GetStatistics(pb.GetStatisticsRequest(), metadata=auth.metadata(TOKEN))
+
+
+async def test_server_holds_at_most_two_slices_of_a_stream(bench: Bench) -> None:
+    await bench.create(workers=2)
+    requests = [pb.PushPullRequest(slice=i, payload=part) for i, part in enumerate(payloads(GRADIENT))]
+    requests[0].header.CopyFrom(bench.header(0))
+    call = bench.stub.PushPull(iter(requests), metadata=auth.metadata(TOKEN))
+    for _ in range(20):
+        await grpc_turn(bench)
+    assert bench.host.holding("p").counters.bytes_held == 2 * SLICE * 4
+    weights = await bench.push_pull(bench.header(0, worker=1), payloads(GRADIENT))
+    assert weights.tobytes() == (INITIAL - np.float32(0.5) * GRADIENT).tobytes()
+    assert len([answer async for answer in call]) == 3
