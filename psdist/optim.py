@@ -11,23 +11,65 @@ Step t of the formulas is the slice's version + 1: a slice's first update is ste
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import ClassVar, Literal, TypeVar
+from numbers import Integral, Real
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 from psdist.errors import InvalidArgumentError
 
-_OVERRIDES_MAX = 256
+_OVERRIDES_MAX: Final = 256
+#: float32's largest and smallest normal number: the servers compute in float32, where more is infinite, and less is 0.
+_LARGEST: Final = 3.4028234663852886e38
+_SMALLEST: Final = 1.1754943508222875e-38
 
 
 def _check(condition: bool, name: str, value: object, allowed: str) -> None:
     if not condition:
-        raise InvalidArgumentError(f"{name}={value!r} is out of range: use {allowed}", **{name: value})
+        raise InvalidArgumentError(f"{name}={value!r:.80} is out of range: use {allowed}", **{name: value})
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond float64
+        return False
+
+
+def _normalize(spec: object, kind: str) -> None:
+    """Makes the numbers of a specification plain int, float and bool as declared, so that equal settings are equal
+    however they were written (``lr=1`` and ``lr=numpy.float64(1)``) and survive the wire."""
+    for field in fields(spec):  # type: ignore[arg-type]
+        convert = _CONVERSIONS.get(str(field.type))
+        if convert is not None:
+            value = convert(f"{kind} {field.name}".strip(), getattr(spec, field.name))
+            object.__setattr__(spec, field.name, value)
+
+
+def _as_float(name: str, value: Any) -> float:
+    _check(_finite(value) and 0 <= value <= _LARGEST, name, value, "a finite number of 0 or more")
+    return float(value)
+
+
+def _as_int(name: str, value: Any) -> int:
+    # The wire carries all numbers as float64, so 3.0 is a whole number too.
+    whole = isinstance(value, Integral) or (_finite(value) and value == int(value))
+    _check(whole and not isinstance(value, bool) and 0 <= value <= 2**53, name, value, "a whole number of 0 or more")
+    return int(value)
+
+
+def _as_bool(name: str, value: Any) -> bool:
+    _check(isinstance(value, bool | Real) and value in (0, 1), name, value, "True or False")
+    return bool(value)
+
+
+def _as_pair(name: str, value: Any) -> tuple[float, float]:
+    _check(isinstance(value, tuple | list) and len(value) == 2, name, value, "two numbers, such as (0.9, 0.999)")
+    return _as_float(f"{name}[0]", value[0]), _as_float(f"{name}[1]", value[1])
+
+
+_CONVERSIONS: Final = {"float": _as_float, "int": _as_int, "bool": _as_bool, "tuple[float, float]": _as_pair}
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------
@@ -44,9 +86,7 @@ class Schedule:
     kind: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            _check(_finite(value) and value >= 0, f"schedule {field.name}", value, "a finite number of 0 or more")
+        _normalize(self, "schedule")
         _check(self.warmup_start <= 1, "warmup_start", self.warmup_start, "0 to 1")
 
     def factor(self, step: int) -> float:
@@ -133,7 +173,7 @@ class Polynomial(Schedule):
 
     def _after_warmup(self, step: int) -> float:
         left = 1.0 - min(step, self.total_steps) / self.total_steps
-        return self.end_factor + (1.0 - self.end_factor) * left**self.power
+        return self.end_factor + (1.0 - self.end_factor) * float(left**self.power)
 
 
 # --- overrides --------------------------------------------------------------------------------------------------------
@@ -153,11 +193,12 @@ def override(pattern: str, **values: float) -> Override:
     The names are the optimizer's own, ``lr`` among them; betas are ``beta1`` and ``beta2``. The first override that
     matches holds. ``override("*.bias", weight_decay=0.0)``
     """
-    if not pattern or len(pattern) > 256:
+    if not isinstance(pattern, str) or not 1 <= len(pattern) <= 256:
         raise InvalidArgumentError(f"override pattern {pattern!r:.80} must have 1 to 256 characters")
     if not values:
         raise InvalidArgumentError(f"override {pattern!r} changes nothing: name a hyperparameter, such as lr=0.01")
-    return Override(pattern, tuple(sorted((name, float(value)) for name, value in values.items())))
+    checked = {name: _as_float(f"override {pattern!r} {name}", value) for name, value in values.items()}
+    return Override(pattern, tuple(sorted(checked.items())))
 
 
 def group_of(name: str, overrides: Sequence[Override]) -> int:
@@ -188,7 +229,9 @@ class Optimizer:
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, Schedule) or not self.schedule.kind:
             raise InvalidArgumentError(f"schedule={self.schedule!r} is no psdist.optim schedule")
-        _check(_finite(self.max_grad_norm) and self.max_grad_norm >= 0, "max_grad_norm", self.max_grad_norm, "0 or more")
+        _normalize(self, self.kind)
+        _check(isinstance(self.overrides, tuple | list), "overrides", self.overrides, "a tuple of override(...)")
+        object.__setattr__(self, "overrides", tuple(self.overrides))
         _check(len(self.overrides) <= _OVERRIDES_MAX, "overrides", len(self.overrides), f"at most {_OVERRIDES_MAX}")
         _check_values(self.kind, self.values())
         for item in self.overrides:
@@ -201,7 +244,7 @@ class Optimizer:
             value = getattr(self, field.name)
             if field.name == "betas":
                 values["beta1"], values["beta2"] = map(float, value)
-            elif field.name not in ("schedule", "max_grad_norm", "overrides"):
+            elif field.name not in _SHARED:
                 values[field.name] = float(value)
         return values
 
@@ -210,6 +253,8 @@ class Optimizer:
         return self.values() if group == 0 else self.values() | dict(self.overrides[group - 1].values)
 
     def _check_override(self, item: Override) -> None:
+        if not isinstance(item, Override):
+            raise InvalidArgumentError(f"override {item!r:.80} is none: make it with psdist.optim.override")
         own = self.values()
         for name, _ in item.values:
             if name not in own:
@@ -222,6 +267,7 @@ class Optimizer:
         _check_values(self.kind, own | dict(item.values))
 
 
+_SHARED = tuple(field.name for field in fields(Optimizer))
 #: These decide how much state an element has or which kernel runs, so they hold for all tensors.
 _STRUCTURAL = ("momentum", "nesterov", "centered", "initial_accumulator_value")
 
@@ -320,13 +366,13 @@ _UNIT_OPEN = ("beta1", "beta2", "alpha")
 
 def _check_values(kind: str, values: Mapping[str, float]) -> None:
     for name, value in values.items():
-        _check(_finite(value) and value >= 0, f"{kind} {name}", value, "a finite number of 0 or more")
+        _as_float(f"{kind} {name}", value)
         if name in _UNIT_OPEN:
             _check(value < 1, f"{kind} {name}", value, "0 or more and less than 1")
     if kind in ("adam", "adamw", "rmsprop", "adagrad"):
-        _check(values["eps"] > 0, f"{kind} eps", values["eps"], "more than 0")
+        _check(values["eps"] >= _SMALLEST, f"{kind} eps", values["eps"], "float32's smallest normal 1.18e-38 or more")
     if kind == "ftrl":
-        _check(values["lr"] > 0, "ftrl lr", values["lr"], "more than 0")
+        _check(values["lr"] >= _SMALLEST, "ftrl lr", values["lr"], "float32's smallest normal 1.18e-38 or more")
 
 
 def schedule_from_values(kind: str, values: Mapping[str, float]) -> Schedule:
@@ -334,7 +380,12 @@ def schedule_from_values(kind: str, values: Mapping[str, float]) -> Schedule:
     cls = SCHEDULES.get(kind)
     if cls is None:
         raise InvalidArgumentError(f"schedule kind {kind!r:.40} is unknown: use one of {', '.join(SCHEDULES)}")
-    return cls(**_typed(cls, dict(values)))
+    _check_known(cls, values, [field.name for field in fields(cls)])
+    for field in fields(cls):
+        if field.default is MISSING and field.name not in values:
+            raise InvalidArgumentError(f"{cls.__name__} needs {field.name}, which is missing")
+    given: dict[str, Any] = dict(values)
+    return cls(**given)
 
 
 def optimizer_from_values(
@@ -348,22 +399,17 @@ def optimizer_from_values(
     cls = OPTIMIZERS.get(kind)
     if cls is None:
         raise InvalidArgumentError(f"optimizer kind {kind!r:.40} is unknown: use one of {', '.join(OPTIMIZERS)}")
-    given: dict[str, object] = dict(values)
+    _check_known(cls, values, cls().values())
+    given: dict[str, Any] = dict(values)
     if "beta1" in given or "beta2" in given:
-        given["betas"] = (given.pop("beta1", None), given.pop("beta2", None))
-    return cls(**_typed(cls, given), schedule=schedule, max_grad_norm=max_grad_norm, overrides=tuple(overrides))
+        default1, default2 = cls().values()["beta1"], cls().values()["beta2"]
+        given["betas"] = (given.pop("beta1", default1), given.pop("beta2", default2))
+    return cls(**given, schedule=schedule, max_grad_norm=max_grad_norm, overrides=tuple(overrides))
 
 
-def _typed(cls: type, given: Mapping[str, object]) -> dict[str, object]:
-    """``given`` with integers and booleans as the dataclass declares them."""
-    declared = {field.name: field.type for field in fields(cls)}
-    if unknown := sorted(given.keys() - declared.keys()):
-        raise InvalidArgumentError(f"{cls.__name__} has no {unknown[0]!r:.40}; it has {', '.join(declared)}")
-    casts = {"int": int, "bool": bool}
-    for name, value in given.items():
-        if declared[name] in casts and not _finite(value):
-            raise InvalidArgumentError(f"{cls.__name__} {name}={value!r} must be finite")
-    return {name: casts[declared[name]](value) if declared[name] in casts else value for name, value in given.items()}
+def _check_known(cls: type, given: Mapping[str, float], known: Iterable[str]) -> None:
+    if unknown := sorted(given.keys() - set(known)):
+        raise InvalidArgumentError(f"{cls.__name__} has no {unknown[0]!r:.40}; it has {', '.join(known)}")
 
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -379,9 +425,11 @@ def scale_lr(
 
     mode: "linear" multiplies by world_size (Goyal et al. 2017, arXiv 1706.02677), "sqrt" by its root (Krizhevsky 2014,
         arXiv 1404.5997), "none" leaves it.
-    warmup_steps: steps over which the rate grows from its unscaled to its scaled value (Goyal et al.'s gradual warm-up).
+    warmup_steps: steps over which the rate grows from its unscaled to its scaled value (Goyal et al.'s gradual
+        warm-up); it takes the place of the schedule's own. 0 leaves the schedule as it is.
     """
-    _check(isinstance(world_size, int) and world_size >= 1, "world_size", world_size, "1 or more")
+    world_size = _as_int("world_size", world_size)
+    _check(world_size >= 1, "world_size", world_size, "1 or more")
     factors = {"linear": float(world_size), "sqrt": math.sqrt(world_size), "none": 1.0}
     if mode not in factors:
         raise InvalidArgumentError(f"mode={mode!r} is unknown: use one of {', '.join(factors)}")

@@ -1,0 +1,234 @@
+"""Specifications of optimizers and schedules: what they accept, their words, and their way over the wire and back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psdist import optim
+from psdist.errors import InvalidArgumentError
+
+OPTIMIZERS = list(optim.OPTIMIZERS.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: optim.SGD(lr=-1.0), "sgd lr=-1.0"),
+        (lambda: optim.SGD(lr=math.nan), "sgd lr=nan"),
+        (lambda: optim.Adam(lr=math.inf), "adam lr=inf"),
+        (lambda: optim.Adam(lr=1e39), "adam lr=1e+39"),
+        (lambda: optim.Adam(lr=10**400), "adam lr=1000"),
+        (lambda: optim.Adam(lr="0.1"), "adam lr='0.1'"),  # type: ignore[arg-type]
+        (lambda: optim.Adam(lr=True), "adam lr=True"),
+        (lambda: optim.Adam(betas=(1.0, 0.9)), "adam beta1=1.0"),
+        (lambda: optim.Adam(betas=(0.9, 1.5)), "adam beta2=1.5"),
+        (lambda: optim.Adam(betas=(0.9,)), "adam betas=(0.9,)"),  # type: ignore[arg-type]
+        (lambda: optim.Adam(betas=0.9), "adam betas=0.9"),  # type: ignore[arg-type]
+        (lambda: optim.AdamW(eps=0.0), "adamw eps=0.0"),
+        (lambda: optim.Adagrad(eps=1e-50), "adagrad eps=1e-50"),
+        (lambda: optim.Adagrad(initial_accumulator_value=-0.1), "initial_accumulator_value=-0.1"),
+        (lambda: optim.RMSprop(alpha=1.0), "rmsprop alpha=1.0"),
+        (lambda: optim.RMSprop(centered="yes"), "rmsprop centered='yes'"),  # type: ignore[arg-type]
+        (lambda: optim.SGD(nesterov=2, momentum=0.9), "sgd nesterov=2"),  # type: ignore[arg-type]
+        (lambda: optim.Lion(betas=(-0.1, 0.9)), "betas[0]=-0.1"),
+        (lambda: optim.FTRL(lr=0.0), "ftrl lr=0.0"),
+        (lambda: optim.FTRL(l1=-1.0), "ftrl l1=-1.0"),
+        (lambda: optim.SGD(nesterov=True), "nesterov=True needs momentum"),
+        (lambda: optim.SGD(nesterov=True, momentum=0.9, dampening=0.1), "dampening=0"),
+        (lambda: optim.SGD(max_grad_norm=-1.0), "max_grad_norm=-1.0"),
+        (lambda: optim.SGD(schedule="cosine"), "'cosine' is no psdist.optim schedule"),  # type: ignore[arg-type]
+        (lambda: optim.SGD(schedule=optim.Schedule()), "is no psdist.optim schedule"),
+        (lambda: optim.SGD(overrides=(optim.override("*", beta1=0.5),)), "SGD has no hyperparameter 'beta1'"),
+        (lambda: optim.SGD(momentum=0.9, overrides=(optim.override("*", momentum=0.5),)), "same for all tensors"),
+        (lambda: optim.Adam(overrides=(optim.override("*", beta1=1.0),)), "adam beta1=1.0"),
+        (lambda: optim.SGD(overrides=("*",)), "make it with psdist.optim.override"),  # type: ignore[arg-type]
+        (lambda: optim.SGD(overrides=optim.override("*", lr=1.0)), "a tuple of override"),  # type: ignore[arg-type]
+        (lambda: optim.SGD(overrides=(optim.override("*", lr=1.0),) * 257), "overrides=257"),
+        (lambda: optim.override("", lr=1.0), "override pattern ''"),
+        (lambda: optim.override("a" * 257, lr=1.0), "1 to 256 characters"),
+        (lambda: optim.override("*.bias"), "changes nothing"),
+        (lambda: optim.override("*.bias", lr="x"), "lr='x'"),  # type: ignore[arg-type]
+        (lambda: optim.Constant(warmup_steps=-1), "warmup_steps=-1"),
+        (lambda: optim.Constant(warmup_steps=2.5), "warmup_steps=2.5"),  # type: ignore[arg-type]
+        (lambda: optim.Constant(warmup_start=1.5), "warmup_start=1.5"),
+        (lambda: optim.Linear(0), "total_steps=0"),
+        (lambda: optim.Cosine(10, end_factor=math.nan), "end_factor=nan"),
+        (lambda: optim.Step(0), "every=0"),
+        (lambda: optim.Polynomial(0), "total_steps=0"),
+    ],
+)
+def test_bad_value_is_named(make: Any, words: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        make()
+    assert words in caught.value.message
+
+
+def test_numbers_are_normalized() -> None:
+    spec = optim.Adam(lr=np.float32(0.5), betas=[0.5, 0], eps=np.float64(1))  # type: ignore[arg-type]
+    assert spec == optim.Adam(lr=0.5, betas=(0.5, 0.0), eps=1.0)
+    assert repr(spec) == repr(optim.Adam(lr=0.5, betas=(0.5, 0.0), eps=1.0))
+    assert hash(optim.SGD(overrides=[optim.override("*", lr=1)])) == hash(  # type: ignore[arg-type]
+        optim.SGD(overrides=(optim.override("*", lr=1.0),))
+    )
+
+
+def test_groups() -> None:
+    overrides = (optim.override("*.bias", weight_decay=0.0), optim.override("head.*", lr=0.5))
+    spec = optim.AdamW(lr=0.1, overrides=overrides)
+    assert [optim.group_of(name, overrides) for name in ("head.bias", "head.weight", "w", "Head.x")] == [1, 2, 0, 0]
+    assert spec.group_values(0) == spec.values()
+    assert spec.group_values(1) == spec.values() | {"weight_decay": 0.0}
+    assert spec.group_values(2) == spec.values() | {"lr": 0.5}
+
+
+# --- the wire ---------------------------------------------------------------------------------------------------------
+
+small = st.floats(0, 1000, allow_nan=False)
+unit = st.floats(0, 1, exclude_max=True)
+positive = st.floats(1e-30, 1000)
+warm = {"warmup_steps": st.integers(0, 1000), "warmup_start": st.floats(0, 1)}
+steps = st.integers(1, 10**6)
+schedules = st.one_of(
+    st.builds(optim.Constant, **warm),
+    st.builds(optim.Linear, steps, small, **warm),
+    st.builds(optim.Cosine, steps, small, **warm),
+    st.builds(optim.Step, steps, small, **warm),
+    st.builds(optim.Polynomial, steps, small, small, **warm),
+)
+overrides = st.lists(st.builds(optim.override, st.just("*.bias"), lr=positive), max_size=3).map(tuple)
+common = {"schedule": schedules, "max_grad_norm": small, "overrides": overrides, "lr": positive}
+betas = st.tuples(unit, unit)
+specs = st.one_of(
+    st.builds(optim.SGD, momentum=small, dampening=small, weight_decay=small, **common),
+    st.builds(optim.SGD, momentum=positive, nesterov=st.just(True), **common),
+    st.builds(optim.Adam, betas=betas, eps=positive, weight_decay=small, **common),
+    st.builds(optim.AdamW, betas=betas, eps=positive, weight_decay=small, **common),
+    st.builds(optim.Adagrad, lr_decay=small, initial_accumulator_value=small, eps=positive, **common),
+    st.builds(optim.RMSprop, alpha=unit, momentum=small, centered=st.booleans(), **common),
+    st.builds(optim.Lion, betas=betas, weight_decay=small, **common),
+    st.builds(optim.FTRL, beta=small, l1=small, l2=small, **common),
+)
+
+
+def as_numbers(schedule: optim.Schedule) -> dict[str, float]:
+    return {name: float(value) for name, value in vars(schedule).items()}
+
+
+@given(specs)
+def test_round_trip(spec: optim.Optimizer) -> None:
+    schedule = optim.schedule_from_values(spec.schedule.kind, as_numbers(spec.schedule))
+    again = optim.optimizer_from_values(spec.kind, spec.values(), schedule, spec.max_grad_norm, spec.overrides)
+    assert again == spec
+    assert repr(again) == repr(spec)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: optim.schedule_from_values("x" * 99, {}), "schedule kind 'xxx"),
+        (lambda: optim.schedule_from_values("linear", {}), "Linear needs total_steps"),
+        (lambda: optim.schedule_from_values("linear", {"total_steps": 2.5}), "total_steps=2.5"),
+        (lambda: optim.schedule_from_values("constant", {"total_steps": 2}), "Constant has no 'total_steps'"),
+        (lambda: optim.optimizer_from_values("adadelta", {}, optim.Constant(), 0, ()), "kind 'adadelta' is unknown"),
+        (lambda: optim.optimizer_from_values("sgd", {"beta1": 0.1}, optim.Constant(), 0, ()), "SGD has no 'beta1'"),
+        (lambda: optim.optimizer_from_values("sgd", {"schedule": 1}, optim.Constant(), 0, ()), "SGD has no 'schedule'"),
+        (lambda: optim.optimizer_from_values("adam", {"betas": 1}, optim.Constant(), 0, ()), "Adam has no 'betas'"),
+        (lambda: optim.optimizer_from_values("sgd", {"nesterov": math.nan}, optim.Constant(), 0, ()), "nesterov=nan"),
+        (lambda: optim.optimizer_from_values("sgd", {}, optim.Constant(), math.nan, ()), "max_grad_norm=nan"),
+    ],
+)
+def test_bad_words_from_the_wire(make: Any, words: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        make()
+    assert words in caught.value.message
+
+
+def test_missing_beta_takes_its_default() -> None:
+    assert optim.optimizer_from_values("adam", {"beta1": 0.5}, optim.Constant(), 0, ()) == optim.Adam(
+        betas=(0.5, 0.999)
+    )
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+def torch_schedule(schedule: optim.Schedule, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    lrs = torch.optim.lr_scheduler
+    match schedule:
+        case optim.Linear():
+            return lrs.LinearLR(optimizer, 1.0, schedule.end_factor, schedule.total_steps)
+        case optim.Cosine():
+            return lrs.CosineAnnealingLR(optimizer, schedule.total_steps, schedule.end_factor)
+        case optim.Step():
+            return lrs.StepLR(optimizer, schedule.every, schedule.gamma)
+        case optim.Polynomial():
+            return lrs.PolynomialLR(optimizer, schedule.total_steps, schedule.power)
+    return lrs.ConstantLR(optimizer, 1.0)
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        optim.Constant(),
+        optim.Linear(20, 0.1),
+        optim.Cosine(40, 0.05),
+        optim.Step(9, 0.5),
+        optim.Polynomial(20, 2.0),
+    ],
+    ids=lambda schedule: schedule.kind,
+)
+def test_schedule_is_torchs(schedule: optim.Schedule, warmup: int) -> None:
+    schedule = replace(schedule, warmup_steps=warmup)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = torch_schedule(schedule, optimizer)
+    if warmup:
+        first = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 3, 1.0, warmup)
+        theirs = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, theirs], [warmup])
+    for step in range(40):
+        assert schedule.factor(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-12), step
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize("schedule", [optim.Linear(10, 0.2), optim.Cosine(10, 0.2), optim.Polynomial(10, 3, 0.2)])
+def test_schedule_stays_at_its_end(schedule: optim.Schedule) -> None:
+    assert [schedule.factor(step) for step in (10, 11, 10**9)] == pytest.approx([0.2] * 3)
+
+
+# --- scale_lr ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "factor"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
+def test_scale_lr(mode: Any, factor: float) -> None:
+    spec = optim.SGD(lr=0.1, overrides=(optim.override("head.*", lr=0.01, weight_decay=0.5),))
+    scaled = optim.scale_lr(spec, 4, mode, warmup_steps=10)
+    assert scaled.lr == 0.1 * factor
+    assert scaled.group_values(1) == scaled.values() | {"lr": 0.01 * factor, "weight_decay": 0.5}
+    assert scaled.lr * scaled.schedule.factor(0) == pytest.approx(0.1)
+    assert scaled.schedule.factor(10) == 1.0
+    assert optim.scale_lr(spec, 4, mode).schedule == spec.schedule
+
+
+def test_scale_lr_keeps_the_schedule() -> None:
+    scaled = optim.scale_lr(optim.SGD(schedule=optim.Cosine(50)), 8, warmup_steps=5)
+    assert scaled.schedule == optim.Cosine(50, warmup_steps=5, warmup_start=1 / 8)
+
+
+@pytest.mark.parametrize("bad", [{"world_size": 0}, {"world_size": 1.5}, {"mode": "log"}, {"warmup_steps": -1}])
+def test_scale_lr_refuses(bad: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=re_value(bad)):
+        optim.scale_lr(optim.SGD(), **{"world_size": 2} | bad)
+
+
+def re_value(bad: dict[str, Any]) -> str:
+    ((name, value),) = bad.items()
+    return f"{name}={value!r}"
