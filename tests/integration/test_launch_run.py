@@ -1,0 +1,399 @@
+"""``psdist run`` with real processes: how a run ends, what is printed last, and that nothing is left of it.
+
+The launcher is under test, so scheduler and servers are stand-ins that only keep the contract of their processes
+(flags, address file, lifeline); ``test_launch_training`` runs the real ones. Scripts speak by lines, and tests wait for
+lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+_SCHEDULER = """
+import os, sys
+from psdist.config import scheduler_settings
+settings = scheduler_settings(sys.argv[1:])
+print("pid", os.getpid(), flush=True)
+if os.environ.get("STAND_IN") == "mute scheduler":
+    os.read(settings.lifeline_fd, 1)
+draft = str(settings.address_file) + ".draft"
+with open(draft, "w") as file:
+    file.write("127.0.0.1:9\\n")
+os.replace(draft, settings.address_file)
+if os.environ.get("STAND_IN") == "scheduler dies":
+    sys.exit("the scheduler's last words")
+os.read(settings.lifeline_fd, 1)
+"""
+_SERVER = """
+import os, sys
+from psdist.config import server_settings
+settings = server_settings(sys.argv[1:])
+assert settings.token and settings.scheduler_address() == "127.0.0.1:9" and settings.run_id
+print("pid", os.getpid(), settings.server_id, settings.kernel_threads, flush=True)
+if os.environ.get("STAND_IN") == "server dies" and settings.server_id == "server-1":
+    print("the server's last words", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), 9)
+os.read(settings.lifeline_fd, 1)
+"""
+#: A worker's script in which the arguments say what each rank does.
+_WORKER = """
+import os, signal, subprocess, sys, time
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+def connect():
+    open(os.environ["PSDIST_CONNECTED_FILE"], "x").close()
+for word in sys.argv[1:]:
+    who, _, what = word.rpartition(":")
+    if who and who not in (str(rank), f"{rank}.{attempt}"):
+        continue
+    if what == "connect":
+        connect()
+    elif what == "fail":
+        raise RuntimeError(f"boom in attempt {attempt}")
+    elif what == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif what == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif what == "child":
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        print("pid", child.pid)
+    elif what == "wait":
+        print("pid", os.getpid())
+        signal.pause()
+    elif what.startswith("exit"):
+        sys.exit(int(what[4:]))
+    else:
+        print(what, attempt)
+"""
+
+
+class Launched:
+    """A command under test. Its two outputs come as one, in order."""
+
+    def __init__(self, argv: list[str], environ: dict[str, str], cwd: Path) -> None:
+        self.process = subprocess.Popen(
+            argv,
+            env=environ,
+            cwd=cwd,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self.lines: list[str] = []
+
+    def until(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
+        """Reads lines until ``pattern`` was found in ``count`` of all lines so far; returns the matches."""
+        assert self.process.stdout is not None
+        found = [match for line in self.lines if (match := re.search(pattern, line))]
+        while len(found) < count:
+            line = self.process.stdout.readline()
+            assert line, "\n".join([f"no {pattern!r} in:", *self.lines])
+            self.lines.append(line.rstrip("\n"))
+            found += filter(None, [re.search(pattern, line)])
+        return found
+
+    def end(self) -> tuple[int, str]:
+        """Exit status and everything printed."""
+        assert self.process.stdout is not None
+        self.lines += self.process.stdout.read().splitlines()
+        self.process.stdout.close()
+        return self.process.wait(), "\n".join(self.lines)
+
+
+    def close(self) -> None:
+        """Forgets a command that a failed test left."""
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process.wait()
+
+
+class Stage:
+    """A directory with the script and the stand-ins, and the environment in which commands run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        for name, program in (("psdist_scheduler", _SCHEDULER), ("psdist_server", _SERVER)):
+            (path / "stand_ins" / name).mkdir(parents=True)
+            (path / "stand_ins" / name / "__init__.py").touch()
+            (path / "stand_ins" / name / "__main__.py").write_text(program)
+        (path / "work").mkdir()
+        (path / "work" / "train.py").write_text(_WORKER)
+        self.launched: list[Launched] = []
+        self.mark = uuid.uuid4().hex
+        inherited = os.pathsep.join(filter(None, [str(path / "stand_ins"), os.environ.get("PYTHONPATH")]))
+        self.environ = {
+            **os.environ,
+            "PYTHONPATH": inherited,
+            "XDG_STATE_HOME": str(path / "state"),
+            "TMPDIR": str(path),
+            "STAGE_MARK": self.mark,
+        }
+
+    def start(self, *arguments: str, command: str = "run", **environ: str) -> Launched:
+        """Starts ``psdist COMMAND``."""
+        argv = [sys.executable, "-m", "psdist.cli.main", command, *arguments]
+        self.launched.append(Launched(argv, {**self.environ, **environ}, self.path / "work"))
+        return self.launched[-1]
+
+    def run(self, *arguments: str, command: str = "run", **environ: str) -> tuple[int, str]:
+        """Runs ``psdist COMMAND`` to its end."""
+        return self.start(*arguments, command=command, **environ).end()
+
+    def processes(self) -> list[psutil.Process]:
+        """All live processes that were started on this stage."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("STAGE_MARK") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def assert_clean(self) -> None:
+        """No process, directory or note is left."""
+        _, alive = psutil.wait_procs(self.processes(), timeout=10)
+        assert [process.cmdline() for process in alive] == []
+        assert list(self.path.glob("psdist-*")) == []
+        assert list((self.path / "state").glob("**/*.json")) == []
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    built = Stage(tmp_path)
+    yield built
+    for process in built.processes():
+        process.kill()
+    for launched in built.launched:
+        launched.close()
+
+
+# --- good ends --------------------------------------------------------------------------------------------------------
+
+
+def test_all_end_well(stage: Stage) -> None:
+    status, text = stage.run("--nproc-per-node", "2", "--nservers", "3", "train.py", "connect", "hello")
+    assert status == 0, text
+    assert "[worker 0] hello 0" in text and "[worker 1] hello 0" in text
+    assert re.search(r"^psdist: run \S+: 3 servers, 2 workers; .*psdist status --run-id \S+$", text, re.M)
+    assert len(re.findall("OMP_NUM_THREADS=1", text)) == 1
+    stage.assert_clean()
+
+
+def test_while_it_runs_it_is_noted_and_then_not_any_more(stage: Stage) -> None:
+    run = stage.start("--run-id", "noted", "--nservers", "1", "train.py", "connect", "wait")
+    run.until(r"\[server 0\] pid \d+ server-0")
+    run.until(r"\[worker 0\] pid")
+    # The note gets the address at the launcher's next look; the servers have it from the file itself.
+    note = stage.path / "state" / "psdist" / "runs" / "noted.json"
+    values = json.loads(note.read_text())
+    directory = Path(values["directory"])
+    assert values["pid"] == run.process.pid and note.stat().st_mode & 0o777 == 0o600
+    assert directory.stat().st_mode & 0o777 == 0o700 and Path(values["token_file"]).stat().st_mode & 0o777 == 0o600
+    refused, text = stage.run("--run-id", "noted", "train.py")
+    assert refused == 2 and "noted" in text and str(run.process.pid) in text
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 143
+    stage.assert_clean()
+
+
+def test_several_runs_at_once_do_not_meet(stage: Stage) -> None:
+    runs = [stage.start("--nproc-per-node", "2", "train.py", "connect", f"run{number}") for number in range(3)]
+    for number, run in enumerate(runs):
+        status, text = run.end()
+        assert status == 0 and text.count(f"run{number} 0") == 2, text
+    stage.assert_clean()
+
+
+def test_log_files_and_filters(stage: Stage) -> None:
+    flags = ("--nproc-per-node", "2", "--run-id", "r", "--log-dir", "logs", "--local-ranks-filter", "1")
+    status, text = stage.run(*flags, "train.py", "connect", "hello")
+    logs = stage.path / "work" / "logs" / "r"
+    assert status == 0 and "[worker 1] hello 0" in text and "[worker 0]" not in text
+    assert (logs / "worker-0.log").read_text() == (logs / "worker-1.log").read_text() == "hello 0\n"
+    status, text = stage.run("-r", "3", "--log-dir", "more", "--run-id", "r", "train.py", "connect", "hello")
+    assert status == 0 and "[worker 0]" not in text
+    assert (stage.path / "work" / "more" / "r" / "worker-0.log").read_text() == "hello 0\n"
+
+
+def test_modules_and_programs(stage: Stage) -> None:
+    status, text = stage.run("-m", "train", "connect", "as-module")
+    assert status == 0 and "[worker 0] as-module 0" in text
+    status, text = stage.run("--no-python", "sh", "-c", "echo shell $RANK of $WORLD_SIZE; : > $PSDIST_CONNECTED_FILE")
+    assert status == 0 and "[worker 0] shell 0 of 1" in text
+
+
+def test_a_file_named_like_a_standard_module_breaks_nothing(stage: Stage) -> None:
+    (stage.path / "work" / "argparse.py").write_text("raise SystemExit('mine')\n")
+    (stage.path / "work" / "train.sh").write_text(": > $PSDIST_CONNECTED_FILE\n")
+    argv = [sys.executable, "-P", "-m", "psdist.cli.main", "run", "--no-python", "sh", "train.sh"]
+    status, text = Launched(argv, stage.environ, stage.path / "work").end()
+    assert status == 0, text
+
+
+# --- bad ends ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_worker_is_restarted_with_its_rank(stage: Stage) -> None:
+    status, text = stage.run("--nproc-per-node", "2", "train.py", "connect", "1.0:fail", "1.1:segfault", "ended")
+    assert status == 0, text
+    assert "restart 1 of 3" in text and "SIGSEGV; restart 2 of 3" in text
+    assert "[worker 1] ended 2" in text and "[worker 0] ended 0" in text
+    stage.assert_clean()
+
+
+def test_the_traceback_of_the_first_failure_comes_last(stage: Stage) -> None:
+    flags = ("--nproc-per-node", "2", "--max-restarts", "1")
+    status, text = stage.run(*flags, "train.py", "connect", "0:wait", "1:fail")
+    assert status == 1
+    end = text[text.index("psdist: last lines of worker 1") :].splitlines()
+    assert end[1] == "  | Traceback (most recent call last):"
+    assert end[-2] == "  | RuntimeError: boom in attempt 1"
+    assert end[-1] == "psdist: worker 1 failed: exit code 1 (--max-restarts 1 used up)"
+    stage.assert_clean()
+
+
+@pytest.mark.parametrize(("what", "status", "words"), [("exit7", 7, "exit code 7"), ("segfault", 139, "SIGSEGV")])
+def test_the_status_is_the_scripts(stage: Stage, what: str, status: int, words: str) -> None:
+    got, text = stage.run("--max-restarts", "0", "train.py", "connect", what)
+    assert got == status
+    assert f"worker 0 failed: {'killed by ' if status > 128 else ''}{words}" in text.splitlines()[-1]
+    stage.assert_clean()
+
+
+def test_a_worker_that_leaves_without_connecting_while_another_waits(stage: Stage) -> None:
+    status, text = stage.run("--nproc-per-node", "2", "train.py", "0:connect", "0:wait", "1:bye")
+    assert status == 65
+    assert text.splitlines()[-1].startswith("psdist: worker 1 ended without having connected")
+    stage.assert_clean()
+
+
+def test_a_script_that_never_uses_psdist(stage: Stage) -> None:
+    status, text = stage.run("--nproc-per-node", "2", "train.py", "bye")
+    assert status == 0
+    assert len(re.findall("never used psdist", text)) == 1
+    stage.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "who", "words"),
+    [("server dies", "server 1", "killed by SIGKILL"), ("scheduler dies", "scheduler", "exit code 1")],
+)
+def test_a_dead_server_or_scheduler_ends_the_run(stage: Stage, stand_in: str, who: str, words: str) -> None:
+    status, text = stage.run("--nproc-per-node", "2", "train.py", "connect", "wait", STAND_IN=stand_in)
+    assert status == 70
+    assert text.splitlines()[-1] == f"psdist: {who} died: {words}"
+    assert f"  | the {who.split()[0]}'s last words" in text
+    stage.assert_clean()
+
+
+def test_a_scheduler_that_does_not_come_up(stage: Stage) -> None:
+    flags = ("--start-timeout", "0.2", "--nservers", "1")
+    status, text = stage.run(*flags, "train.py", "connect", "wait", STAND_IN="mute scheduler")
+    assert status == 70
+    assert "within 0.2 s (--start-timeout)" in text.splitlines()[-1]
+    stage.assert_clean()
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_end_everything(stage: Stage, signum: int, status: int) -> None:
+    run = stage.start("--nproc-per-node", "2", "train.py", "connect", "child", "wait")
+    run.until(r"pid \d+", 2 * 2 + 2 + 1)
+    run.process.send_signal(signum)
+    assert run.end()[0] == status
+    stage.assert_clean()
+
+
+def test_a_second_signal_does_not_wait_for_the_deaf(stage: Stage) -> None:
+    run = stage.start("train.py", "connect", "deaf", "wait")
+    run.until(r"\[worker 0\] pid \d+")
+    run.process.send_signal(signal.SIGINT)
+    run.until("once more kills")
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    stage.assert_clean()
+
+
+def test_the_deaf_are_killed_after_the_grace(stage: Stage) -> None:
+    run = stage.start("train.py", "connect", "deaf", "wait")
+    run.until(r"\[worker 0\] pid \d+")
+    run.process.send_signal(signal.SIGTERM)
+    status, text = run.end()
+    assert status == 143 and "worker 0 did not end within 5 s" in text
+    stage.assert_clean()
+
+
+def test_a_killed_launcher_leaves_no_process(stage: Stage) -> None:
+    """SIGKILL leaves no time for anything: also what the scripts had started is gone."""
+    run = stage.start("--run-id", "killed", "--nproc-per-node", "2", "train.py", "connect", "deaf", "child", "wait")
+    run.until(r"pid \d+", 2 * 2 + 2 + 1)
+    assert len(stage.processes()) >= 1 + 4 + 2 + 1 + 1
+    run.process.kill()
+    run.process.wait()
+    run.end()
+    _, alive = psutil.wait_procs(stage.processes(), timeout=10)
+    assert [process.cmdline() for process in alive] == []
+    # The next command sweeps the note and the directory.
+    assert stage.run("train.py", "connect")[0] == 0
+    stage.assert_clean()
+
+
+def test_a_reader_that_goes_away_ends_the_run(stage: Stage) -> None:
+    run = stage.start("train.py", "connect", *["line"] * 20_000, "wait")
+    run.until("line")
+    assert run.process.stdout is not None
+    run.process.stdout.close()
+    assert run.process.wait() == 141
+    stage.assert_clean()
+
+
+def test_background_processes_of_a_script_end_with_it(stage: Stage) -> None:
+    status, text = stage.run("train.py", "connect", "child", "bye")
+    assert status == 0, text
+    stage.assert_clean()
+
+
+# --- wrong use --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["absent.py"], ["absent.py", "does not exist"]),
+        ([], ["no script"]),
+        (["--nservers", "0", "train.py"], ["--nservers", "0", "at least 1"]),
+        (["--nproc-per-node", "0", "train.py"], ["--nproc-per-node", "0", "at least 1"]),
+        (["-m", "absent_module.x"], ["absent_module"]),
+        (["--no-python", "absent-program"], ["absent-program"]),
+        (["-m", "--no-python", "train"], ["--module", "--no-python"]),
+        (["."], ["__main__.py"]),
+        (["--log-dir", "train.py", "train.py"], ["--log-dir", "train.py"]),
+        (["--bogus", "train.py"], ["--bogus"]),
+    ],
+)
+def test_wrong_use_starts_nothing(stage: Stage, arguments: list[str], words: list[str]) -> None:
+    status, text = stage.run(*arguments)
+    assert status == 2, text
+    assert all(word in text for word in words), text
+    assert "pid" not in text and "Traceback" not in text
+    stage.assert_clean()
+
+
+def test_a_misplaced_flag_gets_a_hint(stage: Stage) -> None:
+    status, text = stage.run("train.py", "connect", "--nproc-per-node")
+    assert status == 0
+    assert len(re.findall(r"hint: --nproc-per-node after train.py", text)) == 1
