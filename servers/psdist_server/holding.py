@@ -94,7 +94,8 @@ class Holding:
         self._effects: deque[Effect] = deque()
         self._carrying_out = False
         self._readers: dict[int, list[tuple[asyncio.Future[tuple[int, bytes]], str]]] = {}
-        self._warm = pool.submit(self.dense.rule.warm_up)
+        #: Done when the update kernel is compiled.
+        self.ready = pool.submit(self.dense.rule.warm_up)
 
     def _make_shards(self) -> dict[int, BspShard | AsyncShard]:
         spec, members = self.entry.spec, self.entry.members
@@ -288,7 +289,7 @@ class Holding:
 
     def _start_kernel(self, effect: Apply | Aggregate) -> None:
         small = self.entry.slicing.slice_elements <= INLINE_ELEMENTS
-        if small and self._warm.done() and not self._asynchronous:
+        if small and not self._asynchronous:
             self._finish_kernel(effect, self._run_kernel(effect))
             return
         loop = asyncio.get_running_loop()

@@ -19,6 +19,7 @@ from psdist.errors import PsdistError, StaleEpochError, UnknownParametersError, 
 from psdist.types import ClusterMap, Identity, ParametersMember
 from psdist.v1 import server_pb2, server_pb2_grpc
 from psdist.wire import auth, channels
+from psdist_server import kernels
 from psdist_server.calls import Call
 from psdist_server.holding import Holding, fenced
 from psdist_server.norms import global_norm
@@ -41,6 +42,7 @@ class Host:
         self.map = ClusterMap(run_id, 0)
         self._token = token
         self._pool = ThreadPoolExecutor(kernel_threads, "kernel")
+        self._kernels_ready = self._pool.submit(kernels.warm_up)
         self._holdings: dict[str, Holding] = {}
         self._map_changed = asyncio.Condition()
         self._peers: dict[str, grpc.aio.Channel] = {}
@@ -83,7 +85,11 @@ class Host:
                 "anew and send again",
                 epoch=self.map.epoch,
             )
-        return self.holding(identity.parameters)
+        holding = self.holding(identity.parameters)
+        # Compiling takes seconds where there is no cache yet; on the event loop it would cost the lease.
+        await asyncio.wrap_future(self._kernels_ready)
+        await asyncio.wrap_future(holding.ready)
+        return holding
 
     async def admit_server(self, run_id: str, epoch: int, parameters: str) -> Holding:
         """The holding that another server asks about."""

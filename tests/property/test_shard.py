@@ -1,7 +1,7 @@
 """Shard machines under any interleaving: pushes repeated, kernels slow, workers leaving and coming back.
 
 The oracle is one-hot counting: every contribution is noted when an ``Apply`` uses it, so at the end each must have been used
-once (0 is lost, 2 is applied twice), and every token must have been answered at most once.
+once (0 is lost, 2 is applied twice), every token answered at most once, and every payload used or forgotten.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Cluster(RuleBasedStateMachine):
         self.sent: dict[int, set[int]] = {rank: set() for rank in range(WORKERS)}
         self.acknowledged: dict[int, set[int]] = {rank: set() for rank in range(WORKERS)}
         self.applying: dict[int, Apply] = {}
+        self.held: set[int] = set()
 
     def carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -53,8 +54,8 @@ class Cluster(RuleBasedStateMachine):
                     self.answer(token, index, ignored)
                 case Refuse(_, error):
                     raise AssertionError(error)
-                case Forget():
-                    pass
+                case Forget(token):
+                    self.held.remove(token)
 
     def use(self, index: int, step: int, parts: tuple[int, ...]) -> None:
         events = [self.pushed[token] for token in parts]
@@ -83,6 +84,7 @@ class Cluster(RuleBasedStateMachine):
         token, member = next(self.tokens), self.members[rank]
         event = SlicePushed(token, index, member.worker_id, member.incarnation, self.step[rank])
         self.pushed[token] = event
+        self.held.add(token)
         self.sent[rank].add(index)
         self.carry_out(self.shard.on(event))
 
@@ -94,7 +96,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish_an_update(self, data: st.DataObject) -> None:
         index = data.draw(st.sampled_from(sorted(self.applying)))
-        del self.applying[index]
+        self.held -= set(self.applying.pop(index).parts)
         self.carry_out(self.shard.on(SliceApplied(index)))
 
     @precondition(lambda self: not isinstance(self.consistency, BSP))
@@ -127,9 +129,10 @@ class Cluster(RuleBasedStateMachine):
                     for index in sorted(set(range(SLICES)) - self.acknowledged[rank]):
                         self.push(rank, index)
             for index in sorted(self.applying):
-                del self.applying[index]
+                self.held -= set(self.applying.pop(index).parts)
                 self.carry_out(self.shard.on(SliceApplied(index)))
             if not self.applying and len(set(self.step.values())) == 1 and not any(self.sent.values()):
+                assert not self.held, f"payloads that nobody will use: {self.held}"
                 return
         raise AssertionError(f"no progress: {self.step}, waiting {self.shard}")
 
