@@ -1,0 +1,204 @@
+"""A scheduler and servers that misbehave on command, written from the stubs alone: for the client's way through breaks,
+refusals and losses, which real programs show only by chance.
+
+The fake server adds every gradient to its weights (w += g), so that a push applied twice or never is seen in the sum.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+import numpy as np
+
+from psdist import errors
+from psdist.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, server_pb2, server_pb2_grpc
+from psdist.wire import channels, status
+
+RUN, SLICE = "fake-run", 4
+
+
+@dataclass
+class Break:
+    """What a server does to its next pushes: break after ``answers`` slices with ``error`` (None: the transport's own
+    UNAVAILABLE), without applying what it did not answer, or after applying it (``lose_answer``)."""
+
+    answers: int = 0
+    error: errors.PsdistError | None = None
+    lose_answer: bool = False
+    #: Stop answering until the event is set instead of failing.
+    hang: asyncio.Event | None = None
+
+
+class FakeServer(server_pb2_grpc.ServerServiceServicer):
+    """Holds the slices that come; plans in ``breaks`` are used up one per stream."""
+
+    def __init__(self, name: str, incarnation: int = 1) -> None:
+        self.name, self.incarnation = name, incarnation
+        self.weights: dict[int, np.ndarray] = {}
+        self.versions: dict[int, int] = {}
+        self.taken: set[tuple[int, int]] = set()
+        self.breaks: list[Break] = []
+        self.headers: list[server_pb2.PushHeader] = []
+        self.requests: list[tuple[int, int]] = []
+        self.hanging = asyncio.Event()
+        self.address = ""
+        self._server = channels.make_server("")
+
+    async def start(self) -> FakeServer:
+        server_pb2_grpc.add_ServerServiceServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{channels.bind(self._server, '127.0.0.1', 0, False)}"
+        await self._server.start()
+        return self
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    async def Install(self, requests: AsyncIterator[Any], context: Any) -> server_pb2.InstallResponse:
+        count = 0
+        async for request in requests:
+            self.weights[request.slice] = np.frombuffer(request.payload, np.float32).copy()
+            self.versions[request.slice] = 0
+            count += 1
+        return server_pb2.InstallResponse(slices=count)
+
+    async def PushPull(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for index, ignored in self._taking(requests, context):
+            yield server_pb2.PushPullResponse(
+                slice=index, version=self.versions[index], ignored=ignored, payload=self.weights[index].tobytes()
+            )
+
+    async def Push(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for index, ignored in self._taking(requests, context):
+            yield server_pb2.PushResponse(slice=index, version=self.versions[index], ignored=ignored)
+
+    async def Pull(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        for index in request.slices:
+            yield server_pb2.PullResponse(
+                slice=index, version=self.versions[index], payload=self.weights[index].tobytes()
+            )
+
+    async def _taking(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[tuple[int, bool]]:
+        plan = self.breaks.pop(0) if self.breaks else None
+        step = answers = 0
+        async for request in requests:
+            if request.HasField("header"):
+                self.headers.append(request.header)
+                step = request.header.step
+            if plan is not None and answers >= plan.answers and not plan.lose_answer:
+                await self._break(plan, context)
+            self.requests.append((step, request.slice))
+            ignored = (step, request.slice) in self.taken
+            if not ignored:
+                self.taken.add((step, request.slice))
+                if request.payload:
+                    self.weights[request.slice] += np.frombuffer(request.payload, np.float32)
+                self.versions[request.slice] += 1
+            if plan is not None and answers >= plan.answers:
+                await self._break(plan, context)
+            answers += 1
+            yield request.slice, ignored
+
+    async def _break(self, plan: Break, context: Any) -> None:
+        if plan.hang is not None:
+            self.hanging.set()
+            await plan.hang.wait()
+        if plan.error is not None:
+            await status.abort(context, plan.error)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "broken on purpose")
+
+
+@dataclass
+class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """One worker's scheduler. ``news`` go down its session; the map is made anew from ``servers`` and ``shards``."""
+
+    servers: list[FakeServer]
+    epoch: int = 1
+    shards: list[str] = field(default_factory=list)
+    created: Any = None
+    layout: Any = None
+    session_error: errors.PsdistError | None = None
+    sessions: int = 0
+    registrations: list[Any] = field(default_factory=list)
+    address: str = ""
+    left: bool = False
+
+    def __post_init__(self) -> None:
+        self.news: asyncio.Queue[Any] = asyncio.Queue()
+        self.hello = asyncio.Event()
+        self._server = channels.make_server("")
+
+    async def start(self, port: int = 0) -> FakeScheduler:
+        self._server = channels.make_server("")
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{channels.bind(self._server, '127.0.0.1', port, False)}"
+        await self._server.start()
+        return self
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    def map(self) -> common_pb2.ClusterMap:
+        entries = []
+        if self.created is not None:
+            total = sum(int(np.prod(t.shape)) for t in self.layout.tensors)
+            spec = common_pb2.ParametersSpec()
+            spec.CopyFrom(self.created)
+            spec.slice_elements = SLICE
+            entries.append(common_pb2.ParametersEntry(spec=spec, total=total, shards=self.shards, ready=True))
+        servers = [
+            common_pb2.ServerEntry(server_id=s.name, incarnation=s.incarnation, address=s.address) for s in self.servers
+        ]
+        return common_pb2.ClusterMap(run_id=RUN, epoch=self.epoch, servers=servers, parameters=entries)
+
+    def publish(self) -> None:
+        """A new epoch, sent down the session."""
+        self.epoch += 1
+        self.news.put_nowait(scheduler_pb2.SessionResponse(map=self.map()))
+
+    def lose(self, server: FakeServer) -> None:
+        """News of a loss; the map follows separately."""
+        lost = scheduler_pb2.SessionResponse.MemberLost(
+            member_id=server.name, role=scheduler_pb2.ROLE_SERVER, reason="its process was killed"
+        )
+        self.news.put_nowait(scheduler_pb2.SessionResponse(member_lost=lost))
+
+    async def Register(self, request: Any, context: Any) -> Any:
+        self.registrations.append(request)
+        return scheduler_pb2.RegisterResponse(
+            run_id=RUN, member_id="worker-0", incarnation=1, rank=0, world_size=1, lease_seconds=0.4, map=self.map()
+        )
+
+    async def Session(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        self.sessions += 1
+        if self.session_error is not None:
+            await status.abort(context, self.session_error)
+        await anext(aiter(requests))
+        self.hello.set()
+        yield scheduler_pb2.SessionResponse(map=self.map())
+        while True:
+            item = await self.news.get()
+            if isinstance(item, errors.PsdistError):
+                await status.abort(context, item)
+            yield item
+
+    async def Leave(self, request: Any, context: Any) -> Any:
+        self.left = True
+        return scheduler_pb2.LeaveResponse()
+
+    async def CreateParameters(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        response = scheduler_pb2.CreateParametersResponse
+        if self.created is None:
+            self.created, self.layout = request.spec, request.layout
+            self.shards = [server.name for server in self.servers]
+            yield response(state=response.STATE_WAITING, waiting_for="for nobody in particular")
+            self.epoch += 1
+            yield response(state=response.STATE_UPLOAD, map=self.map())
+        self.epoch += 1
+        yield response(state=response.STATE_READY, map=self.map(), first_step=0)
+
+    async def CommitParameters(self, request: Any, context: Any) -> Any:
+        return scheduler_pb2.CommitParametersResponse(epoch=self.epoch)

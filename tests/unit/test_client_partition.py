@@ -1,0 +1,142 @@
+"""What is wrong with tensors is said before anything is sent: name, what was given, what is expected."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from psdist import errors
+from psdist.client import partition
+
+LAYOUT = partition.layout_of({"w": np.zeros((2, 3), np.float32), "b": np.zeros(3), "s": 0.5, "e": np.zeros((0, 4))})
+GOOD = {"w": np.ones((2, 3)), "b": [1.0, 2.0, 3.0], "s": 2.5, "e": np.zeros((0, 4), np.float16)}
+
+
+def test_layout_keeps_order_shapes_and_dtypes() -> None:
+    assert [(t.name, t.shape, t.dtype) for t in LAYOUT.tensors] == [
+        ("w", (2, 3), "float32"),
+        ("b", (3,), "float64"),
+        ("s", (), "float64"),
+        ("e", (0, 4), "float64"),
+    ]
+    assert LAYOUT.offsets == (0, 6, 9, 10, 10)
+
+
+def test_python_numbers_and_lists_are_taken() -> None:
+    assert partition.flatten(LAYOUT, GOOD).tolist() == [1.0] * 6 + [1.0, 2.0, 3.0, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"w": np.zeros((3, 2))}, errors.ShapeMismatchError, ["'w'", "(3, 2)", "expected (2, 3)"]),
+        ({"s": np.zeros(1)}, errors.ShapeMismatchError, ["'s'", "(1,)", "expected ()"]),
+        ({"w": np.zeros((2, 3), np.int64)}, errors.DTypeMismatchError, ["'w'", "int64", "astype"]),
+        ({"s": 3}, errors.DTypeMismatchError, ["'s'", "int64"]),
+        ({"b": [True, False, True]}, errors.DTypeMismatchError, ["'b'", "bool"]),
+        ({"b": np.zeros(3, complex)}, errors.DTypeMismatchError, ["'b'", "complex128"]),
+        ({"b": np.zeros(3, np.longdouble)}, errors.DTypeMismatchError, ["'b'", "float128"]),
+        ({"b": ["x", "y", "z"]}, errors.DTypeMismatchError, ["'b'"]),
+        ({"b": None}, errors.DTypeMismatchError, ["'b'", "object"]),
+        ({"b": [[1.0], [1.0, 2.0]]}, errors.InvalidArgumentError, ["'b'"]),
+        ({"extra": np.zeros(1)}, errors.UnknownTensorError, ["'extra'", "w, b, s, e"]),
+    ],
+)
+def test_bad_gradients(change: dict[str, object], error: type[Exception], words: list[str]) -> None:
+    with pytest.raises(error) as raised:
+        partition.flatten(LAYOUT, GOOD | change)
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+def test_missing_tensor() -> None:
+    with pytest.raises(errors.MissingTensorError, match="'s' is missing"):
+        partition.flatten(LAYOUT, {name: value for name, value in GOOD.items() if name != "s"})
+
+
+def test_no_dict() -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="dict"):
+        partition.flatten(LAYOUT, [np.zeros(3)])
+
+
+@pytest.mark.parametrize(
+    ("init", "error"),
+    [
+        ({}, errors.InvalidArgumentError),
+        ({"a b": np.zeros(1)}, errors.InvalidNameError),
+        ({"": np.zeros(1)}, errors.InvalidNameError),
+        ({1: np.zeros(1)}, errors.InvalidNameError),
+        ({"w": np.zeros(1, np.int32)}, errors.DTypeMismatchError),
+        ([np.zeros(1)], errors.InvalidArgumentError),
+    ],
+)
+def test_bad_init(init: object, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        partition.layout_of(init)
+
+
+def test_values_that_arrays_make_anew_are_copied() -> None:
+    """An array that asarray makes is gone when flatten returns; sharing its memory would read freed memory."""
+
+    class Fresh:
+        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+            return np.ones(4, np.float32)
+
+    layout = partition.layout_of({"a": np.zeros(4, np.float32)})
+    flat = partition.flatten(layout, {"a": Fresh()})
+    assert flat.base is None and flat.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        {"a": np.zeros(3, np.float32)},
+        {"a": np.zeros(4, np.float64)},
+        {"a": [0.0] * 4},
+        {},
+        {"a": np.zeros(4, np.float32), "b": np.zeros(1)},
+        {"a": np.broadcast_to(np.float32(0), (4,))},
+    ],
+)
+def test_bad_out(out: dict[str, object]) -> None:
+    with pytest.raises(errors.InvalidArgumentError):
+        partition.check_out(partition.layout_of({"a": np.zeros(4, np.float32)}), out)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_non_finite_names_the_tensor_and_the_count(bad: float) -> None:
+    values = {"w": np.ones((2, 3), np.float32), "b": np.ones(3), "s": 1.0, "e": np.zeros((0, 4))}
+    values["b"][1:] = bad
+    flat = partition.flatten(LAYOUT, values)
+    assert not partition.is_finite(flat, "float32")
+    with pytest.raises(errors.NonFiniteGradientError, match=r"'b' holds 2 NaN or Inf of 3 elements: "):
+        raise partition.non_finite(LAYOUT, flat, "float32")
+
+
+def test_overflow_of_the_cast_is_found() -> None:
+    layout = partition.layout_of({"w": np.zeros(2, np.float32)})
+    flat = np.array([1.0, 65520.0], np.float32)
+    assert partition.is_finite(flat, "float32") and partition.is_finite(flat, "bfloat16")
+    assert not partition.is_finite(flat, "float16")
+    assert "after the cast to float16" in str(partition.non_finite(layout, flat, "float16"))
+
+
+def test_float64_beyond_float32_is_found() -> None:
+    layout = partition.layout_of({"w": np.zeros(1)})
+    assert not partition.is_finite(partition.flatten(layout, {"w": np.array([1e300])}), "float32")
+
+
+def test_large_sums_are_no_alarm() -> None:
+    assert partition.is_finite(np.full(1000, 3e38, np.float32), "float32")
+
+
+def test_grad_norm_adds_slices_in_order() -> None:
+    flat = np.arange(10, dtype=np.float32)
+    assert partition.grad_norm(flat, 3) == pytest.approx(np.sqrt(285.0), rel=1e-15)
+    assert partition.grad_norm(flat[:0], 3) == 0.0
+
+
+def test_very_many_small_tensors() -> None:
+    values = {f"t{i}": np.full((), i, np.float32) for i in range(20_000)}
+    layout = partition.layout_of(values)
+    back = partition.unflatten(layout, partition.flatten(layout, values))
+    assert back["t19999"] == 19999 and len(back) == 20_000

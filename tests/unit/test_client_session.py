@@ -1,0 +1,134 @@
+"""The session counts steps so that every push is made exactly once, also when calls break half way."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from psdist.client import routing
+from psdist.client.retry import LONGEST_SECONDS, Backoff
+from psdist.client.session import Request, Session
+from psdist.consistency import ASP, BSP, SSP
+from psdist.errors import InternalError, ServerLostError, UnknownParametersError
+from psdist.optim import SGD
+from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, ServerEntry
+
+
+def _answer_all(request: Request, version: int, **more: int) -> None:
+    for index in sorted(request.pending):
+        request.answer(index, version, **more)
+
+
+def test_steps_follow_each_other() -> None:
+    session = Session(3, BSP())
+    for step in range(4):
+        push = session.begin_push()
+        assert push.number == session.step == step
+        _answer_all(push, step + 1)
+        session.end_push(push, seen=True)
+    assert session.version == session.step == 4
+
+
+def test_a_failed_push_keeps_its_number() -> None:
+    session = Session(3, BSP())
+    first = session.begin_push()
+    first.answer(0, 1)
+    again = session.begin_push()
+    assert again.number == first.number == 0
+    assert again.unanswered(range(3)) == (0, 1, 2)
+
+
+def test_unanswered_slices_are_sent_again_in_order() -> None:
+    push = Session(5, ASP()).begin_push()
+    push.answer(1, 7)
+    push.answer(3, 7)
+    assert push.unanswered((0, 1, 2, 3, 4)) == (0, 2, 4)
+    assert not push.finished
+
+
+def test_an_answer_nobody_asked_for_is_an_error() -> None:
+    push = Session(2, BSP()).begin_push()
+    push.answer(1, 1)
+    for index in (1, 2):
+        with pytest.raises(InternalError):
+            push.answer(index, 1)
+
+
+def test_joiners_start_at_their_first_step() -> None:
+    session = Session(2, BSP(), first_step=12)
+    assert session.step == session.first_step == session.begin_pull().number == 12
+
+
+def test_asynchronous_modes_count_from_zero_and_pull_what_is_there() -> None:
+    for consistency in (SSP(2), ASP()):
+        session = Session(2, consistency, first_step=12)
+        assert session.step == 0
+        push = session.begin_push()
+        _answer_all(push, 40, staleness=3)
+        session.end_push(push, seen=False)
+        assert (session.step, session.begin_pull().number, session.version) == (1, 0, 0)
+        assert (push.staleness_mean, push.staleness_max) == (3.0, 3)
+
+
+def test_late_workers_go_on_at_the_first_open_step() -> None:
+    session = Session(3, BSP(backup_workers=1))
+    push = session.begin_push()
+    for index, version in enumerate((4, 3, 5)):
+        push.answer(index, version, ignored=True)
+    session.end_push(push, seen=True)
+    assert session.step == session.version == 3
+    assert push.ignored == 3
+
+
+def test_a_pull_that_shows_a_later_version_moves_the_step() -> None:
+    session = Session(2, BSP())
+    pull = session.begin_pull()
+    _answer_all(pull, 2)
+    session.end_pull(pull)
+    assert session.step == 2
+
+
+def test_no_slices() -> None:
+    session = Session(0, BSP())
+    push = session.begin_push()
+    assert push.finished
+    session.end_push(push, seen=True)
+    assert session.step == session.version == 1
+
+
+def test_backoff_doubles_with_jitter_and_ends_at_a_second() -> None:
+    backoff = Backoff(random.Random(1))
+    ceilings = [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    for ceiling in ceilings:
+        assert ceiling / 2 <= backoff.next_seconds() <= ceiling
+    backoff.reset()
+    assert backoff.next_seconds() <= 0.05 < LONGEST_SECONDS
+
+
+def _cluster(*servers: ServerEntry) -> ClusterMap:
+    spec = ParametersSpec("p", SGD(), BSP(), slice_elements=10)
+    return ClusterMap("run", 3, servers, parameters=(ParametersEntry(spec, 55, ("a", "b", "a")),))
+
+
+def test_routes_name_servers_and_ascending_slices() -> None:
+    cluster = _cluster(ServerEntry("a", 1, "h:1"), ServerEntry("b", 2, "h:2"))
+    routes = routing.plan(cluster, "p", {"a": 1, "b": 2})
+    assert {route.server_id: route.slices for route in routes} == {"a": (0, 2, 3, 5), "b": (1, 4)}
+    assert routes[1].peer == "b (h:2)" and routes[1].epoch == 3
+
+
+def test_a_missing_server_is_lost() -> None:
+    with pytest.raises(ServerLostError, match="b, which held a part of 'p', is lost"):
+        routing.plan(_cluster(ServerEntry("a", 1, "h:1")), "p", {"a": 1, "b": 2})
+
+
+def test_a_server_that_came_back_empty_is_lost() -> None:
+    cluster = _cluster(ServerEntry("a", 1, "h:1"), ServerEntry("b", 3, "h:2"))
+    with pytest.raises(ServerLostError):
+        routing.plan(cluster, "p", {"a": 1, "b": 2})
+
+
+def test_unknown_parameters() -> None:
+    with pytest.raises(UnknownParametersError, match="'q'"):
+        routing.plan(_cluster(), "q", {})

@@ -1,0 +1,304 @@
+"""Pushes through broken streams, stale routes and lost servers: each slice exactly once, or a typed error at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from client_fakes import Break, FakeScheduler, FakeServer
+
+import psdist
+from psdist import errors
+from psdist.wire import limits
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+ELEMENTS = 22  # six slices of four elements, the last of two
+
+
+class Setup:
+    """A client of two fake servers, and its parameters."""
+
+    def __init__(self) -> None:
+        self.servers = [FakeServer("server-0"), FakeServer("server-1")]
+        self.scheduler = FakeScheduler(self.servers[:])
+        self.client: psdist.AsyncClient
+
+    async def start(self) -> Setup:
+        for server in self.servers:
+            await server.start()
+        await self.scheduler.start()
+        self.client = psdist.AsyncClient(self.scheduler.address, connect_timeout=5)
+        await self.client.connect()
+        await self.scheduler.hello.wait()
+        return self
+
+    async def create(self, **settings: object) -> psdist.AsyncParameters:
+        optimizer = settings.pop("optimizer", psdist.optim.SGD())
+        return await self.client.parameters("p", {"w": np.zeros(ELEMENTS, np.float32)}, optimizer, **settings)
+
+    async def stop(self) -> None:
+        await self.client.close()
+        for server in self.servers:
+            await server.stop()
+        await self.scheduler.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def setup() -> AsyncIterator[Setup]:
+    setup = await Setup().start()
+    yield setup
+    await setup.stop()
+
+
+def gradient(value: float = 1.0) -> dict[str, np.ndarray]:
+    return {"w": np.full(ELEMENTS, value, np.float32)}
+
+
+async def test_steps_reach_both_servers(setup: Setup) -> None:
+    weights = await setup.create()
+    for step in range(3):
+        values = await weights.push_pull(gradient())
+        assert values["w"].tolist() == [step + 1.0] * ELEMENTS
+    await weights.push(gradient())
+    assert (await weights.pull())["w"].tolist() == [4.0] * ELEMENTS
+    assert (weights.step, weights.version) == (4, 4)
+    assert [index for step, index in setup.servers[1].requests if step == 0] == [1, 3, 5]
+
+
+@pytest.mark.parametrize("method", ["push", "push_pull"])
+@pytest.mark.parametrize("answers", [0, 1, 2])
+@pytest.mark.parametrize("lose_answer", [False, True])
+async def test_a_broken_stream_applies_each_slice_once(
+    setup: Setup, method: str, answers: int, lose_answer: bool
+) -> None:
+    weights = await setup.create()
+    setup.servers[0].breaks = [Break(answers, lose_answer=lose_answer), Break(0, lose_answer=lose_answer)]
+    await getattr(weights, method)(gradient())
+    assert (await weights.pull())["w"].tolist() == [1.0] * ELEMENTS
+    assert weights.step == 1
+    assert {header.step for header in setup.servers[0].headers} == {0}
+    assert weights.statistics().resent > 0
+    assert (weights.statistics().ignored > 0) == lose_answer
+    # What was answered is not sent again.
+    first = [index for step, index in setup.servers[0].requests][:answers]
+    assert all(setup.servers[0].requests.count((0, index)) == 1 for index in first)
+
+
+async def test_stale_routes_are_planned_anew(setup: Setup) -> None:
+    weights = await setup.create()
+    setup.servers[0].breaks = [Break(1, errors.StaleEpochError("epoch 3 is over"))]
+    moving = setup.servers[0]
+
+    async def move() -> None:
+        while not moving.headers:
+            await asyncio.sleep(0)
+        for index in (2, 4):
+            setup.servers[1].weights[index] = moving.weights[index].copy()
+            setup.servers[1].versions[index] = moving.versions[index]
+        setup.scheduler.shards = ["server-0", "server-1", "server-1", "server-1", "server-1", "server-1"]
+        setup.scheduler.publish()
+
+    _, values = await asyncio.gather(move(), weights.push_pull(gradient()))
+    assert values["w"].tolist() == [1.0] * ELEMENTS
+    assert {index for _, index in setup.servers[1].requests} >= {2, 4}
+    assert setup.servers[1].headers[-1].identity.epoch == setup.scheduler.epoch
+
+
+@pytest.mark.parametrize("news", ["loss", "map"])
+async def test_a_lost_server_ends_the_call_at_once(setup: Setup, news: str) -> None:
+    weights = await setup.create()
+    setup.servers[1].breaks = [Break(1, hang=asyncio.Event())]
+    call = asyncio.create_task(weights.push_pull(gradient()))
+    await setup.servers[1].hanging.wait()
+    if news == "loss":
+        setup.scheduler.lose(setup.servers[1])
+    else:
+        setup.scheduler.servers.remove(setup.servers[1])
+        setup.scheduler.publish()
+    with pytest.raises(errors.ServerLostError, match="server-1"):
+        await call
+    assert weights.step == 0
+    with pytest.raises(errors.ServerLostError):
+        await weights.pull()
+
+
+async def test_a_server_that_came_back_is_lost_all_the_same(setup: Setup) -> None:
+    weights = await setup.create()
+    setup.servers[1].incarnation = 2
+    setup.scheduler.publish()
+    setup.servers[1].breaks = [Break(0), Break(0), Break(0), Break(0)]
+    with pytest.raises(errors.ServerLostError):
+        await weights.push(gradient())
+
+
+@pytest.mark.parametrize(
+    "error", [errors.FencedError("out"), errors.FutureStepError("step 0"), errors.InvalidArgumentError("no")]
+)
+async def test_what_a_server_refuses_is_raised_and_the_step_stays(setup: Setup, error: errors.PsdistError) -> None:
+    weights = await setup.create()
+    setup.servers[0].breaks = [Break(1, error)]
+    with pytest.raises(type(error), match=error.message):
+        await weights.push_pull(gradient())
+    assert weights.step == 0
+    assert (await weights.push_pull(gradient()))["w"].tolist() == [1.0] * ELEMENTS
+    assert weights.step == 1
+
+
+async def test_a_cancelled_push_goes_on_under_the_same_step(setup: Setup) -> None:
+    weights = await setup.create()
+    setup.servers[0].breaks = [Break(1, hang=asyncio.Event())]
+    call = asyncio.create_task(weights.push_pull(gradient()))
+    await setup.servers[0].hanging.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert weights.step == 0
+    assert (await weights.push_pull(gradient()))["w"].tolist() == [1.0] * ELEMENTS
+
+
+async def test_a_fenced_session_ends_calls_under_way_and_to_come(setup: Setup) -> None:
+    weights = await setup.create()
+    setup.servers[0].breaks = [Break(0, hang=asyncio.Event())]
+    call = asyncio.create_task(weights.push_pull(gradient()))
+    await setup.servers[0].hanging.wait()
+    setup.scheduler.session_error = errors.FencedError("incarnation 1 was replaced")
+    setup.scheduler.news.put_nowait(errors.FencedError("incarnation 1 was replaced"))
+    with pytest.raises(errors.FencedError, match="replaced"):
+        await call
+    with pytest.raises(errors.FencedError, match="replaced"):
+        await weights.pull()
+
+
+async def test_a_dead_scheduler_does_not_disturb_pushes(setup: Setup) -> None:
+    weights = await setup.create()
+    port = int(setup.scheduler.address.rpartition(":")[2])
+    await setup.scheduler.stop()
+    setup.servers[0].breaks = [Break(1)]
+    assert (await weights.push_pull(gradient()))["w"].tolist() == [1.0] * ELEMENTS
+    setup.scheduler.hello.clear()
+    await setup.scheduler.start(port)
+    await setup.scheduler.hello.wait()
+    assert len(setup.scheduler.registrations) == 1  # the session came back without registering anew
+    assert (await weights.push_pull(gradient()))["w"].tolist() == [2.0] * ELEMENTS
+
+
+async def test_request_timeout_says_what_was_waited_for(setup: Setup) -> None:
+    await setup.client.close()
+    setup.client = psdist.AsyncClient(setup.scheduler.address, request_timeout=0.2)
+    await setup.client.connect()
+    weights = await setup.create()
+    setup.servers[1].breaks = [Break(0, hang=asyncio.Event())]
+    with pytest.raises(errors.WaitTimeoutError, match=r"step 0 of 'p' took longer than request_timeout=0.2 s.*server-"):
+        await weights.push(gradient())
+    assert weights.step == 0
+
+
+async def test_non_finite_gradients_are_not_sent(setup: Setup) -> None:
+    weights = await setup.create()
+    bad = gradient()
+    bad["w"][7] = np.nan
+    with pytest.raises(errors.NonFiniteGradientError, match="'w' holds 1 NaN or Inf of 22"):
+        await weights.push_pull(bad)
+    assert weights.step == 0 and not setup.servers[0].headers
+
+
+async def test_non_finite_gradients_abstain_where_so_declared(setup: Setup) -> None:
+    weights = await setup.create(non_finite="skip", compression="float16")
+    assert (await weights.push_pull(gradient(1e6)))["w"].tolist() == [0.0] * ELEMENTS
+    assert all(server.headers[0].abstain for server in setup.servers)
+    assert (weights.step, weights.statistics().abstained) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("consistency", "norm", "sent"),
+    [(psdist.BSP(), 1.0, 0.0), (psdist.ASP(), 1.0, np.sqrt(ELEMENTS)), (psdist.ASP(), 0.0, 0.0)],
+)
+async def test_the_norm_goes_along_where_servers_need_it(
+    setup: Setup, consistency: object, norm: float, sent: float
+) -> None:
+    weights = await setup.create(consistency=consistency, optimizer=psdist.optim.SGD(max_grad_norm=norm))
+    await weights.push(gradient())
+    assert [server.headers[0].grad_norm for server in setup.servers] == [pytest.approx(sent)] * 2
+
+
+async def test_calls_of_several_tasks_take_turns(setup: Setup) -> None:
+    weights = await setup.create()
+    await asyncio.gather(*(weights.push(gradient()) for _ in range(5)))
+    assert (await weights.pull())["w"].tolist() == [5.0] * ELEMENTS
+
+
+async def test_out_is_written_in_place(setup: Setup) -> None:
+    weights = await setup.create()
+    out = {"w": np.empty(ELEMENTS, np.float32)}
+    values = await weights.push_pull(gradient(), out=out)
+    assert values["w"] is out["w"] and out["w"].tolist() == [1.0] * ELEMENTS
+    with pytest.raises(errors.ShapeMismatchError):
+        await weights.pull(out={"w": np.empty(3, np.float32)})
+
+
+async def test_waits_that_last_are_told(
+    setup: Setup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "REPORT_WAIT_SECONDS", 0.05)
+    weights = await setup.create()
+    answer = asyncio.Event()
+    setup.servers[0].breaks = [Break(0, hang=answer)]
+    told = asyncio.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.set() if record.levelno >= logging.WARNING else None
+    logging.getLogger("psdist").addHandler(handler)
+    try:
+        call = asyncio.create_task(weights.push(gradient()))
+        await told.wait()
+        answer.set()
+        await call
+    finally:
+        logging.getLogger("psdist").removeHandler(handler)
+    assert "waiting 0 s for server-0 (127.0.0.1:" in caplog.text
+    assert "to answer step 0 of 'p'" in caplog.text
+
+
+async def test_the_same_name_gives_the_same_handle(setup: Setup) -> None:
+    weights = await setup.create()
+    assert await setup.create() is weights
+    with pytest.raises(errors.SettingsMismatchError, match="optimizer"):
+        await setup.create(optimizer=psdist.optim.Adam())
+    with pytest.raises(errors.LayoutMismatchError, match="'w' has shape"):
+        await setup.client.parameters("p", {"w": np.zeros(3, np.float32)}, psdist.optim.SGD())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"compression": "gzip"}, errors.UnknownCodecError, "'gzip'"),
+        ({"pull_dtype": "int8"}, errors.DTypeMismatchError, "'int8'"),
+        ({"non_finite": "hope"}, errors.InvalidArgumentError, "'hope'"),
+        ({"slice_elements": -1}, errors.InvalidArgumentError, "slice_elements=-1"),
+        ({"consistency": "bsp"}, errors.InvalidArgumentError, "psdist.BSP"),
+        ({"optimizer": "adam"}, errors.InvalidArgumentError, "psdist.optim"),
+        ({"optimizer": None}, errors.InvalidArgumentError, "without an optimizer"),
+        ({"name": "no blanks"}, errors.InvalidNameError, "no blanks"),
+        ({"init": None}, errors.InvalidArgumentError, "without init"),
+    ],
+)
+async def test_bad_settings_reach_nobody(
+    setup: Setup, arguments: dict[str, object], error: type[Exception], words: str
+) -> None:
+    good = {"name": "p", "init": {"w": np.zeros(3, np.float32)}, "optimizer": psdist.optim.SGD()}
+    with pytest.raises(error, match=words):
+        await setup.client.parameters(**(good | arguments))
+    assert setup.scheduler.created is None
+
+
+async def test_closing_leaves_and_closes_once(setup: Setup) -> None:
+    weights = await setup.create()
+    await setup.client.close()
+    assert setup.scheduler.left
+    await setup.client.close()
+    for call in (weights.pull(), setup.client.barrier(), setup.client.connect()):
+        with pytest.raises(errors.ClosedError, match="closed"):
+            await call
