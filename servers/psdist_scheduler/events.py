@@ -1,0 +1,317 @@
+"""What goes into the scheduler's machine and what comes out of it: events and effects, frozen dataclasses.
+
+``Cluster.on(event, now) -> list[Effect]``. An RPC in progress, a session stream included, is known by its ``call``, a
+number that the service chooses and never uses twice. Effects are carried out in the order of the list; a ``Persist``
+comes before everything that depends on it, so no peer sees what a crash could take back. No protobuf message appears
+here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from psdist.errors import PsdistError
+from psdist.types import ClusterMap, Layout, ParametersMember, ParametersSpec
+from psdist_scheduler.records import Member, Node, ParametersRecord, Role
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who a request says that it comes from. An empty ``run_id`` means the scheduler's only run."""
+
+    run_id: str
+    member_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A server or a worker wants to take part. An empty id and a rank of None leave the choice to the scheduler."""
+
+    call: int
+    protocol_version: int
+    run_id: str
+    role: Role
+    member_id: str = ""
+    rank: int | None = None
+    world_size: int = 0
+    address: str = ""
+    host: str = ""
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """A member's stream said hello."""
+
+    call: int
+    member_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """A member's stream ended, for whatever reason."""
+
+    call: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A sign of life on session ``call``. ``versions`` has the highest version by parameters (servers)."""
+
+    call: int
+    epoch: int = 0
+    versions: tuple[tuple[str, int], ...] = ()
+    waiting_for: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JoinAnswered:
+    """A server's answer, on its session ``call``, to a JoinProposal."""
+
+    call: int
+    proposal_id: int
+    accepted: bool
+    version_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A member goes politely."""
+
+    call: int
+    caller: Caller
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """A worker wants parameters to exist, and to take part in their training."""
+
+    call: int
+    caller: Caller
+    spec: ParametersSpec
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """A worker wants to know parameters, once they exist."""
+
+    call: int
+    caller: Caller
+    parameters: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The uploader says that all initial values are on the servers."""
+
+    call: int
+    caller: Caller
+    parameters: str
+
+
+@dataclass(frozen=True, slots=True)
+class EnterBarrier:
+    """A worker waits for the others at a barrier."""
+
+    call: int
+    caller: Caller
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class EnterRendezvous:
+    """A worker agent asks for the ranks of its processes."""
+
+    call: int
+    run_id: str
+    agent_id: str
+    host: str
+    processes: int
+    nodes_min: int
+    nodes_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """The peer of a call that still waited is gone. Sessions end by SessionClosed instead."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed. Expected every ``Cluster.tick_seconds``."""
+
+
+Event = (
+    Register
+    | SessionOpened
+    | SessionClosed
+    | Heartbeat
+    | JoinAnswered
+    | Leave
+    | Create
+    | Describe
+    | Commit
+    | EnterBarrier
+    | EnterRendezvous
+    | CallEnded
+    | Tick
+)
+
+# --- answers: what a call is told -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Not the last answer. ``text`` is a sentence that begins with "for"."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The member is known, durably."""
+
+    member: Member
+    world_size: int
+    lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Not the last answer. This worker's values count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The parameters can be used from ``first_step`` on (BSP)."""
+
+    first_step: int
+
+
+@dataclass(frozen=True)
+class Described:
+    """Settings, with the real slice_elements, and tensors of existing parameters."""
+
+    spec: ParametersSpec
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Carried out, and durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """The agent's node has its ranks."""
+
+    node: Node
+    nodes: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinProposal:
+    """To a server, on its session: may this member join at its first step?"""
+
+    proposal_id: int
+    parameters: str
+    member: ParametersMember
+
+
+@dataclass(frozen=True, slots=True)
+class JoinWithdrawn:
+    """To a server, on its session: forget that proposal."""
+
+    proposal_id: int
+    parameters: str
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost:
+    """To everyone: a member is gone that did not say goodbye."""
+
+    member_id: str
+    role: Role
+    reason: str
+
+
+Value = Waiting | Registered | Upload | Ready | Described | Done | Formed | JoinProposal | JoinWithdrawn
+
+# --- effects ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Persist:
+    """Make these changes durable, all or none, before the effects that follow."""
+
+    epoch: int
+    members: tuple[Member, ...] = ()
+    parameters: tuple[ParametersRecord, ...] = ()
+    nodes: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Publish:
+    """The cluster map is now this one: send it on every attached session."""
+
+    map: ClusterMap
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """The session is accepted: send it the map that holds, and whatever is announced from now on."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Send this on every attached session."""
+
+    news: MemberLost
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tell the call. Answers that carry the map carry the one published last."""
+
+    call: int
+    value: Value
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """End the call with an error."""
+
+    call: int
+    error: PsdistError
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End the session without an error."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that belongs in the log, and (unless it is only about a wait) in the list of recent events."""
+
+    text: str
+    level: Literal["info", "warning", "wait"] = "info"
+
+
+Effect = Persist | Publish | Attach | Announce | Answer | Refuse | Close | Note

@@ -1,0 +1,127 @@
+"""Joining BSP training that has begun: one proposal at a time per joiner, until every server accepts. Pure.
+
+A worker may join at step T only if no slice on any server has reached T. So T is proposed to each server that holds
+shards; one that accepts holds its slices at T until the map shows the new member, or the proposal is withdrawn. At
+the first refusal the proposal is withdrawn everywhere and a later T is proposed under a new number, the distance
+growing twofold with each attempt.
+
+Not here: who may join, and what a finished join changes (``registry``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from psdist.types import ParametersMember
+from psdist_scheduler.events import Answer, Effect, JoinProposal, JoinWithdrawn
+from psdist_scheduler.membership import Membership
+from psdist_scheduler.records import Member
+
+#: Steps between the highest version known and the first proposal: room for what happens while it travels.
+FIRST_DISTANCE = 2
+DISTANCE_MAX = 1024
+
+
+@dataclass(slots=True)
+class Join:
+    """One worker's attempt to join one set of parameters."""
+
+    parameters: str
+    worker: Member
+    servers: tuple[str, ...]
+    first_step: int
+    proposal_id: int
+    since: float
+    attempt: int = 0
+    accepted: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def member(self) -> ParametersMember:
+        """What the worker becomes if all accept."""
+        return ParametersMember(self.worker.member_id, self.worker.incarnation, self.worker.rank, self.first_step)
+
+    @property
+    def missing(self) -> list[str]:
+        """Servers that have not accepted."""
+        return [server for server in self.servers if server not in self.accepted]
+
+    def propose(self, members: Membership) -> list[Effect]:
+        """Asks every server that has a session; the others are asked when theirs opens."""
+        return [effect for server in self.servers for effect in self.ask(server, members)]
+
+    def ask(self, server: str, members: Membership) -> list[Effect]:
+        """Asks one server, unless it has accepted or has no session."""
+        session = members.session_of(server)
+        if not session or server in self.accepted:
+            return []
+        return [Answer(session, JoinProposal(self.proposal_id, self.parameters, self.member))]
+
+    def withdraw(self, members: Membership) -> list[Effect]:
+        """Takes the proposal back from every server, asked or not."""
+        news = JoinWithdrawn(self.proposal_id, self.parameters, self.worker.member_id)
+        sessions = [members.session_of(server) for server in self.servers]
+        return [Answer(session, news) for session in sessions if session]
+
+
+class Joins:
+    """All joins in progress."""
+
+    def __init__(self, first_proposal_id: int) -> None:
+        self._next_id = first_proposal_id
+        self._by_worker: dict[tuple[str, str], Join] = {}
+
+    def __iter__(self) -> Iterator[Join]:
+        return iter(list(self._by_worker.values()))
+
+    def has(self, parameters: str, worker_id: str) -> bool:
+        """Whether this worker is joining these parameters."""
+        return (parameters, worker_id) in self._by_worker
+
+    def start(
+        self,
+        parameters: str,
+        worker: Member,
+        servers: tuple[str, ...],
+        first_step: int,
+        members: Membership,
+        now: float,
+    ) -> list[Effect]:
+        """Begins with a proposal of ``first_step``."""
+        join = Join(parameters, worker, servers, first_step, self._take_id(), now)
+        self._by_worker[parameters, worker.member_id] = join
+        return join.propose(members)
+
+    def answered(
+        self, server: str, proposal_id: int, accepted: bool, version_max: int, members: Membership
+    ) -> tuple[Join | None, list[Effect]]:
+        """A server's answer. Returns the join if it is now accepted by all; it is in progress no more then."""
+        join = next((join for join in self._by_worker.values() if join.proposal_id == proposal_id), None)
+        if join is None or server not in join.servers:
+            return None, []
+        if not accepted:
+            return None, self._again(join, version_max, members)
+        join.accepted[server] = None
+        if join.missing:
+            return None, []
+        del self._by_worker[join.parameters, join.worker.member_id]
+        return join, []
+
+    def stop(self, join: Join, members: Membership) -> list[Effect]:
+        """The joiner is gone, or does not want any more."""
+        del self._by_worker[join.parameters, join.worker.member_id]
+        return join.withdraw(members)
+
+    def _again(self, join: Join, version_max: int, members: Membership) -> list[Effect]:
+        withdrawn = join.withdraw(members)
+        join.attempt += 1
+        # The cap holds for the exponent too: an attempt that never succeeds must not grow numbers without end.
+        distance = min(DISTANCE_MAX, 1 << min(join.attempt, DISTANCE_MAX.bit_length()))
+        join.first_step = max(version_max, join.first_step - FIRST_DISTANCE) + distance
+        join.proposal_id = self._take_id()
+        join.accepted.clear()
+        return withdrawn + join.propose(members)
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id

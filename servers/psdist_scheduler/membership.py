@@ -1,0 +1,333 @@
+"""Membership: who is there. Ids, ranks, incarnations, leases and sessions.
+
+A member is live from its registration until it leaves or is lost. It is lost when its session stream breaks, or when
+nothing was heard of it for a lease, or when it opened no session within a lease. Not here: what follows from a loss
+(``registry``, ``cluster``), and the streams themselves (``service``).
+
+Invariants: at most one live member per id, and one live worker per rank; an incarnation is given once; the live
+members and only they have a presence; a session belongs to one live member.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from psdist.errors import (
+    DuplicateMemberError,
+    FencedError,
+    InvalidArgumentError,
+    LimitExceededError,
+    ProtocolMismatchError,
+    WrongRunError,
+)
+from psdist.types import check_name
+from psdist.wire.limits import MEMBERS_MAX, PROTOCOL_VERSION, WORLD_MAX
+from psdist_scheduler.events import Caller, Heartbeat, Register
+from psdist_scheduler.records import ClusterSettings, Member, Role
+
+#: Ids that are remembered, so that their incarnations are never given twice.
+KNOWN_IDS_MAX = 4 * MEMBERS_MAX
+#: Leases that members have to come back after the scheduler was restarted.
+RESTART_LEASES = 10
+_WAITS_KEPT = 16
+_TEXT_CHARACTERS = 500
+
+
+@dataclass(slots=True)
+class Presence:
+    """What is known of a live member only while this process lives. Times are of the caller's clock, in seconds."""
+
+    seen: float
+    #: Lost if nothing is heard until then.
+    deadline: float
+    #: The call that is its session; 0 while it has none.
+    session: int = 0
+    epoch: int = 0
+    waiting_for: tuple[str, ...] = ()
+
+
+class Membership:
+    """The members of one run."""
+
+    def __init__(self, settings: ClusterSettings, members: tuple[Member, ...], now: float) -> None:
+        self._settings = settings
+        self._members = {member.member_id: member for member in members}
+        grace = now + RESTART_LEASES * settings.lease_seconds
+        self._presence = {member.member_id: Presence(now, grace) for member in members if member.live}
+        self._sessions: dict[int, str] = {}
+        #: Changed since the cluster last took them, in the order of the changes.
+        self.changed: dict[str, None] = {}
+        #: When the last worker registered.
+        self.last_joined = now
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def all(self) -> tuple[Member, ...]:
+        """All members that ever were, each in the newest of its lives."""
+        return tuple(self._members.values())
+
+    @property
+    def workers(self) -> list[Member]:
+        """Live workers by rank."""
+        return sorted((m for m in self._live() if m.role == "worker"), key=lambda member: member.rank)
+
+    @property
+    def workers_known(self) -> int:
+        """Workers that are or were there, by id."""
+        return sum(member.role == "worker" for member in self._members.values())
+
+    @property
+    def servers(self) -> list[Member]:
+        """Live servers by id."""
+        return sorted((m for m in self._live() if m.role == "server"), key=lambda member: member.member_id)
+
+    @property
+    def workers_min(self) -> int:
+        """Workers that the run needs: what the scheduler was told, or the largest world that a live worker names."""
+        worlds = (m.world_size for m in self._live() if m.role == "worker")
+        return max(self._settings.workers_min, max(worlds, default=0))
+
+    @property
+    def servers_min(self) -> int:
+        """Servers that the run needs."""
+        return self._settings.servers_min
+
+    @property
+    def sessions(self) -> dict[int, str]:
+        """Ids of members by their open session."""
+        return self._sessions
+
+    def get(self, member_id: str) -> Member | None:
+        """The member of this id, live or not."""
+        return self._members.get(member_id)
+
+    def presence(self, member_id: str) -> Presence | None:
+        """What is known of a live member."""
+        return self._presence.get(member_id)
+
+    def is_live(self, member_id: str, incarnation: int) -> bool:
+        """Whether this life of the member lasts."""
+        member = self._members.get(member_id)
+        return member is not None and member.live and member.incarnation == incarnation
+
+    def session_of(self, member_id: str) -> int:
+        """The call that is the member's session; 0 if it has none."""
+        presence = self._presence.get(member_id)
+        return presence.session if presence else 0
+
+    def shortage(self) -> str:
+        """What is missing before anything can begin, as a sentence that begins with "for"; empty if nothing is."""
+        counts = (("server", self.servers_min, len(self.servers)), ("worker", self.workers_min, len(self.workers)))
+        for role, wanted, there in counts:
+            if there < wanted:
+                return f"for {f'{wanted - there} of {wanted} {role}s' if wanted > 1 else f'a {role}'} to register"
+        return ""
+
+    def check_caller(self, caller: Caller, role: Role | None = "worker") -> Member:
+        """The live member that the caller is. Raises WrongRunError, FencedError, InvalidArgumentError."""
+        self.check_run(caller.run_id)
+        member = self._members.get(caller.member_id)
+        if member is None:
+            raise FencedError(
+                f"{caller.member_id!r:.80} is not registered with run {self._settings.run_id!r}: register first",
+                member_id=caller.member_id,
+            )
+        if not member.live or member.incarnation != caller.incarnation:
+            raise FencedError(
+                f"incarnation {caller.incarnation} of {member.member_id} does not count any more: it "
+                f"{self._fate(member)}; register again",
+                member_id=member.member_id,
+                incarnation=caller.incarnation,
+            )
+        if role is not None and member.role != role:
+            raise InvalidArgumentError(f"{member.member_id} is a {member.role}: only a {role} can ask for this")
+        return member
+
+    def check_run(self, run_id: str) -> None:
+        """Raises WrongRunError if ``run_id`` is neither empty nor this run."""
+        if run_id and run_id != self._settings.run_id:
+            raise WrongRunError(
+                f"this scheduler serves run {self._settings.run_id!r}, not {run_id!r:.80}: check PSDIST_SCHEDULER and "
+                "PSDIST_RUN_ID",
+                run_id=run_id,
+            )
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    def register(self, event: Register, reserved: frozenset[str], now: float) -> Member:
+        """A new life of a member. ``reserved`` has ids of servers that are gone but still named as owners of shards.
+
+        Raises ProtocolMismatchError, WrongRunError, InvalidArgumentError, DuplicateMemberError, LimitExceededError.
+        """
+        self._check_register(event)
+        if event.role == "worker":
+            rank = self._choose_rank(event)
+            member_id = event.member_id or f"worker-{rank}"
+        else:
+            rank = 0
+            member_id = event.member_id or self._free_server_id(reserved)
+        before = self._members.get(member_id)
+        self._check_free(member_id, event.role, before)
+        member = Member(
+            member_id=member_id,
+            role=event.role,
+            incarnation=(before.incarnation if before else 0) + 1,
+            rank=rank,
+            world_size=event.world_size if event.role == "worker" else 0,
+            address=event.address,
+            host=event.host,
+            pid=event.pid,
+        )
+        self._put(member)
+        self._presence[member_id] = Presence(now, now + self._settings.lease_seconds)
+        if event.role == "worker":
+            self.last_joined = now
+        return member
+
+    def open_session(self, call: int, caller: Caller, now: float) -> tuple[Member, int]:
+        """Makes ``call`` the member's session. Returns the member, and the session that it replaces (0: none)."""
+        member = self.check_caller(caller, role=None)
+        presence = self._presence[member.member_id]
+        replaced = presence.session
+        self._sessions.pop(replaced, None)
+        presence.session = call
+        self._sessions[call] = member.member_id
+        self._refresh(presence, now)
+        return member, replaced
+
+    def heartbeat(self, event: Heartbeat, now: float) -> Member | None:
+        """Notes a sign of life; None if the session is not one any more."""
+        member_id = self._sessions.get(event.call)
+        if member_id is None:
+            return None
+        presence = self._presence[member_id]
+        self._refresh(presence, now)
+        presence.epoch = event.epoch
+        presence.waiting_for = tuple(text[:_TEXT_CHARACTERS] for text in event.waiting_for[:_WAITS_KEPT])
+        return self._members[member_id]
+
+    def end(self, member_id: str, state: str, reason: str) -> tuple[Member, int]:
+        """A live member left or is lost. Returns it as it is now, and the session that it had (0: none)."""
+        member = self._members[member_id]
+        if not member.live:
+            raise InvalidArgumentError(f"{member_id} is not live, it {self._fate(member)}")
+        gone = replace(member, state="left" if state == "left" else "lost", reason=reason[:_TEXT_CHARACTERS])
+        session = self._presence.pop(member_id).session
+        self._sessions.pop(session, None)
+        self._put(gone)
+        return gone, session
+
+    def expired(self, now: float) -> list[tuple[str, str]]:
+        """Ids of live members whose lease is over, and why each is taken for lost."""
+        lease = self._settings.lease_seconds
+        late = [(id_, p) for id_, p in self._presence.items() if now > p.deadline]
+        return [
+            (
+                id_,
+                f"silent for {now - p.seen:.1f} s (the lease is {lease:g} s)"
+                if p.session
+                else self._never_came(now, p),
+            )
+            for id_, p in late
+        ]
+
+    def extend(self, now: float, late: float) -> None:
+        """This process itself stood still for ``late`` seconds: nobody's silence in that time counts."""
+        lease = self._settings.lease_seconds
+        for presence in self._presence.values():
+            fresh = now + lease if late > lease else presence.deadline + late
+            presence.deadline = max(presence.deadline, fresh)
+
+    def validate(self) -> None:
+        """Asserts the invariants of the module's text."""
+        live = self._live()
+        assert {member.member_id for member in live} == self._presence.keys(), "a presence without a life"
+        ranks = [member.rank for member in live if member.role == "worker"]
+        assert len(set(ranks)) == len(ranks), f"two live workers have one rank: {ranks}"
+        held = {p.session: id_ for id_, p in self._presence.items() if p.session}
+        assert held == self._sessions, "sessions and members disagree"
+        assert all(member_id == member.member_id for member_id, member in self._members.items())
+        assert all(member.incarnation >= 1 for member in self._members.values())
+        assert all(bool(member.reason) <= (not member.live) for member in self._members.values())
+
+    # --- inner --------------------------------------------------------------------------------------------------------
+
+    def _live(self) -> list[Member]:
+        return [member for member in self._members.values() if member.live]
+
+    def _put(self, member: Member) -> None:
+        self._members[member.member_id] = member
+        self.changed[member.member_id] = None
+
+    def _refresh(self, presence: Presence, now: float) -> None:
+        presence.seen = now
+        presence.deadline = now + self._settings.lease_seconds
+
+    def _check_register(self, event: Register) -> None:
+        if event.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolMismatchError(
+                f"you speak protocol version {event.protocol_version}, this scheduler speaks {PROTOCOL_VERSION}: use "
+                "the same release of psdist everywhere",
+                given=event.protocol_version,
+                expected=PROTOCOL_VERSION,
+            )
+        self.check_run(event.run_id)
+        if event.role not in ("server", "worker"):
+            raise InvalidArgumentError(f"role {event.role!r} is unknown: use server or worker")
+        if event.member_id:
+            check_name(event.member_id, "member id")
+        if event.world_size > WORLD_MAX:
+            raise LimitExceededError(f"a world of {event.world_size} workers is larger than the limit of {WORLD_MAX}")
+        if event.rank is not None and not 0 <= event.rank < (event.world_size or WORLD_MAX):
+            raise InvalidArgumentError(
+                f"rank {event.rank} is out of range: ranks count from 0 and are below the world's size, "
+                f"{event.world_size or WORLD_MAX}"
+            )
+        if len(self._presence) >= MEMBERS_MAX:
+            raise LimitExceededError(f"{MEMBERS_MAX} members are registered, which is the limit")
+
+    def _choose_rank(self, event: Register) -> int:
+        taken = {worker.rank: worker for worker in self.workers}
+        if event.rank is not None:
+            if event.rank in taken and taken[event.rank].member_id != event.member_id:
+                self._refuse(f"rank {event.rank}", taken[event.rank])
+            return event.rank
+        before = self._members.get(event.member_id)
+        if before is not None and before.role == "worker" and before.rank not in taken:
+            return before.rank
+        return next(rank for rank in range(MEMBERS_MAX + 1) if rank not in taken)
+
+    def _free_server_id(self, reserved: frozenset[str]) -> str:
+        for number in range(KNOWN_IDS_MAX + 1):
+            member_id = f"server-{number}"
+            member = self._members.get(member_id)
+            if member_id not in reserved and (member is None or (member.role == "server" and not member.live)):
+                return member_id
+        raise LimitExceededError(f"all server ids up to server-{KNOWN_IDS_MAX} are taken")
+
+    def _check_free(self, member_id: str, role: Role, before: Member | None) -> None:
+        if before is None:
+            if len(self._members) >= KNOWN_IDS_MAX:
+                raise LimitExceededError(f"{KNOWN_IDS_MAX} ids were used in this run, which is the limit: reuse some")
+            return
+        if before.live:
+            self._refuse(f"the id {member_id!r}", before)
+        if before.role != role:
+            raise InvalidArgumentError(f"the id {member_id!r} was a {before.role}'s: choose another for a {role}")
+
+    def _refuse(self, what: str, holder: Member) -> None:
+        raise DuplicateMemberError(
+            f"{what} is taken by {holder.member_id}, process {holder.pid} on {holder.host or 'an unknown host'}: use "
+            "the client that exists there, or, if that process died, wait up to "
+            f"{self._settings.lease_seconds:g} s for its lease to end",
+            member_id=holder.member_id,
+            host=holder.host,
+            pid=holder.pid,
+        )
+
+    def _never_came(self, now: float, presence: Presence) -> str:
+        return f"opened no session within {now - presence.seen:.1f} s"
+
+    def _fate(self, member: Member) -> str:
+        return f"was replaced by incarnation {member.incarnation}" if member.live else member.state_text

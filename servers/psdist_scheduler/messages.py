@@ -1,0 +1,194 @@
+"""Between the scheduler's events and answers and the messages of ``SchedulerService``.
+
+What peers send is checked here where the pure machines do not check it themselves: roles, addresses, lengths of
+texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from psdist.config import parse_address
+from psdist.errors import InvalidArgumentError, LimitExceededError
+from psdist.types import ClusterMap
+from psdist.v1 import common_pb2 as common
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire import convert
+from psdist_scheduler.events import (
+    Caller,
+    Described,
+    Done,
+    EnterRendezvous,
+    Formed,
+    Heartbeat,
+    JoinProposal,
+    JoinWithdrawn,
+    MemberLost,
+    Ready,
+    Register,
+    Registered,
+    Upload,
+    Value,
+    Waiting,
+)
+from psdist_scheduler.records import Role
+
+TEXT_CHARACTERS_MAX = 1024
+ROLES: dict[str, pb.Role] = {"server": pb.ROLE_SERVER, "worker": pb.ROLE_WORKER}
+_ROLE_NAMES: dict[int, Role] = {pb.ROLE_SERVER: "server", pb.ROLE_WORKER: "worker"}
+
+
+class MapCache:
+    """The published map as a message, converted once."""
+
+    def __init__(self) -> None:
+        self.map: ClusterMap | None = None
+        self.message = common.ClusterMap()
+
+    def set(self, cluster: ClusterMap) -> None:
+        """A newer map is published."""
+        self.map, self.message = cluster, convert.map_to_proto(cluster)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def caller(request: Any) -> Caller:
+    """Who sends a worker's request."""
+    return Caller(request.run_id, request.worker_id, request.incarnation)
+
+
+def register_event(call: int, request: pb.RegisterRequest) -> Register:
+    """Raises InvalidArgumentError, LimitExceededError."""
+    role = _ROLE_NAMES.get(request.role)
+    if role is None:
+        raise InvalidArgumentError(f"role {request.role} is unknown: use ROLE_SERVER or ROLE_WORKER")
+    for name in ("run_id", "host", "address"):
+        if len(getattr(request, name)) > TEXT_CHARACTERS_MAX:
+            raise LimitExceededError(f"{name} is longer than {TEXT_CHARACTERS_MAX} characters")
+    if role == "server":
+        parse_address(request.address)
+    return Register(
+        call=call,
+        protocol_version=request.protocol_version,
+        run_id=request.run_id,
+        role=role,
+        member_id=request.member_id,
+        rank=request.rank if request.HasField("rank") else None,
+        world_size=request.world_size,
+        address=request.address,
+        host=request.host,
+        pid=request.pid,
+    )
+
+
+def rendezvous_event(call: int, request: pb.RendezvousRequest) -> EnterRendezvous:
+    """Raises LimitExceededError."""
+    if len(request.host) > TEXT_CHARACTERS_MAX:
+        raise LimitExceededError(f"host is longer than {TEXT_CHARACTERS_MAX} characters")
+    return EnterRendezvous(
+        call=call,
+        run_id=request.run_id,
+        agent_id=request.agent_id,
+        host=request.host,
+        processes=request.processes,
+        nodes_min=request.nodes_min,
+        nodes_max=request.nodes_max,
+    )
+
+
+def heartbeat_event(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> Heartbeat:
+    """A sign of life; of the statistics, what the machine decides by."""
+    versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
+    return Heartbeat(call, heartbeat.epoch, versions, tuple(heartbeat.waiting_for))
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def registered(value: Value, maps: MapCache, run_id: str, version: str) -> pb.RegisterResponse:
+    """The answer to Register."""
+    assert isinstance(value, Registered)
+    return pb.RegisterResponse(
+        run_id=run_id,
+        member_id=value.member.member_id,
+        incarnation=value.member.incarnation,
+        rank=value.member.rank,
+        world_size=value.world_size,
+        lease_seconds=value.lease_seconds,
+        map=maps.message,
+        psdist_version=version,
+    )
+
+
+def created(value: Value, maps: MapCache) -> tuple[pb.CreateParametersResponse, bool]:
+    """The answer to CreateParameters, and whether it is the last."""
+    states = pb.CreateParametersResponse
+    match value:
+        case Waiting(text):
+            return states(state=states.STATE_WAITING, waiting_for=text), False
+        case Upload():
+            return states(state=states.STATE_UPLOAD, map=maps.message), False
+        case Ready(first_step):
+            return states(state=states.STATE_READY, map=maps.message, first_step=first_step), True
+    raise AssertionError(f"{value} is no answer to CreateParameters")
+
+
+def described(value: Value, maps: MapCache) -> tuple[pb.DescribeParametersResponse, bool]:
+    """The answer to DescribeParameters, and whether it is the last."""
+    match value:
+        case Waiting(text):
+            return pb.DescribeParametersResponse(waiting_for=text), False
+        case Described(spec, layout):
+            answer = pb.DescribeParametersResponse(
+                spec=convert.spec_to_proto(spec), layout=convert.layout_to_proto(layout), map=maps.message
+            )
+            return answer, True
+    raise AssertionError(f"{value} is no answer to DescribeParameters")
+
+
+def barrier(value: Value, maps: MapCache) -> tuple[pb.BarrierResponse, bool]:
+    """The answer to Barrier, and whether it is the last."""
+    match value:
+        case Waiting(text):
+            return pb.BarrierResponse(waiting_for=text), False
+        case Done():
+            return pb.BarrierResponse(released=True), True
+    raise AssertionError(f"{value} is no answer to Barrier")
+
+
+def rendezvous(value: Value, maps: MapCache) -> tuple[pb.RendezvousResponse, bool]:
+    """The answer to Rendezvous, and whether it is the last."""
+    match value:
+        case Waiting(text):
+            return pb.RendezvousResponse(waiting_for=text), False
+        case Formed(node, nodes, world_size):
+            answer = pb.RendezvousResponse(
+                formed=True, node_rank=node.node_rank, nodes=nodes, first_rank=node.first_rank, world_size=world_size
+            )
+            return answer, True
+    raise AssertionError(f"{value} is no answer to Rendezvous")
+
+
+def command(value: Value | MemberLost) -> pb.SessionResponse:
+    """What a session is told, apart from maps."""
+    match value:
+        case JoinProposal(proposal_id, parameters, member):
+            proposal = pb.SessionResponse.JoinProposal(
+                proposal_id=proposal_id, parameters=parameters, member=convert.member_to_proto(member)
+            )
+            return pb.SessionResponse(join_proposal=proposal)
+        case JoinWithdrawn(proposal_id, parameters, worker_id):
+            withdrawn = pb.SessionResponse.JoinWithdrawn(
+                proposal_id=proposal_id, parameters=parameters, worker_id=worker_id
+            )
+            return pb.SessionResponse(join_withdrawn=withdrawn)
+        case MemberLost(member_id, role, reason):
+            lost = pb.SessionResponse.MemberLost(member_id=member_id, role=ROLES[role], reason=reason)
+            return pb.SessionResponse(member_lost=lost)
+    raise AssertionError(f"{value} is no command of a session")
+
+
+#: Makes an answer of a stream out of a value: the message, and whether it is the last.
+Render = Callable[[Value, MapCache], tuple[Any, bool]]

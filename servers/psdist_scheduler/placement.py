@@ -1,0 +1,82 @@
+"""Placement: which shards a vector has, and which server holds each. Pure functions.
+
+Slices do not depend on the servers (``psdist.types.Slicing``); slice i is in shard i % shards; shards go to servers
+by the longest-processing-time rule (Graham 1969): the largest shard next, to the server that holds the fewest
+elements, counting all other parameters; ties go to the smaller server id. So the placement depends on nothing but its
+arguments.
+
+Balance: servers that held equally much before hold the same number of elements afterwards, give or take one slice. In
+general the gap between the fullest and the emptiest is at most the larger of what it was before and one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from psdist.errors import LimitExceededError
+from psdist.optim import Override, group_of
+from psdist.types import SHARDS_PER_SERVER, GroupRange, Layout, ParametersEntry, Slicing, choose_slice_elements
+
+#: Slices of one parameters; what the largest vector has at the largest slice.
+SLICES_MAX = 1 << 22
+
+
+def choose_slicing(total: int, slice_elements: int) -> Slicing:
+    """The cut of ``total`` elements; ``slice_elements`` 0 lets psdist choose. Raises LimitExceededError."""
+    slicing = Slicing(total, slice_elements or choose_slice_elements(total))
+    if slicing.count > SLICES_MAX:
+        raise LimitExceededError(
+            f"{total} elements in slices of {slice_elements} are {slicing.count} slices, more than the limit of "
+            f"{SLICES_MAX}: leave slice_elements at 0",
+            slices=slicing.count,
+            limit=SLICES_MAX,
+        )
+    return slicing
+
+
+def shard_elements(slicing: Slicing, shards: int) -> list[int]:
+    """Elements of each of ``shards`` shards (1 to ``slicing.count``)."""
+    full, extra = divmod(slicing.count, shards)
+    elements = [(full + (number < extra)) * slicing.slice_elements for number in range(shards)]
+    elements[(slicing.count - 1) % shards] -= slicing.count * slicing.slice_elements - slicing.total
+    return elements
+
+
+def held_elements(entries: Iterable[ParametersEntry]) -> dict[str, int]:
+    """Elements that each server holds of ``entries``."""
+    held: dict[str, int] = {}
+    for entry in entries:
+        if entry.shards:
+            for owner, elements in zip(entry.shards, shard_elements(entry.slicing, len(entry.shards)), strict=True):
+                held[owner] = held.get(owner, 0) + elements
+    return held
+
+
+def place(slicing: Slicing, servers: Sequence[str], held: Mapping[str, int]) -> tuple[str, ...]:
+    """The owner of each shard. ``held`` has the elements that servers hold already. Nothing for an empty vector."""
+    shards = min(slicing.count, SHARDS_PER_SERVER * len(servers))
+    if shards == 0:
+        return ()
+    sizes = shard_elements(slicing, shards)
+    load = {server: held.get(server, 0) for server in sorted(servers)}
+    owners = [""] * shards
+    for number in sorted(range(shards), key=lambda shard: -sizes[shard]):
+        owner = min(load, key=lambda server: (load[server], server))
+        owners[number] = owner
+        load[owner] += sizes[number]
+    return tuple(owners)
+
+
+def group_ranges(layout: Layout, overrides: Sequence[Override]) -> tuple[GroupRange, ...]:
+    """Elements that an override holds for, ascending; neighbours of one group are one range."""
+    ranges: list[GroupRange] = []
+    if not overrides:
+        return ()
+    for tensor, start, stop in zip(layout.tensors, layout.offsets, layout.offsets[1:], strict=False):
+        group = group_of(tensor.name, overrides) if start < stop else 0
+        if group == 0:
+            continue
+        if ranges and ranges[-1].stop == start and ranges[-1].group == group:
+            start = ranges.pop().start
+        ranges.append(GroupRange(start, stop, group))
+    return tuple(ranges)

@@ -1,0 +1,101 @@
+"""What the scheduler remembers, as frozen dataclasses: members, parameters, formed nodes, and the sum of them.
+
+These are the values that the pure machines hold, that the store writes, and that the service reports. Nothing here
+changes, waits or knows a protobuf message. What is lost with the scheduler's process without harm (heartbeat times,
+open streams, waits) is not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from psdist.types import Layout, ParametersEntry
+
+Role = Literal["server", "worker"]
+MemberState = Literal["live", "left", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """What one run's scheduler was told.
+
+    run_id: name of the run.
+    workers_min, servers_min: so many must be live before parameters are placed or a barrier opens.
+    lease_seconds: a member that is silent for longer is lost.
+    join_grace_seconds: time to wait for more of them once enough workers (or nodes) are there.
+    """
+
+    run_id: str
+    workers_min: int = 1
+    servers_min: int = 1
+    lease_seconds: float = 2.0
+    join_grace_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One id and the newest of its lives. Servers have rank and world_size 0, workers an empty address."""
+
+    member_id: str
+    role: Role
+    incarnation: int
+    rank: int = 0
+    world_size: int = 0
+    address: str = ""
+    host: str = ""
+    pid: int = 0
+    state: MemberState = "live"
+    #: Why it left or was lost; empty while it lives.
+    reason: str = ""
+
+    @property
+    def live(self) -> bool:
+        """Whether it takes part."""
+        return self.state == "live"
+
+    @property
+    def state_text(self) -> str:
+        """What became of it: "left (done)"."""
+        return {"live": "lives", "left": f"left ({self.reason})", "lost": f"was taken for lost ({self.reason})"}[
+            self.state
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.member_id} (rank {self.rank})" if self.role == "worker" else self.member_id
+
+
+@dataclass(frozen=True)
+class ParametersRecord:
+    """Parameters that were placed. ``owners`` has the incarnation of ``entry.shards``' servers at that moment: a server
+    of the same id and a later life does not hold what the earlier one held."""
+
+    entry: ParametersEntry
+    layout: Layout
+    owners: tuple[int, ...]
+    #: The worker that was last asked for the initial values; empty if all creators went away before.
+    uploader: str
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A worker agent that was given its ranks: ``first_rank`` to ``first_rank + processes - 1``."""
+
+    agent_id: str
+    host: str
+    processes: int
+    node_rank: int
+    first_rank: int
+    nodes_min: int
+    nodes_max: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """All that a restarted scheduler begins with."""
+
+    run_id: str
+    epoch: int
+    members: tuple[Member, ...] = ()
+    parameters: tuple[ParametersRecord, ...] = ()
+    nodes: tuple[Node, ...] = ()

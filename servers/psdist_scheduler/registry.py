@@ -1,0 +1,437 @@
+"""The life of parameters: gathering, uploading, ready; and who takes part in them. Pure.
+
+* gathering: nothing is placed. Callers wait until the run's servers and workers are there and every live worker has
+  asked for these parameters, so that "the lowest rank's values count" means the same in every order of arrival.
+* uploading: placed and in the map; the creator of the lowest rank puts its values on the servers. If it is lost, the
+  next.
+* ready: later creators join: at once, or in BSP at a step that all servers agree on (``joins``).
+
+Parameters whose shards lay on a server that is gone are lost; their callers are told so.
+
+Invariants: the settings and layout of all that wait are the same; members are live workers; once placed, owners of
+shards never change; ``ready`` never goes back. Not here: epochs and durability (``cluster``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from psdist.consistency import BSP
+from psdist.errors import (
+    ClosedError,
+    LayoutMismatchError,
+    LimitExceededError,
+    NotMemberError,
+    ServerLostError,
+    SettingsMismatchError,
+    UnknownParametersError,
+)
+from psdist.types import Layout, ParametersEntry, ParametersMember, ParametersSpec, check_name
+from psdist.wire.limits import PARAMETERS_MAX
+from psdist_scheduler import placement
+from psdist_scheduler.events import (
+    Answer,
+    Create,
+    Describe,
+    Described,
+    Done,
+    Effect,
+    Note,
+    Ready,
+    Refuse,
+    Upload,
+)
+from psdist_scheduler.joins import FIRST_DISTANCE, Join, Joins
+from psdist_scheduler.membership import Membership
+from psdist_scheduler.records import Member, ParametersRecord
+from psdist_scheduler.rendezvous import name_some
+
+#: A restarted scheduler numbers its proposals from its epoch on, so that no earlier number comes again.
+_PROPOSALS_PER_EPOCH = 1 << 20
+
+
+@dataclass(slots=True)
+class Parameters:
+    """One name. ``record`` is None while it is gathering; then ``spec`` and ``layout`` are the first creator's."""
+
+    name: str
+    since: float
+    record: ParametersRecord | None = None
+    spec: ParametersSpec | None = None
+    layout: Layout | None = None
+    author: str = ""
+    #: Open calls, by the worker behind each.
+    creators: dict[int, Member] = field(default_factory=dict)
+    describers: dict[int, Member] = field(default_factory=dict)
+    #: The call that was told to upload.
+    upload_call: int = 0
+    #: Highest version by server, from heartbeats.
+    versions: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def state(self) -> str:
+        """ "gathering", "uploading" or "ready"."""
+        if self.record is None:
+            return "gathering"
+        return "ready" if self.record.entry.ready else "uploading"
+
+    @property
+    def placed(self) -> ParametersRecord:
+        """The record; only where the state is not "gathering"."""
+        assert self.record is not None
+        return self.record
+
+    @property
+    def entry(self) -> ParametersEntry:
+        """The entry; only where the state is not "gathering"."""
+        return self.placed.entry
+
+    @property
+    def version(self) -> int:
+        """Highest version that a server spoke of."""
+        return max(self.versions.values(), default=0)
+
+    def member(self, worker: Member) -> ParametersMember | None:
+        """The worker's part in these parameters, if it has one."""
+        wanted = (worker.member_id, worker.incarnation)
+        return next((m for m in self.entry.members if (m.worker_id, m.incarnation) == wanted), None)
+
+
+class Registry:
+    """All parameters of the run."""
+
+    def __init__(
+        self, records: tuple[ParametersRecord, ...], epoch: int, join_grace_seconds: float, now: float
+    ) -> None:
+        self._all: dict[str, Parameters] = {}
+        for record in records:
+            name = record.entry.spec.name
+            self._all[name] = Parameters(name, now, record, record.entry.spec, record.layout)
+        self._join_grace = join_grace_seconds
+        self._joins = Joins(epoch * _PROPOSALS_PER_EPOCH)
+        #: Names of placed parameters that changed since the cluster last took them.
+        self.changed: dict[str, None] = {}
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def all(self) -> tuple[Parameters, ...]:
+        """Parameters in the order in which they were first asked for."""
+        return tuple(self._all.values())
+
+    @property
+    def entries(self) -> tuple[ParametersEntry, ...]:
+        """What the cluster map shows."""
+        return tuple(p.entry for p in self._all.values() if p.record is not None)
+
+    def record(self, name: str) -> ParametersRecord:
+        """The record of placed parameters."""
+        return self._all[name].placed
+
+    def owners(self) -> frozenset[str]:
+        """Ids of servers that the map names as owners of shards."""
+        return frozenset(owner for entry in self.entries for owner in entry.shards)
+
+    def lost(self, p: Parameters, members: Membership) -> str:
+        """A sentence about the shards that are lost with their servers; empty if none are."""
+        if p.record is None:
+            return ""
+        gone: dict[str, list[str]] = {}
+        for number, (owner, incarnation) in enumerate(zip(p.entry.shards, p.record.owners, strict=True)):
+            if not members.is_live(owner, incarnation):
+                gone.setdefault(owner, []).append(str(number))
+        held = (
+            f"{owner} held shard{'s' if numbers[1:] else ''} {', '.join(numbers)} of {p.name!r}"
+            for owner, numbers in gone.items()
+        )
+        return "; ".join(held)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def create(self, event: Create, worker: Member, members: Membership, now: float) -> list[Effect]:
+        """A worker wants to take part. Raises LayoutMismatchError, SettingsMismatchError, LimitExceededError,
+        ServerLostError."""
+        p = self._all.get(event.spec.name)
+        if p is not None:
+            self._check_lost(p, members)
+            _check_same(p, event)
+        else:
+            placement.choose_slicing(event.layout.total, event.spec.slice_elements)
+            p = self._open(event.spec.name, now)
+        if p.spec is None:
+            p.spec, p.layout, p.author = event.spec, event.layout, str(worker)
+        effects = _end_older(p.creators, worker)
+        p.creators[event.call] = worker
+        return effects
+
+    def describe(self, event: Describe, worker: Member, members: Membership, now: float) -> list[Effect]:
+        """A worker wants to know the parameters. Raises InvalidNameError, LimitExceededError, ServerLostError."""
+        name = check_name(event.parameters, "parameters name")
+        p = self._all.get(name)
+        if p is not None:
+            self._check_lost(p, members)
+        else:
+            p = self._open(name, now)
+        effects = _end_older(p.describers, worker)
+        p.describers[event.call] = worker
+        return effects
+
+    def commit(self, call: int, worker: Member, name: str, now: float) -> list[Effect]:
+        """The values are uploaded. Raises UnknownParametersError, NotMemberError."""
+        p = self._all.get(name)
+        if p is None or p.record is None:
+            raise UnknownParametersError(f"no parameters {name!r:.80} wait for values: create them first", name=name)
+        if p.record.uploader != worker.member_id or p.member(worker) is None:
+            raise NotMemberError(
+                f"{worker} was not asked for the values of {name!r}: {p.record.uploader or 'nobody'} was", name=name
+            )
+        effects: list[Effect] = [Answer(call, Done())]
+        if not p.entry.ready:
+            self._change(p, ready=True)
+            p.since = now
+            effects.append(Note(f"parameters {name!r} are ready: {p.record.uploader} uploaded their values"))
+        return effects
+
+    def end(self, call: int) -> None:
+        """The call does not wait any more."""
+        for p in list(self._all.values()):
+            p.creators.pop(call, None)
+            p.describers.pop(call, None)
+            if p.record is None and not p.creators:
+                p.spec = p.layout = None
+                if not p.describers:
+                    del self._all[p.name]
+
+    # --- what servers say ---------------------------------------------------------------------------------------------
+
+    def versions(self, server: str, versions: tuple[tuple[str, int], ...]) -> None:
+        """Highest versions by parameters, from a server's heartbeat."""
+        for name, version in versions:
+            p = self._all.get(name)
+            if p is not None and p.record is not None and server in p.entry.shards:
+                p.versions[server] = version
+
+    def server_session(self, server: str, members: Membership) -> list[Effect]:
+        """A server's session opened: it is asked what it was not asked yet, or was asked on a stream that broke."""
+        return [effect for join in self._joins if server in join.servers for effect in join.ask(server, members)]
+
+    def join_answered(
+        self, server: str, proposal_id: int, accepted: bool, version_max: int, members: Membership
+    ) -> list[Effect]:
+        """A server's answer to a proposal."""
+        join, effects = self._joins.answered(server, proposal_id, accepted, version_max, members)
+        if join is not None:
+            effects.append(self._admit(self._all[join.parameters], join.member, join.worker))
+        return effects
+
+    # --- progress -----------------------------------------------------------------------------------------------------
+
+    def progress(self, members: Membership, now: float) -> list[Effect]:
+        """Whatever the present members and calls allow."""
+        effects: list[Effect] = []
+        for p in list(self._all.values()):
+            self._drop_members(p, members)
+            if lost := self.lost(p, members):
+                effects += self._refuse_all(p, lost)
+            elif p.record is None:
+                effects += self._gather(p, members, now)
+        effects += self._stop_joins(members)
+        for p in self._all.values():
+            if p.record is not None:
+                effects += self._upload(p) if not p.entry.ready else self._serve(p, members, now)
+        return effects
+
+    def waits(self, members: Membership, now: float) -> Iterator[tuple[str, list[int], str]]:
+        """Key, calls and reason of each wait."""
+        for p in self._all.values():
+            calls = [call for call in (*p.creators, *p.describers) if call != p.upload_call]
+            if p.record is None:
+                yield f"parameters {p.name}", calls, self._missing(p, members, now)
+            elif not p.entry.ready and calls:
+                who = p.record.uploader or "a worker"
+                yield f"parameters {p.name}", calls, f"for {who} to upload the initial values of {p.name!r}"
+        for join in self._joins:
+            calls = [c for c, w in self._all[join.parameters].creators.items() if w == join.worker]
+            servers = name_some(join.missing)
+            reason = f"for {servers} to agree on step {join.first_step} of {join.parameters!r}"
+            yield f"join {join.parameters} {join.worker.member_id}", calls, reason
+
+    def validate(self, members: Membership) -> None:
+        """Asserts the invariants of the module's text."""
+        for p in self._all.values():
+            assert p.record is not None or p.creators or p.describers, f"{p.name} is kept for nobody"
+            assert (p.spec is None) == (p.record is None and not p.creators), f"{p.name} has nobody's settings"
+            if p.record is None:
+                continue
+            entry, ids = p.entry, [m.worker_id for m in p.entry.members]
+            assert all(members.is_live(m.worker_id, m.incarnation) for m in entry.members), f"{p.name}: a dead member"
+            assert len(set(ids)) == len(ids), f"{p.name}: one member twice"
+            assert [m.rank for m in entry.members] == sorted(m.rank for m in entry.members), f"{p.name}: order"
+            assert all(members.get(owner) is not None for owner in entry.shards), f"{p.name}: an unknown owner"
+            assert len(p.record.owners) == len(entry.shards) and entry.spec.slice_elements > 0
+            assert entry.ready or p.record.uploader in ("", *ids), f"{p.name}: uploader {p.record.uploader}"
+        for join in self._joins:
+            assert members.is_live(join.worker.member_id, join.worker.incarnation), "a dead worker joins"
+            assert self._all[join.parameters].entry.ready and join.missing, "a join that is over"
+
+    # --- inner: requests ----------------------------------------------------------------------------------------------
+
+    def _open(self, name: str, now: float) -> Parameters:
+        if len(self._all) >= PARAMETERS_MAX:
+            raise LimitExceededError(f"{PARAMETERS_MAX} parameters exist, which is the limit: put tensors together")
+        return self._all.setdefault(name, Parameters(name, now))
+
+    def _check_lost(self, p: Parameters, members: Membership) -> None:
+        if lost := self.lost(p, members):
+            raise _lost_error(lost)
+
+    def _change(self, p: Parameters, *, uploader: str | None = None, **changes: object) -> None:
+        record = p.placed
+        entry = replace(record.entry, **changes)  # type: ignore[arg-type]
+        p.record = replace(record, entry=entry, uploader=record.uploader if uploader is None else uploader)
+        self.changed[p.name] = None
+
+    # --- inner: gathering ---------------------------------------------------------------------------------------------
+
+    def _missing(self, p: Parameters, members: Membership, now: float) -> str:
+        if shortage := members.shortage():
+            return shortage
+        called = {worker.member_id for worker in (*p.creators.values(), *p.describers.values())}
+        if absent := [str(worker) for worker in members.workers if worker.member_id not in called]:
+            return f"for {name_some(absent)} to create {p.name!r}"
+        if not p.creators:
+            return f"for a worker to create {p.name!r}"
+        if now - members.last_joined < self._join_grace:
+            return f"for more workers to register (join grace {self._join_grace:g} s)"
+        return ""
+
+    def _gather(self, p: Parameters, members: Membership, now: float) -> list[Effect]:
+        if p.spec is None or p.layout is None or self._missing(p, members, now):
+            return []
+        servers = {server.member_id: server.incarnation for server in members.servers}
+        slicing = placement.choose_slicing(p.layout.total, p.spec.slice_elements)
+        shards = placement.place(slicing, list(servers), placement.held_elements(self.entries))
+        creators = sorted(p.creators.values(), key=lambda worker: worker.rank)
+        entry = ParametersEntry(
+            spec=replace(p.spec, slice_elements=slicing.slice_elements),
+            total=p.layout.total,
+            shards=shards,
+            members=tuple(ParametersMember(w.member_id, w.incarnation, w.rank) for w in creators),
+            ranges=placement.group_ranges(p.layout, p.spec.optimizer.overrides),
+            layout_digest=p.layout.digest,
+        )
+        owners = tuple(servers[owner] for owner in shards)
+        p.record = ParametersRecord(entry, p.layout, owners, creators[0].member_id)
+        p.spec, p.since = entry.spec, now
+        self.changed[p.name] = None
+        text = (
+            f"{p.layout.total} elements in {slicing.count} slices, {len(shards)} shards on {len(set(shards))} servers"
+        )
+        return [Note(f"parameters {p.name!r} placed: {text}, {len(creators)} members")]
+
+    # --- inner: uploading and after -----------------------------------------------------------------------------------
+
+    def _upload(self, p: Parameters) -> list[Effect]:
+        """Nothing was trained yet: whoever comes now is a member from the first step on."""
+        effects: list[Effect] = []
+        for call, worker in p.creators.items():
+            if p.member(worker) is None:
+                member = ParametersMember(worker.member_id, worker.incarnation, worker.rank)
+                self._change(p, members=_with(p.entry.members, member))
+            if not p.placed.uploader:
+                self._change(p, uploader=p.entry.members[0].worker_id)
+            if worker.member_id == p.placed.uploader and call != p.upload_call:
+                p.upload_call = call
+                effects.append(Answer(call, Upload()))
+        return effects
+
+    def _serve(self, p: Parameters, members: Membership, now: float) -> list[Effect]:
+        described = Described(p.entry.spec, p.placed.layout)
+        effects: list[Effect] = [Answer(call, described) for call in p.describers]
+        p.describers.clear()
+        for worker in list(p.creators.values()):
+            if p.member(worker) is None and not self._joins.has(p.name, worker.member_id):
+                effects += self._join(p, worker, members, now)
+        for call, worker in list(p.creators.items()):
+            if member := p.member(worker):
+                del p.creators[call]
+                effects.append(Answer(call, Ready(member.first_step)))
+        return effects
+
+    def _join(self, p: Parameters, worker: Member, members: Membership, now: float) -> list[Effect]:
+        if not isinstance(p.entry.spec.consistency, BSP) or not p.entry.shards:
+            member = ParametersMember(worker.member_id, worker.incarnation, worker.rank)
+            return [self._admit(p, member, worker)]
+        servers = tuple(dict.fromkeys(p.entry.shards))
+        # Without members nobody moves the slices on: the joiner begins as early as it can.
+        distance = FIRST_DISTANCE if p.entry.members else 1
+        return self._joins.start(p.name, worker, servers, p.version + distance, members, now)
+
+    def _admit(self, p: Parameters, member: ParametersMember, worker: Member) -> Note:
+        self._change(p, members=_with(p.entry.members, member))
+        return Note(f"{worker} joins {p.name!r} at step {member.first_step}")
+
+    def _stop_joins(self, members: Membership) -> list[Effect]:
+        """Joins whose worker is gone, or asks no more, are withdrawn."""
+        effects: list[Effect] = []
+        for join in self._joins:
+            if not self._wanted(join, members):
+                effects += self._joins.stop(join, members)
+        return effects
+
+    def _wanted(self, join: Join, members: Membership) -> bool:
+        alive = members.is_live(join.worker.member_id, join.worker.incarnation)
+        return alive and join.worker in self._all[join.parameters].creators.values()
+
+    # --- inner: losses ------------------------------------------------------------------------------------------------
+
+    def _drop_members(self, p: Parameters, members: Membership) -> None:
+        """Removes workers that are gone, and calls of theirs."""
+        for calls in (p.creators, p.describers):
+            for call, worker in list(calls.items()):
+                if not members.is_live(worker.member_id, worker.incarnation):
+                    self.end(call)
+        if p.record is None:
+            return
+        left = tuple(m for m in p.entry.members if members.is_live(m.worker_id, m.incarnation))
+        if left == p.entry.members:
+            return
+        gone = p.placed.uploader not in {m.worker_id for m in left}
+        next_uploader = left[0].worker_id if left else ""
+        self._change(p, members=left, uploader=next_uploader if gone and not p.entry.ready else None)
+
+    def _refuse_all(self, p: Parameters, lost: str) -> list[Effect]:
+        effects: list[Effect] = [Refuse(call, _lost_error(lost)) for call in (*p.creators, *p.describers)]
+        p.creators.clear()
+        p.describers.clear()
+        return effects
+
+
+def _with(members: tuple[ParametersMember, ...], member: ParametersMember) -> tuple[ParametersMember, ...]:
+    return tuple(sorted((*members, member), key=lambda m: m.rank))
+
+
+def _end_older(calls: dict[int, Member], worker: Member) -> list[Effect]:
+    """Ends an earlier call of the same worker for the same thing: it asks again because that one broke."""
+    older = [call for call, other in calls.items() if other.member_id == worker.member_id]
+    for call in older:
+        del calls[call]
+    text = f"{worker} asked again on a newer call, which replaces this one"
+    return [Refuse(call, ClosedError(text)) for call in older]
+
+
+def _check_same(p: Parameters, event: Create) -> None:
+    if p.spec is None or p.layout is None:
+        placement.choose_slicing(event.layout.total, event.spec.slice_elements)
+        return
+    whose = f"{p.name!r} as {p.author} creates it" if p.record is None else f"{p.name!r} as it exists"
+    remedy = "give the same on every worker, or choose another name"
+    if p.layout != event.layout:
+        raise LayoutMismatchError(f"layout differs from {whose}: {p.layout.difference(event.layout)}; {remedy}")
+    if difference := p.spec.difference(event.spec):
+        raise SettingsMismatchError(f"settings differ from {whose}: {difference}; {remedy}")
+
+
+def _lost_error(lost: str) -> ServerLostError:
+    return ServerLostError(f"{lost} and is gone, and with it what it held: restart the run")

@@ -1,0 +1,76 @@
+"""The status report: what GetStatus tells, put together from the machine's state. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from psdist.v1 import common_pb2 as common
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.v1 import server_pb2
+from psdist.wire import convert
+from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.messages import ROLES
+from psdist_scheduler.records import Member
+
+
+def status(
+    cluster: Cluster,
+    epoch: int,
+    statistics: Mapping[str, server_pb2.GetStatisticsResponse],
+    events: Iterable[tuple[float, str]],
+    version: str,
+    uptime_seconds: float,
+    now: float,
+) -> pb.GetStatusResponse:
+    """The whole report.
+
+    epoch: of the map that was published last.
+    statistics: what servers said of themselves in their last heartbeat, by id.
+    events: seconds since 1970 and text, the newest last.
+    """
+    registry = cluster.registry
+    return pb.GetStatusResponse(
+        run_id=cluster.settings.run_id,
+        psdist_version=version,
+        epoch=epoch,
+        phase=cluster.phase,
+        uptime_seconds=uptime_seconds,
+        workers_min=cluster.members.workers_min,
+        servers_min=cluster.members.servers_min,
+        members=[_member(cluster, member, statistics, now) for member in cluster.members.all],
+        parameters=[
+            pb.ParametersStatus(
+                entry=convert.entry_to_proto(p.entry) if p.record else _gathering(p.name),
+                state=p.state,
+                tensors=len(p.layout.tensors) if p.layout else 0,
+            )
+            for p in registry.all
+        ],
+        waiting_for=cluster.waits,
+        events=[pb.EventStatus(time=time, text=text) for time, text in events],
+    )
+
+
+def _gathering(name: str) -> common.ParametersEntry:
+    return common.ParametersEntry(spec=common.ParametersSpec(name=name))
+
+
+def _member(
+    cluster: Cluster, member: Member, statistics: Mapping[str, server_pb2.GetStatisticsResponse], now: float
+) -> pb.MemberStatus:
+    presence = cluster.members.presence(member.member_id)
+    return pb.MemberStatus(
+        member_id=member.member_id,
+        role=ROLES[member.role],
+        incarnation=member.incarnation,
+        rank=member.rank,
+        address=member.address,
+        host=member.host,
+        pid=member.pid,
+        state=member.state,
+        reason=member.reason,
+        heartbeat_age_seconds=now - presence.seen if presence else 0.0,
+        epoch=presence.epoch if presence else 0,
+        statistics=statistics.get(member.member_id),
+        waiting_for=presence.waiting_for if presence else (),
+    )

@@ -1,0 +1,380 @@
+"""SchedulerService over ``grpc.aio``: turns calls into events, and carries the effects out.
+
+``Scheduler`` drives the machine: ``post`` gives it an event at once, and a single task, ``run``, carries effects out
+in their order, making what several events changed durable in one commit. A failed write ends the scheduler: what is
+not durable is never told. ``Service`` is a thin face over it with one method per RPC.
+
+Invariants: an event of a call's end is posted once the call is over, whatever ended it; no handler awaits between
+reading the machine and answering by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import wraps
+from itertools import count
+from typing import Any, TypeVar
+
+import grpc.aio
+
+import psdist
+from psdist.errors import InternalError, InvalidArgumentError, PsdistError, WaitTimeoutError
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.v1 import scheduler_pb2_grpc, server_pb2
+from psdist.wire import convert
+from psdist.wire import status as wire_status
+from psdist_scheduler import messages, report
+from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.events import (
+    Announce,
+    Answer,
+    Attach,
+    CallEnded,
+    Caller,
+    Close,
+    Commit,
+    Create,
+    Describe,
+    Effect,
+    EnterBarrier,
+    Event,
+    JoinAnswered,
+    Leave,
+    MemberLost,
+    Note,
+    Persist,
+    Publish,
+    Refuse,
+    SessionClosed,
+    SessionOpened,
+    Tick,
+    Value,
+    Waiting,
+)
+from psdist_scheduler.outbox import Outbox
+from psdist_scheduler.store import Store
+
+log = logging.getLogger("psdist.scheduler")
+
+EVENTS_KEPT = 100
+#: A session's first message must come within so long.
+HELLO_SECONDS = 10.0
+#: Layouts of more tensors are converted in a thread, so that heartbeats go on being read.
+_LARGE_LAYOUT = 4096
+
+Handler = TypeVar("Handler", bound=Callable[..., Coroutine[Any, Any, Any]])
+
+
+class Scheduler:
+    """The machine, its store, and the calls that wait for it."""
+
+    def __init__(self, cluster: Cluster, store: Store) -> None:
+        self.cluster = cluster
+        self.maps = messages.MapCache()
+        self.statistics: dict[str, server_pb2.GetStatisticsResponse] = {}
+        self.events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
+        self.started = time.monotonic()
+        self._store = store
+        # sqlite3 blocks until the disk has answered.
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+        self._effects: deque[Effect] = deque()
+        self._pending = asyncio.Event()
+        self._calls: dict[int, Outbox[Value]] = {}
+        self._sessions: dict[int, Outbox[pb.SessionResponse]] = {}
+        self._attached: set[int] = set()
+        self._numbers = count(1)
+        self._stopping = False
+        self._enqueue(cluster.start(self.started))
+
+    @contextmanager
+    def call(self) -> Any:
+        """Number and outbox of a new call; its end is posted when the block is left."""
+        number = next(self._numbers)
+        outbox = self._calls[number] = Outbox()
+        try:
+            yield number, outbox
+        finally:
+            del self._calls[number]
+            self.post(CallEnded(number))
+
+    @contextmanager
+    def session(self) -> Any:
+        """Number and outbox of a new session; its end is posted when the block is left."""
+        number = next(self._numbers)
+        outbox = self._sessions[number] = Outbox()
+        try:
+            yield number, outbox
+        finally:
+            del self._sessions[number]
+            self._attached.discard(number)
+            self.post(SessionClosed(number, "its session broke"))
+
+    def post(self, event: Event) -> None:
+        """Gives the machine an event. Once the scheduler stops, ends of calls are its own doing and mean nothing."""
+        if not self._stopping:
+            self._enqueue(self.cluster.on(event, time.monotonic()))
+
+    async def run(self) -> None:
+        """Carries effects out, for ever. Raises what the store raises."""
+        while True:
+            await self._pending.wait()
+            self._pending.clear()
+            batch, self._effects = self._effects, deque()
+            changes = [effect for effect in batch if isinstance(effect, Persist)]
+            if changes:
+                await asyncio.get_running_loop().run_in_executor(self._writer, self._store.write, _merge(changes))
+            for effect in batch:
+                self._carry_out(effect)
+
+    async def tick(self) -> None:
+        """Tells the machine that time passes, for ever."""
+        while True:
+            await asyncio.sleep(self.cluster.tick_seconds)
+            self.post(Tick())
+
+    def stop(self) -> None:
+        """From now on nothing changes: the members live on while the scheduler does not."""
+        self._stopping = True
+
+    def close(self) -> None:
+        """Frees the store, after a write in progress."""
+        self._writer.shutdown(wait=True)
+        self._store.close()
+
+    def status(self) -> pb.GetStatusResponse:
+        """The status report."""
+        now = time.monotonic()
+        epoch = self.maps.message.epoch
+        uptime = now - self.started
+        return report.status(self.cluster, epoch, self.statistics, self.events, psdist.__version__, uptime, now)
+
+    def _enqueue(self, effects: list[Effect]) -> None:
+        if effects:
+            self._effects.extend(effects)
+            self._pending.set()
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Publish(cluster):
+                self.maps.set(cluster)
+                self._broadcast(pb.SessionResponse(map=self.maps.message), "map")
+            case Attach(number):
+                if number in self._sessions:
+                    self._attached.add(number)
+                    self._sessions[number].put(pb.SessionResponse(map=self.maps.message), "map")
+            case Announce(news):
+                self._lost(news)
+            case Answer(number, value):
+                self._answer(number, value)
+            case Refuse(number, error):
+                for outbox in (self._calls.get(number), self._sessions.get(number)):
+                    if outbox is not None:
+                        outbox.close(error)
+            case Close(number):
+                if number in self._sessions:
+                    self._sessions[number].close()
+            case Note():
+                self._note(effect)
+
+    def _answer(self, number: int, value: Value) -> None:
+        if number in self._calls:
+            self._calls[number].put(value, "waiting" if isinstance(value, Waiting) else "")
+        elif number in self._sessions:
+            self._sessions[number].put(messages.command(value))
+
+    def _lost(self, news: MemberLost) -> None:
+        self.statistics.pop(news.member_id, None)
+        self._broadcast(messages.command(news))
+
+    def _broadcast(self, message: pb.SessionResponse, kind: str = "") -> None:
+        for number in sorted(self._attached):
+            self._sessions[number].put(message, kind)
+
+    def _note(self, note: Note) -> None:
+        log.log(logging.INFO if note.level == "info" else logging.WARNING, note.text)
+        if note.level != "wait":
+            self.events.append((time.time(), note.text))
+
+
+def _merge(changes: list[Persist]) -> Persist:
+    """Several changes as one; of each thing the newest."""
+    members = {member.member_id: member for change in changes for member in change.members}
+    parameters = {record.entry.spec.name: record for change in changes for record in change.parameters}
+    nodes = {node.agent_id: node for change in changes for node in change.nodes}
+    return Persist(changes[-1].epoch, tuple(members.values()), tuple(parameters.values()), tuple(nodes.values()))
+
+
+def _typed(handler: Handler) -> Handler:
+    """Ends the call by the typed error that the handler raises."""
+
+    @wraps(handler)
+    async def call(self: Service, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await handler(self, request, context)
+        except PsdistError as error:
+            log.info("%s refused: %s", handler.__name__, error)
+            await wire_status.abort(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:
+            log.exception("%s failed", handler.__name__)
+            await wire_status.abort(context, InternalError(f"the scheduler failed in {handler.__name__}: see its log"))
+
+    return call  # type: ignore[return-value]
+
+
+class Service(scheduler_pb2_grpc.SchedulerServiceServicer):  # type: ignore[misc]
+    """One method per RPC; see scheduler.proto for what each means."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    @_typed
+    async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterResponse:
+        """A new life of a member."""
+        value = await self._ask(lambda call: messages.register_event(call, request))
+        run_id = self._scheduler.cluster.settings.run_id
+        return messages.registered(value, self._scheduler.maps, run_id, psdist.__version__)
+
+    @_typed
+    async def Session(self, request: object, context: grpc.aio.ServicerContext) -> None:
+        """Heartbeats up, maps and commands down, until either side ends."""
+        with self._scheduler.session() as (number, outbox):
+            hello = await _first_message(context)
+            self._scheduler.post(SessionOpened(number, hello.member_id, hello.incarnation))
+            async with (
+                _background(self._read_session(number, hello.member_id, context)) as reader,
+                _background(_write_all(outbox, context)) as writer,
+            ):
+                done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+
+    @_typed
+    async def Leave(self, request: pb.LeaveRequest, context: grpc.aio.ServicerContext) -> pb.LeaveResponse:
+        """A polite end."""
+        who = Caller("", request.member_id, request.incarnation)
+        await self._ask(lambda call: Leave(call, who, request.reason))
+        return pb.LeaveResponse()
+
+    @_typed
+    async def CreateParameters(self, request: pb.CreateParametersRequest, context: grpc.aio.ServicerContext) -> None:
+        """Creates, or joins."""
+        spec = convert.spec_from_proto(request.spec)
+        if len(request.layout.tensors) > _LARGE_LAYOUT:
+            layout = await asyncio.to_thread(convert.layout_from_proto, request.layout)
+        else:
+            layout = convert.layout_from_proto(request.layout)
+        who = messages.caller(request)
+        await self._stream(context, lambda call: Create(call, who, spec, layout), messages.created)
+
+    @_typed
+    async def CommitParameters(
+        self, request: pb.CommitParametersRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CommitParametersResponse:
+        """The values are uploaded."""
+        await self._ask(lambda call: Commit(call, messages.caller(request), request.parameters))
+        return pb.CommitParametersResponse(epoch=self._scheduler.maps.message.epoch)
+
+    @_typed
+    async def DescribeParameters(
+        self, request: pb.DescribeParametersRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Settings and layout, once they exist."""
+        who = messages.caller(request)
+        await self._stream(context, lambda call: Describe(call, who, request.parameters), messages.described)
+
+    @_typed
+    async def GetClusterMap(
+        self, request: pb.GetClusterMapRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetClusterMapResponse:
+        """The map that was published last."""
+        self._scheduler.cluster.members.check_run(request.run_id)
+        return pb.GetClusterMapResponse(map=self._scheduler.maps.message)
+
+    @_typed
+    async def Barrier(self, request: pb.BarrierRequest, context: grpc.aio.ServicerContext) -> None:
+        """Waits for the other workers."""
+        who = messages.caller(request)
+        await self._stream(context, lambda call: EnterBarrier(call, who, request.name), messages.barrier)
+
+    @_typed
+    async def Rendezvous(self, request: pb.RendezvousRequest, context: grpc.aio.ServicerContext) -> None:
+        """Waits for the other agents."""
+        await self._stream(context, lambda call: messages.rendezvous_event(call, request), messages.rendezvous)
+
+    @_typed
+    async def GetStatus(self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext) -> pb.GetStatusResponse:
+        """The status report."""
+        return self._scheduler.status()
+
+    async def _ask(self, event: Callable[[int], Event]) -> Value:
+        """Posts an event and waits for its one answer."""
+        with self._scheduler.call() as (number, outbox):
+            self._scheduler.post(event(number))
+            value: Value = await outbox.take()
+            return value
+
+    async def _stream(
+        self, context: grpc.aio.ServicerContext, event: Callable[[int], Event], render: messages.Render
+    ) -> None:
+        """Posts an event and passes its answers on until the last."""
+        with self._scheduler.call() as (number, outbox):
+            self._scheduler.post(event(number))
+            async for value in outbox:
+                message, last = render(value, self._scheduler.maps)
+                await context.write(message)
+                if last:
+                    return
+
+    async def _read_session(self, number: int, member_id: str, context: grpc.aio.ServicerContext) -> None:
+        while (request := await context.read()) is not grpc.aio.EOF:
+            match request.WhichOneof("event"):
+                case "heartbeat":
+                    self._heartbeat(number, member_id, request.heartbeat)
+                case "join_answer":
+                    answer = request.join_answer
+                    self._scheduler.post(JoinAnswered(number, answer.proposal_id, answer.accepted, answer.version_max))
+                case other:
+                    raise InvalidArgumentError(
+                        f"a session's later messages are heartbeats or join answers, not {other}"
+                    )
+
+    def _heartbeat(self, number: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
+        self._scheduler.post(messages.heartbeat_event(number, heartbeat))
+        if heartbeat.HasField("statistics") and self._scheduler.cluster.members.sessions.get(number) == member_id:
+            self._scheduler.statistics[member_id] = heartbeat.statistics
+
+
+async def _first_message(context: grpc.aio.ServicerContext) -> pb.SessionRequest.Hello:
+    try:
+        request = await asyncio.wait_for(context.read(), HELLO_SECONDS)
+    except TimeoutError:
+        raise WaitTimeoutError(f"a session must say hello within {HELLO_SECONDS:g} s") from None
+    if request is grpc.aio.EOF or request.WhichOneof("event") != "hello":
+        raise InvalidArgumentError("the first message of a session must be its hello")
+    hello: pb.SessionRequest.Hello = request.hello
+    return hello
+
+
+async def _write_all(outbox: Outbox[pb.SessionResponse], context: grpc.aio.ServicerContext) -> None:
+    async for message in outbox:
+        await context.write(message)
+
+
+@asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that does not outlive the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task

@@ -1,0 +1,213 @@
+"""The store: what a restarted scheduler needs to know, durable before anybody acts on it.
+
+``Store`` is what the service asks for; ``SqliteStore`` keeps it in one SQLite file (WAL, ``synchronous=FULL``: a
+commit is on the disk when it returns), ``MemoryStore`` nowhere, for runs that need not outlive their scheduler. A
+file has one scheduler at a time: it is locked for as long as it is open, by the process, so that a crash frees it.
+
+Entries and layouts are kept as the protobuf messages of the wire, which have rules for growing. What does not parse
+is refused, not repaired.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import astuple, fields
+from pathlib import Path
+from typing import Protocol
+
+from google.protobuf.message import DecodeError
+
+from psdist.errors import ConfigurationError
+from psdist.v1 import common_pb2
+from psdist.wire import convert
+from psdist_scheduler.events import Persist
+from psdist_scheduler.records import Member, Node, ParametersRecord, Stored
+
+#: Raised when an older program could misread the file.
+SCHEMA_VERSION = 1
+
+_SCHEMA = """
+CREATE TABLE run (id INTEGER PRIMARY KEY CHECK (id = 1), run_id TEXT NOT NULL, epoch INTEGER NOT NULL);
+CREATE TABLE members (
+  member_id TEXT PRIMARY KEY, role TEXT NOT NULL, incarnation INTEGER NOT NULL, rank INTEGER NOT NULL,
+  world_size INTEGER NOT NULL, address TEXT NOT NULL, host TEXT NOT NULL, pid INTEGER NOT NULL, state TEXT NOT NULL,
+  reason TEXT NOT NULL);
+CREATE TABLE parameters (
+  number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, entry BLOB NOT NULL, owners TEXT NOT NULL,
+  uploader TEXT NOT NULL, layout BLOB NOT NULL);
+CREATE TABLE nodes (
+  agent_id TEXT PRIMARY KEY, host TEXT NOT NULL, processes INTEGER NOT NULL, node_rank INTEGER NOT NULL,
+  first_rank INTEGER NOT NULL, nodes_min INTEGER NOT NULL, nodes_max INTEGER NOT NULL);
+"""
+
+
+class Store(Protocol):
+    """Where the scheduler's memory lies. Calls block; only one is made at a time."""
+
+    def load(self) -> Stored | None:
+        """What was kept; None where there is nothing yet."""
+
+    def write(self, changes: Persist) -> None:
+        """Makes the changes durable, all or none, before it returns."""
+
+    def close(self) -> None:
+        """Frees the store for another scheduler."""
+
+
+class MemoryStore:
+    """Keeps nothing."""
+
+    def load(self) -> Stored | None:
+        """None."""
+        return None
+
+    def write(self, changes: Persist) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class SqliteStore:
+    """One SQLite file. ``run_id`` is written into a new file; an empty one takes what the file has."""
+
+    def __init__(self, path: Path, run_id: str) -> None:
+        """Opens and locks the file. Raises ConfigurationError where it is in use, unusable, or another run's."""
+        self._path = path
+        # Written from one worker thread at a time, never two.
+        self._db = _connect(path)
+        try:
+            self.run_id = self._prepare(run_id)
+            self._known_layouts = {name for (name,) in self._db.execute("SELECT name FROM parameters")}
+        except sqlite3.Error as error:
+            self.close()
+            raise _unusable(path, error) from None
+        except ConfigurationError:
+            self.close()
+            raise
+
+    def load(self) -> Stored | None:
+        """What was kept; None in a new file. Raises ConfigurationError where it can't be read."""
+        (epoch,) = self._db.execute("SELECT epoch FROM run").fetchone()
+        if epoch == 0:
+            return None
+        try:
+            return Stored(
+                run_id=self.run_id,
+                epoch=epoch,
+                members=tuple(Member(*row) for row in self._rows("members", Member)),
+                parameters=tuple(
+                    _parameters(*row)
+                    for row in self._db.execute(
+                        "SELECT entry, owners, uploader, layout FROM parameters ORDER BY number"
+                    )
+                ),
+                nodes=tuple(Node(*row) for row in self._rows("nodes", Node)),
+            )
+        except (sqlite3.Error, DecodeError, ValueError) as error:
+            raise _unusable(self._path, error) from None
+
+    def write(self, changes: Persist) -> None:
+        """Commits the changes."""
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("UPDATE run SET epoch = ?", (changes.epoch,))
+            self._db.executemany(_upsert("members", Member), [astuple(member) for member in changes.members])
+            self._db.executemany(_upsert("nodes", Node), [astuple(node) for node in changes.nodes])
+            for record in changes.parameters:
+                self._write_parameters(record)
+        self._known_layouts.update(record.entry.spec.name for record in changes.parameters)
+
+    def close(self) -> None:
+        """Closes the file, which frees it."""
+        self._db.close()
+
+    def _prepare(self, run_id: str) -> str:
+        """Locks the file, makes its tables if it is new, and returns the run's name."""
+        self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")
+        # The first write transaction takes the lock, which the mode above then keeps.
+        self._db.execute("BEGIN EXCLUSIVE")
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            for statement in _SCHEMA.split(";"):
+                self._db.execute(statement)
+            self._db.execute("INSERT INTO run VALUES (1, ?, 0)", (run_id,))
+            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        self._db.execute("COMMIT")
+        if version not in (0, SCHEMA_VERSION):
+            raise ConfigurationError(
+                f"--store {self._path} has format {version}, this release of psdist reads {SCHEMA_VERSION}: use the "
+                "release that wrote it, or another file"
+            )
+        (kept,) = self._db.execute("SELECT run_id FROM run").fetchone()
+        if run_id and kept != run_id:
+            raise ConfigurationError(
+                f"--store {self._path} belongs to run {kept!r}, not {run_id!r}: pass --run-id {kept}, or another file",
+                run_id=kept,
+            )
+        return str(kept)
+
+    def _rows(self, table: str, cls: type) -> sqlite3.Cursor:
+        return self._db.execute(f"SELECT {_columns(cls)} FROM {table} ORDER BY rowid")
+
+    def _write_parameters(self, record: ParametersRecord) -> None:
+        name = record.entry.spec.name
+        row = (
+            convert.entry_to_proto(record.entry).SerializeToString(),
+            ",".join(map(str, record.owners)),
+            record.uploader,
+        )
+        if name in self._known_layouts:
+            # A layout never changes, and may be large.
+            self._db.execute("UPDATE parameters SET entry = ?, owners = ?, uploader = ? WHERE name = ?", (*row, name))
+        else:
+            layout = convert.layout_to_proto(record.layout).SerializeToString()
+            self._db.execute(
+                "INSERT INTO parameters (entry, owners, uploader, name, layout) VALUES (?, ?, ?, ?, ?)",
+                (*row, name, layout),
+            )
+
+
+def open_store(path: Path | None, run_id: str) -> tuple[Store, str]:
+    """The store at ``path`` (None: memory) and the run's name that holds for it."""
+    if path is None:
+        return MemoryStore(), run_id
+    store = SqliteStore(path, run_id)
+    return store, store.run_id
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    try:
+        return sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: Path, error: Exception) -> ConfigurationError:
+    if "locked" in str(error):
+        return ConfigurationError(
+            f"--store {path} is in use by another scheduler: stop that one first, or use another file", path=path
+        )
+    return ConfigurationError(f"--store {path} cannot be used: {error}", path=path)
+
+
+def _columns(cls: type) -> str:
+    return ", ".join(field.name for field in fields(cls))
+
+
+def _upsert(table: str, cls: type) -> str:
+    marks = ", ".join("?" for _ in fields(cls))
+    key, *others = [field.name for field in fields(cls)]
+    updates = ", ".join(f"{name} = excluded.{name}" for name in others)
+    return f"INSERT INTO {table} ({_columns(cls)}) VALUES ({marks}) ON CONFLICT ({key}) DO UPDATE SET {updates}"
+
+
+def _parameters(entry: bytes, owners: str, uploader: str, layout: bytes) -> ParametersRecord:
+    return ParametersRecord(
+        entry=convert.entry_from_proto(common_pb2.ParametersEntry.FromString(entry)),
+        layout=convert.layout_from_proto(common_pb2.Layout.FromString(layout)),
+        owners=tuple(int(number) for number in owners.split(",") if number),
+        uploader=uploader,
+    )
