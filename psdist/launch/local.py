@@ -60,11 +60,11 @@ def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -
     environ = dict(os.environ if environ is None else environ)
     check_script(list(options.script), module=options.module, no_python=options.no_python)
     token = find_token(environ) or secrets.token_urlsafe(32)
-    run_id = options.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    run_id = options.run_id or make_run_id()
     directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
     try:
-        link = _make_link(directory, token, run_id)
-        registration = _Registration(RunRegistry(notes_directory(environ)), link, directory)
+        link = make_link(directory, token, run_id)
+        registration = Registration(RunRegistry(notes_directory(environ)), link, directory)
         try:
             return asyncio.run(_run(options, environ, link, directory, registration))
         finally:
@@ -73,7 +73,13 @@ def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _make_link(directory: Path, token: str, run_id: str) -> SchedulerLink:
+def make_run_id() -> str:
+    """A name for a run that was given none; names sort by time."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def make_link(directory: Path, token: str, run_id: str) -> SchedulerLink:
+    """Fills a run's private directory, and says how its processes find each other there."""
     (directory / "connected").mkdir(mode=0o700)
     token_file = directory / "token"
     descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -82,7 +88,7 @@ def _make_link(directory: Path, token: str, run_id: str) -> SchedulerLink:
     return SchedulerLink(file=directory / "scheduler", token_file=token_file, run_id=run_id)
 
 
-class _Registration:
+class Registration:
     """The note of this run. A state directory that cannot be written only costs ``psdist status`` its shortcut."""
 
     def __init__(self, registry: RunRegistry, link: SchedulerLink, directory: Path) -> None:
@@ -95,16 +101,18 @@ class _Registration:
             self._note = None
 
     def listening(self, address: str) -> None:
+        """Notes the scheduler's address."""
         if self._note is not None:
             self._note = self._registry.listening(self._note, address)
 
     def close(self) -> None:
+        """Takes the note away."""
         if self._note is not None:
             self._registry.remove(self._note.run_id)
 
 
 async def _run(
-    options: LocalOptions, environ: Mapping[str, str], link: SchedulerLink, directory: Path, registration: _Registration
+    options: LocalOptions, environ: Mapping[str, str], link: SchedulerLink, directory: Path, registration: Registration
 ) -> int:
     workers = WorkersPlan(
         command=python_command(list(options.script), module=options.module, no_python=options.no_python),
@@ -141,12 +149,13 @@ async def _supervise(
     environ: Mapping[str, str],
     workers: WorkersPlan,
     services: ServicesPlan,
-    registration: _Registration,
+    registration: Registration,
 ) -> int:
     routing, run_id = options.routing, workers.link.run_id
     if routing.directory is not None:
         routing = replace(routing, directory=routing.directory / run_id)
-    output = open_output(routing, workers, lambda: runner.interrupt(signal.SIGPIPE))
+    mute = options.log_level in ("warning", "error")
+    output = open_output(routing, workers, lambda: runner.interrupt(signal.SIGPIPE), mute)
     watch = _AddressWatch(services, registration)
     runner = Runner(
         Crew(
@@ -176,7 +185,7 @@ async def _supervise(
 class _AddressWatch:
     """Waits for the scheduler's address, and notes it."""
 
-    def __init__(self, services: ServicesPlan, registration: _Registration) -> None:
+    def __init__(self, services: ServicesPlan, registration: Registration) -> None:
         self._services = services
         self._registration = registration
         self._deadline: float | None = None
@@ -203,10 +212,10 @@ class _AddressWatch:
 # --- shared with the agent --------------------------------------------------------------------------------------------
 
 
-def open_output(routing: Routing, workers: WorkersPlan, on_broken: Callable[[], None]) -> Output:
+def open_output(routing: Routing, workers: WorkersPlan, on_broken: Callable[[], None], mute: bool = True) -> Output:
     """Console and files of this node. Raises ConfigurationError if the log directory cannot be made."""
     try:
-        return Output(routing, lambda rank: rank - workers.first_rank, workers.role, on_broken)
+        return Output(routing, lambda rank: rank - workers.first_rank, workers.role, on_broken, mute)
     except OSError as error:
         raise ConfigurationError(f"--log-dir {routing.directory} cannot be used: {error.strerror}") from None
 

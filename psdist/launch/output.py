@@ -97,11 +97,15 @@ class Output:
         local_rank: Callable[[int], int],
         worker_label: str = "worker",
         on_broken: Callable[[], None] = lambda: None,
+        mute_stopping_services: bool = True,
     ) -> None:
         self._routing = routing
         self._local_rank = local_rank
         self._worker_label = worker_label
         self._on_broken = on_broken
+        self._mute_stopping_services = mute_stopping_services
+        #: Set once the run comes to its end: that peers go away is no news then, and their complaints are not shown.
+        self.stopping = False
         self._files: dict[ProcessKey, IO[str]] = {}
         self._broken = False
         self._unwritable: set[ProcessKey] = set()
@@ -124,7 +128,8 @@ class Output:
         """Shows, files and remembers lines of a process."""
         self._tails[key].extend((stream, line) for line in lines)
         rank = self._local_rank(key.number) if key.role == "worker" else None
-        if self._routing.to_console(rank, stream):
+        muted = self.stopping and self._mute_stopping_services and key.role != "worker"
+        if self._routing.to_console(rank, stream) and not muted:
             prefix = self._prefix(key, stream)
             self._write(stream, "".join(f"{prefix} {line}\n" for line in lines))
         if self._routing.to_file(rank, stream):

@@ -100,7 +100,9 @@ class Runner:
         self._handling = True
         try:
             while self._events:
-                for effect in self._supervisor.on(self._events.popleft(), self._loop.time()):
+                effects = self._supervisor.on(self._events.popleft(), self._loop.time())
+                self._output.stopping = self._supervisor.stopping
+                for effect in effects:
                     self._carry_out(effect)
         finally:
             self._handling = False
