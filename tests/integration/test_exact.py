@@ -1,0 +1,125 @@
+"""BSP is exact: W workers and S servers, over real gRPC and with real server processes, give the very bytes of a plain
+single-process numpy reference that adds the gradients in rank order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from psdist import AsyncClient, AsyncParameters, optim
+from psdist.consistency import BSP
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.optim import Optimizer
+from psdist_server import reference
+from psdist_server.optimizers import Rule, clip_factor
+
+STEPS = 6
+SLICE = 4096
+#: Eight slices and a bit, with tensors that begin and end anywhere, a scalar and an empty one among them.
+SHAPES = {"embed": (101, 61), "w1": (17, 23, 41), "scale": (), "none": (0, 4), "w2": (9973,), "b": (7,), "w3": (1301,)}
+TOTAL = sum(int(np.prod(shape)) for shape in SHAPES.values())
+
+WARM = optim.Cosine(20, warmup_steps=3)
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": optim.SGD(lr=0.1, weight_decay=0.01),
+    "momentum": optim.SGD(lr=0.1, momentum=0.9, dampening=0.1, schedule=WARM),
+    "nesterov": optim.SGD(lr=0.1, momentum=0.9, nesterov=True, max_grad_norm=5.0),
+    "adam": optim.Adam(lr=1e-2),
+    "adam-clipped-warm": optim.Adam(lr=1e-2, weight_decay=0.1, max_grad_norm=1.0, schedule=WARM),
+    "adamw": optim.AdamW(lr=1e-2, schedule=optim.Linear(10, warmup_steps=2)),
+    "adagrad": optim.Adagrad(lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5),
+    "rmsprop": optim.RMSprop(lr=1e-2),
+    "rmsprop-full": optim.RMSprop(lr=1e-2, momentum=0.9, centered=True, weight_decay=0.01, max_grad_norm=2.0),
+    "lion": optim.Lion(lr=1e-3, weight_decay=0.1, schedule=WARM),
+    "ftrl": optim.FTRL(lr=0.1, l1=0.01, l2=0.1),
+    "overrides": optim.Adam(overrides=(optim.override("w*", lr=0.1, beta1=0.5), optim.override("b", lr=0.0))),
+}
+
+
+def initial() -> np.ndarray:
+    return np.random.default_rng(7).standard_normal(TOTAL).astype(np.float32)
+
+
+def gradient(step: int, rank: int) -> np.ndarray:
+    return (np.random.default_rng([step, rank]).standard_normal(TOTAL) * 10.0 ** (rank - 1)).astype(np.float32)
+
+
+def split(flat: np.ndarray) -> dict[str, np.ndarray]:
+    sizes = [int(np.prod(shape)) for shape in SHAPES.values()]
+    parts = np.split(flat, np.cumsum(sizes)[:-1])
+    return {name: part.reshape(shape) for (name, shape), part in zip(SHAPES.items(), parts, strict=True)}
+
+
+def joined(values: dict[str, np.ndarray]) -> bytes:
+    return b"".join(values[name].tobytes() for name in SHAPES)
+
+
+def reference_run(spec: Optimizer, workers: int) -> list[bytes]:
+    """The weights after every step, in one process, with plain numpy, uncut."""
+    weights, mean = initial(), np.empty(TOTAL, np.float32)
+    rule = Rule(spec)
+    states = tuple(np.zeros(TOTAL, np.float32) for _ in rule.state_names)
+    ranges = group_ranges(spec)
+    rule.initialize(weights, states, ranges)
+    history = []
+    for step in range(STEPS):
+        reference.combine(mean, [gradient(step, rank) for rank in range(workers)], workers)
+        if spec.max_grad_norm:
+            squares = [reference.sum_squares(mean[at : at + SLICE]) for at in range(0, TOTAL, SLICE)]
+            total = 0.0
+            for square in squares:
+                total += square
+            reference.scale(mean, clip_factor(float(np.sqrt(total)), spec.max_grad_norm))
+        for start, stop, group in ranges:
+            part = slice(start, stop)
+            views = tuple(state[part] for state in states)
+            reference.update(spec, spec.group_values(group), weights[part], views, mean[part], step, 1.0)
+        history.append(weights.tobytes())
+    return history
+
+
+def group_ranges(spec: Optimizer) -> tuple[tuple[int, int, int], ...]:
+    ranges, start = [], 0
+    for name, shape in SHAPES.items():
+        stop = start + int(np.prod(shape))
+        ranges.append((start, stop, optim.group_of(name, spec.overrides)))
+        start = stop
+    return tuple(ranges)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 5], ids=lambda servers: f"S{servers}")
+def cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
+    cluster = EmbeddedCluster(servers=request.param)
+    yield cluster
+    cluster.close()
+
+
+async def create(client: AsyncClient, name: str, spec: Optimizer) -> AsyncParameters:
+    # Only the values of the lowest rank count.
+    values = initial() if client.rank == 0 else np.zeros(TOTAL, np.float32)
+    return await client.parameters(
+        name, init=split(values), optimizer=spec, consistency=BSP(), slice_elements=SLICE
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4], ids=lambda workers: f"W{workers}")
+async def test_weights_are_byte_identical_to_the_reference(cluster: EmbeddedCluster, workers: int) -> None:
+    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(workers)]
+    await asyncio.gather(*(client.connect() for client in clients))
+    try:
+        for name, spec in OPTIMIZERS.items():
+            handles = await asyncio.gather(*(create(client, f"{name}-{workers}", spec) for client in clients))
+            expected = reference_run(spec, workers)
+            assert joined(await handles[-1].pull()) == initial().tobytes()
+            for step in range(STEPS):
+                results = await asyncio.gather(
+                    *(handle.push_pull(split(gradient(step, rank))) for rank, handle in enumerate(handles))
+                )
+                assert all(joined(values) == expected[step] for values in results), f"{name}, step {step}"
+            assert [handle.version for handle in handles] == [STEPS] * workers
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
