@@ -45,6 +45,7 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
         self.headers: list[server_pb2.PushHeader] = []
         self.requests: list[tuple[int, int]] = []
         self.hanging = asyncio.Event()
+        self.pushed = asyncio.Event()
         self.address = ""
         self._server = channels.make_server("")
 
@@ -87,6 +88,7 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
         async for request in requests:
             if request.HasField("header"):
                 self.headers.append(request.header)
+                self.pushed.set()
                 step = request.header.step
             if plan is not None and answers >= plan.answers and not plan.lose_answer:
                 await self._break(plan, context)

@@ -94,8 +94,7 @@ async def test_stale_routes_are_planned_anew(setup: Setup) -> None:
     moving = setup.servers[0]
 
     async def move() -> None:
-        while not moving.headers:
-            await asyncio.sleep(0)
+        await moving.pushed.wait()
         for index in (2, 4):
             setup.servers[1].weights[index] = moving.weights[index].copy()
             setup.servers[1].versions[index] = moving.versions[index]

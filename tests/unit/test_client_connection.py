@@ -1,0 +1,141 @@
+"""Finding the scheduler, or saying what was tried; and the rules of one loop and one process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+from client_fakes import FakeScheduler
+
+import psdist
+from psdist import errors
+from psdist.client import loop
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def test_no_address_tells_the_ways_to_give_one() -> None:
+    with pytest.raises(errors.ConfigurationError, match=r"psdist run.*PSDIST_SCHEDULER.*psdist.init"):
+        await psdist.AsyncClient().connect()
+
+
+@pytest.mark.parametrize("from_environment", [False, True])
+async def test_nobody_there_tells_what_was_tried(monkeypatch: pytest.MonkeyPatch, from_environment: bool) -> None:
+    address = f"127.0.0.1:{_free_port()}"
+    if from_environment:
+        monkeypatch.setenv("PSDIST_SCHEDULER", address)
+    client = psdist.AsyncClient(None if from_environment else address, connect_timeout=0.3)
+    with pytest.raises(errors.SchedulerUnreachableError) as raised:
+        await client.connect()
+    source = "PSDIST_SCHEDULER" if from_environment else "the argument"
+    for words in (address, f"from {source}", "0.3 s", "attempts", "refused", "psdist run"):
+        assert words in str(raised.value), str(raised.value)
+    assert int(raised.value.details["attempts"]) > 1
+
+
+async def test_a_file_that_does_not_appear_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PSDIST_SCHEDULER_FILE", str(tmp_path / "address"))
+    with pytest.raises(errors.SchedulerUnreachableError, match="address"):
+        await psdist.AsyncClient(connect_timeout=0.1).connect()
+
+
+async def test_the_file_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, connected = tmp_path / "address", tmp_path / "connected"
+    monkeypatch.setenv("PSDIST_SCHEDULER_FILE", str(file))
+    monkeypatch.setenv("PSDIST_CONNECTED_FILE", str(connected))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    scheduler = await FakeScheduler([]).start()
+    client = psdist.AsyncClient()
+    connecting = asyncio.create_task(client.connect())
+    await asyncio.sleep(0)
+    assert not connected.exists()
+    file.write_text(scheduler.address + "\n")
+    await connecting
+    assert connected.exists()
+    request = scheduler.registrations[0]
+    assert (request.rank, request.world_size, request.protocol_version) == (3, 8, 1)
+    assert repr(client) == "<AsyncClient worker-0 (rank 0) of run 'fake-run'>"
+    await client.close()
+    await scheduler.stop()
+
+
+async def test_something_else_answers() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    address = "{}:{}".format(*server.sockets[0].getsockname())
+    with pytest.raises(errors.SchedulerUnreachableError, match=address):
+        await psdist.AsyncClient(address, connect_timeout=0.5).connect()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_another_grpc_server_answers() -> None:
+    from psdist.wire import channels
+
+    server = channels.make_server("")
+    port = channels.bind(server, "127.0.0.1", 0, False)
+    await server.start()
+    with pytest.raises(errors.SchedulerUnreachableError, match="is no psdist scheduler"):
+        await psdist.AsyncClient(f"127.0.0.1:{port}").connect()
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"scheduler": "nonsense"}, "HOST:PORT"),
+        ({"rank": -1}, "rank=-1"),
+        ({"worker_id": "a b"}, "worker_id"),
+        ({"run_id": "a/b"}, "run id"),
+    ],
+)
+async def test_bad_arguments(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=words):
+        await psdist.AsyncClient(**({"scheduler": "127.0.0.1:1"} | arguments)).connect()
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "10", True])
+async def test_bad_timeouts(value: object) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="connect_timeout"):
+        psdist.AsyncClient("127.0.0.1:1", connect_timeout=value)
+
+
+async def test_use_before_connect() -> None:
+    client = psdist.AsyncClient("127.0.0.1:1")
+    for use in (lambda: client.rank, lambda: client.worker_id):
+        with pytest.raises(errors.ClosedError, match="not connected"):
+            use()
+
+
+async def test_clients_on_two_loops_are_refused() -> None:
+    scheduler = await FakeScheduler([]).start()
+    client = await psdist.AsyncClient(scheduler.address).connect()
+
+    def other_loop() -> None:
+        with pytest.raises(errors.ConfigurationError, match="another event loop"):
+            asyncio.run(psdist.AsyncClient(scheduler.address).connect())
+
+    await asyncio.to_thread(other_loop)
+    await client.close()
+    await scheduler.stop()
+
+
+async def test_a_loop_thread_of_another_process_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Foreign:
+        pid = -1
+
+    monkeypatch.setattr(loop, "_thread", Foreign())
+    with pytest.raises(errors.ClosedError, match="spawn"):
+        loop.shared()

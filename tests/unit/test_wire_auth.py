@@ -1,0 +1,90 @@
+"""The token is checked before anything of the call is read, for every shape of call; the health service is open."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+import pytest_asyncio
+from client_fakes import FakeScheduler
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import aio as health
+
+from psdist import errors
+from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
+from psdist.wire import auth, channels, status
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+TOKEN = "token-of-the-test"
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def address() -> AsyncIterator[str]:
+    server = channels.make_server(TOKEN)
+    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(FakeScheduler([]), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    port = channels.bind(server, "127.0.0.1", 0, False)
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+async def _register(address: str, metadata: tuple[tuple[str, str], ...]) -> scheduler_pb2.RegisterResponse:
+    async with channels.open_channel(address) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        return await stub.Register(scheduler_pb2.RegisterRequest(), metadata=metadata)
+
+
+async def test_the_right_token_passes(address: str) -> None:
+    assert (await _register(address, auth.metadata(TOKEN))).member_id == "worker-0"
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        (),
+        auth.metadata("wrong"),
+        auth.metadata(TOKEN + "x"),
+        (("authorization", TOKEN),),
+        (("authorization", "Bearer "),),
+    ],
+)
+async def test_others_do_not(address: str, metadata: tuple[tuple[str, str], ...]) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await _register(address, metadata)
+    error = status.from_call(failure.value, "the scheduler")
+    assert type(error) is errors.UnauthenticatedError and "PSDIST_TOKEN" in error.message
+
+
+async def test_a_body_that_is_no_message_is_not_looked_at(address: str) -> None:
+    async with channels.open_channel(address) as channel:
+        call = channel.unary_unary("/psdist.v1.SchedulerService/Register")
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await call(b"\xff" * 1000, metadata=auth.metadata("wrong"))
+    assert failure.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_health_needs_no_token(address: str) -> None:
+    from grpc_health.v1 import health_pb2
+
+    async with channels.open_channel(address) as channel:
+        response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    assert response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_tokens_are_long_and_differ() -> None:
+    assert len({auth.make_token() for _ in range(10)}) == 10
+    assert len(auth.make_token()) >= 43  # 256 bits
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])
+async def test_no_bind_beyond_loopback_without_insecure(host: str) -> None:
+    with pytest.raises(errors.InsecureBindError, match="--insecure"):
+        channels.bind(channels.make_server(TOKEN), host, 0, False)
+
+
+async def test_a_taken_port_is_named(address: str) -> None:
+    port = int(address.rpartition(":")[2])
+    with pytest.raises(errors.ConfigurationError, match=f"127.0.0.1:{port} cannot be bound"):
+        channels.bind(channels.make_server(TOKEN), "127.0.0.1", port, False)
