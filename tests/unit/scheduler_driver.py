@@ -1,0 +1,158 @@
+"""A driver for the scheduler's machine: posts events, checks every invariant after each, and keeps what calls were told."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from psdist.consistency import BSP, Consistency
+from psdist.errors import PsdistError
+from psdist.optim import SGD
+from psdist.types import ClusterMap, Layout, ParametersSpec, TensorSpec
+from psdist.wire.limits import PROTOCOL_VERSION
+from psdist_scheduler import events as ev
+from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.records import ClusterSettings, Member, Node, ParametersRecord, Stored
+
+LAYOUT = Layout((TensorSpec("w", (100, 100)), TensorSpec("b", (100,))))
+
+
+def spec(name: str = "mlp", consistency: Consistency | None = None, **settings: Any) -> ParametersSpec:
+    """Settings of parameters."""
+    return ParametersSpec(name, SGD(lr=0.1), consistency or BSP(), **settings)
+
+
+class Driver:
+    """One cluster under test. ``told[call]`` has the values that a call was told, ``errors[call]`` how it was refused."""
+
+    def __init__(self, stored: Stored | None = None, now: float = 100.0, **settings: Any) -> None:
+        self.now = now
+        self.settings = ClusterSettings("run", **settings)
+        self.cluster = Cluster(self.settings, stored, now)
+        self.told: dict[int, list[Any]] = defaultdict(list)
+        self.errors: dict[int, PsdistError] = {}
+        self.closed: list[int] = []
+        self.lost: list[ev.MemberLost] = []
+        self.notes: list[str] = []
+        self.map = ClusterMap("run", 0)
+        self.attached: list[int] = []
+        self._next = 0
+        self._members: dict[str, Member] = {m.member_id: m for m in (stored.members if stored else ())}
+        self._parameters: dict[str, ParametersRecord] = {}
+        for record in stored.parameters if stored else ():
+            self._parameters[record.entry.spec.name] = record
+        self._nodes: dict[str, Node] = {n.agent_id: n for n in (stored.nodes if stored else ())}
+        self._carry_out(self.cluster.start(now))
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def number(self) -> int:
+        """A call's number."""
+        self._next += 1
+        return self._next
+
+    def on(self, event: ev.Event) -> None:
+        """Posts one event."""
+        before = self.cluster.epoch
+        effects = self.cluster.on(event, self.now)
+        self.cluster.validate()
+        persists = [effect for effect in effects if isinstance(effect, ev.Persist)]
+        assert len(persists) == self.cluster.epoch - before, "an epoch that is not durable, or no epoch for a change"
+        assert not persists or effects[0] is persists[0], "something happens before it is durable"
+        published = [effect for effect in effects if isinstance(effect, ev.Publish)]
+        assert [effect.map.epoch for effect in published] == [effect.epoch for effect in persists]
+        self._carry_out(effects)
+
+    def tick(self, seconds: float = 0.25) -> None:
+        """Time passes in steps of a tick."""
+        step = self.cluster.tick_seconds
+        for _ in range(round(seconds / step)):
+            self.now += step
+            self.on(ev.Tick())
+
+    def register(self, role: Any = "worker", **fields: Any) -> Member:
+        """Registers a member. Raises how it was refused."""
+        call = self.number()
+        if role == "server":
+            fields.setdefault("address", "127.0.0.1:1")
+        self.on(ev.Register(call, fields.pop("protocol_version", PROTOCOL_VERSION), fields.pop("run_id", ""), role, **fields))
+        if call in self.errors:
+            raise self.errors[call]
+        member: Member = self.told[call][-1].member
+        return member
+
+    def open(self, member: Member) -> int:
+        """Opens a member's session and returns its call. Raises how it was refused."""
+        call = self.number()
+        self.on(ev.SessionOpened(call, member.member_id, member.incarnation))
+        if call in self.errors:
+            raise self.errors[call]
+        return call
+
+    def join(self, role: Any = "worker", **fields: Any) -> tuple[Member, int]:
+        """Registers a member and opens its session."""
+        member = self.register(role, **fields)
+        return member, self.open(member)
+
+    def create(self, member: Member, layout: Layout = LAYOUT, **settings: Any) -> int:
+        """Calls CreateParameters."""
+        call = self.number()
+        self.on(ev.Create(call, caller(member), spec(**settings), layout))
+        return call
+
+    def ask(self, kind: Any, member: Member, name: str = "mlp") -> int:
+        """Calls Describe, Commit or EnterBarrier."""
+        call = self.number()
+        self.on(kind(call, caller(member), name))
+        return call
+
+    def beat(self, *sessions: int) -> None:
+        """Heartbeats."""
+        for session in sessions:
+            self.on(ev.Heartbeat(session, self.map.epoch))
+
+    def state(self, call: int) -> Any:
+        """What a call was told last, or how it was refused."""
+        return self.errors.get(call) or (self.told[call][-1] if self.told[call] else None)
+
+    # --- effects ------------------------------------------------------------------------------------------------------
+
+    @property
+    def stored(self) -> Stored:
+        """What a store would have kept."""
+        return Stored(
+            "run",
+            self.map.epoch,
+            tuple(self._members.values()),
+            tuple(self._parameters.values()),
+            tuple(self._nodes.values()),
+        )
+
+    def _carry_out(self, effects: list[ev.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ev.Persist():
+                    self._members |= {m.member_id: m for m in effect.members}
+                    self._parameters |= {r.entry.spec.name: r for r in effect.parameters}
+                    self._nodes |= {n.agent_id: n for n in effect.nodes}
+                case ev.Publish(cluster):
+                    assert cluster.epoch > self.map.epoch
+                    self.map = cluster
+                case ev.Attach(call):
+                    self.attached.append(call)
+                case ev.Announce(news):
+                    self.lost.append(news)
+                case ev.Answer(call, value):
+                    assert call not in self.errors, "an answer after the end"
+                    self.told[call].append(value)
+                case ev.Refuse(call, error):
+                    self.errors[call] = error
+                case ev.Close(call):
+                    self.closed.append(call)
+                case ev.Note():
+                    self.notes.append(effect.text)
+
+
+def caller(member: Member) -> ev.Caller:
+    """The member as it names itself."""
+    return ev.Caller("run", member.member_id, member.incarnation)

@@ -1,0 +1,499 @@
+"""The scheduler's machine: registration, sessions, leases, and the life of parameters, event by event."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler_driver import LAYOUT, Driver, caller
+
+from psdist import errors
+from psdist.consistency import ASP
+from psdist.types import Layout, ParametersMember, TensorSpec
+from psdist_scheduler import events as ev
+from psdist_scheduler.records import Member
+
+
+def started(workers: int = 2, servers: int = 2, **settings: int) -> tuple[Driver, list[Member], list[int], list[int]]:
+    """A driver with live members; the workers, their sessions, and the servers' sessions."""
+    d = Driver(workers_min=workers, servers_min=servers)
+    server_sessions = [d.join("server")[1] for _ in range(servers)]
+    joined = [d.join() for _ in range(workers)]
+    return d, [member for member, _ in joined], [session for _, session in joined], server_sessions
+
+
+def trained(workers: int = 2, **settings: object) -> tuple[Driver, list[Member], list[int], list[int]]:
+    """The same with ready parameters "mlp"."""
+    d, members, sessions, server_sessions = started(workers)
+    for worker in members:
+        d.create(worker, **settings)
+    d.ask(ev.Commit, members[0])
+    return d, members, sessions, server_sessions
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def test_ids_and_ranks_are_chosen() -> None:
+    d = Driver()
+    assert [d.register("server").member_id for _ in range(2)] == ["server-0", "server-1"]
+    first, second = d.register(), d.register()
+    assert [(m.member_id, m.rank, m.incarnation) for m in (first, second)] == [("worker-0", 0, 1), ("worker-1", 1, 1)]
+    assert d.register(rank=5).member_id == "worker-5"
+    assert d.register(member_id="eve").rank == 2
+
+
+def test_a_returning_worker_has_its_rank_and_a_new_incarnation() -> None:
+    d = Driver()
+    worker, session = d.join(rank=3)
+    d.on(ev.SessionClosed(session, "its session broke"))
+    again = d.register(member_id=worker.member_id)
+    assert (again.rank, again.incarnation) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"protocol_version": 7}, errors.ProtocolMismatchError, "7.*speaks 1"),
+        ({"run_id": "other"}, errors.WrongRunError, "'run', not 'other'"),
+        ({"member_id": "a b"}, errors.InvalidNameError, "'a b'"),
+        ({"member_id": "worker-0"}, errors.DuplicateMemberError, "process 42 on box.*2 s"),
+        ({"rank": 0, "member_id": "other"}, errors.DuplicateMemberError, "rank 0 is taken by worker-0"),
+        ({"rank": 4, "world_size": 4}, errors.InvalidArgumentError, "rank 4"),
+        ({"world_size": 10**6}, errors.LimitExceededError, "1000000"),
+        ({"role": "server", "member_id": "worker-0"}, errors.DuplicateMemberError, "worker-0"),
+    ],
+)
+def test_refused_registrations_change_nothing(fields: dict[str, object], error: type[Exception], text: str) -> None:
+    d = Driver()
+    d.register(host="box", pid=42)
+    epoch = d.cluster.epoch
+    with pytest.raises(error, match=text):
+        d.register(**fields)
+    assert d.cluster.epoch == epoch
+
+
+def test_world_size_raises_the_minimum() -> None:
+    d = Driver()
+    d.register(world_size=3, rank=1)
+    assert d.cluster.members.workers_min == 3
+    assert d.cluster.phase == "waiting for a server to register"
+
+
+# --- sessions and leases ----------------------------------------------------------------------------------------------
+
+
+def test_a_broken_session_is_a_loss_at_once() -> None:
+    d, workers, sessions, _ = started()
+    epoch = d.map.epoch
+    d.on(ev.SessionClosed(sessions[1], "its session broke"))
+    assert d.map.epoch == epoch + 1
+    assert [w.worker_id for w in d.map.workers] == ["worker-0"]
+    assert d.lost == [ev.MemberLost("worker-1", "worker", "its session broke")]
+    with pytest.raises(errors.FencedError, match="taken for lost"):
+        d.open(workers[1])
+
+
+def test_silence_is_a_loss_after_the_lease() -> None:
+    d, _, sessions, server_sessions = started()
+    for _ in range(8):
+        d.beat(sessions[0], *server_sessions)
+        d.tick(0.5)
+    assert [news.member_id for news in d.lost] == ["worker-1"]
+    assert "silent for 2." in d.lost[0].reason
+    assert sessions[1] in d.closed
+
+
+def test_a_member_without_a_session_is_dropped() -> None:
+    d = Driver()
+    d.register()
+    d.tick(2.5)
+    assert "opened no session" in d.lost[0].reason
+    assert d.map.workers == ()
+
+
+def test_leaving_is_no_loss() -> None:
+    d, workers, sessions, _ = started()
+    d.on(ev.Leave(d.number(), caller(workers[0]), "finished"))
+    assert not d.lost
+    assert d.closed == [sessions[0]]
+    d.on(ev.SessionClosed(sessions[0], "its session broke"))
+    assert not d.lost
+    assert [w.worker_id for w in d.map.workers] == ["worker-1"]
+
+
+def test_a_newer_session_replaces_the_older() -> None:
+    d, workers, sessions, _ = started()
+    newer = d.open(workers[0])
+    assert d.closed == [sessions[0]]
+    d.on(ev.SessionClosed(sessions[0], "its session broke"))
+    assert not d.lost
+    d.on(ev.SessionClosed(newer, "its session broke"))
+    assert [news.member_id for news in d.lost] == ["worker-0"]
+
+
+def test_a_scheduler_that_stood_still_expels_nobody() -> None:
+    d, _, sessions, server_sessions = started()
+    d.tick(0.5)
+    d.now += 30
+    d.on(ev.Tick())
+    assert not d.lost
+    d.beat(sessions[0], *server_sessions)
+    d.tick(1.75)
+    d.beat(sessions[0], *server_sessions)
+    d.tick(0.5)
+    assert [news.member_id for news in d.lost] == ["worker-1"]
+
+
+def test_a_short_stall_counts_for_nobodys_silence() -> None:
+    d, *_ = started()
+    d.tick(1.5)
+    d.now += 1.5
+    d.on(ev.Tick())
+    assert not d.lost
+
+
+# --- restart ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_restart_keeps_everything() -> None:
+    d, workers, _, _ = trained()
+    again = Driver(d.stored, workers_min=2, servers_min=2)
+    assert again.map.epoch == d.map.epoch + 1
+    assert again.map.parameters == d.map.parameters
+    assert again.map.servers == d.map.servers
+    assert again.map.workers == d.map.workers
+    again.tick(19)
+    assert not again.lost
+    again.open(workers[0])
+    again.tick(1.5)
+    assert sorted(news.member_id for news in again.lost) == ["server-0", "server-1", "worker-1"]
+    assert again.register(member_id="worker-1").incarnation == 2
+
+
+def test_incarnations_are_not_reused_after_a_restart() -> None:
+    d = Driver()
+    worker, session = d.join()
+    d.on(ev.SessionClosed(session, "its session broke"))
+    again = Driver(d.stored)
+    assert again.register(member_id=worker.member_id).incarnation == 2
+
+
+def test_a_restart_while_uploading_asks_the_same_uploader() -> None:
+    d, workers, _, _ = started()
+    for worker in workers:
+        d.create(worker)
+    again = Driver(d.stored, workers_min=2, servers_min=2)
+    late, first = again.create(workers[1]), again.create(workers[0])
+    assert again.state(first) == ev.Upload()
+    assert "worker-0 to upload" in again.state(late).text
+
+
+# --- creating ---------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_wait_for_everybody_in_any_order() -> None:
+    d = Driver(workers_min=2, servers_min=2)
+    one, _ = d.join(rank=1)
+    call = d.create(one)
+    assert d.state(call) == ev.Waiting("for 2 of 2 servers to register")
+    d.join("server")
+    assert d.state(call) == ev.Waiting("for 1 of 2 servers to register")
+    d.join("server")
+    assert d.state(call) == ev.Waiting("for 1 of 2 workers to register")
+    zero, _ = d.join(rank=0)
+    assert d.state(call) == ev.Waiting("for worker-0 (rank 0) to create 'mlp'")
+    assert d.map.parameters == ()
+    upload = d.create(zero)
+    assert d.state(upload) == ev.Upload()
+    assert d.state(call) == ev.Waiting("for worker-0 to upload the initial values of 'mlp'")
+    (entry,) = d.map.parameters
+    assert not entry.ready
+    assert entry.members == (ParametersMember("worker-0", 1, 0), ParametersMember("worker-1", 1, 1))
+    assert entry.total == LAYOUT.total
+    assert entry.layout_digest == LAYOUT.digest
+    assert set(entry.shards) == {"server-0", "server-1"}
+    commit = d.ask(ev.Commit, zero)
+    assert d.state(commit) == ev.Done()
+    assert d.state(call) == d.state(upload) == ev.Ready(0)
+    assert d.map.parameters[0].ready
+    assert d.cluster.phase == "training 'mlp' at version 0"
+    assert d.state(d.create(one)) == ev.Ready(0)
+
+
+def test_waiting_is_told_again_while_it_lasts_and_noted_once() -> None:
+    d = Driver()
+    worker, session = d.join()
+    call = d.create(worker)
+    for _ in range(50):
+        d.beat(session)
+        d.tick(0.25)
+    assert 5 <= len(d.told[call]) <= 7
+    assert [note for note in d.notes if "waiting for a server" in note] != []
+    assert len([note for note in d.notes if "waiting" in note]) == 1
+    assert d.cluster.waits == ["for a server to register"]
+
+
+def test_another_layout_is_refused_and_the_others_wait_on() -> None:
+    d, workers, _, _ = started()
+    call = d.create(workers[0])
+    other = Layout((TensorSpec("w", (100, 10)), TensorSpec("b", (100,))))
+    refused = d.create(workers[1], layout=other)
+    assert isinstance(d.errors[refused], errors.LayoutMismatchError)
+    assert "worker-0" in str(d.errors[refused]) and "(100, 10)" in str(d.errors[refused])
+    assert d.state(call) == ev.Waiting("for worker-1 (rank 1) to create 'mlp'")
+    d.create(workers[1])
+    assert d.state(call) == ev.Upload()
+
+
+def test_other_settings_are_refused_before_and_after_creation() -> None:
+    d, workers, _, _ = started()
+    d.create(workers[0])
+    refused = d.create(workers[1], consistency=ASP())
+    assert isinstance(d.errors[refused], errors.SettingsMismatchError)
+    assert "consistency is ASP" in str(d.errors[refused])
+    d.create(workers[1])
+    d.ask(ev.Commit, workers[0])
+    late, _ = d.join()
+    refused = d.create(late, non_finite="skip")
+    assert "non_finite is 'skip'" in str(d.errors[refused])
+    refused = d.create(late, slice_elements=1)
+    assert "slice_elements" in str(d.errors[refused])
+
+
+def test_the_next_uploader_follows_a_lost_one() -> None:
+    d, workers, sessions, _ = started()
+    first, second = d.create(workers[0]), d.create(workers[1])
+    assert d.state(first) == ev.Upload()
+    d.on(ev.SessionClosed(sessions[0], "its session broke"))
+    assert d.state(second) == ev.Upload()
+    assert isinstance(d.errors[first], errors.FencedError)
+    assert isinstance(d.errors[d.ask(ev.Commit, workers[0])], errors.FencedError)
+    d.ask(ev.Commit, workers[1])
+    assert d.state(second) == ev.Ready(0)
+
+
+def test_a_creator_that_gives_up_is_waited_for() -> None:
+    d, workers, _, _ = started()
+    call = d.create(workers[0])
+    d.on(ev.CallEnded(call))
+    assert d.cluster.registry.all == ()
+    other = d.create(workers[1])
+    assert d.state(other) == ev.Waiting("for worker-0 (rank 0) to create 'mlp'")
+
+
+def test_commit_is_for_the_uploader_and_may_be_repeated() -> None:
+    d, workers, _, _ = started()
+    assert isinstance(d.errors[d.ask(ev.Commit, workers[0])], errors.UnknownParametersError)
+    for worker in workers:
+        d.create(worker)
+    assert isinstance(d.errors[d.ask(ev.Commit, workers[1])], errors.NotMemberError)
+    assert d.state(d.ask(ev.Commit, workers[0])) == ev.Done()
+    epoch = d.map.epoch
+    assert d.state(d.ask(ev.Commit, workers[0])) == ev.Done()
+    assert d.map.epoch == epoch
+
+
+def test_describing_waits_and_makes_no_member() -> None:
+    d, workers, _, _ = started()
+    reader = d.ask(ev.Describe, workers[1])
+    assert d.state(reader) == ev.Waiting("for worker-0 (rank 0) to create 'mlp'")
+    assert d.state(d.create(workers[0])) == ev.Upload()
+    assert d.state(reader) == ev.Waiting("for worker-0 to upload the initial values of 'mlp'")
+    d.ask(ev.Commit, workers[0])
+    described = d.state(reader)
+    assert described.layout == LAYOUT
+    assert described.spec.slice_elements > 0
+    assert [m.worker_id for m in d.map.parameters[0].members] == ["worker-0"]
+
+
+def test_an_empty_vector_has_no_shards() -> None:
+    d, workers, _, _ = started(workers=1)
+    call = d.create(workers[0], layout=Layout(()))
+    assert d.state(call) == ev.Upload()
+    d.ask(ev.Commit, workers[0])
+    assert d.state(call) == ev.Ready(0)
+    assert d.map.parameters[0].shards == ()
+    assert d.state(d.create(d.join()[0], layout=Layout(()))) == ev.Ready(0)
+
+
+def test_unregistered_and_fenced_callers_are_refused() -> None:
+    d, workers, sessions, _ = started()
+    stranger = Member("eve", "worker", 1)
+    assert "not registered" in str(d.errors[d.create(stranger)])
+    d.on(ev.SessionClosed(sessions[0], "its session broke"))
+    d.register(member_id="worker-0")
+    error = d.errors[d.create(workers[0])]
+    assert isinstance(error, errors.FencedError)
+    assert "replaced by incarnation 2" in str(error)
+    server = d.cluster.members.servers[0]
+    assert isinstance(d.errors[d.create(server)], errors.InvalidArgumentError)
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_worker_is_no_member_any_more() -> None:
+    d, _, sessions, _ = trained()
+    d.on(ev.SessionClosed(sessions[0], "its session broke"))
+    assert [m.worker_id for m in d.map.parameters[0].members] == ["worker-1"]
+
+
+def test_a_lost_server_loses_its_shards_and_everybody_hears_it() -> None:
+    d, workers, _, server_sessions = trained()
+    d.on(ev.SessionClosed(server_sessions[1], "its session broke"))
+    assert [s.server_id for s in d.map.servers] == ["server-0"]
+    assert "server-1" in d.map.parameters[0].shards
+    assert d.cluster.phase.startswith("lost: server-1 held shard")
+    assert "'mlp'" in d.cluster.phase and d.cluster.phase.endswith("restart the run")
+    assert d.lost[0].role == "server"
+    late, _ = d.join()
+    assert isinstance(d.errors[d.create(late)], errors.ServerLostError)
+    with pytest.raises(errors.ServerLostError, match="earlier life"):
+        d.register("server", member_id="server-1")
+    assert d.register("server").member_id == "server-2"
+    assert isinstance(d.errors[d.ask(ev.Describe, workers[0])], errors.ServerLostError)
+
+
+def test_a_server_lost_while_uploading_ends_the_wait() -> None:
+    d, workers, _, server_sessions = started()
+    calls = [d.create(worker) for worker in workers]
+    d.on(ev.SessionClosed(server_sessions[0], "its session broke"))
+    assert all(isinstance(d.errors[call], errors.ServerLostError) for call in calls)
+
+
+def test_a_server_lost_before_placement_is_replaced() -> None:
+    d, workers, _, server_sessions = started()
+    call = d.create(workers[0])
+    d.on(ev.SessionClosed(server_sessions[0], "its session broke"))
+    assert d.register("server").member_id == "server-0"
+    d.create(workers[1])
+    assert d.state(call) == ev.Upload()
+
+
+# --- joining ----------------------------------------------------------------------------------------------------------
+
+
+def proposals(d: Driver, session: int) -> list[ev.JoinProposal]:
+    return [value for value in d.told[session] if isinstance(value, ev.JoinProposal)]
+
+
+def answer(d: Driver, session: int, accepted: bool, version_max: int = 0) -> None:
+    d.on(ev.JoinAnswered(session, proposals(d, session)[-1].proposal_id, accepted, version_max))
+
+
+def test_a_joiner_begins_where_all_servers_agree() -> None:
+    d, _, _, (s0, s1) = trained()
+    d.on(ev.Heartbeat(s0, versions=(("mlp", 40),)))
+    d.on(ev.Heartbeat(s1, versions=(("mlp", 41), ("other", 7))))
+    late, _ = d.join()
+    call = d.create(late)
+    assert [p.member for p in proposals(d, s0)] == [ParametersMember("worker-2", 1, 2, 43)]
+    assert d.state(call) == ev.Waiting("for server-0, server-1 to agree on step 43 of 'mlp'")
+    answer(d, s0, True, 41)
+    assert len(d.map.parameters[0].members) == 2
+    answer(d, s1, True, 42)
+    assert d.state(call) == ev.Ready(43)
+    assert d.map.parameters[0].members[-1] == ParametersMember("worker-2", 1, 2, 43)
+    assert d.cluster.phase == "training 'mlp' at version 41"
+
+
+def test_a_refusal_leads_to_a_later_step() -> None:
+    d, _, _, (s0, s1) = trained()
+    late, _ = d.join()
+    call = d.create(late)
+    answer(d, s0, True)
+    answer(d, s1, False, 50)
+    assert isinstance(d.told[s0][-2], ev.JoinWithdrawn)
+    first, second = proposals(d, s0)
+    assert second.proposal_id != first.proposal_id
+    assert second.member.first_step == 52
+    d.on(ev.JoinAnswered(s0, first.proposal_id, True, 0))
+    answer(d, s0, False, 60)
+    assert proposals(d, s1)[-1].member.first_step == 64
+    answer(d, s0, True)
+    answer(d, s1, True)
+    assert d.state(call) == ev.Ready(64)
+
+
+def test_a_distance_grows_only_so_far() -> None:
+    d, _, _, (s0, _) = trained()
+    d.create(d.join()[0])
+    for _ in range(30):
+        answer(d, s0, False, 0)
+    steps = [p.member.first_step for p in proposals(d, s0)]
+    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 1024
+
+
+@pytest.mark.parametrize("how", ["lost", "call ended", "left"])
+def test_a_joiner_that_goes_away_is_withdrawn(how: str) -> None:
+    d, _, _, (s0, s1) = trained()
+    late, session = d.join()
+    call = d.create(late)
+    answer(d, s0, True)
+    if how == "lost":
+        d.on(ev.SessionClosed(session, "its session broke"))
+    elif how == "left":
+        d.on(ev.Leave(d.number(), caller(late)))
+    else:
+        d.on(ev.CallEnded(call))
+    for server in (s0, s1):
+        withdrawn = d.told[server][-1]
+        assert isinstance(withdrawn, ev.JoinWithdrawn)
+        assert withdrawn.proposal_id == proposals(d, server)[-1].proposal_id
+    answer(d, s1, True)
+    assert len(d.map.parameters[0].members) == 2
+
+
+def test_asynchronous_joins_are_at_once() -> None:
+    d, _, _, _ = trained(consistency=ASP())
+    call = d.create(d.join()[0], consistency=ASP())
+    assert d.state(call) == ev.Ready(0)
+
+
+def test_a_worker_restarted_alone_begins_as_early_as_it_can() -> None:
+    d, _, sessions, (s0, s1) = trained(workers=1)
+    d.on(ev.Heartbeat(s0, versions=(("mlp", 9),)))
+    d.on(ev.SessionClosed(sessions[0], "its session broke"))
+    call = d.create(d.join()[0])
+    assert proposals(d, s0)[-1].member == ParametersMember("worker-0", 2, 0, 10)
+    answer(d, s0, True)
+    answer(d, s1, True)
+    assert d.state(call) == ev.Ready(10)
+
+
+def test_a_server_that_came_back_is_asked_again() -> None:
+    d, _, _, _ = trained()
+    again = Driver(d.stored, workers_min=2, servers_min=2)
+    late, _ = again.join()
+    call = again.create(late)
+    sessions = [again.open(server) for server in again.cluster.members.servers]
+    for session in sessions:
+        answer(again, session, True)
+    assert again.state(call) == ev.Ready(2)
+    assert proposals(again, sessions[0])[0].proposal_id > d.map.epoch
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_waits_of_one_member_are_limited() -> None:
+    d, workers, _, _ = started()
+    calls = [d.ask(ev.Describe, workers[0], f"p{i}") for i in range(65)]
+    assert isinstance(d.errors[calls[-1]], errors.LimitExceededError)
+    assert calls[0] not in d.errors
+
+
+def test_a_newer_call_replaces_the_older() -> None:
+    d, workers, _, _ = started()
+    older, newer = d.create(workers[0]), d.create(workers[0])
+    assert isinstance(d.errors[older], errors.ClosedError)
+    d.on(ev.CallEnded(older))
+    d.create(workers[1])
+    assert d.state(newer) == ev.Upload()
+
+
+def test_too_many_slices_are_refused() -> None:
+    d, workers, _, _ = started()
+    huge = Layout((TensorSpec("w", (1 << 30,)),))
+    refused = d.create(workers[0], layout=huge, slice_elements=1)
+    assert isinstance(d.errors[refused], errors.LimitExceededError)
+    assert d.cluster.registry.all == ()
