@@ -23,7 +23,7 @@ from psdist.data import DistributedSampler
 
 Arrays = dict[str, np.ndarray]
 Pair = tuple[np.ndarray, np.ndarray]
-HIDDEN, CLASSES, TEST_IMAGES = 128, 10, 360
+HIDDEN, CLASSES, TRAIN_IMAGES = 128, 10, 1437
 
 
 def load() -> Pair:
@@ -87,13 +87,19 @@ def batches(rank: int, world: int, epoch: int, size: int, options: argparse.Name
     return [mine[start : start + options.batch_size] for start in range(0, len(mine), options.batch_size)]
 
 
+def updates(world: int, options: argparse.Namespace) -> int:
+    """How many times the servers update the weights: once a step in BSP, else once for every worker's push."""
+    steps = options.epochs * len(batches(0, world, 0, TRAIN_IMAGES, options))
+    return steps if options.consistency == "bsp" else steps * world
+
+
 def train(context: psdist.Context, options: argparse.Namespace, train_set: Pair, test_set: Pair) -> Arrays:
     """Trains through the servers; returns the weights that all workers' pushes led to."""
     images, labels = train_set
     weights = context.client.parameters(
         "mlp",
         init=initial(options.seed),
-        optimizer=psdist.optim.Adam(lr=options.lr),
+        optimizer=psdist.optim.Adam(lr=options.lr, schedule=psdist.optim.Cosine(updates(context.world_size, options))),
         consistency=consistency(options),
         compression=options.compression,
     )
@@ -139,17 +145,17 @@ def train_alone(world: int, options: argparse.Namespace, images: np.ndarray, lab
     weights = initial(options.seed)
     first = {name: np.zeros_like(value) for name, value in weights.items()}
     second = {name: np.zeros_like(value) for name, value in weights.items()}
-    step = 0
+    schedule, step = psdist.optim.Cosine(updates(world, options)), 0
     for epoch in range(options.epochs):
         for batch in zip(*(batches(rank, world, epoch, len(images), options) for rank in range(world)), strict=True):
-            step += 1
+            lr, step = options.lr * schedule.factor(step), step + 1
             each = [gradients(weights, images[part], labels[part])[1] for part in batch]
             for name, value in weights.items():
                 gradient = sum(grads[name] for grads in each) / world
                 first[name] += 0.1 * (gradient - first[name])
                 second[name] += 0.001 * (gradient**2 - second[name])
                 root = np.sqrt(second[name] / (1 - 0.999**step)) + 1e-8
-                value -= options.lr / (1 - 0.9**step) * first[name] / root
+                value -= lr / (1 - 0.9**step) * first[name] / root
     return weights
 
 
@@ -166,7 +172,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--staleness", type=int, default=2, help="steps a worker may be ahead (with ssp)")
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per worker and step")
-    parser.add_argument("--lr", type=float, default=3e-3, help="Adam's learning rate")
+    parser.add_argument("--lr", type=float, default=6e-3, help="Adam's learning rate at first; it falls along a cosine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compression", default="none", help="of the gradients: none, float16, bfloat16")
     parser.add_argument("--compare", action="store_true", help="train once more in one process and compare")
@@ -177,7 +183,7 @@ def main() -> None:
     """Trains, and prints the accuracy on images that no worker has seen."""
     options = arguments()
     images, labels = load()
-    train_set, test_set = (images[TEST_IMAGES:], labels[TEST_IMAGES:]), (images[:TEST_IMAGES], labels[:TEST_IMAGES])
+    train_set, test_set = zip(np.split(images, [TRAIN_IMAGES]), np.split(labels, [TRAIN_IMAGES]), strict=True)
     with psdist.init() as context:
         weights = train(context, options, train_set, test_set)
         if context.rank == 0:

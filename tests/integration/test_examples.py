@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*words: str, workers: int = 2, servers: int = 2) -> str:
     """Output of ``psdist run`` with an example and its arguments."""
-    launcher = [sys.executable, "-m", "psdist", "run", "--nservers", str(servers), "--nproc-per-node", str(workers)]
+    launcher = [sys.executable, "-m", "psdist.cli.main", "run", "--nservers", str(servers), "--nproc-per-node", str(workers)]
     environment = os.environ | {"NO_COLOR": "1"}
     done = subprocess.run(
         [*launcher, *words], capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=110
