@@ -178,6 +178,7 @@ def narrow(values: Floats, out: AnyArray) -> None:
     code = _CODES.get(out.dtype)
     if code not in (_FLOAT16, _BFLOAT16):
         raise DTypeMismatchError(f"out has dtype {out.dtype}: use float16 or bfloat16", dtype=out.dtype)
+    _check_output("out", out)
     (_narrow_half if code == _FLOAT16 else _narrow_brain)(values.view(np.uint32), out.view(np.uint16))
 
 
@@ -251,6 +252,7 @@ def combine(out: Floats, parts: Sequence[AnyArray], divisor: int) -> None:
     if not parts or divisor < 1:
         raise InvalidArgumentError(f"{len(parts)} parts over divisor {divisor}: there must be at least one of each")
     _check_vector("out", out, DTYPES["float32"], out.size)
+    _check_output("out", out)
     for part in parts:
         _check_vector("part", part, part.dtype, out.size)
         if part.dtype not in _CODES:
@@ -306,6 +308,7 @@ def _scale(values: Any, factor: Any) -> None:
 def scale(values: Floats, factor: float | np.float32) -> None:
     """Multiplies float32[n] ``values`` in place by ``factor``, rounded to float32 first."""
     _check_vector("values", values, DTYPES["float32"], values.size)
+    _check_output("values", values)
     _scale(values, np.float32(factor))
 
 
@@ -354,6 +357,11 @@ def _check_vector(name: str, array: AnyArray, dtype: np.dtype[Any], size: int) -
         raise ShapeMismatchError(f"{name} has shape {array.shape}, not a contiguous ({size},)", shape=array.shape)
 
 
+def _check_output(name: str, array: AnyArray) -> None:
+    if not array.flags.carray:
+        raise InvalidArgumentError(f"{name} cannot be written to: it must be writable, aligned and contiguous")
+
+
 def warm_up() -> None:
     """Compiles everything in this module but the update kernels. Takes seconds once per machine; run it in a thread."""
     for kernel in (_combine, _sum_squares, _scale, _all_finite32, _all_finite16, _narrow_half, _narrow_brain):
@@ -392,20 +400,31 @@ def sgd_nesterov(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, 
         w[i] = w[i] - rate * (gradient + keep * velocity)
 
 
-@_kernel(_OUT, _OUT, _OUT, _IN, *[_F] * 8)
+@_kernel(_OUT, _OUT, _OUT, _IN, *[_F] * 7)
 def adam(
-    w: Any, m: Any, v: Any, g: Any, shrink: Any, decay: Any, take1: Any, keep2: Any, take2: Any, size: Any, root: Any,
-    eps: Any,
-) -> None:  # fmt: skip
-    """Adam and AdamW: ``decay`` is L2, ``shrink`` multiplies the weights; one of them has no effect."""
+    w: Any, m: Any, v: Any, g: Any, decay: Any, take1: Any, keep2: Any, take2: Any, size: Any, root: Any, eps: Any
+) -> None:
+    """Adam, with L2 weight decay."""
     for i in range(w.size):
-        old = w[i] * shrink
-        gradient = g[i] + decay * old
+        gradient = g[i] + decay * w[i]
         mean = m[i] + take1 * (gradient - m[i])
         square = keep2 * v[i] + take2 * gradient * gradient
         m[i] = mean
         v[i] = square
-        w[i] = old - size * mean / (np.sqrt(square) * root + eps)
+        w[i] = w[i] - size * mean / (np.sqrt(square) * root + eps)
+
+
+@_kernel(_OUT, _OUT, _OUT, _IN, *[_F] * 7)
+def adamw(
+    w: Any, m: Any, v: Any, g: Any, shrink: Any, take1: Any, keep2: Any, take2: Any, size: Any, root: Any, eps: Any
+) -> None:
+    """Adam with decoupled weight decay: the weights shrink first."""
+    for i in range(w.size):
+        mean = m[i] + take1 * (g[i] - m[i])
+        square = keep2 * v[i] + take2 * g[i] * g[i]
+        m[i] = mean
+        v[i] = square
+        w[i] = w[i] * shrink - size * mean / (np.sqrt(square) * root + eps)
 
 
 @_kernel(_OUT, _OUT, _IN, _F, _F, _F)
@@ -475,13 +494,13 @@ def rmsprop_centered_momentum(
 
 
 @_kernel(_OUT, _OUT, _IN, *[_F] * 6)
-def lion(w: Any, m: Any, g: Any, rate: Any, shrink: Any, keep1: Any, take1: Any, keep2: Any, take2: Any) -> None:
+def lion(w: Any, m: Any, g: Any, rate: Any, decay: Any, keep1: Any, take1: Any, keep2: Any, take2: Any) -> None:
     """Lion: the weights move by the sign of an interpolation, the momentum follows by another."""
     zero, one = np.float32(0.0), np.float32(1.0)
     for i in range(w.size):
         mixed = keep1 * m[i] + take1 * g[i]
         sign = (one if mixed > zero else zero) - (one if mixed < zero else zero)
-        w[i] = w[i] * shrink - rate * sign
+        w[i] = w[i] - rate * (sign + decay * w[i])
         m[i] = keep2 * m[i] + take2 * g[i]
 
 

@@ -159,7 +159,7 @@ def _plan(spec: Optimizer) -> tuple[Kernel, tuple[str, ...]]:
 _KERNELS: dict[str, tuple[Kernel, tuple[str, ...]]] = {
     "sgd": (kernels.sgd, ()),
     "adam": (kernels.adam, ("exp_avg", "exp_avg_sq")),
-    "adamw": (kernels.adam, ("exp_avg", "exp_avg_sq")),
+    "adamw": (kernels.adamw, ("exp_avg", "exp_avg_sq")),
     "adagrad": (kernels.adagrad, ("sum",)),
     "lion": (kernels.lion, ("exp_avg",)),
     "ftrl": (kernels.ftrl, ("residual", "sum")),
@@ -183,11 +183,11 @@ def _sgd(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float
 
 
 def _adam(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
-    return 1.0, values["weight_decay"], *_moments(values, rate * lr_scale, step)
+    return values["weight_decay"], *_moments(values, rate * lr_scale, step)
 
 
 def _adamw(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
-    return 1 - rate * lr_scale * values["weight_decay"], 0.0, *_moments(values, rate * lr_scale, step)
+    return 1 - rate * lr_scale * values["weight_decay"], *_moments(values, rate * lr_scale, step)
 
 
 def _moments(values: Values, rate: float, step: int) -> tuple[float, ...]:
@@ -208,8 +208,8 @@ def _rmsprop(values: Values, rate: float, lr_scale: float, step: int) -> tuple[f
 
 
 def _lion(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
-    beta1, beta2, shrink = values["beta1"], values["beta2"], 1 - rate * lr_scale * values["weight_decay"]
-    return rate * lr_scale, shrink, beta1, 1 - beta1, beta2, 1 - beta2
+    beta1, beta2 = values["beta1"], values["beta2"]
+    return rate * lr_scale, values["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2
 
 
 def _ftrl(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...] | None:

@@ -157,7 +157,7 @@ def _lion(h: Mapping[str, float], w: Floats, states: States, g: Floats, step: in
     (m,) = states
     c = h["beta1"] * m + (1 - h["beta1"]) * g
     sign = (c > 0).astype(np.float32) - (c < 0).astype(np.float32)
-    w[:] = w * (1 - rate * h["weight_decay"]) - rate * sign
+    w[:] = w - rate * (sign + h["weight_decay"] * w)
     m[:] = h["beta2"] * m + (1 - h["beta2"]) * g
 
 

@@ -1,0 +1,199 @@
+"""Every kernel gives the bytes of its numpy reference, on any values and lengths, and wherever a vector is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from psdist_server import kernels, reference
+from psdist_server.optimizers import Rule, Run
+
+from psdist import optim
+
+Array = NDArray[Any]
+
+#: One of each optimizer and kernel; with weight decay, schedule and warm-up, and with a second group of elements.
+SPECS: list[optim.Optimizer] = [
+    optim.SGD(lr=0.1),
+    optim.SGD(lr=0.1, weight_decay=0.1, overrides=(optim.override("*", weight_decay=0.0),)),
+    optim.SGD(lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1, schedule=optim.Cosine(9, warmup_steps=3)),
+    optim.SGD(lr=0.1, momentum=0.9, nesterov=True, overrides=(optim.override("*", lr=0.7),)),
+    optim.Adam(schedule=optim.Linear(5, warmup_steps=2), overrides=(optim.override("*", beta1=0.5, eps=0.1),)),
+    optim.Adam(lr=0.1, weight_decay=0.1, betas=(0.0, 0.5)),
+    optim.AdamW(lr=0.1, overrides=(optim.override("*", weight_decay=0.0),), schedule=optim.Step(2)),
+    optim.Adagrad(lr=0.1, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.5),
+    optim.Adagrad(overrides=(optim.override("*", eps=1.0),), schedule=optim.Polynomial(8, 2.0)),
+    optim.RMSprop(weight_decay=0.1, overrides=(optim.override("*", alpha=0.5),)),
+    optim.RMSprop(momentum=0.9, schedule=optim.Cosine(5)),
+    optim.RMSprop(centered=True),
+    optim.RMSprop(centered=True, momentum=0.5, weight_decay=0.1, overrides=(optim.override("*", eps=0.1),)),
+    optim.Lion(lr=0.1, weight_decay=0.1, schedule=optim.Constant(warmup_steps=4)),
+    optim.FTRL(lr=0.5, overrides=(optim.override("*", lr=0.1, l1=1.0, l2=0.0, beta=0.0),)),
+    optim.FTRL(lr=0.5, l1=0.3, l2=0.2, schedule=optim.Linear(4, warmup_steps=3, warmup_start=0.0)),
+]
+
+lengths = st.one_of(st.integers(0, 70), st.sampled_from([255, 256, 257, 511, 513, 4095, 4096, 4097, 8209]))
+seeds = st.integers(0, 2**32 - 1)
+kinds = st.sampled_from(["normal", "bits", "tiny", "huge", "zero"])
+dtypes = st.sampled_from(list(kernels.DTYPES))
+
+
+def draw(size: int, seed: int, kind: str = "normal") -> NDArray[np.float32]:
+    """float32[size]: normal numbers, any finite bits (denormals and both zeros too), denormals, huge, or zeros."""
+    rng = np.random.default_rng(seed)
+    normal = rng.standard_normal(size, dtype=np.float32)
+    if kind == "bits":
+        values = rng.integers(0, 2**32, size, dtype=np.uint32).view(np.float32)
+        return np.where(np.isfinite(values), values, normal)
+    factor = {"normal": 1.0, "tiny": 1e-41, "huge": 1e38, "zero": 0.0}[kind]
+    with np.errstate(all="ignore"):
+        return np.nan_to_num(normal * np.float32(factor), posinf=3e38, neginf=-3e38)
+
+
+def any_bits(size: int, seed: int, dtype: str) -> Array:
+    """Any values, NaN and infinite ones among them."""
+    wanted = kernels.DTYPES[dtype]
+    bits = np.random.default_rng(seed).integers(0, 256, size * wanted.itemsize, dtype=np.uint8)
+    return bits.view(wanted)
+
+
+def misaligned(array: Array) -> Array:
+    """The same values in read-only memory at an odd address, as the payload of a message is."""
+    return np.frombuffer(b"x" + array.tobytes(), np.uint8)[1:].view(array.dtype)
+
+
+def assert_same(ours: Array, theirs: Array) -> None:
+    """Equal bytes; but any NaN equals any NaN."""
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    bits = np.dtype(f"u{ours.dtype.itemsize}")
+    equal = (ours.view(bits) == theirs.view(bits)) | ((ours != ours) & (theirs != theirs))
+    assert equal.all(), (np.flatnonzero(~equal)[:5], ours[~equal][:5], theirs[~equal][:5])
+
+
+# --- contributions and casts ------------------------------------------------------------------------------------------
+
+
+@given(lengths, st.lists(st.tuples(seeds, dtypes, kinds), min_size=1, max_size=9), st.integers(1, 70), st.booleans())
+def test_combine(size: int, drawn: list[tuple[int, str, str]], divisor: int, odd: bool) -> None:
+    parts = [reference.cast(draw(size, seed, kind), dtype) for seed, dtype, kind in drawn]
+    ours, theirs = np.full(size, np.nan, np.float32), np.empty(size, np.float32)
+    kernels.combine(ours, [misaligned(part) for part in parts] if odd else parts, divisor)
+    reference.combine(theirs, parts, divisor)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_all_16_bit_values_widen_exactly(dtype: str, parts: int) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(kernels.DTYPES[dtype])
+    ours, theirs = np.empty(1 << 16, np.float32), np.empty(1 << 16, np.float32)
+    kernels.combine(ours, [every] * parts, 1)
+    reference.combine(theirs, [every] * parts, 1)
+    assert_same(ours, theirs)
+
+
+@given(lengths, seeds, dtypes, st.booleans())
+def test_cast_of_any_bits(size: int, seed: int, dtype: str, odd: bool) -> None:
+    values = any_bits(size, seed, "float32")
+    assert_same(kernels.cast(misaligned(values) if odd else values, dtype), reference.cast(values, dtype))
+
+
+@pytest.mark.parametrize(("dtype", "shift"), [("float16", 13), ("bfloat16", 16)])
+def test_cast_rounds_ties_to_even(dtype: str, shift: int) -> None:
+    """Each 16-bit value, the middle between it and the next, and the float32 on either side of both."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(kernels.DTYPES[dtype]).astype(np.float32).view(np.uint32)
+    middle = every + np.uint32(1 << (shift - 1))
+    values = np.concatenate([base + np.uint32(step) for base in (every, middle) for step in (-1 % 2**32, 0, 1)])
+    floats = values.view(np.float32)
+    assert_same(kernels.cast(floats, dtype), reference.cast(floats, dtype))
+
+
+# --- sums, scaling, checks --------------------------------------------------------------------------------------------
+
+
+@given(lengths, seeds, kinds)
+def test_sum_squares(size: int, seed: int, kind: str) -> None:
+    values = draw(size, seed, kind)
+    assert kernels.sum_squares(values) == reference.sum_squares(values)
+    assert kernels.sum_squares(misaligned(values)) == pytest.approx(float((values.astype(np.float64) ** 2).sum()))
+
+
+@given(lengths, seeds, kinds, st.floats(0, 2, width=32))
+def test_scale(size: int, seed: int, kind: str, factor: float) -> None:
+    ours, theirs = draw(size, seed, kind), draw(size, seed, kind)
+    kernels.scale(ours, factor)
+    reference.scale(theirs, factor)
+    assert_same(ours, theirs)
+
+
+@given(lengths, seeds, dtypes, st.data())
+def test_all_finite(size: int, seed: int, dtype: str, data: st.DataObject) -> None:
+    values = reference.cast(np.clip(draw(size, seed, "bits"), -60000, 60000), dtype)
+    assert kernels.all_finite(values) and reference.all_finite(values)
+    assert kernels.all_finite(misaligned(values))
+    assume(size)
+    values[data.draw(st.integers(0, size - 1))] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    assert not kernels.all_finite(values) and not reference.all_finite(values)
+    assert not kernels.all_finite(misaligned(values))
+
+
+@given(lengths, seeds, dtypes)
+def test_all_finite_of_any_bits(size: int, seed: int, dtype: str) -> None:
+    values = any_bits(size, seed, dtype)
+    assert kernels.all_finite(values) == reference.all_finite(values)
+
+
+# --- updates ----------------------------------------------------------------------------------------------------------
+
+
+def fresh(rule: Rule, weights: Array, runs: Sequence[Run]) -> tuple[Array, ...]:
+    states = tuple(np.full(weights.size, np.nan, np.float32) for _ in rule.state_names)
+    rule.initialize(weights, states, runs)
+    return states
+
+
+def cut(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+    """The part of ``runs`` inside [start, stop), counted from there."""
+    inside = ((max(a, start) - start, min(b, stop) - start, group) for a, b, group in runs)
+    return [run for run in inside if run[0] < run[1]]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind)
+@settings(max_examples=25)
+@given(lengths, seeds, kinds, kinds, st.floats(0, 1), st.sampled_from([1.0, 0.5, 1 / 3, 0.0]))
+def test_update(spec: optim.Optimizer, size: int, seed: int, kind: str, other: str, split: float, scale: float) -> None:
+    """Six steps: as the reference, whether applied to the whole or to two pieces of it, with two groups of elements."""
+    rule = Rule(spec)
+    edge, middle = int(size * split), size // 2
+    runs = [(0, edge, 0), (edge, size, len(spec.overrides))]
+    weights = draw(size, seed, kind)
+    states = fresh(rule, weights, runs)
+    expected, expected_states = weights.copy(), tuple(state.copy() for state in states)
+    pieces, piece_states = weights.copy(), tuple(state.copy() for state in states)
+    for step in range(6):
+        gradient = draw(size, seed + 1 + step, kind if step % 2 else other)
+        rule.apply(weights, states, misaligned(gradient), step, scale, runs)
+        for start, stop in ((middle, size), (0, middle)):
+            parts = tuple(state[start:stop] for state in piece_states)
+            rule.apply(pieces[start:stop], parts, gradient[start:stop], step, scale, cut(runs, start, stop))
+        for start, stop, group in runs:
+            parts = tuple(state[start:stop] for state in expected_states)
+            values = spec.group_values(group)
+            reference.update(spec, values, expected[start:stop], parts, gradient[start:stop], step, scale)
+        for ours, theirs in zip((weights, *states), (expected, *expected_states), strict=True):
+            assert_same(ours, theirs)
+        for ours, theirs in zip((weights, *states), (pieces, *piece_states), strict=True):
+            assert_same(ours, theirs)
+
+
+def test_every_kernel_is_tested() -> None:
+    tested = {Rule(spec)._kernel for spec in SPECS}
+    private = ("_combine", "_sum_squares", "_scale", "_all_finite32", "_all_finite16", "_narrow_half", "_narrow_brain")
+    all_kernels = {kernel for kernel in vars(kernels).values() if isinstance(kernel, kernels.Kernel)}
+    assert all_kernels - tested == {getattr(kernels, name) for name in private}
+    assert {spec.kind for spec in SPECS} == set(optim.OPTIMIZERS)

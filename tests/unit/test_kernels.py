@@ -1,0 +1,94 @@
+"""What the kernels refuse, and that it changes nothing. What they compute is in tests/property/test_kernels.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from psdist_server import kernels
+
+from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
+
+
+def floats(size: int, dtype: Any = np.float32) -> Any:
+    return np.ones(size, dtype)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda out: kernels.combine(out, [], 1), InvalidArgumentError, "0 parts"),
+        (lambda out: kernels.combine(out, [floats(3)], 0), InvalidArgumentError, "divisor 0"),
+        (lambda out: kernels.combine(out, [floats(3), floats(4)], 1), ShapeMismatchError, r"\(4,\).*\(3,\)"),
+        (lambda out: kernels.combine(out, [floats(3), floats(6)[::2]], 1), ShapeMismatchError, "contiguous"),
+        (lambda out: kernels.combine(out, [floats(3, np.float64)], 1), DTypeMismatchError, "float64"),
+        (lambda out: kernels.combine(out, [floats(3, np.uint16)], 1), DTypeMismatchError, "uint16"),
+        (lambda out: kernels.combine(out.view(np.int32), [floats(3)], 1), DTypeMismatchError, "int32"),
+        (lambda out: kernels.narrow(floats(4), out.view(np.float16)), ShapeMismatchError, r"\(4,\).*\(6,\)"),
+        (lambda out: kernels.narrow(floats(3), out), DTypeMismatchError, "out has dtype float32"),
+        (lambda out: kernels.cast(out, "float64"), DTypeMismatchError, "'float64' cannot be pulled"),
+        (lambda out: kernels.cast(out.astype(np.float64), "float16"), DTypeMismatchError, "float64"),
+        (lambda out: kernels.scale(out[::2], 2.0), ShapeMismatchError, "contiguous"),
+        (lambda out: kernels.sum_squares(out.astype(np.float16)), DTypeMismatchError, "float16"),
+        (lambda out: kernels.all_finite(out.astype(np.int32)), DTypeMismatchError, "int32"),
+        (lambda out: kernels.all_finite(out.reshape(1, 3)), ShapeMismatchError, r"\(1, 3\)"),
+    ],
+)
+def test_refused_and_nothing_changed(call: Callable[[Any], object], error: type[Exception], words: str) -> None:
+    out = np.array([1.5, 2.5, 3.5], np.float32)
+    with pytest.raises(error, match=words):
+        call(out)
+    assert out.tolist() == [1.5, 2.5, 3.5]
+
+
+def test_read_only_memory_is_not_written() -> None:
+    out = np.frombuffer(bytes(12), np.float32)
+    for call in (lambda: kernels.scale(out, 2.0), lambda: kernels.combine(out, [floats(3)] * 2, 2)):
+        with pytest.raises(InvalidArgumentError, match="writable"):
+            call()
+    assert not out.any()
+
+
+def test_cast_to_float32_is_no_copy() -> None:
+    values = floats(3)
+    assert kernels.cast(values, "float32") is values
+    assert kernels.cast(values, "bfloat16").dtype == ml_dtypes.bfloat16
+
+
+def test_compiled_once_by_any_number_of_threads() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(4) as pool:
+        compiled = {id(function) for function in pool.map(lambda _: kernels.sgd.compile(), range(8))}
+    assert len(compiled) == 1
+
+
+def test_compiles_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = kernels.numba.njit
+
+    def njit(*arguments: Any, cache: bool = False, **options: Any) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(kernels.numba, "njit", njit)
+    kernel = kernels.Kernel(kernels.sgd._function, (kernels._OUT, kernels._IN, kernels._F, kernels._F))
+    weights = floats(3)
+    kernel(weights, floats(3), np.float32(0.5), np.float32(0.0))
+    assert weights.tolist() == [0.5, 0.5, 0.5]
+
+
+KERNELS = [kernel for kernel in vars(kernels).values() if isinstance(kernel, kernels.Kernel)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_loop_is_vectorized(kernel: kernels.Kernel) -> None:
+    """No kernel works on one element at a time: a changed expression easily does that, and costs 4 to 16 times."""
+    # Compiled anew, because numba cannot show code that came from its cache.
+    compiled = kernels.numba.njit([kernel._signature], nogil=True, error_model="numpy")(kernel._function)
+    code = compiled.inspect_llvm(compiled.signatures[0])
+    assert re.search(r"load <\d+ x (float|i32|i16)>", code)
