@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -82,19 +81,24 @@ class EmbeddedCluster:
     def close(self) -> None:
         """Ends the children and removes what they had written."""
         children, self._children = self._children, []
-        for child in reversed(children):
-            if child.poll() is None:
-                child.send_signal(signal.SIGTERM)
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(_STOP_SECONDS)
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
+        _stop(children[1:])  # servers first: without a scheduler they would look for it
+        _stop(children[:1])
         if self._lifeline_end >= 0:
             os.close(self._lifeline_end)
             self._lifeline_end = -1
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _stop(children: list[subprocess.Popen[bytes]]) -> None:
+    """Asks all at once to end, and ends those that do not."""
+    for child in children:
+        child.terminate()
+    for child in children:
+        try:
+            child.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
 
 def _spawn(spec: ProcessSpec, lifeline: int) -> subprocess.Popen[bytes]:

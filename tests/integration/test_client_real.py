@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,10 +25,11 @@ INIT = {
     "e": np.zeros((0, 3)),
 }
 SGD = psdist.optim.SGD(lr=0.1, momentum=0.9)
+_numbers = itertools.count()
 Join = Callable[..., Awaitable[psdist.AsyncClient]]
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def cluster() -> AsyncIterator[EmbeddedCluster]:
     cluster = await asyncio.to_thread(EmbeddedCluster, 2)
     yield cluster
@@ -50,6 +52,12 @@ async def join(cluster: EmbeddedCluster) -> AsyncIterator[Join]:
 
 
 @pytest.fixture
+def name() -> str:
+    """Parameters of this test's own: the cluster is shared."""
+    return f"parameters-{next(_numbers)}"
+
+
+@pytest.fixture
 def world_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
 
@@ -59,12 +67,12 @@ def gradient(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.usefixtures("world_of_two")
-async def test_two_workers_get_the_mean_in_rank_order(join: Join) -> None:
+async def test_two_workers_get_the_mean_in_rank_order(join: Join, name: str) -> None:
     clients = [await join(rank=rank) for rank in (1, 0)][::-1]
     assert [client.rank for client in clients] == [0, 1] and clients[0].world_size == 2
     other = {name: np.ones_like(value) for name, value in INIT.items()}  # the lowest rank's values count
     first, second = await asyncio.gather(
-        clients[0].parameters("mlp", INIT, SGD), clients[1].parameters("mlp", other, SGD)
+        clients[0].parameters(name, INIT, SGD), clients[1].parameters(name, other, SGD)
     )
     flat = np.concatenate([np.asarray(value, np.float32).ravel() for value in INIT.values()])
     velocity = np.zeros_like(flat)
@@ -85,10 +93,10 @@ async def test_two_workers_get_the_mean_in_rank_order(join: Join) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-async def test_half_the_bytes_both_ways(join: Join, dtype: str) -> None:
+async def test_half_the_bytes_both_ways(join: Join, name: str, dtype: str) -> None:
     client = await join()
     weights = await client.parameters(
-        "p", {"w": np.zeros(5000, np.float32)}, psdist.optim.SGD(lr=1.0), compression=dtype, pull_dtype=dtype
+        name, {"w": np.zeros(5000, np.float32)}, psdist.optim.SGD(lr=1.0), compression=dtype, pull_dtype=dtype
     )
     values = await weights.push_pull({"w": np.full(5000, -1.5)})
     assert values["w"].dtype == np.float32 and set(values["w"]) == {np.float32(1.5)}
@@ -96,10 +104,10 @@ async def test_half_the_bytes_both_ways(join: Join, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("consistency", [psdist.SSP(1), psdist.ASP()])
-async def test_asynchronous_pushes_each_count_once(join: Join, consistency: object) -> None:
+async def test_asynchronous_pushes_each_count_once(join: Join, name: str, consistency: object) -> None:
     client = await join()
     weights = await client.parameters(
-        "p", {"w": np.zeros(9000, np.float32)}, psdist.optim.SGD(lr=1.0, max_grad_norm=1e6), consistency
+        name, {"w": np.zeros(9000, np.float32)}, psdist.optim.SGD(lr=1.0, max_grad_norm=1e6), consistency
     )
     for _ in range(4):
         await weights.push({"w": np.full(9000, -1.0)})
@@ -107,10 +115,10 @@ async def test_asynchronous_pushes_each_count_once(join: Join, consistency: obje
     assert weights.version == 4
 
 
-async def test_readers_wait_see_and_do_not_push(join: Join) -> None:
+async def test_readers_wait_see_and_do_not_push(join: Join, name: str) -> None:
     client = await join()
-    weights = await client.parameters("p", {"w": np.ones(10, np.float32)}, SGD)
-    reader = await (await join()).parameters("p")
+    weights = await client.parameters(name, {"w": np.ones(10, np.float32)}, SGD)
+    reader = await (await join()).parameters(name)
     assert reader.layout == weights.layout and reader.spec.optimizer == SGD and not reader.member
     await weights.push({"w": np.ones(10)})
     assert (await reader.pull())["w"][0] == np.float32(1) - np.float32(0.1)
@@ -119,10 +127,10 @@ async def test_readers_wait_see_and_do_not_push(join: Join) -> None:
         await reader.push({"w": np.ones(10)})
 
 
-async def test_a_joiner_is_in_every_step_from_its_first(join: Join) -> None:
-    first = await (await join()).parameters("p", {"w": np.zeros(10, np.float32)}, psdist.optim.SGD(lr=1.0))
+async def test_a_joiner_is_in_every_step_from_its_first(join: Join, name: str) -> None:
+    first = await (await join()).parameters(name, {"w": np.zeros(10, np.float32)}, psdist.optim.SGD(lr=1.0))
     await first.push({"w": np.full(10, -1.0)})
-    joining = asyncio.create_task(_join_and_pull(join))
+    joining = asyncio.create_task(_join_and_pull(join, name))
     while not joining.done() and first.step < 40:
         await asyncio.wait({joining, asyncio.ensure_future(first.push({"w": np.full(10, -1.0)}))}, timeout=5)
         if joining.done():
@@ -134,8 +142,8 @@ async def test_a_joiner_is_in_every_step_from_its_first(join: Join) -> None:
     assert values[0]["w"].tolist() == values[1]["w"].tolist() == [second.first_step + 3.0] * 10
 
 
-async def _join_and_pull(join: Join) -> psdist.AsyncParameters:
-    return await (await join()).parameters("p", {"w": np.zeros(10, np.float32)}, psdist.optim.SGD(lr=1.0))
+async def _join_and_pull(join: Join, name: str) -> psdist.AsyncParameters:
+    return await (await join()).parameters(name, {"w": np.zeros(10, np.float32)}, psdist.optim.SGD(lr=1.0))
 
 
 async def _meet(first: psdist.AsyncParameters, second: psdist.AsyncParameters) -> None:
@@ -157,13 +165,13 @@ async def _meet(first: psdist.AsyncParameters, second: psdist.AsyncParameters) -
     ],
 )
 async def test_attaching_with_other_settings(
-    join: Join, change: dict[str, object], error: type[Exception], words: str
+    join: Join, name: str, change: dict[str, object], error: type[Exception], words: str
 ) -> None:
     same = {"init": {"w": np.zeros(10, np.float32)}, "optimizer": SGD}
-    weights = await (await join()).parameters("p", **same)
+    weights = await (await join()).parameters(name, **same)
     other = await join()
     with pytest.raises(error, match=words):
-        await other.parameters("p", **(same | change))
+        await other.parameters(name, **(same | change))
     assert (await weights.push_pull({"w": np.zeros(10)}))["w"].tolist() == [0.0] * 10  # the run goes on
 
 
@@ -194,18 +202,33 @@ async def test_barriers_wait_for_all_and_name_who_is_missing(join: Join) -> None
         await asyncio.gather(*(client.barrier("eval") for client in clients))
 
 
-async def test_status_is_plain_values(join: Join) -> None:
+async def test_status_is_plain_values(join: Join, name: str) -> None:
     client = await join()
-    await client.parameters("p", {"w": np.ones(10, np.float32)}, SGD)
+    await client.parameters(name, {"w": np.ones(10, np.float32)}, SGD)
     status = await client.status()
     assert status["run_id"] == client.run_id
-    assert {member["member_id"] for member in status["members"]} == {"server-0", "server-1", client.worker_id}
-    assert status["parameters"][0]["entry"]["spec"]["name"] == "p"
+    live = {member["member_id"] for member in status["members"] if member["state"] == "live"}
+    assert live == {"server-0", "server-1", client.worker_id}
+    assert name in {entry["entry"]["spec"]["name"] for entry in status["parameters"]}
 
 
-async def test_a_killed_server_is_an_error_at_once(join: Join) -> None:
+async def test_no_elements_at_all(join: Join, name: str) -> None:
+    weights = await (await join()).parameters(name, {"e": np.zeros((0, 2), np.float32)}, SGD)
+    assert (await weights.push_pull({"e": np.zeros((0, 2))}))["e"].shape == (0, 2)
+    assert (await weights.pull())["e"].shape == (0, 2)
+
+
+async def test_very_many_small_tensors(join: Join, name: str) -> None:
+    init = {f"layer.{i}": np.full((), i, np.float32) for i in range(5000)}
+    weights = await (await join()).parameters(name, init, psdist.optim.SGD(lr=1.0))
+    values = await weights.push_pull({name: np.float32(1) for name in init})
+    assert values["layer.4999"] == 4998
+
+
+async def test_a_killed_server_is_an_error_at_once(join: Join, name: str) -> None:
+    """The last test: the cluster is of no use after it."""
     client = await join()
-    weights = await client.parameters("p", {"w": np.ones(100_000, np.float32)}, SGD)
+    weights = await client.parameters(name, {"w": np.ones(100_000, np.float32)}, SGD)
     await weights.push({"w": np.ones(100_000)})
     members = (await client.status())["members"]
     os.kill(next(member["pid"] for member in members if member["member_id"] == "server-1"), signal.SIGKILL)
@@ -213,16 +236,3 @@ async def test_a_killed_server_is_an_error_at_once(join: Join) -> None:
         with pytest.raises(errors.ServerLostError, match="server-1"):
             while True:
                 await weights.push_pull({"w": np.ones(100_000)})
-
-
-async def test_no_elements_at_all(join: Join) -> None:
-    weights = await (await join()).parameters("p", {"e": np.zeros((0, 2), np.float32)}, SGD)
-    assert (await weights.push_pull({"e": np.zeros((0, 2))}))["e"].shape == (0, 2)
-    assert (await weights.pull())["e"].shape == (0, 2)
-
-
-async def test_very_many_small_tensors(join: Join) -> None:
-    init = {f"layer.{i}": np.full((), i, np.float32) for i in range(5000)}
-    weights = await (await join()).parameters("p", init, psdist.optim.SGD(lr=1.0))
-    values = await weights.push_pull({name: np.float32(1) for name in init})
-    assert values["layer.4999"] == 4998
