@@ -75,11 +75,12 @@ class LoopThread:
             coroutine.close()
             raise ClosedError("a synchronous psdist call was made on psdist's own loop thread: use AsyncClient there")
         ended = threading.Event()
-        future = asyncio.run_coroutine_threadsafe(_and_tell(coroutine, ended), self.loop)
+        future: concurrent.futures.Future[T] | None = None
         try:
+            future = asyncio.run_coroutine_threadsafe(_and_tell(coroutine, ended), self.loop)
             return future.result()
         except BaseException:
-            if not future.done():
+            if future is not None and not future.done():
                 future.cancel()
                 ended.wait(_UNWIND_SECONDS)
             raise

@@ -1,0 +1,160 @@
+"""Scripts that use the synchronous client, each in a process of its own: the world of one, Ctrl-C, exit, fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from psdist.launch.embedded import EmbeddedCluster
+
+HEAD = """
+import numpy as np, os, psdist, sys, threading
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EmbeddedCluster]:
+    cluster = EmbeddedCluster(1)
+    yield cluster
+    cluster.close()
+
+
+def start(script: str, cluster: EmbeddedCluster | None = None, **variables: str) -> subprocess.Popen[str]:
+    named = {} if cluster is None else {"PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", HEAD + script],
+        env=os.environ | named | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(script: str, cluster: EmbeddedCluster | None = None, **variables: str) -> tuple[int, str, str]:
+    process = start(script, cluster, **variables)
+    out, error = process.communicate(timeout=60)
+    return process.returncode, out, error
+
+
+def test_a_world_of_one() -> None:
+    code, out, error = run("""
+with psdist.init() as context:
+    assert psdist.init() is context
+    assert (context.rank, context.world_size, context.local_rank) == (0, 1, 0)
+    weights = context.client.parameters("p", {"w": np.zeros(3, np.float32)}, psdist.optim.SGD(lr=1.0))
+    print(weights.push_pull({"w": -np.ones(3)})["w"].tolist(), weights)
+    out = {"w": np.empty(3, np.float32)}
+    weights.push({"w": -np.ones(3)})
+    assert weights.pull(out=out)["w"] is out["w"]
+    print(out["w"].tolist(), weights.version, weights.names, weights.statistics().pushes)
+    context.client.barrier()
+    assert context.client.parameters("p", {"w": np.zeros(3, np.float32)}, psdist.optim.SGD(lr=1.0)) is weights
+""")
+    assert code == 0, error
+    assert out.splitlines() == [
+        "[1.0, 1.0, 1.0] <Parameters 'p': 1 tensors, 3 elements, version 1, step 1>",
+        "[2.0, 2.0, 2.0] 2 ('w',) 2",
+    ]
+    assert error.splitlines() == [
+        "psdist: no launcher, so this is a world of one: a scheduler and one server are started"
+    ]
+
+
+def test_a_script_that_just_ends_leaves_politely(cluster: EmbeddedCluster) -> None:
+    code, _, error = run("client = psdist.Client(worker_id='careless'); psdist.Client(worker_id='second')", cluster)
+    assert (code, error) == (0, "")
+    code, out, error = run(
+        "with psdist.Client() as c: print({m['member_id']: m['state'] for m in c.status()['members']})", cluster
+    )
+    assert code == 0, error
+    assert "'careless': 'left'" in out and "'second': 'left'" in out
+
+
+def test_an_uncaught_error_in_a_world_of_one_ends_everything() -> None:
+    code, _, error = run("psdist.init(); raise SystemExit(7)")
+    assert code == 7, error
+
+
+def test_ctrl_c_ends_a_wait(cluster: EmbeddedCluster) -> None:
+    process = start(
+        """
+client = psdist.Client()
+try:
+    print("waiting", flush=True)
+    client.parameters("never")
+except KeyboardInterrupt:
+    print("interrupted", client.status()["run_id"] == client.run_id)
+    client.close()
+    client.close()
+""",
+        cluster,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, "interrupted True\n"), error
+
+
+def test_a_fork_is_refused(cluster: EmbeddedCluster) -> None:
+    code, out, error = run(
+        """
+client = psdist.Client()
+child = os.fork()
+if child == 0:
+    for use in (lambda: client.parameters("p"), psdist.Client):
+        try:
+            use()
+        except psdist.errors.ClosedError as error:
+            os.write(1, ("spawn" in str(error) and b"refused\\n") or b"?")
+    os._exit(0)
+os.waitpid(child, 0)
+client.close()
+""",
+        cluster,
+    )
+    assert (code, out) == (0, "refused\nrefused\n"), error
+
+
+def test_several_clients_and_threads(cluster: EmbeddedCluster) -> None:
+    code, out, error = run(
+        """
+with psdist.Client() as first, psdist.Client() as second:
+    handles = []
+    def create(client):
+        handles.append(client.parameters("threads", {"w": np.zeros(5, np.float32)}, psdist.optim.SGD(lr=1.0)))
+    def train(handle):
+        for _ in range(20):
+            handle.push_pull({"w": -np.ones(5)})
+    for work, items in ((create, (first, second)), (train, handles)):
+        threads = [threading.Thread(target=work, args=(item,)) for item in items]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    print(first.rank, second.rank, handles[0].pull()["w"].tolist())
+""",
+        cluster,
+    )
+    assert (code, out) == (0, "0 1 [20.0, 20.0, 20.0, 20.0, 20.0]\n"), error
+
+
+def test_a_foreign_launcher_is_told_what_is_missing() -> None:
+    code, _, error = run("psdist.init()", WORLD_SIZE="4", RANK="1")
+    assert code == 1
+    assert "WORLD_SIZE is 4, but no scheduler is named" in error and "psdist run" in error
+
+
+def test_importing_psdist_loads_nothing_heavy() -> None:
+    script = "import sys, psdist; print(sorted({'grpc', 'numpy', 'numba', 'asyncio'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_every_name_is_there() -> None:
+    code, out, error = run(
+        "print(*(n for n in psdist.__all__ if getattr(psdist, n) is None), hasattr(psdist, 'nonsense'))"
+    )
+    assert (code, out.strip()) == (0, "False"), error
