@@ -65,7 +65,6 @@ async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
         port = channels.bind(server, settings.host, settings.port, settings.insecure)
         await server.start()
         address = settings.advertise or _local_address(settings.host, port)
-        log.info("run %s: listening at %s", run_id, address)
         return await _until_the_end(settings, scheduler, address)
     finally:
         scheduler.stop()
@@ -85,6 +84,7 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     working = [asyncio.create_task(scheduler.run()), asyncio.create_task(scheduler.tick())]
     if settings.address_file is not None:
         _write_address(settings.address_file, address)
+    log.info("run %s: listening at %s", scheduler.cluster.settings.run_id, address)
     await asyncio.wait([waiting, *working], return_when=asyncio.FIRST_COMPLETED)
     if settings.address_file is not None:
         settings.address_file.unlink(missing_ok=True)

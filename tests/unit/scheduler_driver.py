@@ -1,18 +1,19 @@
-"""A driver for the scheduler's machine: posts events, checks every invariant after each, and keeps what calls were told."""
+"""A driver for the scheduler's machine: posts events, checks every invariant after each, keeps what calls were told."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import Any
 
+from psdist_scheduler import events as ev
+from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.records import ClusterSettings, Member, Node, ParametersRecord, Stored
+
 from psdist.consistency import BSP, Consistency
 from psdist.errors import PsdistError
 from psdist.optim import SGD
 from psdist.types import ClusterMap, Layout, ParametersSpec, TensorSpec
 from psdist.wire.limits import PROTOCOL_VERSION
-from psdist_scheduler import events as ev
-from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.records import ClusterSettings, Member, Node, ParametersRecord, Stored
 
 LAYOUT = Layout((TensorSpec("w", (100, 100)), TensorSpec("b", (100,))))
 
@@ -23,7 +24,7 @@ def spec(name: str = "mlp", consistency: Consistency | None = None, **settings: 
 
 
 class Driver:
-    """One cluster under test. ``told[call]`` has the values that a call was told, ``errors[call]`` how it was refused."""
+    """One cluster under test. ``told[call]`` has what a call was told, ``errors[call]`` how it was refused."""
 
     def __init__(self, stored: Stored | None = None, now: float = 100.0, **settings: Any) -> None:
         self.now = now
@@ -75,7 +76,11 @@ class Driver:
         call = self.number()
         if role == "server":
             fields.setdefault("address", "127.0.0.1:1")
-        self.on(ev.Register(call, fields.pop("protocol_version", PROTOCOL_VERSION), fields.pop("run_id", ""), role, **fields))
+        self.on(
+            ev.Register(
+                call, fields.pop("protocol_version", PROTOCOL_VERSION), fields.pop("run_id", ""), role, **fields
+            )
+        )
         if call in self.errors:
             raise self.errors[call]
         member: Member = self.told[call][-1].member

@@ -1,0 +1,387 @@
+"""The scheduler's process, spoken to with the generated stubs alone: real gRPC, real files, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from psdist import errors
+from psdist.v1 import common_pb2 as common
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.v1 import scheduler_pb2_grpc
+from psdist.wire import auth, channels, limits, status
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TOKEN = "secret"
+STATE = pb.CreateParametersResponse
+SPEC = common.ParametersSpec(
+    name="mlp",
+    optimizer=common.Optimizer(
+        kind="sgd",
+        values={"lr": 0.1, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": 0},
+        schedule=common.Schedule(kind="constant"),
+    ),
+    consistency=common.Consistency(kind="bsp"),
+)
+LAYOUT = common.Layout(tensors=[common.Tensor(name="w", shape=[300, 300], dtype=common.DTYPE_FLOAT32)])
+
+
+class Process:
+    """``python -m psdist_scheduler`` and what it wrote."""
+
+    def __init__(self, process: asyncio.subprocess.Process, file: Path) -> None:
+        self.process = process
+        self.file = file
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self.file.read_text().strip()
+
+    async def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
+        """Ends it. Returns its status and what it logged."""
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+        _, err = await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode, err.decode()
+
+
+Start = Callable[..., Awaitable[Process]]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """Starts schedulers; ends those that are left."""
+    started: list[Process] = []
+
+    async def one(*flags: str, wait: bool = True, token: str = TOKEN, **options: Any) -> Process:
+        file = tmp_path / f"address-{len(started)}"
+        command = [sys.executable, "-m", "psdist_scheduler", "--address-file", str(file), *flags]
+        environment = os.environ | {"PSDIST_TOKEN": token}
+        process = await asyncio.create_subprocess_exec(
+            *command, env=environment, stderr=asyncio.subprocess.PIPE, **options
+        )
+        started.append(Process(process, file))
+        if wait:
+            await _listening(process)
+        return started[-1]
+
+    yield one
+    for process in started:
+        await process.end(signal.SIGKILL)
+
+
+async def _listening(process: asyncio.subprocess.Process) -> None:
+    """Reads the log up to the line by which the scheduler says that it listens; its address file is there by then."""
+    assert process.stderr is not None
+    lines = []
+    while b"listening at" not in (line := await process.stderr.readline()):
+        lines.append(line.decode())
+        assert line, f"the scheduler ended: {''.join(lines)}"
+
+
+class Peer:
+    """A channel to the scheduler with the token, and one member's session."""
+
+    def __init__(self, address: str, token: str = TOKEN) -> None:
+        self.channel = channels.open_channel(address, limits.CONTROL_MESSAGE_BYTES)
+        self.stub = scheduler_pb2_grpc.SchedulerServiceStub(self.channel)
+        self.metadata = auth.metadata(token)
+        self.member = pb.RegisterResponse()
+        self.session: Any = None
+
+    async def register(self, role: pb.Role = pb.ROLE_WORKER, **fields: Any) -> pb.RegisterResponse:
+        """Registers and opens the session."""
+        if role == pb.ROLE_SERVER:
+            fields.setdefault("address", "127.0.0.1:1")
+        request = pb.RegisterRequest(protocol_version=limits.PROTOCOL_VERSION, role=role, host="box", pid=7, **fields)
+        self.member = await self.stub.Register(request, metadata=self.metadata)
+        await self.open()
+        return self.member
+
+    async def open(self) -> common.ClusterMap:
+        """Opens the session and returns the map that comes first."""
+        hello = pb.SessionRequest.Hello(member_id=self.member.member_id, incarnation=self.member.incarnation)
+        self.session = self.stub.Session(metadata=self.metadata)
+        await self.session.write(pb.SessionRequest(hello=hello))
+        return await self.read_map()
+
+    async def read(self, kind: str) -> Any:
+        """The next command of this kind."""
+        async for response in self.session:
+            if response.WhichOneof("command") == kind:
+                return getattr(response, kind)
+        raise AssertionError(f"the session ended before a {kind} came")
+
+    async def read_map(self, condition: Callable[[common.ClusterMap], bool] = lambda _: True) -> common.ClusterMap:
+        """The next map for which the condition holds."""
+        while not condition(cluster := await self.read("map")):
+            pass
+        return cluster
+
+    def create(self, layout: common.Layout = LAYOUT) -> Any:
+        """Calls CreateParameters."""
+        request = pb.CreateParametersRequest(
+            worker_id=self.member.member_id, incarnation=self.member.incarnation, spec=SPEC, layout=layout
+        )
+        return self.stub.CreateParameters(request, metadata=self.metadata)
+
+    async def ask(self, method: str, request: Any) -> Any:
+        """A call with one answer."""
+        return await getattr(self.stub, method)(request, metadata=self.metadata)
+
+    async def status(self) -> pb.GetStatusResponse:
+        """The status report."""
+        return await self.ask("GetStatus", pb.GetStatusRequest())
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def peer() -> AsyncIterator[Callable[..., Peer]]:
+    """Makes peers; closes their channels."""
+    made: list[Peer] = []
+
+    def one(process: Process, **options: Any) -> Peer:
+        made.append(Peer(process.address, **options))
+        return made[-1]
+
+    yield one
+    for item in made:
+        await item.channel.close()
+
+
+async def until(call: Any, state: int) -> pb.CreateParametersResponse:
+    """The first answer with this state."""
+    async for response in call:
+        if response.state == state:
+            return response
+    raise AssertionError(f"the call ended before state {state}")
+
+
+async def refusal(awaitable: Awaitable[Any]) -> errors.PsdistError:
+    """The error that a call fails with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await awaitable
+    return status.from_call(caught.value, "scheduler")
+
+
+async def first(call: Any) -> Any:
+    """The first answer of a stream."""
+    return await anext(aiter(call))
+
+
+# --- the life of a run ------------------------------------------------------------------------------------------------
+
+
+async def test_a_run_from_registration_to_a_restarted_scheduler(start: Start, peer: Any, tmp_path: Path) -> None:
+    flags = ("--store", str(tmp_path / "s"), "--run-id", "digits", "--min-servers", "2", "--min-workers", "2")
+    process = await start(*flags)
+    servers, workers = [peer(process) for _ in range(2)], [peer(process) for _ in range(2)]
+    assert [(await s.register(pb.ROLE_SERVER)).member_id for s in servers] == ["server-0", "server-1"]
+    await workers[0].register(world_size=2, rank=0)
+    first_call = workers[0].create()
+    waiting = await first(first_call)
+    assert waiting.waiting_for == "for 1 of 2 workers to register"
+    assert (await workers[0].status()).phase == "waiting for 1 of 2 workers to register"
+    assert (await workers[1].register(world_size=2)).rank == 1
+    second_call = workers[1].create()
+    upload = await until(first_call, STATE.STATE_UPLOAD)
+    assert sorted(set(upload.map.parameters[0].shards)) == ["server-0", "server-1"]
+    barrier = workers[0].stub.Barrier(
+        pb.BarrierRequest(worker_id="worker-0", incarnation=1, name="go"), metadata=workers[0].metadata
+    )
+    assert "worker-1" in (await first(barrier)).waiting_for
+    commit = pb.CommitParametersRequest(worker_id="worker-0", incarnation=1, parameters="mlp")
+    epoch = (await workers[0].ask("CommitParameters", commit)).epoch
+    for call in (first_call, second_call):
+        ready = await until(call, STATE.STATE_READY)
+        assert ready.map.epoch >= epoch and ready.map.parameters[0].ready
+    assert (await servers[0].read_map(lambda m: m.epoch >= epoch)).parameters[0].ready
+
+    await process.end(signal.SIGKILL)
+    again = await start(*flags)
+    back = [peer(again) for _ in range(4)]
+    for old, new in zip([*servers, *workers], back, strict=True):
+        new.member = old.member
+        cluster = await new.open()
+        assert cluster.epoch == epoch + 1
+        assert cluster.parameters[0].ready
+    report = await back[0].status()
+    assert report.phase == "training 'mlp' at version 0"
+    assert [(m.member_id, m.state, m.incarnation) for m in report.members if m.role == pb.ROLE_WORKER] == [
+        ("worker-0", "live", 1),
+        ("worker-1", "live", 1),
+    ]
+    assert (await first(back[2].create())).state == STATE.STATE_READY
+    code, _ = await again.end()
+    assert code == 0
+    assert not again.file.exists()
+
+
+async def test_losses_are_news_and_leaving_is_none(start: Start, peer: Any) -> None:
+    process = await start("--failure-timeout", "0.4")
+    watcher, silent, broken, polite = (peer(process) for _ in range(4))
+    for member in (watcher, silent, broken, polite):
+        await member.register()
+    beat = pb.SessionRequest(heartbeat=pb.SessionRequest.Heartbeat(epoch=1, waiting_for=["for nothing"]))
+    ended = asyncio.Event()
+
+    async def live() -> None:
+        while not ended.is_set():
+            await watcher.session.write(beat)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), 0.1)
+
+    beating = asyncio.create_task(live())
+    leave = pb.LeaveRequest(member_id=polite.member.member_id, incarnation=1, reason="finished")
+    await polite.ask("Leave", leave)
+    await broken.channel.close()
+    reasons = {}
+    for _ in range(2):
+        lost = await watcher.read("member_lost")
+        reasons[lost.member_id] = lost.reason
+    assert reasons[broken.member.member_id] == "its session broke"
+    assert "silent for" in reasons[silent.member.member_id]
+    assert (await refusal(silent.open())).code == "fenced"
+    states = {m.member_id: m for m in (await watcher.status()).members}
+    assert [states[f"worker-{n}"].state for n in range(4)] == ["live", "lost", "lost", "left"]
+    assert list(states["worker-0"].waiting_for) == ["for nothing"]
+    ended.set()
+    await beating
+
+
+async def test_a_joiner_is_proposed_to_the_servers(start: Start, peer: Any) -> None:
+    process = await start()
+    server, worker, late = (peer(process) for _ in range(3))
+    await server.register(pb.ROLE_SERVER)
+    await worker.register()
+    call = worker.create()
+    await until(call, STATE.STATE_UPLOAD)
+    commit = pb.CommitParametersRequest(worker_id="worker-0", incarnation=1, parameters="mlp")
+    await worker.ask("CommitParameters", commit)
+    await late.register()
+    joining = late.create()
+    proposal = await server.read("join_proposal")
+    assert proposal.member.worker_id == "worker-1" and proposal.member.first_step == 2
+    answer = pb.SessionRequest.JoinAnswer(proposal_id=proposal.proposal_id, accepted=True)
+    await server.session.write(pb.SessionRequest(join_answer=answer))
+    assert (await until(joining, STATE.STATE_READY)).first_step == 2
+
+
+async def test_agents_meet_and_readers_describe(start: Start, peer: Any) -> None:
+    process = await start()
+    one, two = peer(process), peer(process)
+    requests = [
+        pb.RendezvousRequest(agent_id=name, processes=2, nodes_min=2, nodes_max=2, host=name) for name in ("a", "b")
+    ]
+    waiting = one.stub.Rendezvous(requests[0], metadata=one.metadata)
+    assert (await first(waiting)).waiting_for == "for 1 of 2 nodes to join the rendezvous"
+    formed = await first(two.stub.Rendezvous(requests[1], metadata=two.metadata))
+    assert (formed.formed, formed.node_rank, formed.first_rank, formed.world_size) == (True, 1, 2, 4)
+    await one.register()
+    describe = pb.DescribeParametersRequest(worker_id="worker-0", incarnation=1, parameters="mlp")
+    described = one.stub.DescribeParameters(describe, metadata=one.metadata)
+    assert "server" in (await first(described)).waiting_for
+    await two.register(pb.ROLE_SERVER)
+    three = peer(process)
+    await three.register()
+    await until(three.create(), STATE.STATE_UPLOAD)
+    commit = pb.CommitParametersRequest(worker_id="worker-1", incarnation=1, parameters="mlp")
+    await three.ask("CommitParameters", commit)
+    async for response in described:
+        last = response
+    assert last.layout == LAYOUT
+    assert last.spec.slice_elements > 0 and last.map.parameters[0].ready
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+async def test_requests_that_are_refused(start: Start, peer: Any) -> None:
+    process = await start("--run-id", "one")
+    client = peer(process)
+    await client.register()
+    other = pb.RegisterRequest(protocol_version=99, role=pb.ROLE_WORKER)
+    assert "99" in str(await refusal(client.ask("Register", other)))
+    twin = pb.RegisterRequest(protocol_version=limits.PROTOCOL_VERSION, role=pb.ROLE_WORKER, member_id="worker-0")
+    error = await refusal(client.ask("Register", twin))
+    assert isinstance(error, errors.DuplicateMemberError) and "process 7 on box" in str(error)
+    homeless = pb.RegisterRequest(protocol_version=limits.PROTOCOL_VERSION, role=pb.ROLE_SERVER, address="nowhere")
+    assert isinstance(await refusal(client.ask("Register", homeless)), errors.InvalidArgumentError)
+    assert isinstance(await refusal(client.ask("Register", pb.RegisterRequest())), errors.InvalidArgumentError)
+    wrong = pb.GetClusterMapRequest(run_id="two")
+    assert isinstance(await refusal(client.ask("GetClusterMap", wrong)), errors.WrongRunError)
+    bad = common.Layout(tensors=[common.Tensor(name="a b", shape=[1], dtype=common.DTYPE_FLOAT32)])
+    assert isinstance(await refusal(first(client.create(bad))), errors.InvalidNameError)
+    silent = client.stub.Session(metadata=client.metadata)
+    await silent.write(pb.SessionRequest(heartbeat=pb.SessionRequest.Heartbeat()))
+    assert "hello" in str(await refusal(silent.read()))
+    assert (await client.ask("GetClusterMap", pb.GetClusterMapRequest())).map.workers[0].worker_id == "worker-0"
+
+
+async def test_a_wrong_token_is_refused_before_the_body_is_read(start: Start, peer: Any) -> None:
+    process = await start()
+    client = peer(process, token="wrong")
+    assert isinstance(await refusal(client.status()), errors.UnauthenticatedError)
+    garbage = client.channel.unary_unary("/psdist.v1.SchedulerService/Register")
+    error = await refusal(garbage(b"\xff" * (1 << 20), metadata=client.metadata))
+    assert isinstance(error, errors.UnauthenticatedError), "the body was parsed before the token was looked at"
+    health = health_pb2_grpc.HealthStub(client.channel)
+    answer = await health.Check(health_pb2.HealthCheckRequest(service="psdist.v1.SchedulerService"))
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_random_bytes_at_the_port_change_nothing(start: Start, peer: Any) -> None:
+    process = await start()
+    host, port = process.address.split(":")
+    for noise in (b"\x00" * 4096, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(noise)
+        writer.write_eof()
+        await asyncio.gather(reader.read(), return_exceptions=True)
+        writer.close()
+    assert (await peer(process).register()).member_id == "worker-0"
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_second_scheduler_on_the_same_store_is_refused(start: Start, tmp_path: Path) -> None:
+    await start("--store", str(tmp_path / "s"))
+    second = await start("--store", str(tmp_path / "s"), wait=False)
+    _, err = await second.process.communicate()
+    assert second.process.returncode == 69
+    assert b"in use by another scheduler" in err
+
+
+async def test_a_taken_port_is_named(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = await start("--port", str(port), wait=False)
+        _, err = await process.process.communicate()
+    assert process.process.returncode == 69
+    assert f"127.0.0.1:{port}" in err.decode() and "--port" in err.decode()
+    assert "Traceback" not in err.decode()
+
+
+async def test_the_end_of_the_lifeline_ends_it(start: Start) -> None:
+    read, write = os.pipe()
+    process = await start("--lifeline-fd", str(read), pass_fds=(read,))
+    os.close(read)
+    os.close(write)
+    _, err = await process.process.communicate()
+    assert process.process.returncode == 0, err

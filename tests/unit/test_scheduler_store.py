@@ -1,0 +1,94 @@
+"""The store: what was written is there after a restart, one scheduler at a time, and nothing is guessed."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from psdist_scheduler.events import Persist
+from psdist_scheduler.records import Member, Node, ParametersRecord, Stored
+from psdist_scheduler.store import MemoryStore, SqliteStore, open_store
+
+from psdist import optim
+from psdist.consistency import SSP
+from psdist.errors import ConfigurationError
+from psdist.types import GroupRange, Layout, ParametersEntry, ParametersMember, ParametersSpec, TensorSpec
+
+LAYOUT = Layout((TensorSpec("w", (3, 4), "float16"), TensorSpec("b", ())))
+ENTRY = ParametersEntry(
+    ParametersSpec("mlp", optim.Adam(lr=1e-3, overrides=(optim.override("b", lr=0.1),)), SSP(3), slice_elements=4096),
+    LAYOUT.total,
+    ("server-0",),
+    (ParametersMember("worker-0", 1, 0, 7),),
+    (GroupRange(12, 13, 1),),
+    True,
+    LAYOUT.digest,
+)
+RECORD = ParametersRecord(ENTRY, LAYOUT, (3,), "worker-0")
+MEMBER = Member("worker-0", "worker", 1, 0, 2, "", "box", 42)
+NODE = Node("agent", "box", 2, 0, 0, 1, 4)
+
+
+def test_what_was_written_is_loaded(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s", "run")
+    assert store.load() is None
+    store.write(Persist(1, (MEMBER,), (RECORD,), (NODE,)))
+    gone = replace(MEMBER, state="lost", reason="silent")
+    changed = replace(RECORD, entry=replace(ENTRY, members=()), uploader="")
+    store.write(Persist(2, (gone, replace(MEMBER, member_id="w2", rank=1)), (changed,)))
+    store.close()
+    store = SqliteStore(tmp_path / "s", "")
+    assert store.run_id == "run"
+    assert store.load() == Stored("run", 2, (gone, replace(MEMBER, member_id="w2", rank=1)), (changed,), (NODE,))
+    store.close()
+
+
+def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s", "run")
+    store.write(Persist(1, (MEMBER,)))
+    broken = replace(MEMBER, member_id="x", rank=None)  # type: ignore[arg-type]
+    with pytest.raises(sqlite3.IntegrityError):
+        store.write(Persist(2, (replace(MEMBER, rank=9), broken)))
+    assert store.load() == Stored("run", 1, (MEMBER,))
+    store.close()
+
+
+def test_one_scheduler_at_a_time(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s", "run")
+    with pytest.raises(ConfigurationError, match="in use by another scheduler"):
+        SqliteStore(tmp_path / "s", "run")
+    store.close()
+    SqliteStore(tmp_path / "s", "run").close()
+
+
+def test_another_run_is_refused(tmp_path: Path) -> None:
+    SqliteStore(tmp_path / "s", "run").close()
+    with pytest.raises(ConfigurationError, match="belongs to run 'run', not 'other'"):
+        SqliteStore(tmp_path / "s", "other")
+
+
+def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no database, and long enough not to be taken for an empty one" * 20)
+    for path in (tmp_path / "text", tmp_path, tmp_path / "missing" / "s"):
+        with pytest.raises(ConfigurationError, match="cannot be used"):
+            SqliteStore(path, "run")
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    SqliteStore(tmp_path / "s", "run").close()
+    db = sqlite3.connect(tmp_path / "s")
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(ConfigurationError, match="format 99"):
+        SqliteStore(tmp_path / "s", "run")
+
+
+def test_without_a_path_nothing_is_kept() -> None:
+    store, run_id = open_store(None, "run")
+    assert isinstance(store, MemoryStore)
+    assert run_id == "run"
+    store.write(Persist(1, (MEMBER,)))
+    assert store.load() is None
+    store.close()
