@@ -110,7 +110,6 @@ class Launched:
         self.process.stdout.close()
         return self.process.wait(), "\n".join(self.lines)
 
-
     def close(self) -> None:
         """Forgets a command that a failed test left."""
         assert self.process.stdout is not None

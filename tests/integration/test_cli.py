@@ -1,0 +1,79 @@
+"""The commands' surface: help, version, unknown words; and that ``psdist run`` starts without heavy imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def call(*arguments: str, program: str = "main") -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"from psdist.cli import main; main.{program}()", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_help_of_every_command() -> None:
+    status, text, _ = call("--help")
+    assert status == 0
+    for command in ("run", "status", "version"):
+        assert command in text
+        status, own, _ = call(command, "--help")
+        assert status == 0 and own.startswith(f"usage: psdist {command}")
+    status, text, _ = call("--help", program="worker")
+    assert status == 0 and text.startswith("usage: psdist-worker [flags] script.py")
+    assert "--nproc-per-node" in text and "--nproc_per_node" not in text
+
+
+def test_version() -> None:
+    status, text, _ = call("version")
+    assert status == 0 and text.startswith("psdist ")
+    assert call("--version")[1] == text
+
+
+def test_unknown_words() -> None:
+    status, _, text = call("frobnicate")
+    assert status == 2 and "'frobnicate'" in text and "run, status and version" in text
+    status, _, text = call()
+    assert status == 2 and text.startswith("usage: psdist")
+    status, _, text = call("version", "--loud")
+    assert status == 2 and "--loud" in text
+
+
+@pytest.mark.parametrize("module", ["psdist.cli.run", "psdist.cli.worker", "psdist.config"])
+def test_launchers_import_nothing_heavy(module: str) -> None:
+    """A launcher must start at once, and must not have imported grpc when it forks."""
+    program = f"import sys, {module}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"grpc", "numpy", "numba", "rich", "typer", "structlog", "psutil"} & set(loaded)
+
+
+def test_status_tells_several_runs_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from psdist.cli import status
+    from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
+    from psdist.launch.runfile import RunRegistry, notes_directory
+
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    registry = RunRegistry(notes_directory(environ))
+    (tmp_path / "token").write_text("secret\n")
+    for number, name in enumerate(("a", "b")):
+        registry.listening(registry.claim(name, tmp_path / "token", tmp_path), f"127.0.0.1:{number + 1}")
+    registry.claim("starting", tmp_path / "token", tmp_path)
+    with pytest.raises(InvalidArgumentError, match="a, b, starting"):
+        status.find_target("", "", None, environ)
+    target = status.find_target("", "b", None, environ)
+    assert (target.address, target.token) == ("127.0.0.1:2", "secret")
+    assert str(os.getpid()) in target.origin
+    with pytest.raises(SchedulerUnreachableError, match="not up yet"):
+        status.find_target("", "starting", None, environ)
+    with pytest.raises(SchedulerUnreachableError, match="--scheduler"):
+        status.find_target("", "c", None, environ)
+    assert status.find_target("h:1", "", None, environ).address == "h:1"
+    assert status.find_target("", "", None, {**environ, "PSDIST_SCHEDULER": "h:2"}).address == "h:2"

@@ -1,0 +1,212 @@
+"""The launchers and ``psdist status`` with the real scheduler, servers and client, and a script that trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+#: Trains some steps; ``die`` kills worker 1 once, in the middle; ``hold`` stays connected afterwards.
+_SCRIPT = """
+import os, signal, sys
+import numpy as np
+import psdist
+
+context = psdist.init()
+weights = context.client.parameters(
+    "model", init={"w": np.zeros((300, 200), np.float32)}, optimizer=psdist.optim.SGD(lr=1.0), consistency=psdist.BSP()
+)
+for step in range(4):
+    if "die" in sys.argv and step == 2 and (context.rank, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (1, "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    values = weights.push_pull({"w": np.ones((300, 200), np.float32)})
+print("rank", context.rank, "of", context.world_size, "local", context.local_rank, "weight", values["w"][0, 0])
+if "hold" in sys.argv:
+    signal.pause()
+"""
+
+
+class Stage:
+    """A directory with the script; commands started in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.started: list[subprocess.Popen[str]] = []
+        (path / "train.py").write_text(_SCRIPT)
+        self.environ = {**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)}
+
+    def start(self, command: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+        """Starts ``psdist``, ``psdist-scheduler``, ``psdist-server`` or ``psdist-worker``."""
+        call = {"psdist": "main", "psdist-worker": "worker", "psdist-server": "server"}.get(command, "scheduler")
+        program = f"from psdist.cli import main; main.{call}()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, *arguments],
+            env={**self.environ, **environ},
+            cwd=self.path,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, command: str, *arguments: str, **environ: str) -> tuple[int, str]:
+        """Runs a command to its end."""
+        return self.end(self.start(command, *arguments, **environ))
+
+    def end(self, process: subprocess.Popen[str]) -> tuple[int, str]:
+        """Status and the rest of the output."""
+        text, _ = process.communicate()
+        return process.returncode, text
+
+    def scheduler(self, *arguments: str) -> tuple[subprocess.Popen[str], str]:
+        """A scheduler that listens, and its address."""
+        scheduler = self.start("psdist-scheduler", "--run-id", "by-hand", *arguments, PSDIST_TOKEN="secret")
+        line = until(scheduler, r"listening at (\S+:\d+)")
+        return scheduler, line[1]
+
+
+def until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """Reads a process's lines up to one with ``pattern``."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if match := re.search(pattern, line):
+            return match
+    raise AssertionError(f"no {pattern!r} in:\n{''.join(seen)}")
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    built = Stage(tmp_path)
+    yield built
+    for process in built.started:
+        if process.poll() is None:
+            descendants = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            psutil.wait_procs(descendants, timeout=10)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_a_run_trains_and_ends_quietly(stage: Stage) -> None:
+    status, text = stage.run("psdist", "run", "--nproc-per-node", "2", "train.py")
+    assert status == 0, text
+    assert "[worker 0] rank 0 of 2 local 0 weight -4.0" in text
+    assert "[worker 1] rank 1 of 2 local 1 weight -4.0" in text
+    assert "warning" not in text and "[scheduler]" not in text and "[server" not in text, text
+
+
+def test_a_killed_worker_comes_back_and_the_run_ends_well(stage: Stage) -> None:
+    status, text = stage.run("psdist", "run", "--nproc-per-node", "2", "train.py", "die")
+    assert status == 0, text
+    assert "worker 1 failed: killed by SIGKILL; restart 1 of 3" in text
+    assert "[worker 1] rank 1 of 2" in text and "[worker 0] rank 0 of 2" in text
+
+
+def test_status_of_the_run_on_this_machine(stage: Stage) -> None:
+    run = stage.start("psdist", "run", "--run-id", "shown", "--nservers", "1", "train.py", "hold")
+    until(run, r"\[worker 0\] rank 0")
+    status, table = stage.run("psdist", "status")
+    assert status == 0, table
+    assert table.startswith("shown: ")
+    assert re.search(r"worker-0 +worker 0 +live", table) and re.search(r"server-0 +server +live", table)
+    assert re.search(r"model \(sgd, bsp\) +ready +60,000", table)
+    status, text = stage.run("psdist", "status", "--format", "json", "--run-id", "shown")
+    shown = json.loads(text)
+    assert (shown["run_id"], shown["workers_min"], shown["servers_min"]) == ("shown", 1, 1)
+    assert {member["role"] for member in shown["members"]} == {"worker", "server"}
+    (model,) = shown["parameters"]
+    assert (model["name"], model["state"], model["elements"], model["optimizer"]) == ("model", "ready", 60_000, "sgd")
+    assert [member["rank"] for member in model["members"]] == [0]
+    status, text = stage.run("psdist", "status", "--run-id", "other")
+    assert status == 69 and "other" in text and "shown" in text
+    run.send_signal(signal.SIGINT)
+    assert stage.end(run)[0] == 130
+    status, text = stage.run("psdist", "status")
+    assert status == 69 and "no run is running on this machine" in text
+
+
+def test_programs_started_by_hand_form_a_world(stage: Stage) -> None:
+    """Two agents without node ranks are given different ones; what is wrong is said, and harms nobody."""
+    scheduler, address = stage.scheduler("--min-workers", "2")
+    server = stage.start("psdist-server", "--scheduler", address, PSDIST_TOKEN="secret")
+    status, text = stage.run("psdist-worker", "--scheduler", address, "--nnodes", "2", "train.py", PSDIST_TOKEN="wrong")
+    assert status == 1 and "token is missing or wrong" in text
+    status, text = stage.run("psdist", "status", "--scheduler", address)
+    assert status == 1 and "token is missing or wrong" in text
+    flags = ("--rdzv-endpoint", address, "--nnodes", "2", "--rdzv-id", "by-hand")
+    agents = [stage.start("psdist-worker", *flags, "train.py", PSDIST_TOKEN="secret") for _ in range(2)]
+    ends = [stage.end(agent) for agent in agents]
+    assert [status for status, _ in ends] == [0, 0], ends
+    texts = sorted(re.search(r"\[worker \d\] (rank .*)", text)[1] for _, text in ends)  # type: ignore[index]
+    assert texts == ["rank 0 of 2 local 0 weight -4.0", "rank 1 of 2 local 0 weight -4.0"]
+    assert any("waiting for 1 of 2 nodes" in text for _, text in ends)
+    for process in (server, scheduler):
+        process.terminate()
+        assert stage.end(process)[0] == 0
+
+
+def test_static_node_ranks_need_no_rendezvous(stage: Stage) -> None:
+    _, address = stage.scheduler("--min-workers", "2")
+    stage.start("psdist-server", "--scheduler", address, PSDIST_TOKEN="secret")
+    host, port = address.split(":")
+    flags = ("--master_addr", host, "--master_port", port, "--nnodes", "2", "--max-restarts", "0")
+    agents = [
+        stage.start("psdist-worker", *flags, "--node_rank", str(rank), "train.py", PSDIST_TOKEN="secret")
+        for rank in range(2)
+    ]
+    for rank, agent in enumerate(agents):
+        status, text = stage.end(agent)
+        assert status == 0 and f"node {rank} of 2" in text and f"[worker {rank}] rank {rank} of 2" in text, text
+
+
+def test_standalone_is_psdist_run(stage: Stage) -> None:
+    status, text = stage.run("psdist-worker", "--standalone", "--nproc-per-node", "1", "train.py")
+    assert status == 0 and "[worker 0] rank 0 of 1 local 0 weight -4.0" in text, text
+
+
+def test_a_taken_port_is_named(stage: Stage) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for command in (("psdist-scheduler",), ("psdist-server", "--scheduler", "127.0.0.1:9")):
+            status, text = stage.run(*command, "--port", port)
+            assert status == 69 and port in text and "--port" in text, text
+            assert "Traceback" not in text
+
+
+def test_an_unreachable_scheduler_is_named(stage: Stage) -> None:
+    with socket.socket() as closed:
+        # Bound and not listening: nobody else gets the port, and connections are refused.
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        status, text = stage.run("psdist-worker", "--scheduler", address, "--start-timeout", "0.3", "train.py")
+        assert status == 69 and address in text and "0.3 s" in text, text
+        status, text = stage.run("psdist", "status", "--scheduler", address)
+        assert status == 69 and address in text, text
+        status, text = stage.run("psdist-worker", "--scheduler-file", "absent", "--start-timeout", "0", "train.py")
+        assert status == 69 and "absent" in text, text
+
+
+@pytest.mark.parametrize("command", ["psdist-scheduler", "psdist-server"])
+def test_programs_refuse_unsafe_and_unknown_flags(stage: Stage, command: str) -> None:
+    status, text = stage.run(command, "--host", "0.0.0.0", PSDIST_TOKEN="secret", PSDIST_SCHEDULER="127.0.0.1:9")
+    assert status == 2 and "--insecure" in text and "0.0.0.0" in text
+    status, text = stage.run(command, "--bogus")
+    assert status == 2 and "--bogus" in text
+    status, text = stage.run(command, "--help")
+    assert status == 0 and text.startswith(f"usage: {command}")
