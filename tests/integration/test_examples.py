@@ -15,7 +15,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*words: str, workers: int = 2, servers: int = 2) -> str:
     """Output of ``psdist run`` with an example and its arguments."""
-    launcher = [sys.executable, "-m", "psdist.cli.main", "run", "--nservers", str(servers), "--nproc-per-node", str(workers)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "psdist.cli.main",
+        "run",
+        "--nservers",
+        str(servers),
+        "--nproc-per-node",
+        str(workers),
+    ]
     environment = os.environ | {"NO_COLOR": "1"}
     done = subprocess.run(
         [*launcher, *words], capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=110
@@ -29,22 +38,25 @@ def accuracies(output: str) -> list[float]:
     return [float(number) for number in re.findall(r"^(?:\[worker 0\] )?test accuracy ([\d.]+)%", output, re.M)]
 
 
-def test_digits_reach_the_accuracy_of_one_process() -> None:
-    output = run("examples/digits.py", "--compare")
-    through_servers, alone = accuracies(output)
-    assert through_servers >= 97.0, output
-    assert through_servers >= alone - 0.6, "more than two of the 360 test images behind one process\n" + output
-    assert re.search(r"step +\d+ +loss +[\d.]+ +test accuracy +[\d.]+% +[\d,]+ samples/s", output), output
+@pytest.fixture(scope="module")
+def synchronous() -> str:
+    """Output of the example as ``make demo`` runs it."""
+    return run("examples/digits.py", "--compare")
+
+
+def test_digits_reach_the_accuracy_of_one_process(synchronous: str) -> None:
+    through_servers, alone = accuracies(synchronous)
+    assert through_servers >= 97.0, synchronous
+    assert through_servers >= alone - 0.6, "more than two of the 360 test images behind one process\n" + synchronous
+    assert re.search(r"step +\d+ +loss +[\d.]+ +test accuracy +[\d.]+% +[\d,]+ samples/s", synchronous), synchronous
 
 
 @pytest.mark.parametrize(
     "options", [("--consistency", "asp"), ("--consistency", "ssp", "--staleness", "2")], ids=lambda words: words[1]
 )
-def test_digits_without_a_barrier_come_within_a_point(options: tuple[str, ...]) -> None:
+def test_digits_without_a_barrier_come_within_a_point(synchronous: str, options: tuple[str, ...]) -> None:
     (accuracy,) = accuracies(run("examples/digits.py", *options))
-    (synchronous,) = accuracies(run("examples/digits.py"))
-    assert accuracy >= synchronous - 1.0
-    assert accuracy >= 97.0
+    assert accuracy >= max(97.0, accuracies(synchronous)[0] - 1.0)
 
 
 def test_digits_train_with_half_the_bytes() -> None:
@@ -54,7 +66,7 @@ def test_digits_train_with_half_the_bytes() -> None:
 
 def test_digits_are_the_same_on_any_number_of_servers() -> None:
     def losses(servers: int) -> list[str]:
-        return re.findall(r"loss +([\d.]+)", run("examples/digits.py", "--epochs", "5", servers=servers))
+        return re.findall(r"loss +([\d.]+)", run("examples/digits.py", "--epochs", "2", servers=servers))
 
     assert losses(1) == losses(3) != []
 
