@@ -88,6 +88,7 @@ class SchedulerLink:
         self.stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         self._session: asyncio.Task[None] | None = None
         self._session_broken = False
+        self._leaving = False
         self._registration: Registration | None = None
         self._watch: ClusterWatch | None = None
 
@@ -193,6 +194,8 @@ class SchedulerLink:
         backoff = Backoff(self.rng)
         while True:
             error = await self._session_once(backoff)
+            if self._leaving:  # the scheduler ends the session of one that left
+                return
             if isinstance(error, _FINAL_ERRORS):
                 logger.error("%s ended the membership of %s: %s", self.peer, self.registration.worker_id, error)
                 self.watch.see_fatal(error)
@@ -296,6 +299,7 @@ class SchedulerLink:
     async def close(self) -> None:
         """Leaves politely, if the scheduler answers within a second, and closes the channel."""
         if self._session is not None:
+            self._leaving = True
             if self.watch.fatal is None:
                 await self._leave()
             self._session.cancel()

@@ -34,6 +34,9 @@ logger = logging.getLogger("psdist")
 
 #: A newer map is waited for at most so long; then the route is tried again, in case it was the server that was behind.
 _NEWER_MAP_SECONDS: Final = 1.0
+#: What grpc.aio says, in place of the server's own status, where a write came after the server had ended the stream
+#: (grpc issue 36066). The next attempt meets that status, or a server that is well again.
+_WRITE_FAILED: Final = "Internal error from Core"
 _SERVICE: Final = "/psdist.v1.ServerService/"
 
 Planner = Callable[[Sequence[int]], tuple[Route, ...]]
@@ -136,6 +139,8 @@ class DataPath:
                 return ServerUnreachableError(f"{route.peer} ended the stream before all slices were answered")
             return None
         except grpc.aio.AioRpcError as failure:
+            if failure.code() is grpc.StatusCode.INTERNAL and failure.details() == _WRITE_FAILED:
+                return ServerUnreachableError(f"{route.peer} ended the stream while it was written to")
             error = status.from_call(failure, route.peer)
             if isinstance(error, StaleEpochError | ServerUnreachableError | ClosedError):
                 return error

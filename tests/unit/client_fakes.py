@@ -29,6 +29,8 @@ class Break:
     answers: int = 0
     error: errors.PsdistError | None = None
     lose_answer: bool = False
+    #: End the stream while the client may still be writing: grpc.aio then often hides the error (grpc issue 36066).
+    abrupt: bool = False
     #: Stop answering until the event is set instead of failing.
     hang: asyncio.Event | None = None
 
@@ -91,7 +93,7 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
                 self.pushed.set()
                 step = request.header.step
             if plan is not None and answers >= plan.answers and not plan.lose_answer:
-                await self._break(plan, context)
+                await self._break(plan, context, requests)
             self.requests.append((step, request.slice))
             ignored = (step, request.slice) in self.taken
             if not ignored:
@@ -100,15 +102,17 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
                     self.weights[request.slice] += np.frombuffer(request.payload, np.float32)
                 self.versions[request.slice] += 1
             if plan is not None and answers >= plan.answers:
-                await self._break(plan, context)
+                await self._break(plan, context, requests)
             answers += 1
             yield request.slice, ignored
 
-    async def _break(self, plan: Break, context: Any) -> None:
+    async def _break(self, plan: Break, context: Any, requests: AsyncIterator[Any]) -> None:
         if plan.hang is not None:
             self.hanging.set()
             await plan.hang.wait()
         if plan.error is not None:
+            while not plan.abrupt and await anext(requests, None) is not None:
+                pass
             await status.abort(context, plan.error)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "broken on purpose")
 

@@ -147,6 +147,14 @@ async def test_what_a_server_refuses_is_raised_and_the_step_stays(setup: Setup, 
     assert weights.step == 1
 
 
+async def test_a_refusal_is_found_also_where_it_is_hidden_at_first(setup: Setup) -> None:
+    weights = await setup.create()
+    setup.servers[0].breaks = [Break(0, errors.FencedError("out"), abrupt=True) for _ in range(100)]
+    with pytest.raises(errors.FencedError, match="out"):
+        await weights.push_pull(gradient())
+    assert weights.step == 0
+
+
 async def test_a_cancelled_push_goes_on_under_the_same_step(setup: Setup) -> None:
     weights = await setup.create()
     setup.servers[0].breaks = [Break(1, hang=asyncio.Event())]
@@ -293,11 +301,12 @@ async def test_bad_settings_reach_nobody(
     assert setup.scheduler.created is None
 
 
-async def test_closing_leaves_and_closes_once(setup: Setup) -> None:
+async def test_closing_leaves_and_closes_once(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
     weights = await setup.create()
     await setup.client.close()
-    assert setup.scheduler.left
+    assert setup.scheduler.left and not caplog.records
     await setup.client.close()
+    assert "closed" in repr(setup.client)
     for call in (weights.pull(), setup.client.barrier(), setup.client.connect()):
         with pytest.raises(errors.ClosedError, match="closed"):
             await call
