@@ -55,6 +55,7 @@ class Membership:
         grace = now + RESTART_LEASES * settings.lease_seconds
         self._presence = {member.member_id: Presence(now, grace) for member in members if member.live}
         self._sessions: dict[int, str] = {}
+        self._count()
         #: Changed since the cluster last took them, in the order of the changes.
         self.changed: dict[str, None] = {}
         #: When the last worker registered.
@@ -70,23 +71,22 @@ class Membership:
     @property
     def workers(self) -> list[Member]:
         """Live workers by rank."""
-        return sorted((m for m in self._live() if m.role == "worker"), key=lambda member: member.rank)
+        return self._workers
 
     @property
     def workers_known(self) -> int:
         """Workers that are or were there, by id."""
-        return sum(member.role == "worker" for member in self._members.values())
+        return self._workers_known
 
     @property
     def servers(self) -> list[Member]:
         """Live servers by id."""
-        return sorted((m for m in self._live() if m.role == "server"), key=lambda member: member.member_id)
+        return self._servers
 
     @property
     def workers_min(self) -> int:
         """Workers that the run needs: what the scheduler was told, or the largest world that a live worker names."""
-        worlds = (m.world_size for m in self._live() if m.role == "worker")
-        return max(self._settings.workers_min, max(worlds, default=0))
+        return max(self._settings.workers_min, self._world_size)
 
     @property
     def servers_min(self) -> int:
@@ -242,6 +242,7 @@ class Membership:
     def validate(self) -> None:
         """Asserts the invariants of the module's text."""
         live = self._live()
+        assert sorted(m.member_id for m in live) == sorted(m.member_id for m in (*self._workers, *self._servers))
         assert {member.member_id for member in live} == self._presence.keys(), "a presence without a life"
         ranks = [member.rank for member in live if member.role == "worker"]
         assert len(set(ranks)) == len(ranks), f"two live workers have one rank: {ranks}"
@@ -259,6 +260,15 @@ class Membership:
     def _put(self, member: Member) -> None:
         self._members[member.member_id] = member
         self.changed[member.member_id] = None
+        self._count()
+
+    def _count(self) -> None:
+        """What is asked for with every event, and changes seldom."""
+        live = self._live()
+        self._workers = sorted((m for m in live if m.role == "worker"), key=lambda member: member.rank)
+        self._servers = sorted((m for m in live if m.role == "server"), key=lambda member: member.member_id)
+        self._world_size = max((worker.world_size for worker in self._workers), default=0)
+        self._workers_known = sum(member.role == "worker" for member in self._members.values())
 
     def _refresh(self, presence: Presence, now: float) -> None:
         presence.seen = now

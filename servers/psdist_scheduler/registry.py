@@ -231,7 +231,8 @@ class Registry:
         """Whatever the present members and calls allow."""
         effects: list[Effect] = []
         for p in list(self._all.values()):
-            self._drop_members(p, members)
+            if members.changed:
+                self._drop_members(p, members)
             if lost := self.lost(p, members):
                 effects += self._refuse_all(p, lost)
             elif p.record is None:
@@ -298,7 +299,7 @@ class Registry:
         if shortage := members.shortage():
             return shortage
         called = {worker.member_id for worker in (*p.creators.values(), *p.describers.values())}
-        if absent := [str(worker) for worker in members.workers if worker.member_id not in called]:
+        if absent := [worker for worker in members.workers if worker.member_id not in called]:
             return f"for {name_some(absent)} to create {p.name!r}"
         if not p.creators:
             return f"for a worker to create {p.name!r}"

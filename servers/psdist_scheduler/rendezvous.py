@@ -11,7 +11,7 @@ Invariants: no rank is given twice; an agent waits in one call at most; a call t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from psdist.errors import ClosedError, InvalidArgumentError, LimitExceededError
 from psdist.types import check_name
@@ -55,8 +55,8 @@ class Barriers:
                 yield f"barrier {name}", list(waiting), f"{self._missing(waiting, members)} to reach barrier {name!r}"
 
     def _missing(self, waiting: dict[int, str], members: Membership) -> str:
-        there, workers = list(waiting.values()), members.workers
-        absent = [str(worker) for worker in workers if worker.member_id not in there]
+        there = set(waiting.values())
+        absent = [worker for worker in members.workers if worker.member_id not in there]
         if absent:
             return f"for {name_some(absent)}"
         lacking = members.workers_min - members.workers_known
@@ -183,10 +183,10 @@ class Rendezvous:
         return Answer(call, Formed(node, len(self._nodes), self._world_size))
 
 
-def name_some(names: list[str]) -> str:
-    """The first three of ``names``, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+def name_some(items: Sequence[Member] | Sequence[str]) -> str:
+    """The first three of ``items``, and how many more there are."""
+    more = f" and {len(items) - 3} more" if len(items) > 3 else ""
+    return ", ".join(str(item) for item in items[:3]) + more
 
 
 def _replaced(call: int, who: str) -> Refuse:

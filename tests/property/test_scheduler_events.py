@@ -1,7 +1,7 @@
-"""The scheduler's machine under random events: its invariants hold after each, and nothing is told that is not durable.
+"""The scheduler's machine under random events: invariants hold after each, and nothing is told that is not durable.
 
-Besides ``Cluster.validate`` this keeps a model of its own: what was ever granted (incarnations, first steps, epochs), so
-that a machine that forgets is caught as well as one that contradicts itself.
+Besides ``Cluster.validate`` this keeps a model of its own, of what was ever granted (incarnations, first steps,
+epochs), so that a machine that forgets is caught as well as one that contradicts itself.
 """
 
 from __future__ import annotations
