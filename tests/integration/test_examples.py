@@ -75,5 +75,13 @@ def test_quickstart_finds_the_line() -> None:
     assert "y = 3.00 x -1.00 after 200 steps" in run("examples/quickstart.py")
 
 
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    assert len(code.splitlines()) <= 20
+    assert "after 200 steps" in run(str(script))
+
+
 def test_quickstart_is_short() -> None:
     assert len((ROOT / "examples/quickstart.py").read_text().splitlines()) < 40
