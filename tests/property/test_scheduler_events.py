@@ -141,6 +141,28 @@ class Scheduling(RuleBasedStateMachine):
         session, proposal = data.draw(st.sampled_from(self.proposals[-4:]))
         self._post(ev.JoinAnswered(session, proposal.proposal_id, accepted, version))
 
+    @rule(name=st.sampled_from(NAMES), late=st.booleans())
+    def train(self, name: str, late: bool) -> None:
+        """The straight way to ready parameters, and perhaps a worker that comes late: rare by chance alone."""
+        for role, wanted in (("server", 1), ("worker", 2)):
+            while sum(member.role == role for member in self._live()) < wanted:
+                self.register(role, None, 0)
+        self.all_open()
+        self.all_create(name)
+        self.all_commit(name)
+        if late:
+            self.register("worker", None, 0)
+            self.all_open()
+            self.all_create(name)
+
+    @rule()
+    def all_open(self) -> None:
+        for member in self._live():
+            if not self.cluster.members.session_of(member.member_id):
+                call = self._call()
+                self._post(ev.SessionOpened(call, member.member_id, member.incarnation))
+                self.sessions.append(call)
+
     @rule()
     def all_accept(self) -> None:
         for session, proposal in self.proposals[-4:]:
@@ -219,7 +241,13 @@ class Scheduling(RuleBasedStateMachine):
             self.sessions.remove(call)
 
     def _check_map(self, cluster: ClusterMap) -> None:
-        """Placed parameters stay placed, ready ones ready, and a member's first step as it was granted."""
+        """All of the map is durable; placed parameters stay placed, ready ones ready, first steps as granted."""
+        kept = {record.entry.spec.name: record.entry for record in self.durable["parameters"].values()}
+        assert kept == {entry.spec.name: entry for entry in cluster.parameters}
+        live = {member.member_id: member.incarnation for member in self.durable["members"].values() if member.live}
+        assert live == {w.worker_id: w.incarnation for w in cluster.workers} | {
+            s.server_id: s.incarnation for s in cluster.servers
+        }
         for old in self.map.parameters:
             new = cluster.entry(old.spec.name)
             assert new is not None
