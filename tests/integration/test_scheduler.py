@@ -354,6 +354,7 @@ async def test_random_bytes_at_the_port_change_nothing(start: Start, peer: Any) 
         writer.write_eof()
         await asyncio.gather(reader.read(), return_exceptions=True)
         writer.close()
+        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
     assert (await peer(process).register()).member_id == "worker-0"
 
 
