@@ -75,6 +75,14 @@ def test_quickstart_finds_the_line() -> None:
     assert "y = 3.00 x -1.00 after 200 steps" in run("examples/quickstart.py")
 
 
+def test_without_a_launcher_it_is_a_world_of_one() -> None:
+    command = [sys.executable, "examples/digits.py", "--epochs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a world of one" in done.stderr
+    assert len(accuracies(done.stdout)) == 1
+
+
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     script = tmp_path / "script.py"
