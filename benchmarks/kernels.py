@@ -29,10 +29,10 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
-from psdist_server import reference  # noqa: E402
-from psdist_server.optimizers import Rule  # noqa: E402
 
 from psdist import optim  # noqa: E402
+from psdist_server import reference  # noqa: E402
+from psdist_server.optimizers import Rule  # noqa: E402
 
 Floats = NDArray[np.float32]
 Update = Callable[[], object]

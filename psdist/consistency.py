@@ -3,7 +3,8 @@ run on the servers (``psdist_server.gates``).
 
 * ``BSP``: step t is applied once every member has contributed (Valiant 1990, bulk-synchronous parallel). Exact: the
   result does not depend on arrival, nor on the number of servers.
-* ``SSP``: each push is applied when it arrives; a worker may be at most ``staleness`` clocks ahead of the slowest (Ho et
+* ``SSP``: each push is applied when it arrives; a worker may be at most ``staleness`` clocks ahead of the slowest (Ho
+et
   al., NIPS 2013, stale synchronous parallel).
 * ``ASP``: each push is applied when it arrives, nobody waits.
 """

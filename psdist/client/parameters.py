@@ -147,12 +147,7 @@ class AsyncParameters:
         """
         async with self._begin():
             target, shared = self._target(out)
-            request = self._session.begin_pull()
-            title = f"the pull of {self.name!r}"
-            job = PullJob(self._sender, request, self._slicing, target, self._options.pull_dtype, title, self._traffic)
-            await self._deliver(job)
-            self._session.end_pull(request)
-            self._pulls += 1
+            await self._pull_into(target)
             return self._result(target, shared, out)
 
     async def push(self, gradients: Mapping[str, ArrayLike]) -> None:
@@ -163,6 +158,7 @@ class AsyncParameters:
         """
         async with self._begin():
             flat, norm = self._gradient(gradients)
+            await self._reach_first_step()
             request = self._session.begin_push()
             job = PushJob(
                 self._sender, request, self._slicing, self._session.versions, flat, self._options.codec, norm,
@@ -179,6 +175,7 @@ class AsyncParameters:
         async with self._begin():
             target, shared = self._target(out)
             flat, norm = self._gradient(gradients)
+            await self._reach_first_step()
             request = self._session.begin_push()
             job = PushPullJob(
                 self._sender, request, self._slicing, self._session.versions, flat, self._options.codec, norm,
@@ -211,6 +208,19 @@ class AsyncParameters:
             return None, 0.0
         clipped = self.spec.optimizer.max_grad_norm > 0 and not self._session.synchronous
         return flat, partition.grad_norm(flat, self._slicing.slice_elements) if clipped else 0.0
+
+    async def _pull_into(self, target: Flat) -> None:
+        request = self._session.begin_pull()
+        title = f"the pull of {self.name!r}"
+        job = PullJob(self._sender, request, self._slicing, target, self._options.pull_dtype, title, self._traffic)
+        await self._deliver(job)
+        self._session.end_pull(request)
+        self._pulls += 1
+
+    async def _reach_first_step(self) -> None:
+        """A worker that joined and pushes without a pull: waits until the others are at its first step."""
+        if self._session.before_first_step:
+            await self._pull_into(np.empty(self.layout.total, np.float32))
 
     def _target(self, out: Mapping[str, NDArray[Any]] | None) -> tuple[Flat, bool]:
         """The vector to receive into, and whether it is the memory of ``out`` itself."""

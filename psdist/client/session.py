@@ -82,6 +82,11 @@ class Session:
         """Lowest version of any slice as last seen."""
         return min(self.versions, default=self.step)
 
+    @property
+    def before_first_step(self) -> bool:
+        """Whether the others may not have reached this joiner's first step yet, as far as the user has seen."""
+        return self.synchronous and self.step == self.first_step > self.version
+
     def begin_push(self) -> Request:
         """The next push, with all slices unanswered. Beginning it again after a failure gives the same number."""
         return Request(self.step, set(range(len(self.versions))))

@@ -17,7 +17,7 @@ from psdist.errors import UnknownCodecError
 from psdist.types import DType
 
 #: numpy's name for each dtype that a payload may hold.
-NUMPY_DTYPES: dict[str, np.dtype] = {  # type: ignore[type-arg]
+NUMPY_DTYPES: dict[str, np.dtype[np.generic]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),

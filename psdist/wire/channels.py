@@ -74,7 +74,8 @@ def make_server(
 def bind(server: grpc.aio.Server, host: str, port: int, insecure: bool, flag: str = "--port") -> int:
     """Binds ``server`` and returns the port (a free one for port 0).
 
-    Raises InsecureBindError for a host beyond loopback without ``insecure``, ConfigurationError where the port is taken.
+    Raises InsecureBindError for a host beyond loopback without ``insecure``, ConfigurationError where the port is
+    taken.
     """
     if host not in _LOOPBACK_HOSTS and not insecure:
         raise InsecureBindError(

@@ -1,8 +1,8 @@
 """Frames: slices as protobuf messages whose payload is not copied more than it must be.
 
 A slice message is a few header fields and, last on the wire, ``bytes payload = 15``. ``pack`` writes the serialized
-header, the payload's tag and length, and the array's memory, in one join, so that the payload begins at a multiple of four
-bytes. ``unpack`` walks over the header fields to
+header, the payload's tag and length, and the array's memory, in one join, so that the payload begins at a multiple of
+four bytes. ``unpack`` walks over the header fields to
 the payload and takes a memoryview of it, so that the array can be read where the transport put it.
 
 Both are plain protobuf: what ``pack`` writes any parser reads, and a message whose fields come in another order

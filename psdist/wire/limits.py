@@ -29,7 +29,7 @@ HELD_SLICES_MAX: Final = 2
 CONCURRENT_CALLS_MAX: Final = 4096
 CONNECTIONS_MAX: Final = 2048
 #: Flow-control window of one stream, in bytes: what the transport may read ahead of the program.
-STREAM_WINDOW_BYTES: Final = 2 << 20
+STREAM_WINDOW_BYTES: Final = 256 << 10
 
 #: A wait that lasts longer says for whom it waits.
 REPORT_WAIT_SECONDS: Final = 10.0

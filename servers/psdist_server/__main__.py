@@ -3,7 +3,17 @@
 import sys
 
 from psdist.config import server_settings
-from psdist_server.app import main
+from psdist_server import memory
+
+
+def main() -> int:
+    """Reads the command line and runs; the exit status."""
+    settings = server_settings(sys.argv[1:])
+    memory.leave_scipy_out()  # Before numba is imported.
+    from psdist_server import app
+
+    return app.main(settings)
+
 
 if __name__ == "__main__":
-    sys.exit(main(server_settings(sys.argv[1:])))
+    sys.exit(main())

@@ -24,6 +24,7 @@ from psdist import logs
 from psdist.config import ServerSettings, parse_address
 from psdist.errors import PsdistError
 from psdist.wire import channels
+from psdist_server import memory
 from psdist_server.host import Host
 from psdist_server.link import SchedulerLink
 from psdist_server.service import SERVICE, ServerService
@@ -39,6 +40,7 @@ T = TypeVar("T")
 
 def main(settings: ServerSettings) -> int:
     """Runs a server until it is told to stop; the exit status."""
+    memory.limit_arenas()
     logs.configure("server", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
         address = settings.scheduler_address()

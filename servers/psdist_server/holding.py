@@ -27,7 +27,8 @@ from psdist.errors import (
 )
 from psdist.types import ITEM_BYTES, Identity, ParametersEntry, ParametersMember
 from psdist.v1 import server_pb2
-from psdist_server import kernels
+from psdist.wire import frames
+from psdist_server import kernels, memory
 from psdist_server.calls import Answer, Call
 from psdist_server.dense import DenseParameters, Gradient, gradient_of
 from psdist_server.events import (
@@ -56,6 +57,8 @@ _log = structlog.get_logger("psdist.server")
 
 #: Slices of at most so many elements are updated on the event loop.
 INLINE_ELEMENTS: Final = 1 << 15
+#: So many encoded answers are kept for the other workers of the step.
+ENCODED_MAX: Final = 4
 
 
 @dataclass(slots=True)
@@ -91,11 +94,16 @@ class Holding:
         self.shards = self._make_shards()
         self._parts: dict[int, _Part] = {}
         self._calls: dict[int, Call] = {}
+        self._encoded: dict[tuple[Answer, int, str], bytes] = {}
         self._effects: deque[Effect] = deque()
         self._carrying_out = False
         self._readers: dict[int, list[tuple[asyncio.Future[tuple[int, bytes]], str]]] = {}
         #: Done when the update kernel is compiled.
-        self.ready = pool.submit(self.dense.rule.warm_up)
+        self.ready = pool.submit(self._compile)
+
+    def _compile(self) -> None:
+        self.dense.rule.warm_up()
+        memory.release_compiler()
 
     def _make_shards(self) -> dict[int, BspShard | AsyncShard]:
         spec, members = self.entry.spec, self.entry.members
@@ -190,6 +198,20 @@ class Holding:
         future: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._readers.setdefault(index, []).append((future, dtype))
         return await future
+
+    async def encode(self, answer: Answer, call: Call) -> bytes:
+        """The PushPullResponse with the slice's weights; the last few are kept, as in BSP all workers get the same."""
+        version, payload = await self.read(answer.index, call.pull_dtype)
+        self.counters.of(call.identity.worker_id).pull_bytes += len(payload)
+        key = (answer, version, call.pull_dtype)
+        if key not in self._encoded:
+            header = server_pb2.PushPullResponse(
+                slice=answer.index, version=version, ignored=answer.ignored, staleness=answer.staleness
+            )
+            self._encoded[key] = frames.pack(header, payload)
+            if len(self._encoded) > ENCODED_MAX:
+                del self._encoded[next(iter(self._encoded))]
+        return self._encoded[key]
 
     def _is_frozen(self, index: int) -> bool:
         """Busy, but nothing is being written: an aggregated gradient waits for the norm."""

@@ -19,7 +19,7 @@ from psdist.errors import PsdistError, StaleEpochError, UnknownParametersError, 
 from psdist.types import ClusterMap, Identity, ParametersMember
 from psdist.v1 import server_pb2, server_pb2_grpc
 from psdist.wire import auth, channels
-from psdist_server import kernels
+from psdist_server import kernels, memory
 from psdist_server.calls import Call
 from psdist_server.holding import Holding, fenced
 from psdist_server.norms import global_norm
@@ -29,6 +29,11 @@ _log = structlog.get_logger("psdist.server")
 #: A request routed by a map that this server has not got waits so long for it.
 MAP_WAIT_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 0.05
+
+
+def _compile_kernels() -> None:
+    kernels.warm_up()
+    memory.release_compiler()
 
 
 class Host:
@@ -42,7 +47,7 @@ class Host:
         self.map = ClusterMap(run_id, 0)
         self._token = token
         self._pool = ThreadPoolExecutor(kernel_threads, "kernel")
-        self._kernels_ready = self._pool.submit(kernels.warm_up)
+        self._kernels_ready = self._pool.submit(_compile_kernels)
         self._holdings: dict[str, Holding] = {}
         self._map_changed = asyncio.Condition()
         self._peers: dict[str, grpc.aio.Channel] = {}

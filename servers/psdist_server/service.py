@@ -59,12 +59,7 @@ class ServerService:
         call = _new_push(wants_weights=True)
 
         async def weights(answer: Answer, holding: Holding) -> bytes:
-            version, payload = await holding.read(answer.index, call.pull_dtype)
-            holding.counters.of(call.identity.worker_id).pull_bytes += len(payload)
-            header = server_pb2.PushPullResponse(
-                slice=answer.index, version=version, ignored=answer.ignored, staleness=answer.staleness
-            )
-            return frames.pack(header, payload)
+            return await holding.encode(answer, call)
 
         async for message in self._serve_push(call, server_pb2.PushPullRequest, requests, context, weights):
             yield message

@@ -8,6 +8,7 @@ import struct
 import sys
 
 import grpc
+
 from psdist.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, server_pb2, server_pb2_grpc
 
 ADDRESS, TOKEN = sys.argv[1:3]

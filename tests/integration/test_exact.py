@@ -101,9 +101,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
 async def create(client: AsyncClient, name: str, spec: Optimizer) -> AsyncParameters:
     # Only the values of the lowest rank count.
     values = initial() if client.rank == 0 else np.zeros(TOTAL, np.float32)
-    return await client.parameters(
-        name, init=split(values), optimizer=spec, consistency=BSP(), slice_elements=SLICE
-    )
+    return await client.parameters(name, init=split(values), optimizer=spec, consistency=BSP(), slice_elements=SLICE)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4], ids=lambda workers: f"W{workers}")

@@ -50,9 +50,7 @@ def one_hot(rank: int, push: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
-async def test_ssp_never_lets_a_worker_run_further_ahead_than_its_bound(
-    clients: list[AsyncClient], bound: int
-) -> None:
+async def test_ssp_never_lets_a_worker_run_further_ahead_than_its_bound(clients: list[AsyncClient], bound: int) -> None:
     fast, slow = await counters(clients, f"ssp-{bound}", SSP(bound))
     begun = 0  # Pushes that the slow worker has begun: the servers cannot have more of them.
     leads = []

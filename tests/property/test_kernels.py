@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from psdist_server import kernels, reference
-from psdist_server.optimizers import Rule, Run
 
 from psdist import optim
+from psdist_server import kernels, reference
+from psdist_server.optimizers import Rule, Run
 
 Array = NDArray[Any]
 

@@ -11,14 +11,14 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
-from psdist_scheduler import events as ev
-from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.records import ClusterSettings, Member, Stored
 
 from psdist.consistency import ASP, BSP
 from psdist.optim import SGD
 from psdist.types import ClusterMap, Layout, ParametersSpec, TensorSpec
 from psdist.wire.limits import PROTOCOL_VERSION
+from psdist_scheduler import events as ev
+from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.records import ClusterSettings, Member, Stored
 
 LAYOUTS = (Layout((TensorSpec("w", (50, 999)),)), Layout((TensorSpec("w", (50, 998)),)), Layout(()))
 SETTINGS = ClusterSettings("run", workers_min=2, servers_min=1)

@@ -1,7 +1,7 @@
 """Shard machines under any interleaving: pushes repeated, kernels slow, workers leaving and coming back.
 
-The oracle is one-hot counting: every contribution is noted when an ``Apply`` uses it, so at the end each must have been used
-once (0 is lost, 2 is applied twice), every token answered at most once, and every payload used or forgotten.
+The oracle is one-hot counting: every contribution is noted when an ``Apply`` uses it, so at the end each must have
+been used once (0 is lost, 2 is applied twice), every token answered at most once, and every payload used or forgotten.
 """
 
 from __future__ import annotations

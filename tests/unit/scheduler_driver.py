@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from psdist_scheduler import events as ev
-from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.records import ClusterSettings, Member, Node, ParametersRecord, Stored
-
 from psdist.consistency import BSP, Consistency
 from psdist.errors import PsdistError
 from psdist.optim import SGD
 from psdist.types import ClusterMap, Layout, ParametersSpec, TensorSpec
 from psdist.wire.limits import PROTOCOL_VERSION
+from psdist_scheduler import events as ev
+from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.records import ClusterSettings, Member, Node, ParametersRecord, Stored
 
 LAYOUT = Layout((TensorSpec("w", (100, 100)), TensorSpec("b", (100,))))
 

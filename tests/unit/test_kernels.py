@@ -9,9 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from psdist_server import kernels
 
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
+from psdist_server import kernels
 
 
 def floats(size: int, dtype: Any = np.float32) -> Any:

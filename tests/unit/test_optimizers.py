@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from psdist_server import optimizers
-from psdist_server.optimizers import Rule
 
 from psdist import optim
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
+from psdist_server import optimizers
+from psdist_server.optimizers import Rule
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]

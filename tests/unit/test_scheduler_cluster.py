@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from psdist_scheduler import events as ev
-from psdist_scheduler.records import Member
-from scheduler_driver import LAYOUT, Driver, caller
 
 from psdist import errors
 from psdist.consistency import ASP
 from psdist.types import Layout, ParametersMember, TensorSpec
+from psdist_scheduler import events as ev
+from psdist_scheduler.records import Member
+from tests.unit.scheduler_driver import LAYOUT, Driver, caller
 
 
 def started(workers: int = 2, servers: int = 2, **settings: int) -> tuple[Driver, list[Member], list[int], list[int]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from psdist_scheduler.outbox import UNREAD_MAX, Outbox
 
 from psdist.errors import ClosedError, FencedError, LimitExceededError
+from psdist_scheduler.outbox import UNREAD_MAX, Outbox
 
 
 async def test_messages_come_in_order_and_the_newest_of_a_kind_counts() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from psdist_scheduler import events as ev
-from scheduler_driver import Driver, caller
 
 from psdist import errors
+from psdist_scheduler import events as ev
+from tests.unit.scheduler_driver import Driver, caller
 
 
 def enter(d: Driver, agent: str, processes: int = 2, nodes: tuple[int, int] = (2, 2)) -> int:

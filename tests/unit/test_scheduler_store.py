@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from psdist_scheduler.events import Persist
-from psdist_scheduler.records import Member, Node, ParametersRecord, Stored
-from psdist_scheduler.store import MemoryStore, SqliteStore, open_store
 
 from psdist import optim
 from psdist.consistency import SSP
 from psdist.errors import ConfigurationError
 from psdist.types import GroupRange, Layout, ParametersEntry, ParametersMember, ParametersSpec, TensorSpec
+from psdist_scheduler.events import Persist
+from psdist_scheduler.records import Member, Node, ParametersRecord, Stored
+from psdist_scheduler.store import MemoryStore, SqliteStore, open_store
 
 LAYOUT = Layout((TensorSpec("w", (3, 4), "float16"), TensorSpec("b", ())))
 ENTRY = ParametersEntry(

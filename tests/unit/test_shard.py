@@ -39,8 +39,8 @@ def bsp(members=TWO, clipping=False, backup=0, slices=1) -> BspShard:
     return shard
 
 
-def asynchronous(consistency=ASP(), members=TWO, slices=1) -> AsyncShard:
-    shard = make_shard(range(slices), members, consistency, False)
+def asynchronous(consistency=None, members=TWO, slices=1) -> AsyncShard:
+    shard = make_shard(range(slices), members, consistency or ASP(), False)
     assert isinstance(shard, AsyncShard)
     return shard
 

@@ -1,0 +1,47 @@
+"""Memory of a server: 12 bytes per parameter with Adam, two slices per connected worker, and 150 MB for the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from psdist import AsyncClient, optim
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.types import SLICE_ELEMENTS_MAX
+
+ELEMENTS = 8_000_000
+OTHER_BYTES = 150_000_000
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory the process ever had in RAM (VmHWM)."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmHWM")
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+async def test_server_memory_stays_within_its_bound(workers: int) -> None:
+    cluster = EmbeddedCluster(servers=1)
+    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(workers)]
+    try:
+        await asyncio.gather(*(client.connect() for client in clients))
+        init = {"w": np.ones(ELEMENTS, np.float32)}
+        handles = await asyncio.gather(
+            *(client.parameters("p", init=init, optimizer=optim.Adam()) for client in clients)
+        )
+        for _ in range(5):
+            await asyncio.gather(*(handle.push_pull(init) for handle in handles))
+        status = await clients[0].status()
+        (server,) = [member for member in status["members"] if member["member_id"] == "server-0"]
+        bound = 12 * ELEMENTS + 2 * workers * SLICE_ELEMENTS_MAX * 4 + OTHER_BYTES
+        peak = peak_bytes(server["pid"])
+        print(f"peak {peak / 1e6:.0f} MB, bound {bound / 1e6:.0f} MB")
+        assert peak <= bound
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
+        cluster.close()
