@@ -351,7 +351,6 @@ async def test_random_bytes_at_the_port_change_nothing(start: Start, peer: Any) 
     for noise in (b"\x00" * 4096, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64):
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(noise)
-        writer.write_eof()
         await asyncio.gather(reader.read(), return_exceptions=True)
         writer.close()
         await asyncio.gather(writer.wait_closed(), return_exceptions=True)
