@@ -12,10 +12,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-# Test dependency only: the optimizers are compared with torch.optim. On PyPI the Linux wheel brings CUDA along, so the
-# CPU index is offered as well; where it cannot be reached, pip goes on with what it has.
-TORCH       := torch==2.13.0
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Test dependency only: the optimizers are compared with torch.optim. PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS in the
+# environment can point pip to a build without CUDA.
+TORCH := torch==2.13.0
 
 PROTOS := $(wildcard proto/psdist/v1/*.proto)
 
@@ -34,7 +33,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml Makefile | $(BIN)/python
 	$(PIP) install --editable '.[examples,dev]'
-	$(PIP) install --retries 0 --extra-index-url $(TORCH_INDEX) $(TORCH)
+	$(PIP) install $(TORCH)
 	@touch $@ $(VENV)/.installed
 
 # --- what one does --------------------------------------------------------------------------------------------------

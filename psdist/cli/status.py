@@ -200,7 +200,8 @@ def _parameters(
             {
                 "id": server,
                 "shards": list(entry.shards).count(server),
-                "bytes": counted[server].bytes_held if server in counted else None,
+                "weight_bytes": _weight_bytes(entry, server),
+                "waiting_bytes": counted[server].bytes_held if server in counted else None,
             }
             for server in servers
         ],
@@ -208,6 +209,15 @@ def _parameters(
             {"id": member.worker_id, "rank": member.rank, "first_step": member.first_step} for member in entry.members
         ],
     }
+
+
+def _weight_bytes(entry: common_pb2.ParametersEntry, server: str) -> int:
+    """Bytes of the weights (float32, without optimizer state) that the server holds."""
+    from psdist.wire import convert
+
+    parameters = convert.entry_from_proto(entry)
+    slices = parameters.slices_of(server) if entry.spec.slice_elements else ()
+    return 4 * sum(parameters.slicing.size(index) for index in slices)
 
 
 def _slices(entry: common_pb2.ParametersEntry) -> int:

@@ -54,9 +54,7 @@ def _parameters(parameters: list[dict[str, Any]]) -> Table:
     for one in parameters:
         low, high = one["version_min"], one["version_max"]
         held = [
-            f"{server['id']}: {server['shards']} shards"
-            + (f", {size(server['bytes'])}" if server["bytes"] is not None else "")
-            for server in one["servers"]
+            f"{server['id']}: {server['shards']} shards, {size(server['weight_bytes'])}" for server in one["servers"]
         ]
         table.add_row(
             Text(f"{one['name']} ({one['optimizer']}, {one['consistency']})"),

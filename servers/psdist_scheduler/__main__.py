@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from psdist.config import scheduler_settings
-from psdist_scheduler.app import main
+
+
+def main() -> int:
+    """Reads the command line and runs; the exit status."""
+    settings = scheduler_settings(sys.argv[1:])
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # What goes wrong comes back as a status, in our own words.
+    from psdist_scheduler import app
+
+    return app.main(settings)
+
 
 if __name__ == "__main__":
-    sys.exit(main(scheduler_settings(sys.argv[1:])))
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """``python -m psdist_server``: the server program."""
 
+import os
 import sys
 
 from psdist.config import server_settings
@@ -9,6 +10,7 @@ from psdist_server import memory
 def main() -> int:
     """Reads the command line and runs; the exit status."""
     settings = server_settings(sys.argv[1:])
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # What goes wrong comes back as a status, in our own words.
     memory.leave_scipy_out()  # Before numba is imported.
     from psdist_server import app
 

@@ -246,6 +246,11 @@ class Holding:
         self._dispatch_all(JoinProposed(member))
         return True
 
+    @property
+    def proposed(self) -> list[str]:
+        """Workers that were let in and are no members yet."""
+        return sorted({worker_id for shard in self.shards.values() for worker_id in shard.proposals})
+
     def withdraw(self, worker_id: str) -> None:
         """Forgets a proposal."""
         self._dispatch_all(JoinWithdrawn(worker_id))

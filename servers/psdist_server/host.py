@@ -144,6 +144,12 @@ class Host:
         if parameters in self._holdings:
             self._holdings[parameters].withdraw(worker_id)
 
+    def drop_proposals(self) -> None:
+        """Forgets all proposals that did not become members: those of a scheduler's life that is over."""
+        for holding in self._holdings.values():
+            for worker_id in holding.proposed:
+                holding.withdraw(worker_id)
+
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def waiting_for(self, call: Call) -> str:

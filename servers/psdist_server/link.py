@@ -51,6 +51,7 @@ class SchedulerLink:
         self.run_id = run_id
         self.incarnation = 0
         self._lease_seconds = 2.0
+        self._in_session = False
         self._up: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
 
     async def register(self, timeout_seconds: float) -> ClusterMap:
@@ -98,16 +99,19 @@ class SchedulerLink:
     async def run(self, host: Host) -> None:
         """Keeps the session until it is cancelled. Raises FencedError or WrongRunError where the scheduler does not
         want this incarnation any more."""
-        delay = _RETRY_MIN_SECONDS
+        delay, reason = _RETRY_MIN_SECONDS, ""
         while True:
+            self._in_session = False
             try:
                 await self._session(host)
-                delay = _RETRY_MIN_SECONDS
             except grpc.aio.AioRpcError as error:
                 known = status.from_call(error, f"scheduler {self._address}")
                 if isinstance(known, FencedError | WrongRunError):
                     raise known from None
-                _log.warning("session broken", scheduler=self._address, reason=str(known))
+                reason = str(known)
+            if self._in_session:  # It stood until now; what follows are attempts, and one line is enough for them.
+                delay = _RETRY_MIN_SECONDS
+                _log.warning("session broken, trying again", scheduler=self._address, reason=reason)
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(_RETRY_MAX_SECONDS, delay * 2)
 
@@ -135,6 +139,10 @@ class SchedulerLink:
         match response.WhichOneof("command"):
             case "map":
                 await host.follow(convert.map_from_proto(response.map))
+                if not self._in_session:
+                    # A proposal does not outlive its session: nobody is left to confirm or to withdraw it.
+                    self._in_session = True
+                    host.drop_proposals()
             case "join_proposal":
                 proposal = response.join_proposal
                 member = convert.member_from_proto(proposal.member)

@@ -82,9 +82,16 @@ class Bench:
         requests = [pb.PushPullRequest(slice=first + i, payload=part) for i, part in enumerate(parts)]
         requests[0].header.CopyFrom(header)
         answers = {}
+        call = self.stub.PushPull(metadata=auth.metadata(TOKEN))
         try:
-            async for answer in self.stub.PushPull(iter(requests), metadata=auth.metadata(TOKEN)):
+            for request in requests:
+                # One slice up, one down: a write that fails hides the server's own status (grpc issue 36066).
+                await call.write(request)
+                if (answer := await call.read()) is grpc.aio.EOF:
+                    break
                 answers[answer.slice] = answer.payload
+            await call.done_writing()
+            assert await call.read() is grpc.aio.EOF
         except grpc.aio.AioRpcError as error:
             raise status.from_call(error, "server") from None
         return np.frombuffer(b"".join(answers[index] for index in sorted(answers)), np.float32)
