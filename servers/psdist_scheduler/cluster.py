@@ -272,10 +272,13 @@ class Cluster:
         return [*notes, *held, *news]
 
     def _held_by(self, ids: list[str]) -> list[Effect]:
-        """What is lost with servers that are about to go."""
+        """What is lost with servers that are about to go. Where no worker is left, nobody misses it."""
         names = {i: [e.spec.name for e in self.registry.entries if i in e.shards] for i in ids}
+        missed = bool(self.members.workers)
         return [
             Note(f"lost: {id_} held shards of {', '.join(map(repr, held))}; restart the run", "warning")
+            if missed
+            else Note(f"{id_} takes its shards of {', '.join(map(repr, held))} with it; no worker is left")
             for id_, held in names.items()
             if held
         ]

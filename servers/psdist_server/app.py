@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Coroutine
 from typing import Final, TypeVar
 
@@ -25,7 +26,7 @@ from psdist.config import ServerSettings, parse_address
 from psdist.errors import PsdistError
 from psdist.wire import channels
 from psdist_server import memory
-from psdist_server.host import Host
+from psdist_server.host import Host, compile_kernels
 from psdist_server.link import SchedulerLink
 from psdist_server.service import SERVICE, ServerService
 
@@ -59,6 +60,8 @@ def default_kernel_threads() -> int:
 async def _serve(settings: ServerSettings, scheduler: str) -> int:
     stop = asyncio.Event()
     _stop_on_signals(stop, settings.lifeline_fd)
+    # While the others start: half a second that the first step does not have to wait for.
+    threading.Thread(target=compile_kernels, name="compile", daemon=True).start()
     server = channels.make_server(settings.token)
     port = channels.bind(server, settings.host, settings.port, settings.insecure)
     advertise = settings.advertise or f"{_reachable_host(settings.host, scheduler)}:{port}"

@@ -31,7 +31,8 @@ MAP_WAIT_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 0.05
 
 
-def _compile_kernels() -> None:
+def compile_kernels() -> None:
+    """Compiles the kernels that all parameters need, or loads them from the cache; again does nothing. In a thread."""
     kernels.warm_up()
     memory.release_compiler()
 
@@ -47,7 +48,7 @@ class Host:
         self.map = ClusterMap(run_id, 0)
         self._token = token
         self._pool = ThreadPoolExecutor(kernel_threads, "kernel")
-        self._kernels_ready = self._pool.submit(_compile_kernels)
+        self._kernels_ready = self._pool.submit(compile_kernels)
         self._holdings: dict[str, Holding] = {}
         self._map_changed = asyncio.Condition()
         self._peers: dict[str, grpc.aio.Channel] = {}

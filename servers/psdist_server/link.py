@@ -52,6 +52,7 @@ class SchedulerLink:
         self.incarnation = 0
         self._lease_seconds = 2.0
         self._in_session = False
+        self._leaving = False
         self._up: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
 
     async def register(self, timeout_seconds: float) -> ClusterMap:
@@ -97,7 +98,7 @@ class SchedulerLink:
             await asyncio.sleep(_RETRY_MIN_SECONDS * 2)
 
     async def run(self, host: Host) -> None:
-        """Keeps the session until it is cancelled. Raises FencedError or WrongRunError where the scheduler does not
+        """Keeps the session until it is cancelled or left. Raises FencedError or WrongRunError where the scheduler does not
         want this incarnation any more."""
         delay, reason = _RETRY_MIN_SECONDS, ""
         while True:
@@ -109,6 +110,8 @@ class SchedulerLink:
                 if isinstance(known, FencedError | WrongRunError):
                     raise known from None
                 reason = str(known)
+            if self._leaving:
+                return
             if self._in_session:  # It stood until now; what follows are attempts, and one line is enough for them.
                 delay = _RETRY_MIN_SECONDS
                 _log.warning("session broken, trying again", scheduler=self._address, reason=reason)
@@ -159,6 +162,7 @@ class SchedulerLink:
 
     async def leave(self, reason: str) -> None:
         """Ends the membership politely, if the scheduler answers soon."""
+        self._leaving = True
         request = pb.LeaveRequest(member_id=self.server_id, incarnation=self.incarnation, reason=reason)
         try:
             await self._stub.Leave(request, metadata=self._metadata, timeout=_LEAVE_SECONDS)
