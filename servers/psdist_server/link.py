@@ -98,8 +98,8 @@ class SchedulerLink:
             await asyncio.sleep(_RETRY_MIN_SECONDS * 2)
 
     async def run(self, host: Host) -> None:
-        """Keeps the session until it is cancelled or left. Raises FencedError or WrongRunError where the scheduler does not
-        want this incarnation any more."""
+        """Keeps the session until it is cancelled or left. Raises FencedError or WrongRunError where the scheduler
+        does not want this incarnation any more."""
         delay, reason = _RETRY_MIN_SECONDS, ""
         while True:
             self._in_session = False
