@@ -26,16 +26,14 @@ from psdist import logs
 from psdist.cli import exit_codes
 from psdist.config import SchedulerSettings, is_loopback
 from psdist.errors import ConfigurationError, PsdistError
-from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import channels, limits
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.records import ClusterSettings
-from psdist_scheduler.service import Scheduler, Service
+from psdist_scheduler.service import SERVICE, Scheduler, Service
 from psdist_scheduler.store import Store, open_store
 
 log = logging.getLogger("psdist.scheduler")
 
-SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
 #: Answers in progress may be finished for so long after the end was asked for.
 _STOP_SECONDS = 0.25
@@ -59,7 +57,7 @@ def main(settings: SchedulerSettings) -> int:
 async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
     scheduler = Scheduler(Cluster(_cluster_settings(settings, run_id), store.load(), time.monotonic()), store)
     server = channels.make_server(settings.token, limits.CONTROL_MESSAGE_BYTES)
-    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(Service(scheduler), server)
+    server.add_generic_rpc_handlers((Service(scheduler).handler(),))
     await _add_standard_services(server, settings.host)
     try:
         port = channels.bind(server, settings.host, settings.port, settings.insecure)
@@ -110,10 +108,11 @@ def _cluster_settings(settings: SchedulerSettings, run_id: str) -> ClusterSettin
 async def _add_standard_services(server: grpc.aio.Server, host: str) -> None:
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    for name in ("", SERVICE_NAME):
+    for name in ("", SERVICE.full_name):
         await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     if is_loopback(host):
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
 
 
 def _local_address(host: str, port: int) -> str:

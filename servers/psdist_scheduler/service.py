@@ -21,12 +21,13 @@ from functools import wraps
 from itertools import count
 from typing import Any, TypeVar
 
+import grpc
 import grpc.aio
 
 import psdist
 from psdist.errors import InternalError, InvalidArgumentError, PsdistError, WaitTimeoutError
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.v1 import scheduler_pb2_grpc, server_pb2
+from psdist.v1 import server_pb2
 from psdist.wire import convert
 from psdist.wire import status as wire_status
 from psdist_scheduler import messages, report
@@ -67,6 +68,14 @@ EVENTS_KEPT = 100
 HELLO_SECONDS = 10.0
 #: Layouts of more tensors are converted in a thread, so that heartbeats go on being read.
 _LARGE_LAYOUT = 4096
+
+SERVICE = pb.DESCRIPTOR.services_by_name["SchedulerService"]
+#: By whether the client and the server stream.
+_HANDLERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
 
 Handler = TypeVar("Handler", bound=Callable[..., Coroutine[Any, Any, Any]])
 
@@ -211,11 +220,14 @@ def _merge(changes: list[Persist]) -> Persist:
 
 
 def _typed(handler: Handler) -> Handler:
-    """Ends the call by the typed error that the handler raises."""
+    """Parses the request, and ends the call by the typed error that this or the handler raises."""
+    request_class = getattr(pb, f"{handler.__name__}Request")
 
     @wraps(handler)
     async def call(self: Service, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
+            if isinstance(request, bytes):
+                request = messages.parse(request_class, request)
             return await handler(self, request, context)
         except PsdistError as error:
             log.info("%s refused: %s", handler.__name__, error)
@@ -229,11 +241,24 @@ def _typed(handler: Handler) -> Handler:
     return call  # type: ignore[return-value]
 
 
-class Service(scheduler_pb2_grpc.SchedulerServiceServicer):  # type: ignore[misc]
+class Service:
     """One method per RPC; see scheduler.proto for what each means."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a grpc server is given. Requests come as bytes: gRPC's own parsing has no typed error for those that are
+        no message, and writes a traceback for each."""
+        methods = {
+            method.name: _HANDLERS[method.client_streaming, method.server_streaming](
+                getattr(self, method.name),
+                request_deserializer=None,
+                response_serializer=getattr(pb, method.output_type.name).SerializeToString,
+            )
+            for method in SERVICE.methods
+        }
+        return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
 
     @_typed
     async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterResponse:
@@ -334,7 +359,8 @@ class Service(scheduler_pb2_grpc.SchedulerServiceServicer):  # type: ignore[misc
                     return
 
     async def _read_session(self, number: int, member_id: str, context: grpc.aio.ServicerContext) -> None:
-        while (request := await context.read()) is not grpc.aio.EOF:
+        while (data := await context.read()) is not grpc.aio.EOF:
+            request = messages.parse(pb.SessionRequest, data)
             match request.WhichOneof("event"):
                 case "heartbeat":
                     self._heartbeat(number, member_id, request.heartbeat)
@@ -354,10 +380,11 @@ class Service(scheduler_pb2_grpc.SchedulerServiceServicer):  # type: ignore[misc
 
 async def _first_message(context: grpc.aio.ServicerContext) -> pb.SessionRequest.Hello:
     try:
-        request = await asyncio.wait_for(context.read(), HELLO_SECONDS)
+        data = await asyncio.wait_for(context.read(), HELLO_SECONDS)
     except TimeoutError:
         raise WaitTimeoutError(f"a session must say hello within {HELLO_SECONDS:g} s") from None
-    if request is grpc.aio.EOF or request.WhichOneof("event") != "hello":
+    request = messages.parse(pb.SessionRequest, b"" if data is grpc.aio.EOF else data)
+    if request.WhichOneof("event") != "hello":
         raise InvalidArgumentError("the first message of a session must be its hello")
     hello: pb.SessionRequest.Hello = request.hello
     return hello
