@@ -1,0 +1,417 @@
+"""Bad input meets a training that goes on: a typed error says what is wrong, nothing is changed, no step is lost.
+
+Real scheduler and servers. Two workers train in BSP all the time, and each update adds exactly 1 to every weight, so
+that the version says what the weights must be: a lost, doubled or foreign contribution would show. What a well-behaved
+client refuses by itself is sent by hand with the generated stubs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import ssl
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+import pytest_asyncio
+
+import psdist
+from psdist import errors
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.v1 import common_pb2 as common
+from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc, server_pb2, server_pb2_grpc
+from psdist.wire import auth, channels, limits, status
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+#: Three slices of 4096 elements or less, on two servers.
+INIT = {"w": np.zeros((90, 99), np.float32), "b": np.zeros(90, np.float32)}
+SGD = psdist.optim.SGD(lr=1.0)
+_STEPS = 3
+#: Methods of a server whose requests gRPC parses, which has no typed error for what is no message.
+_GRPC_PARSES = ("/Pull", "/FetchNorms", "/GetStatistics")
+_numbers = itertools.count()
+
+
+def gradient(value: float = -1.0) -> dict[str, np.ndarray]:
+    """With the learning rate of 1, ``value`` -1 adds 1 to every weight."""
+    return {name: np.full(part.shape, value, np.float32) for name, part in INIT.items()}
+
+
+class Training:
+    """A cluster of two servers and two workers that train without a pause."""
+
+    def __init__(self, cluster: EmbeddedCluster, clients: list[psdist.AsyncClient]) -> None:
+        self.cluster = cluster
+        self.clients = clients
+        self.handles: list[psdist.AsyncParameters] = []
+        self._steps: list[asyncio.Task[None]] = []
+        self._ending = False
+
+    async def begin(self) -> None:
+        """Creates the parameters and starts the steps."""
+        self.handles = list(await asyncio.gather(*(client.parameters("model", INIT, SGD) for client in self.clients)))
+        self._steps = [asyncio.create_task(self._train(handle)) for handle in self.handles]
+
+    async def _train(self, handle: psdist.AsyncParameters) -> None:
+        while not self._ending:
+            check(await handle.push_pull(gradient()), handle.version)
+
+    async def goes_on(self) -> None:
+        """Returns when both workers have made some more steps, all of them right."""
+        goals = [handle.step + _STEPS for handle in self.handles]
+        async with asyncio.timeout(20):
+            while any(handle.step < goal for handle, goal in zip(self.handles, goals, strict=True)):
+                for task in self._steps:
+                    if task.done():
+                        task.result()
+                await asyncio.sleep(0)
+        assert all(handle.statistics().ignored == 0 for handle in self.handles)
+
+    async def end(self) -> None:
+        """Stops both workers after the same step."""
+        self._ending = True
+        for task in self._steps:  # One may stand before a step that the other does not make any more.
+            task.cancel()
+        await asyncio.gather(*self._steps, return_exceptions=True)
+
+    async def join(self, **arguments: Any) -> psdist.AsyncClient:
+        """One more client."""
+        named = {"scheduler": self.cluster.address, "token": self.cluster.token, "connect_timeout": 20.0}
+        return await psdist.AsyncClient(**(named | arguments)).connect()
+
+
+def check(weights: dict[str, np.ndarray], version: int) -> None:
+    for values in weights.values():
+        assert (values == version).all(), (version, values)
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def training() -> AsyncIterator[Training]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        cluster = await asyncio.to_thread(EmbeddedCluster, 2)
+        named = {"scheduler": cluster.address, "token": cluster.token, "connect_timeout": 20.0}
+        clients = [
+            await psdist.AsyncClient(worker_id=f"trainer-{rank}", rank=rank, **named).connect() for rank in (0, 1)
+        ]
+    training = Training(cluster, clients)
+    await training.begin()
+    yield training
+    await training.end()
+    for client in clients:
+        await client.close()
+    await asyncio.to_thread(cluster.close)
+
+
+class Peer:
+    """Speaks to the processes of a training by hand, as one of its workers or as somebody without a token."""
+
+    def __init__(self, training: Training, metadata: tuple[tuple[str, str], ...]) -> None:
+        self.training = training
+        self.metadata = metadata
+        self._channels: list[grpc.aio.Channel] = []
+
+    def channel(self, address: str, message_bytes: int = 256 << 20) -> grpc.aio.Channel:
+        """A channel that itself refuses nothing."""
+        self._channels.append(channels.open_channel(address, message_bytes))
+        return self._channels[-1]
+
+    async def map(self) -> common.ClusterMap:
+        """The cluster map."""
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(self.channel(self.training.cluster.address))
+        return (await stub.GetClusterMap(scheduler_pb2.GetClusterMapRequest(), metadata=self.metadata)).map
+
+    async def addresses(self) -> dict[str, str]:
+        """Where the scheduler and the servers listen."""
+        servers = {server.server_id: server.address for server in (await self.map()).servers}
+        return {"scheduler": self.training.cluster.address} | servers
+
+    async def push_pull(self, identity: dict[str, Any], header: dict[str, Any], slice_: dict[str, Any]) -> None:
+        """Sends one slice, as worker 0's, to the server that holds it."""
+        cluster = await self.map()
+        entry = next(entry for entry in cluster.parameters if entry.spec.name == "model")
+        client, index = self.training.clients[0], slice_.get("slice", 0)
+        owner = entry.shards[index % len(entry.shards)]
+        who = {"worker_id": client.worker_id, "incarnation": client.incarnation, "epoch": cluster.epoch}
+        raw = {"codec": common.CODEC_RAW, "dtype": common.DTYPE_FLOAT32, "pull_dtype": common.DTYPE_FLOAT32}
+        message = server_pb2.PushPullRequest(
+            **({"slice": 0, "payload": bytes(4 * entry.spec.slice_elements)} | slice_),
+            header=server_pb2.PushHeader(
+                identity=server_pb2.Identity(**({"run_id": client.run_id, "parameters": "model"} | who | identity)),
+                **(raw | {"step": 1 << 40} | header),
+            ),
+        )
+        address = next(server.address for server in cluster.servers if server.server_id == owner)
+        call = server_pb2_grpc.ServerServiceStub(self.channel(address)).PushPull(metadata=self.metadata)
+        await call.write(message)
+        await call.done_writing()
+        await call.read()
+
+    async def close(self) -> None:
+        """Closes the channels."""
+        for channel in self._channels:
+            await channel.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def peer(training: Training) -> AsyncIterator[Peer]:
+    made = Peer(training, auth.metadata(training.cluster.token))
+    yield made
+    await made.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def stranger(training: Training) -> AsyncIterator[Peer]:
+    made = Peer(training, auth.metadata("wrong"))
+    yield made
+    await made.close()
+
+
+async def refusal(awaitable: Awaitable[Any]) -> errors.PsdistError:
+    """The error that a call by hand ends with."""
+    async with asyncio.timeout(20):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await awaitable
+    return status.from_call(caught.value, "peer")
+
+
+# --- what a user of the client gets wrong -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"v": np.zeros(3, np.float32)}, errors.UnknownTensorError, "'v'"),
+        ({"b": np.zeros(91, np.float32)}, errors.ShapeMismatchError, r"'b'.*\(91,\).*\(90,\)"),
+        ({"b": np.zeros(90, np.complex64)}, errors.DTypeMismatchError, "'b'.*complex64"),
+        ({"b": np.array(["x"] * 90)}, errors.DTypeMismatchError, "'b'"),
+        ({"b": None}, errors.MissingTensorError, "'b'"),
+        ({"b": np.full(90, np.nan, np.float32)}, errors.NonFiniteGradientError, "'b'"),
+        ({"b": np.full(90, -np.inf, np.float32)}, errors.NonFiniteGradientError, "'b'"),
+    ],
+    ids=["name", "shape", "dtype", "strings", "missing", "nan", "inf"],
+)
+async def test_a_gradient_that_does_not_fit(
+    training: Training, change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    wrong = {name: value for name, value in (gradient() | change).items() if value is not None}
+    for handle in training.handles:
+        for call in (handle.push, handle.push_pull):
+            with pytest.raises(error, match=words):
+                await call(wrong)
+    await training.goes_on()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"init": {"w": np.zeros(9000, np.float32)}}, errors.LayoutMismatchError, "tensor 'b' is missing"),
+        ({"init": INIT | {"b": np.zeros(91, np.float32)}}, errors.LayoutMismatchError, r"'b' has shape \(91,\)"),
+        ({"init": INIT | {"b": np.zeros(90)}}, errors.LayoutMismatchError, "'b' has dtype float64"),
+        ({"init": dict(reversed(INIT.items()))}, errors.LayoutMismatchError, "another order"),
+        ({"optimizer": psdist.optim.SGD(lr=2.0)}, errors.SettingsMismatchError, r"optimizer is .*lr=2.0.*lr=1.0"),
+        ({"consistency": psdist.SSP(2)}, errors.SettingsMismatchError, r"consistency is SSP.*BSP"),
+        ({"non_finite": "skip"}, errors.SettingsMismatchError, "non_finite is 'skip', not 'reject'"),
+        ({"slice_elements": 5}, errors.SettingsMismatchError, "slice_elements is 5, not 4096"),
+        ({"compression": "zip"}, errors.UnknownCodecError, "'zip'"),
+        ({"pull_dtype": "int8"}, errors.DTypeMismatchError, "'int8'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+async def test_attaching_with_something_else(
+    training: Training, change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    async with await training.join() as other:
+        with pytest.raises(error, match=words):
+            await other.parameters("model", **({"init": INIT, "optimizer": SGD} | change))
+        await training.goes_on()
+    await training.goes_on()
+
+
+@pytest.mark.parametrize("consistency", [psdist.BSP(), psdist.SSP(1), psdist.ASP()], ids=["bsp", "ssp", "asp"])
+@pytest.mark.parametrize("policy", ["reject", "skip"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+async def test_non_finite_gradients_by_policy(training: Training, consistency: Any, policy: Any, bad: float) -> None:
+    """The trainers' own clients have second parameters, in each mode: a bad gradient counts for nothing there."""
+    name = f"other-{next(_numbers)}"
+    settings = {"init": INIT, "optimizer": SGD, "consistency": consistency, "non_finite": policy}
+    one, two = await asyncio.gather(*(client.parameters(name, **settings) for client in training.clients))
+    poisoned = gradient() | {"w": np.where(np.arange(8910).reshape(90, 99) == 8000, bad, -1.0).astype(np.float32)}
+    if policy == "reject":
+        with pytest.raises(errors.NonFiniteGradientError, match="'w'"):
+            await one.push(poisoned)
+        assert one.step == 0
+        check(await two.pull(), 0)
+        await asyncio.gather(one.push(gradient()), two.push(gradient()))
+    else:
+        await asyncio.gather(one.push(poisoned), two.push(gradient()))
+        assert one.statistics().abstained == 1
+    # BSP: the mean of those that count. Else each push that counts is an update of its own.
+    counted = 1 if policy == "skip" or isinstance(consistency, psdist.BSP) else 2
+    check(await one.pull(), counted)
+    check(await two.pull(), counted)
+    await training.goes_on()
+
+
+async def test_a_second_client_with_the_same_worker_id(training: Training) -> None:
+    for arguments in ({"worker_id": "trainer-0"}, {"worker_id": "trainer-1", "rank": 1}, {"rank": 1}):
+        with pytest.raises(errors.DuplicateMemberError, match=r"trainer-\d, process \d+ on"):
+            await training.join(**arguments)
+    await training.goes_on()
+
+
+async def test_another_protocol_version(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PROTOCOL_VERSION", 99)
+    with pytest.raises(errors.ProtocolMismatchError, match=r"99.*scheduler speaks 1.*same release"):
+        await training.join()
+    await training.goes_on()
+
+
+# --- what only another client could send ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("identity", "header", "slice_", "error", "words"),
+    [
+        ({}, {}, {}, errors.FutureStepError, "step 1099511627776 has not begun"),
+        ({}, {"codec": 77}, {}, errors.UnknownCodecError, "codec 77"),
+        ({}, {"dtype": 77}, {}, errors.DTypeMismatchError, "77"),
+        ({}, {"dtype": common.DTYPE_FLOAT64}, {}, errors.InvalidArgumentError, "float64"),
+        ({}, {"pull_dtype": common.DTYPE_FLOAT64}, {}, errors.InvalidArgumentError, "float64"),
+        ({}, {}, {"payload": b"\0" * 7}, errors.InvalidArgumentError, "16384 bytes in float32, not 7"),
+        ({}, {}, {"payload": b"\xff" * 16384}, errors.NonFiniteGradientError, "elements 0 to 4095"),
+        ({}, {"step": 0, "abstain": True}, {}, errors.InvalidArgumentError, "has 0 bytes"),
+        ({}, {}, {"slice": 99}, errors.InvalidArgumentError, "slice 99"),
+        ({"run_id": "another"}, {}, {}, errors.WrongRunError, "another"),
+        ({"worker_id": "nobody"}, {}, {}, errors.FencedError, "nobody"),
+        ({"incarnation": 7}, {}, {}, errors.FencedError, "incarnation 7"),
+        ({"epoch": 1}, {}, {}, errors.StaleEpochError, "epoch 1"),
+        ({"parameters": "nothing"}, {}, {}, errors.UnknownParametersError, "nothing"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+async def test_a_push_by_hand_that_is_wrong(
+    training: Training,
+    peer: Peer,
+    identity: dict[str, Any],
+    header: dict[str, Any],
+    slice_: dict[str, Any],
+    error: type[errors.PsdistError],
+    words: str,
+) -> None:
+    refused = await refusal(peer.push_pull(identity, header, slice_))
+    assert isinstance(refused, error)
+    with pytest.raises(error, match=words):
+        raise refused
+    await training.goes_on()
+
+
+async def test_bytes_that_are_no_message(training: Training, peer: Peer) -> None:
+    for role, address in (await peer.addresses()).items():
+        channel = peer.channel(address)
+        for path in _methods(role):
+            if path.endswith(_GRPC_PARSES):
+                continue
+            refused = await refusal(channel.unary_unary(path)(b"\xff" * 100, metadata=peer.metadata))
+            assert isinstance(refused, errors.InvalidArgumentError), path
+            assert "100 bytes are not a valid psdist.v1." in str(refused), path
+    await training.goes_on()
+
+
+@pytest.mark.parametrize("role", ["scheduler", "server-0", "server-1"])
+async def test_a_message_over_the_limit(training: Training, peer: Peer, role: str) -> None:
+    limit = limits.CONTROL_MESSAGE_BYTES if role == "scheduler" else limits.DATA_MESSAGE_BYTES
+    channel = peer.channel((await peer.addresses())[role])
+    for path in _methods(role):
+        refused = await refusal(channel.unary_unary(path)(bytes(limit + 1), metadata=peer.metadata))
+        assert isinstance(refused, errors.LimitExceededError) and str(limit) in str(refused), (path, refused)
+    await training.goes_on()
+
+
+async def test_metadata_over_the_limit(training: Training, peer: Peer) -> None:
+    for role, address in (await peer.addresses()).items():
+        (path, *_) = _methods(role)
+        heavy = (*peer.metadata, ("x-heavy", "x" * 4 * limits.METADATA_BYTES))
+        refused = await refusal(peer.channel(address).unary_unary(path)(b"", metadata=heavy))
+        assert isinstance(refused, errors.LimitExceededError)
+    await training.goes_on()
+
+
+def _noises() -> list[bytes]:
+    """Things that come to open ports: noise, other protocols, and a HTTP/2 that begins well."""
+    rng = random.Random(0)
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    settings = b"\0\0\0\4\0\0\0\0\0"
+    outgoing = ssl.MemoryBIO()
+    context = ssl.create_default_context()
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost").do_handshake()
+    return [
+        *(rng.randbytes(size) for size in (1, 64, 9, 4096, 1 << 20)),
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        outgoing.read(),
+        *(preface + rng.randbytes(size) for size in (9, 100, 65536)),
+        *(preface + settings + rng.randbytes(size) for size in (9, 100, 65536)),
+        preface + settings + b"\0\x40\0\1\4\0\0\0\1" + rng.randbytes(0x4000),
+        preface + settings + b"\xff\xff\xff\0\0\0\0\0\1",
+    ]
+
+
+async def test_random_bytes_at_every_port(training: Training, peer: Peer) -> None:
+    for address in (await peer.addresses()).values():
+        host, port = address.split(":")
+        await asyncio.gather(*(_make_noise(host, int(port), noise) for noise in _noises()))
+        await training.goes_on()
+
+
+async def _make_noise(host: str, port: int, noise: bytes) -> None:
+    """Says it, waits for an answer, and hangs up."""
+    reader, writer = await asyncio.open_connection(host, port)
+    with suppress(ConnectionError):
+        writer.write(noise)
+        await writer.drain()
+        await reader.read(1)
+    writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def test_connections_that_say_nothing(training: Training, peer: Peer) -> None:
+    for address in (await peer.addresses()).values():
+        host, port = address.split(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(50)]
+        await training.goes_on()
+        for _, writer in silent:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for _, writer in silent), return_exceptions=True)
+
+
+# --- who has no token -------------------------------------------------------------------------------------------------
+
+
+def _methods(role: str) -> list[str]:
+    """Paths of all methods that a scheduler or a server has, read from the descriptors."""
+    file, name = (scheduler_pb2, "SchedulerService") if role == "scheduler" else (server_pb2, "ServerService")
+    service = file.DESCRIPTOR.services_by_name[name]
+    return [f"/{service.full_name}/{method.name}" for method in service.methods]
+
+
+async def test_without_the_token_no_method_reads_a_body(training: Training, stranger: Peer, peer: Peer) -> None:
+    """The body is no message: whoever parsed it would say so."""
+    asked = 0
+    for role, address in (await peer.addresses()).items():
+        channel = stranger.channel(address)
+        for path in _methods(role):
+            for metadata in ((), stranger.metadata, (("authorization", training.cluster.token),)):
+                refused = await refusal(channel.unary_unary(path)(b"\xff" * 100, metadata=metadata))
+                assert isinstance(refused, errors.UnauthenticatedError) and "PSDIST_TOKEN" in str(refused), path
+                asked += 1
+    assert asked == 3 * (10 + 6 + 6)
+    await training.goes_on()
