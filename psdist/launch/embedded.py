@@ -28,13 +28,19 @@ _STOP_SECONDS: Final = 5.0
 class EmbeddedCluster:
     """A running scheduler with ``servers`` servers on free loopback ports. Closing it again does nothing.
 
+    failure_timeout: the lease in seconds. Longer than elsewhere: a script that computes on its event loop cannot send
+        heartbeats meanwhile, and its death is seen at once all the same, because its connections break.
+
     Raises SchedulerUnreachableError where the scheduler does not come up.
     """
 
-    def __init__(self, servers: int = 1, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, servers: int = 1, environ: Mapping[str, str] | None = None, failure_timeout: float = 10.0
+    ) -> None:
         if servers < 1:
             raise ConfigurationError(f"servers={servers} is out of range: use 1 or more")
         environ = dict(os.environ if environ is None else environ)
+        self._failure_timeout = failure_timeout
         self.token = secrets.token_urlsafe(32)
         self.run_id = f"local-{secrets.token_hex(4)}"
         self._directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
@@ -56,7 +62,7 @@ class EmbeddedCluster:
             servers=servers,
             workers=1,
             lifeline=lifeline,
-            failure_timeout_seconds=2.0,
+            failure_timeout_seconds=self._failure_timeout,
             start_timeout_seconds=START_TIMEOUT_SECONDS,
             kernel_threads=max(1, (os.cpu_count() or 1) // servers),
             log_level="error",  # the end of a server is a warning, but here it is the plan
