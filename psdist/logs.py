@@ -30,6 +30,7 @@ def configure(
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(foreign_pre_chain=[_Identity(), *shared], processors=_rendering(log_format))
     )
+    handler.addFilter(_is_news)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -52,6 +53,12 @@ def configure(
 def identify(**fields: str) -> None:
     """Sets ``role``, ``id`` or ``run`` once they are known; an empty one is left out of the lines."""
     _identity.update(fields)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    # grpc.aio writes a traceback for every call whose peer died while it was answered. That the peer is gone is told
+    # by whoever keeps the membership, in one line; a traceback would hide the one that matters.
+    return not (record.name.startswith("grpc.") and str(record.msg).startswith("ExecuteBatchError raised in core"))
 
 
 def _rendering(log_format: str) -> list[Processor]:

@@ -1,0 +1,165 @@
+"""Faults in the middle of training, with the real launcher and real processes: workers, servers, scheduler, launcher.
+
+Each update adds 1 to every weight, whoever contributed to it. A script kills its own process at a known place: inside a
+push, with some slices sent and others not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+_SCRIPT = """
+import os, signal, sys
+import numpy as np
+import psdist
+from psdist.client import jobs
+
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dying, how, first = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
+sent, encode = 0, jobs.encode
+
+def encode_or_die(codec, values):
+    global sent
+    sent += 1
+    if f"{rank}.{attempt}" in dying and sent == 40 + 7 * rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return encode(codec, values)
+
+jobs.encode = encode_or_die
+client = psdist.init().client
+clip = 1e9 if how == "clip" else 0.0
+sgd = psdist.optim.SGD(lr=1.0, max_grad_norm=clip)
+weights = client.parameters("model", {"w": np.zeros(1_000_000, np.float32)}, sgd, slice_elements=1 << 16)
+print("rank", rank, "attempt", attempt, "begins at", weights.first_step, flush=True)
+gradient = {"w": np.full(1_000_000, -1.0, np.float32)}
+if first == "pull":
+    weights.pull()
+for step in range(12):
+    weights.push(gradient) if how == "push" else weights.push_pull(gradient)
+    if "hold" in sys.argv:
+        print("rank", rank, "has made step", step, flush=True)
+        while "forever" in sys.argv and step == 3:
+            weights.push_pull(gradient)
+values = weights.pull()["w"]
+# Steps that nobody could contribute to any more add nothing: at most two for each join.
+assert weights.version - 12 <= values.min() <= values.max() <= weights.version, (weights.version, values)
+print("rank", rank, "attempt", attempt, "ends well")
+"""
+
+
+class Run:
+    """``psdist run`` with two workers."""
+
+    def __init__(self, path: Path, *arguments: str) -> None:
+        (path / "train.py").write_text(_SCRIPT)
+        flags = ["run", "--nproc-per-node", "2", "--nservers", "2"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "psdist.cli.main", *flags, "train.py", *arguments],
+            env={**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)},
+            cwd=path,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self.family = psutil.Process(self.process.pid)
+
+    def until(self, pattern: str, count: int) -> None:
+        """Reads lines until ``count`` of them have the pattern."""
+        assert self.process.stdout is not None
+        seen = []
+        while sum(re.search(pattern, line) is not None for line in seen) < count:
+            seen.append(self.process.stdout.readline())
+            assert seen[-1], "".join(seen)
+
+    def child(self, *words: str) -> psutil.Process:
+        """The descendant with all these words in its command line."""
+        family = self.family.children(recursive=True)
+        return next(child for child in family if all(word in child.cmdline() for word in words))
+
+    def end(self) -> tuple[int, str]:
+        """Status and the rest of the output."""
+        text, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, text
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[list[Run]]:
+    made: list[Run] = []
+    yield made
+    for run in made:
+        children = run.family.children(recursive=True) if run.process.poll() is None else []
+        run.process.kill()
+        run.process.communicate()
+        psutil.wait_procs(children, timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("dying", "how", "first"),
+    [
+        ("1.0", "push_pull", "pull"),
+        ("0.0,1.0", "push", "push"),
+        ("0.0,1.0", "push_pull", "pull"),
+        ("0.0,1.0,1.1", "clip", "push"),
+    ],
+)
+def test_killed_inside_a_push(tmp_path: Path, runs: list[Run], dying: str, how: str, first: str) -> None:
+    runs.append(Run(tmp_path, dying, how, first))
+    status, text = runs[0].end()
+    assert status == 0, text
+    assert text.count("killed by SIGKILL") == dying.count(".")
+    assert all(
+        f"rank {rank} attempt {sum(f'{rank}.' in life for life in dying.split(','))} ends well" in text
+        for rank in (0, 1)
+    ), text
+    assert "Traceback" not in text, text
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("psdist_server", ["--server-id", "server-1"]), ("psdist_scheduler", [])],
+    ids=lambda x: str(x),
+)
+def test_a_killed_server_or_scheduler_ends_the_run(
+    tmp_path: Path, runs: list[Run], module: str, words: list[str]
+) -> None:
+    runs.append(Run(tmp_path, "none", "push_pull", "push", "hold", "forever"))
+    runs[0].until("has made step 3", 2)
+    runs[0].child(module, *words).kill()
+    status, text = runs[0].end()
+    assert status == 70, text
+    who = "server 1" if words else "scheduler"
+    assert text.splitlines()[-1] == f"psdist: {who} died: killed by SIGKILL", text
+    assert list(tmp_path.glob("psdist-*")) == []
+
+
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_the_middle_of_steps(tmp_path: Path, runs: list[Run], signum: int, expected: int) -> None:
+    runs.append(Run(tmp_path, "none", "push_pull", "push", "hold", "forever"))
+    runs[0].until("has made step 3", 2)
+    children = runs[0].family.children(recursive=True)
+    runs[0].process.send_signal(signum)
+    status, text = runs[0].end()
+    assert status == expected, text
+    assert "Traceback" not in text or signum == signal.SIGINT, text
+    assert not [child for child in children if child.is_running()]
+    assert list(tmp_path.glob("psdist-*")) == []
+
+
+def test_a_killed_launcher_takes_all_with_it(tmp_path: Path, runs: list[Run]) -> None:
+    runs.append(Run(tmp_path, "none", "push_pull", "push", "hold", "forever"))
+    runs[0].until("has made step 3", 2)
+    children = runs[0].family.children(recursive=True)
+    assert len(children) >= 5
+    runs[0].process.kill()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive

@@ -1,0 +1,33 @@
+"""What the server programs log, and what they keep to themselves."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from psdist import logs
+
+
+@pytest.fixture(autouse=True)
+def restored() -> object:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_peer_that_died_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("server", log_format="json")
+    grpc_logger = logging.getLogger("grpc._cython.cygrpc")
+    try:
+        raise ValueError("a write failed")
+    except ValueError:
+        grpc_logger.exception(
+            "ExecuteBatchError raised in core by servicer method [%s]", "/psdist.v1.ServerService/Pull"
+        )
+        grpc_logger.exception("Unexpected error in %s", "Pull")
+    shown = capsys.readouterr().err
+    assert "ExecuteBatchError" not in shown
+    assert "Unexpected error in Pull" in shown and "a write failed" in shown
