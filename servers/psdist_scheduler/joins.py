@@ -1,9 +1,10 @@
-"""Joining BSP training that has begun: one proposal at a time per joiner, until every server accepts. Pure.
+"""Joining BSP or SSP training that has begun: one proposal at a time per joiner, until every server accepts. Pure.
 
 A worker may join at step T only if no slice on any server has reached T. So T is proposed to each server that holds
 shards; one that accepts holds its slices at T until the map shows the new member, or the proposal is withdrawn. At
 the first refusal the proposal is withdrawn everywhere and a later T is proposed under a new number, the distance
-growing twofold with each attempt.
+growing twofold with each attempt. In SSP, T is the clock that the joiner's pushes are counted from, the same on all
+servers; one accepts where its slowest worker is not past T, and holds nothing.
 
 Not here: who may join, and what a finished join changes (``registry``).
 """

@@ -4,7 +4,7 @@
   asked for these parameters, so that "the lowest rank's values count" means the same in every order of arrival.
 * uploading: placed and in the map; the creator of the lowest rank puts its values on the servers. If it is lost, the
   next.
-* ready: later creators join: at once, or in BSP at a step that all servers agree on (``joins``).
+* ready: later creators join: in ASP at once, else at a step or clock that all servers agree on (``joins``).
 
 Parameters whose shards lay on a server that is gone are lost; their callers are told so.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from psdist.consistency import BSP
+from psdist.consistency import ASP, BSP
 from psdist.errors import (
     ClosedError,
     LayoutMismatchError,
@@ -361,13 +361,16 @@ class Registry:
         return effects
 
     def _join(self, p: Parameters, worker: Member, members: Membership, now: float) -> list[Effect]:
-        if not isinstance(p.entry.spec.consistency, BSP) or not p.entry.shards:
+        consistency = p.entry.spec.consistency
+        if isinstance(consistency, ASP) or not p.entry.shards:
             member = ParametersMember(worker.member_id, worker.incarnation, worker.rank)
             return [self._admit(p, member, worker)]
         servers = tuple(dict.fromkeys(p.entry.shards))
         # Without members nobody moves the slices on: the joiner begins as early as it can.
         distance = FIRST_DISTANCE if p.entry.members else 1
-        return self._joins.start(p.name, worker, servers, p.version + distance, members, now)
+        # Clocks are known to the servers alone: the first to refuse says where the slowest is.
+        first_step = p.version + distance if isinstance(consistency, BSP) else 0
+        return self._joins.start(p.name, worker, servers, first_step, members, now)
 
     def _admit(self, p: Parameters, member: ParametersMember, worker: Member) -> Note:
         self._change(p, members=_with(p.entry.members, member))

@@ -74,7 +74,7 @@ class ShardMachine(ABC, Generic[S]):
 
     @property
     def step_next(self) -> int:
-        """The first step that no slice has begun to apply: a member may join at this one or later."""
+        """The step or clock that a member may join at, or at a later one."""
         return max((state.version + state.busy for state in self.slices.values()), default=0)
 
     def on(self, event: Event) -> list[Effect]:
@@ -340,8 +340,13 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         self._members_changed()
 
     @property
+    def step_next(self) -> int:
+        """The slowest clock: who joins at less would hold the others back."""
+        return min(self.clocks.values(), default=0)
+
+    @property
     def clocks(self) -> dict[str, int]:
-        """Completed pushes by worker."""
+        """Completed pushes by worker, counted from the clock that it joined at."""
         return {worker_id: producer.clock for worker_id, producer in self.producers.items()}
 
     def _refusal(self, event: SlicePushed) -> PsdistError | None:
@@ -437,13 +442,13 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         return self._clock_gate(pull.worker_id, producer.clock) if producer else ""
 
     def _members_changed(self) -> list[Effect]:
-        floor = min((self.producers[w].clock for w in self.members if w in self.producers), default=0)
         kept: dict[str, _Producer] = {}
         for worker_id, member in self.members.items():
             producer = self.producers.get(worker_id)
             same = producer is not None and producer.incarnation == member.incarnation
-            # A newcomer starts at the slowest clock, so that it neither holds the others back nor runs ahead.
-            kept[worker_id] = producer if same and producer else _Producer(member.incarnation, floor)
+            # A newcomer's clock comes with the map, not from the clocks here: shards that began to count it from
+            # different clocks could each let another worker wait, in a circle.
+            kept[worker_id] = producer if same and producer else _Producer(member.incarnation, member.first_step)
         self.producers = kept
         return self._serve_all()
 

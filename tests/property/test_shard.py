@@ -103,7 +103,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(rank=st.integers(0, WORKERS - 1))
     def die_and_come_back(self, rank: int) -> None:
         old = self.members[rank]
-        self.members[rank] = ParametersMember(old.worker_id, old.incarnation + 1, rank)
+        self.members[rank] = ParametersMember(old.worker_id, old.incarnation + 1, rank, self.shard.step_next)
         self.step[rank], self.sent[rank], self.acknowledged[rank] = 0, set(), set()
         self.carry_out(self.shard.on(MembersChanged(tuple(self.members.values()))))
 

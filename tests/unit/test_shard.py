@@ -251,12 +251,25 @@ def test_ssp_member_that_leaves_no_longer_holds_the_others() -> None:
     assert shard.on(MembersChanged((TWO[0],))) == [Reply(ahead.token, 0, 1)]
 
 
-def test_ssp_newcomer_starts_at_the_slowest_clock() -> None:
+def test_ssp_newcomer_starts_at_the_clock_that_all_servers_agreed_on() -> None:
     shard = asynchronous(SSP(2), members=(TWO[0],))
     for number in range(5):
         step(shard, push(0, number))
-    shard.on(MembersChanged(TWO))
-    assert shard.clocks == {"worker-0": 5, "worker-1": 5}
+    assert shard.step_next == 5
+    shard.on(MembersChanged((TWO[0], ParametersMember("worker-1", 1, 1, first_step=6))))
+    assert shard.clocks == {"worker-0": 5, "worker-1": 6}
+
+
+def test_ssp_newcomers_clock_does_not_depend_on_when_a_shard_hears_of_it() -> None:
+    """Else one shard may let the first wait for the second, and another the second for the first."""
+    early, late = (asynchronous(SSP(0), members=(TWO[0],)) for _ in range(2))
+    both = MembersChanged((TWO[0], ParametersMember("worker-1", 1, 1, first_step=1)))
+    early.on(both)
+    for number in range(3):
+        step(early, push(0, number))
+        step(late, push(0, number))
+    late.on(both)
+    assert early.clocks == late.clocks == {"worker-0": 3, "worker-1": 1}
 
 
 def test_asp_new_life_starts_a_new_sequence() -> None:
