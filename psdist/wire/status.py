@@ -18,7 +18,8 @@ from psdist.v1 import common_pb2
 
 DETAIL_KEY: Final = "psdist-error-bin"
 #: A message longer than this is cut: trailing metadata is limited.
-_MESSAGE_CHARACTERS_MAX: Final = 2000
+_MESSAGE_CHARACTERS_MAX: Final = 1000
+_DETAIL_CHARACTERS_MAX: Final = 200
 
 _BY_STATUS: Final[dict[grpc.StatusCode, type[PsdistError]]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
@@ -32,9 +33,8 @@ _BY_STATUS: Final[dict[grpc.StatusCode, type[PsdistError]]] = {
 
 def to_detail(error: PsdistError) -> common_pb2.ErrorDetail:
     """The message that carries ``error``."""
-    return common_pb2.ErrorDetail(
-        code=error.code, message=error.message[:_MESSAGE_CHARACTERS_MAX], details=error.details
-    )
+    details = {key: value[:_DETAIL_CHARACTERS_MAX] for key, value in error.details.items()}
+    return common_pb2.ErrorDetail(code=error.code, message=error.message[:_MESSAGE_CHARACTERS_MAX], details=details)
 
 
 def from_detail(detail: common_pb2.ErrorDetail) -> PsdistError:

@@ -50,6 +50,8 @@ class Host:
         self._pool = ThreadPoolExecutor(kernel_threads, "kernel")
         self._kernels_ready = self._pool.submit(compile_kernels)
         self._holdings: dict[str, Holding] = {}
+        #: Incarnation of each live worker.
+        self._live: dict[str, int] = {}
         self._map_changed = asyncio.Condition()
         self._peers: dict[str, grpc.aio.Channel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -70,9 +72,9 @@ class Host:
                 _log.info("holding", parameters=name, elements=self._holdings[name].dense.total, epoch=cluster.epoch)
         for gone in self._holdings.keys() - {entry.spec.name for entry in cluster.parameters}:
             del self._holdings[gone]
-        live = {worker.worker_id: worker.incarnation for worker in cluster.workers}
+        self._live = {worker.worker_id: worker.incarnation for worker in cluster.workers}
         for holding in self._holdings.values():
-            holding.fence(live)
+            holding.fence(self._live)
         async with self._map_changed:
             self._map_changed.notify_all()
 
@@ -81,9 +83,7 @@ class Host:
         UnknownParametersError, in this order."""
         self._check_run(identity.run_id)
         await self._wait_for_epoch(identity.epoch)
-        live = {worker.worker_id: worker.incarnation for worker in self.map.workers}
-        if live.get(identity.worker_id) != identity.incarnation:
-            raise fenced(identity)
+        self.check_live(identity)
         if identity.epoch < self.map.epoch:
             raise StaleEpochError(
                 f"the request was routed by epoch {identity.epoch}, the cluster is at {self.map.epoch}: fetch the "
@@ -96,6 +96,11 @@ class Host:
         await asyncio.wrap_future(self._kernels_ready)
         await asyncio.wrap_future(holding.ready)
         return holding
+
+    def check_live(self, identity: Identity) -> None:
+        """Raises FencedError for a worker, or a life of one, that the map does not have (any more)."""
+        if self._live.get(identity.worker_id) != identity.incarnation:
+            raise fenced(identity)
 
     async def admit_server(self, run_id: str, epoch: int, parameters: str) -> Holding:
         """The holding that another server asks about."""

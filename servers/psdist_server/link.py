@@ -134,9 +134,10 @@ class SchedulerLink:
             yield pb.SessionRequest(heartbeat=beat)
             try:
                 async with asyncio.timeout(self._lease_seconds / _HEARTBEATS_PER_LEASE):
-                    yield await self._up.get()
+                    request = await self._up.get()
             except TimeoutError:
                 continue
+            yield request  # Not inside the timeout, which would cancel whoever writes it to the stream.
 
     async def _handle(self, response: pb.SessionResponse, host: Host) -> None:
         match response.WhichOneof("command"):

@@ -142,7 +142,9 @@ class ServerService:
             holding = await self._host.admit(call.identity)
             holding.check_installed()
             call.pull_dtype = _wire_dtype(request.dtype)
+            last = -1
             for index in request.slices or holding.dense.indices:
+                last = _check_ascending(index, last)
                 holding.pull(call, index, request.min_version)
             call.asked_all()
             async for answer in self._answers(call):
@@ -176,12 +178,16 @@ class ServerService:
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> server_pb2.InstallResponse:
         holding: Holding | None = None
+        identity = None
         count = 0
         try:
             async for data in requests:
                 frame = frames.unpack(server_pb2.InstallRequest, data)
-                if holding is None:
-                    holding = await self._host.admit(convert.identity_from_proto(frame.header.identity))
+                if holding is None or identity is None:
+                    identity = convert.identity_from_proto(frame.header.identity)
+                    holding = await self._host.admit(identity)
+                # It may be fenced since, and another's values may be on their way.
+                self._host.check_live(identity)
                 holding.install(frame.header.slice, frame.payload)
                 count += 1
         except PsdistError as error:
@@ -220,5 +226,5 @@ def _wire_dtype(value: int) -> str:
 
 def _check_ascending(index: int, last: int) -> int:
     if index <= last:
-        raise InvalidArgumentError(f"slice {index} came after slice {last}: send each slice once, in ascending order")
+        raise InvalidArgumentError(f"slice {index} came after slice {last}: name each slice once, in ascending order")
     return index

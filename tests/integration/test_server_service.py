@@ -208,6 +208,37 @@ async def test_non_finite_gradient_is_rejected_or_left_out(bench: Bench) -> None
     assert bench.host.statistics().parameters[0].workers[0].non_finite == 1
 
 
+async def test_a_pull_names_each_slice_once(bench: Bench) -> None:
+    """Else one small request could make a server hold millions of answers."""
+    await bench.create()
+    request = pb.PullRequest(identity=bench.identity(), dtype=cpb.DTYPE_FLOAT32, slices=[1, 1])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await bench.stub.Pull(request, metadata=auth.metadata(TOKEN)).read()
+    error = status.from_call(caught.value, "server")
+    assert isinstance(error, InvalidArgumentError) and "ascending" in error.message
+
+
+async def test_an_endless_name_gets_its_typed_error_all_the_same(bench: Bench) -> None:
+    await bench.create()
+    with pytest.raises(UnknownParametersError):
+        await bench.pull(bench.identity(parameters="x" * 100_000))
+
+
+async def test_initial_values_of_a_fenced_worker_are_refused_in_the_middle_of_its_stream(bench: Bench) -> None:
+    await bench.follow(entry(2, ready=False))
+    call = bench.stub.Install(metadata=auth.metadata(TOKEN))
+    first, second, _ = payloads(INITIAL)
+    await call.write(pb.InstallRequest(identity=bench.identity(worker=1), slice=0, payload=first))
+    while not bench.host.holding("p").dense.installed:
+        await grpc_turn(bench)
+    await bench.follow(entry(2, ready=False), live=1)
+    await call.write(pb.InstallRequest(slice=1, payload=second))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert isinstance(status.from_call(caught.value, "server"), FencedError)
+    assert bench.host.holding("p").dense.installed == {0}
+
+
 async def test_wrong_token_is_refused(bench: Bench) -> None:
     await bench.create()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
