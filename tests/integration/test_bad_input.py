@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
 import ssl
+import sys
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from typing import Any
@@ -36,6 +38,13 @@ SGD = psdist.optim.SGD(lr=1.0)
 _STEPS = 3
 #: Methods of a server whose requests gRPC parses, which has no typed error for what is no message.
 _GRPC_PARSES = ("/Pull", "/FetchNorms", "/GetStatistics")
+#: A server that speaks another protocol version.
+_OLDER_SERVER = """
+import runpy
+from psdist.wire import limits
+limits.PROTOCOL_VERSION = 99
+runpy.run_module("psdist_server", run_name="__main__", alter_sys=True)
+"""
 _numbers = itertools.count()
 
 
@@ -271,6 +280,31 @@ async def test_another_protocol_version(training: Training, monkeypatch: pytest.
     monkeypatch.setattr(limits, "PROTOCOL_VERSION", 99)
     with pytest.raises(errors.ProtocolMismatchError, match=r"99.*scheduler speaks 1.*same release"):
         await training.join()
+    await training.goes_on()
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "token", "words"),
+    [
+        (_OLDER_SERVER, [], "", "protocol version 99, this scheduler speaks 1"),
+        ("", ["--server-id", "server-0"], "", "'server-0' is taken by server-0, process"),
+        ("", ["--run-id", "another"], "", "not 'another'"),
+        ("", [], "wrong", "the token is missing or wrong"),
+    ],
+    ids=["protocol", "id", "run", "token"],
+)
+async def test_a_server_that_does_not_belong(
+    training: Training, program: str, flags: list[str], token: str, words: str
+) -> None:
+    how = ["-c", program] if program else ["-P", "-m", "psdist_server"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, *how, "--scheduler", training.cluster.address, *flags),
+        env=os.environ | {"PSDIST_TOKEN": token or training.cluster.token},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, err = await process.communicate()
+    assert process.returncode == 69, err
+    assert words in err.decode() and b"Traceback" not in err, err
     await training.goes_on()
 
 

@@ -1,0 +1,184 @@
+"""Each limit of ``psdist.wire.limits`` on what a peer can make a process hold is enforced, with a typed error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+from scheduler_driver import Driver
+
+from psdist import errors
+from psdist.v1 import common_pb2
+from psdist.wire import channels, convert, limits, status
+from psdist_scheduler import events as ev
+from psdist_scheduler import membership, registry
+from psdist_scheduler.events import EnterRendezvous
+
+loop = pytest.mark.asyncio(loop_scope="session")
+ECHO = "/test.Test/Echo"
+
+
+# --- what the scheduler remembers -------------------------------------------------------------------------------------
+
+
+def layout(*shapes: list[int]) -> common_pb2.Layout:
+    named = enumerate(shapes)
+    return common_pb2.Layout(
+        tensors=[common_pb2.Tensor(name=f"t{i}", shape=shape, dtype=common_pb2.DTYPE_FLOAT32) for i, shape in named]
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (layout([limits.ELEMENTS_MAX + 1]), str(limits.ELEMENTS_MAX)),
+        (layout([limits.ELEMENTS_MAX], [1]), str(limits.ELEMENTS_MAX)),
+        (layout([1] * (limits.DIMENSIONS_MAX + 1)), str(limits.DIMENSIONS_MAX)),
+        (layout([(1 << 64) - 1] * limits.DIMENSIONS_MAX), str(limits.ELEMENTS_MAX)),
+    ],
+    ids=["elements", "elements of two", "dimensions", "a product beyond 64 bits"],
+)
+def test_layouts(message: common_pb2.Layout, words: str) -> None:
+    with pytest.raises(errors.LimitExceededError, match=words):
+        convert.layout_from_proto(message)
+
+
+def test_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "TENSORS_MAX", 2)
+    convert.layout_from_proto(layout([1], [1]))
+    with pytest.raises(errors.LimitExceededError, match="3 tensors are more than the limit of 2"):
+        convert.layout_from_proto(layout([1], [1], [1]))
+
+
+def test_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MEMBERS_MAX", 2)
+    driver = Driver()
+    driver.register("server")
+    driver.register()
+    for role in ("worker", "server"):
+        with pytest.raises(errors.LimitExceededError, match="2 members"):
+            driver.register(role)
+
+
+def test_ids_that_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "KNOWN_IDS_MAX", 1)
+    driver = Driver()
+    first, session = driver.join(member_id="one")
+    driver.on(ev.SessionClosed(session, "its session broke"))
+    with pytest.raises(errors.LimitExceededError, match="1 ids"):
+        driver.register(member_id="two")
+    assert driver.register(member_id="one").incarnation == first.incarnation + 1
+
+
+def test_worlds() -> None:
+    driver = Driver()
+    with pytest.raises(errors.LimitExceededError, match=f"{limits.WORLD_MAX + 1} workers"):
+        driver.register(world_size=limits.WORLD_MAX + 1)
+    call = driver.number()
+    driver.on(EnterRendezvous(call, "", "agent", "host", limits.WORLD_MAX + 1, 1, 1))
+    assert isinstance(driver.state(call), errors.LimitExceededError)
+
+
+def test_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "PARAMETERS_MAX", 1)
+    driver = Driver()
+    driver.join("server")
+    worker, _ = driver.join()
+    driver.create(worker, name="one")
+    call = driver.create(worker, name="two")
+    assert isinstance(driver.state(call), errors.LimitExceededError)
+    # Waiting for what does not exist is remembered as well.
+    call = driver.ask(ev.Describe, worker, "three")
+    assert isinstance(driver.state(call), errors.LimitExceededError)
+
+
+# --- what the transport takes -----------------------------------------------------------------------------------------
+
+
+async def _echo(data: bytes, context: object) -> bytes:
+    return data
+
+
+class Transport:
+    """A server that answers with what it was sent; ``held`` calls of Hold wait until they are cancelled."""
+
+    def __init__(self, message_bytes: int) -> None:
+        self.server = channels.make_server("", message_bytes)
+        methods = {
+            "Echo": grpc.unary_unary_rpc_method_handler(_echo),
+            "Hold": grpc.unary_unary_rpc_method_handler(self._hold),
+        }
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", methods),))
+        self.address = f"127.0.0.1:{channels.bind(self.server, '127.0.0.1', 0, False)}"
+        self.held = 0
+        self.changed = asyncio.Event()
+
+    async def _hold(self, data: bytes, context: object) -> bytes:
+        self.held += 1
+        self.changed.set()
+        await asyncio.Event().wait()
+        return data
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def transport(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    made: list[Transport] = []
+
+    async def make(message_bytes: int = limits.DATA_MESSAGE_BYTES, **changes: int) -> Transport:
+        for name, value in changes.items():
+            monkeypatch.setattr(limits, name, value)
+        made.append(Transport(message_bytes))
+        await made[-1].server.start()
+        return made[-1]
+
+    yield make
+    for item in made:
+        await item.server.stop(None)
+
+
+async def _refusal(call: Any) -> errors.PsdistError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return status.from_call(caught.value, "peer")
+
+
+@loop
+async def test_messages_both_ways(transport: Any) -> None:
+    server = await transport()
+    size = limits.DATA_MESSAGE_BYTES
+    async with channels.open_channel(server.address) as small, channels.open_channel(server.address, 2 * size) as large:
+        assert len(await large.unary_unary(ECHO)(bytes(size))) == size
+        assert isinstance(await _refusal(large.unary_unary(ECHO)(bytes(size + 1))), errors.LimitExceededError)
+        assert isinstance(await _refusal(small.unary_unary(ECHO)(bytes(size + 1))), errors.LimitExceededError)
+
+
+@loop
+async def test_calls_at_a_time(transport: Any) -> None:
+    server = await transport(CONCURRENT_CALLS_MAX=3)
+    async with channels.open_channel(server.address) as one, channels.open_channel(server.address) as other:
+        held = [one.unary_unary("/test.Test/Hold")(b"") for _ in range(3)]
+        while server.held < 3:
+            server.changed.clear()
+            await server.changed.wait()
+        assert isinstance(await _refusal(other.unary_unary(ECHO)(b"")), errors.LimitExceededError)
+        for call in held:
+            call.cancel()
+
+
+@loop
+async def test_connections(transport: Any) -> None:
+    server = await transport(CONNECTIONS_MAX=3)
+    host, port = server.address.split(":")
+    opened = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+    for reader, _ in opened:
+        assert await reader.read(1), "the server begins with its settings"
+    async with asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await reader.read() == b"", "one connection more is closed at once"
+    for _, each in (*opened, (None, writer)):
+        each.close()
