@@ -68,9 +68,11 @@ class SliceApplied:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The call behind ``token`` ended. A contribution that was taken stays; nobody is answered."""
+    """The call behind ``token``, about slice ``index``, ended. A contribution that was taken stays; nobody is
+    answered."""
 
     token: int
+    index: int
 
 
 @dataclass(frozen=True, slots=True)

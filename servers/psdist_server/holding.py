@@ -187,7 +187,7 @@ class Holding:
         """The call ended: nobody is to be answered any more."""
         for token, index in list(call.outstanding.items()):
             self._calls.pop(token, None)
-            self._dispatch(index, Cancelled(token))
+            self._dispatch(index, Cancelled(token, index))
         call.outstanding.clear()
 
     async def read(self, index: int, dtype: str) -> tuple[int, bytes | memoryview]:

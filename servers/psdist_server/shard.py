@@ -89,7 +89,7 @@ class ShardMachine(ABC, Generic[S]):
             case SliceApplied():
                 return self._applied(self.slices[event.index])
             case Cancelled():
-                return self._cancel(event.token)
+                return self._cancel(self.slices[event.index], event.token)
             case MembersChanged():
                 self.members = {member.worker_id: member for member in event.members}
                 self.proposals = {k: v for k, v in self.proposals.items() if k not in self.members}
@@ -120,7 +120,7 @@ class ShardMachine(ABC, Generic[S]):
     def _members_changed(self) -> list[Effect]: ...
 
     @abstractmethod
-    def _cancel(self, token: int) -> list[Effect]: ...
+    def _cancel(self, state: S, token: int) -> list[Effect]: ...
 
     @abstractmethod
     def validate(self) -> None:
@@ -266,11 +266,10 @@ class BspShard(ShardMachine[_BspSlice]):
     def _members_changed(self) -> list[Effect]:
         return [effect for state in self.slices.values() for effect in self._try_apply(state)]
 
-    def _cancel(self, token: int) -> list[Effect]:
-        for state in self.slices.values():
-            state.pulls.pop(token, None)
-            state.waiters.pop(token, None)
-            state.next_waiters.pop(token, None)
+    def _cancel(self, state: _BspSlice, token: int) -> list[Effect]:
+        state.pulls.pop(token, None)
+        state.waiters.pop(token, None)
+        state.next_waiters.pop(token, None)
         return []
 
     def waiting_for(self, token: int, index: int) -> str:
@@ -391,6 +390,7 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         event = state.queue.pop(0)
         staleness = max(0, state.version - event.base_version)
         state.version, state.busy = state.version + 1, False
+        clocks = self.clocks
         clock = self._advance(event)
         repeats = [again for again in state.repeats.values() if self._same(event, again)]
         for push in (event, *repeats):
@@ -399,7 +399,9 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
                 gate_clock = clock if push.wants_weights else 0
                 state.reads[push.token] = _GatedRead(push.worker_id, gate_clock, staleness, ignored=push is not event)
             self._cancelled.discard(push.token)
-        return [*self._serve_all(), *self._try_apply(state)]
+        # Other slices wait for a clock, not for this slice: looking at all of them each time would be quadratic.
+        served = self._serve_all() if self.clocks != clocks else [*self._serve_reads(state), *self._serve(state)]
+        return [*served, *self._try_apply(state)]
 
     def _advance(self, event: SlicePushed) -> int:
         """Counts the slice as applied; the clock that the worker has, or will have, with this push wholly in."""
@@ -452,13 +454,12 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         self.producers = kept
         return self._serve_all()
 
-    def _cancel(self, token: int) -> list[Effect]:
-        for state in self.slices.values():
-            state.pulls.pop(token, None)
-            state.reads.pop(token, None)
-            state.repeats.pop(token, None)
-            if any(event.token == token for event in state.queue):
-                self._cancelled.add(token)
+    def _cancel(self, state: _AsyncSlice, token: int) -> list[Effect]:
+        state.pulls.pop(token, None)
+        state.reads.pop(token, None)
+        state.repeats.pop(token, None)
+        if any(event.token == token for event in state.queue):
+            self._cancelled.add(token)
         return []
 
     def waiting_for(self, token: int, index: int) -> str:

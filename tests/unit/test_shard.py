@@ -175,7 +175,7 @@ def test_cancelled_call_is_not_answered_and_its_contribution_stays() -> None:
     shard = bsp()
     gone, stays = push(0, 0), push(1, 0)
     shard.on(gone)
-    shard.on(Cancelled(gone.token))
+    shard.on(Cancelled(gone.token, gone.index))
     assert shard.on(stays) == [Apply(0, 0, (gone.token, stays.token))]
     assert shard.on(SliceApplied(0)) == [Reply(stays.token, 0, 1)]
 
