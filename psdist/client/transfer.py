@@ -99,8 +99,10 @@ class DataPath:
         backoff = Backoff(self._link.rng)
         with self._link.waits.open(f"for {route.peer} to answer {job.title}") as wait:
             while True:
-                self.last_reason = wait.reason
-                broken = await self._attempt(job, route, wait)
+                try:
+                    broken = await self._attempt(job, route, wait)
+                finally:
+                    self.last_reason = wait.reason
                 left = job.request.unanswered(route.slices)
                 if not left:
                     return

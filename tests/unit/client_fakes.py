@@ -39,6 +39,8 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
     """Holds the slices that come; plans in ``breaks`` are used up one per stream."""
 
     def __init__(self, name: str, incarnation: int = 1) -> None:
+        #: What it waits for, told before any answer to a Push.
+        self.says = ""
         self.name, self.incarnation = name, incarnation
         self.weights: dict[int, np.ndarray] = {}
         self.versions: dict[int, int] = {}
@@ -75,6 +77,8 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
             )
 
     async def Push(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        if self.says:
+            yield server_pb2.PushResponse(waiting_for=self.says)
         async for index, ignored in self._taking(requests, context):
             yield server_pb2.PushResponse(slice=index, version=self.versions[index], ignored=ignored)
 

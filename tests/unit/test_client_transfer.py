@@ -202,6 +202,10 @@ async def test_request_timeout_says_what_was_waited_for(setup: Setup) -> None:
     with pytest.raises(errors.WaitTimeoutError, match=r"step 0 of 'p' took longer than request_timeout=0.2 s.*server-"):
         await weights.push(gradient())
     assert weights.step == 0
+    setup.servers[1].breaks = [Break(0, hang=asyncio.Event())]
+    setup.servers[1].says = "for worker-1 (rank 1) to push step 0"
+    with pytest.raises(errors.WaitTimeoutError, match=r"waiting for worker-1 \(rank 1\) to push step 0"):
+        await weights.push(gradient())
 
 
 async def test_non_finite_gradients_are_not_sent(setup: Setup) -> None:
