@@ -123,8 +123,8 @@ class Slicing:
 
 
 def choose_slice_elements(total: int) -> int:
-    """A power of two between 16 KiB and 1 MiB (of float32) that cuts ``total`` elements into about 16 slices or "
-    "more."""
+    """A power of two between 16 KiB and 1 MiB (of float32) that cuts ``total`` elements into about 16 slices
+    or more."""
     wanted = max(1, total // _SLICES_WANTED)
     return min(SLICE_ELEMENTS_MAX, max(SLICE_ELEMENTS_MIN, 1 << (wanted - 1).bit_length()))
 

@@ -1,7 +1,8 @@
 """The join token: sent as metadata with every call, compared in constant time before the body is read.
 
 A refused call is answered by a handler of stream shape, because gRPC reads and parses the request of a unary handler
-before the handler runs. The health service is open: probes have no token and it tells nothing but "serving".
+before the handler runs. The health check is open: probes have no token and it tells nothing but "serving". The health
+service's other methods are not: they keep what the caller sent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from psdist.errors import UnauthenticatedError
 from psdist.wire import status
 
 KEY: Final = "authorization"
-_OPEN_PREFIX: Final = "/grpc.health.v1.Health/"
+_OPEN_METHOD: Final = "/grpc.health.v1.Health/Check"
 
 
 def make_token() -> str:
@@ -42,7 +43,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         """Passes the call on, or answers it with the refusal."""
-        if not self._expected or handler_call_details.method.startswith(_OPEN_PREFIX):
+        if not self._expected or handler_call_details.method == _OPEN_METHOD:
             return await continuation(handler_call_details)
         given = dict(handler_call_details.invocation_metadata or ()).get(KEY, "")
         given_bytes = given if isinstance(given, bytes) else given.encode()

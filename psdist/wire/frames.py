@@ -48,15 +48,24 @@ def pack(header: Message, payload: bytes | memoryview) -> bytes:
     return b"".join((head, padding, _PAYLOAD_TAG, length, payload))
 
 
+def parse(cls: type[M], data: bytes) -> M:
+    """The message that ``data`` is. Raises InvalidArgumentError where it is none; gRPC's own parsing has no typed error
+    for that, and writes a traceback, so services register their methods without it."""
+    try:
+        return cls.FromString(data)
+    except DecodeError as error:
+        raise InvalidArgumentError(f"{len(data)} bytes are not a valid {cls.DESCRIPTOR.full_name}: {error}") from None
+
+
 def unpack(cls: type[M], data: bytes) -> Frame[M]:
     """Parses ``data`` as message ``cls``. Raises InvalidArgumentError where it is not valid protobuf."""
     try:
         start, body, end = _find_payload(data)
         if end == len(data) and start < end:
             return Frame(cls.FromString(data[:start]), memoryview(data)[body:end])
-        message = cls.FromString(data)
-    except DecodeError as error:
-        raise InvalidArgumentError(f"{len(data)} bytes are not a valid {cls.DESCRIPTOR.full_name}: {error}") from None
+    except DecodeError:
+        pass  # The real parser has the last word, and the better message.
+    message = parse(cls, data)
     payload: bytes = message.payload  # type: ignore[attr-defined]
     message.ClearField("payload")
     return Frame(message, memoryview(payload))

@@ -12,7 +12,7 @@ PROTOCOL_VERSION: Final = 1
 
 #: Largest message on the data path: a slice of 1 MiB and its header, with room for slices in float64 one day.
 DATA_MESSAGE_BYTES: Final = 4 << 20
-#: Largest message to or from the scheduler: a layout of TENSORS_MAX tensors fits.
+#: Largest message to or from the scheduler: a layout of TENSORS_MAX tensors with names of up to 200 characters fits.
 CONTROL_MESSAGE_BYTES: Final = 64 << 20
 METADATA_BYTES: Final = 16 << 10
 

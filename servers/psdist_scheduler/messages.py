@@ -7,9 +7,7 @@ texts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
-
-from google.protobuf.message import DecodeError, Message
+from typing import Any
 
 from psdist.config import parse_address
 from psdist.errors import InvalidArgumentError, LimitExceededError
@@ -36,8 +34,6 @@ from psdist_scheduler.events import (
 )
 from psdist_scheduler.records import Role
 
-M = TypeVar("M", bound=Message)
-
 TEXT_CHARACTERS_MAX = 1024
 ROLES: dict[str, pb.Role] = {"server": pb.ROLE_SERVER, "worker": pb.ROLE_WORKER}
 _ROLE_NAMES: dict[int, Role] = {pb.ROLE_SERVER: "server", pb.ROLE_WORKER: "worker"}
@@ -56,14 +52,6 @@ class MapCache:
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
-
-
-def parse(cls: type[M], data: bytes) -> M:
-    """The message that ``data`` is. Raises InvalidArgumentError where it is none."""
-    try:
-        return cls.FromString(data)
-    except DecodeError as error:
-        raise InvalidArgumentError(f"{len(data)} bytes are not a valid {cls.DESCRIPTOR.full_name}: {error}") from None
 
 
 def caller(request: Any) -> Caller:

@@ -28,7 +28,7 @@ import psdist
 from psdist.errors import InternalError, InvalidArgumentError, PsdistError, WaitTimeoutError
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
-from psdist.wire import convert
+from psdist.wire import convert, frames
 from psdist.wire import status as wire_status
 from psdist_scheduler import messages, report
 from psdist_scheduler.cluster import Cluster
@@ -227,7 +227,7 @@ def _typed(handler: Handler) -> Handler:
     async def call(self: Service, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
             if isinstance(request, bytes):
-                request = messages.parse(request_class, request)
+                request = frames.parse(request_class, request)
             return await handler(self, request, context)
         except PsdistError as error:
             log.info("%s refused: %s", handler.__name__, error)
@@ -360,7 +360,7 @@ class Service:
 
     async def _read_session(self, number: int, member_id: str, context: grpc.aio.ServicerContext) -> None:
         while (data := await context.read()) is not grpc.aio.EOF:
-            request = messages.parse(pb.SessionRequest, data)
+            request = frames.parse(pb.SessionRequest, data)
             match request.WhichOneof("event"):
                 case "heartbeat":
                     self._heartbeat(number, member_id, request.heartbeat)
@@ -383,7 +383,7 @@ async def _first_message(context: grpc.aio.ServicerContext) -> pb.SessionRequest
         data = await asyncio.wait_for(context.read(), HELLO_SECONDS)
     except TimeoutError:
         raise WaitTimeoutError(f"a session must say hello within {HELLO_SECONDS:g} s") from None
-    request = messages.parse(pb.SessionRequest, b"" if data is grpc.aio.EOF else data)
+    request = frames.parse(pb.SessionRequest, b"" if data is grpc.aio.EOF else data)
     if request.WhichOneof("event") != "hello":
         raise InvalidArgumentError("the first message of a session must be its hello")
     hello: pb.SessionRequest.Hello = request.hello

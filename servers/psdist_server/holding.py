@@ -273,8 +273,8 @@ class Holding:
             self._carry_out(shard.on(event))
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
-        """Carries effects out in order; those that follow from them are queued, so that no chain of them is too "
-        "deep."""
+        """Carries effects out in order; those that follow from them are queued, so that no chain of them is too
+        deep."""
         self._effects.extend(effects)
         if self._carrying_out:
             return

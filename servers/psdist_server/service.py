@@ -24,6 +24,8 @@ from psdist_server.host import Host
 
 SERVICE: Final = "psdist.v1.ServerService"
 _NORMS_PER_MESSAGE: Final = 1 << 17
+#: Whom a call is from until its first message is read.
+_NOBODY: Final = Identity(run_id="", worker_id="", incarnation=0, epoch=0, parameters="")
 
 
 class ServerService:
@@ -37,16 +39,16 @@ class ServerService:
         pb = server_pb2
         unary_answers = {
             "GetStatistics": grpc.unary_unary_rpc_method_handler(
-                self._get_statistics, pb.GetStatisticsRequest.FromString, pb.GetStatisticsResponse.SerializeToString
+                self._get_statistics, None, pb.GetStatisticsResponse.SerializeToString
             ),
             "Install": grpc.stream_unary_rpc_method_handler(self._install, None, pb.InstallResponse.SerializeToString),
         }
         streamed_answers = {
             "PushPull": grpc.stream_stream_rpc_method_handler(self._push_pull),
             "Push": grpc.stream_stream_rpc_method_handler(self._push),
-            "Pull": grpc.unary_stream_rpc_method_handler(self._pull, pb.PullRequest.FromString, None),
+            "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
             "FetchNorms": grpc.unary_stream_rpc_method_handler(
-                self._fetch_norms, pb.FetchNormsRequest.FromString, pb.FetchNormsResponse.SerializeToString
+                self._fetch_norms, None, pb.FetchNormsResponse.SerializeToString
             ),
         }
         return grpc.method_handlers_generic_handler(SERVICE, unary_answers | streamed_answers)
@@ -56,7 +58,7 @@ class ServerService:
     async def _push_pull(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        call = _new_push(wants_weights=True)
+        call = Call(_NOBODY, is_push=True, wants_weights=True)
 
         async def weights(answer: Answer, holding: Holding) -> bytes:
             return await holding.encode(answer, call)
@@ -70,7 +72,7 @@ class ServerService:
                 slice=answer.index, version=answer.version, ignored=answer.ignored, staleness=answer.staleness
             ).SerializeToString()
 
-        call = _new_push(wants_weights=False)
+        call = Call(_NOBODY, is_push=True, wants_weights=False)
         async for message in self._serve_push(call, server_pb2.PushRequest, requests, context, acknowledgement):
             yield message
 
@@ -136,9 +138,11 @@ class ServerService:
 
     # --- pulling ------------------------------------------------------------------------------------------------------
 
-    async def _pull(self, request: server_pb2.PullRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        call = Call(convert.identity_from_proto(request.identity), is_push=False, wants_weights=True)
+    async def _pull(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        call = Call(_NOBODY, is_push=False, wants_weights=True)
         try:
+            request = frames.parse(server_pb2.PullRequest, data)
+            call.identity = convert.identity_from_proto(request.identity)
             holding = await self._host.admit(call.identity)
             holding.check_installed()
             call.pull_dtype = _wire_dtype(request.dtype)
@@ -195,9 +199,10 @@ class ServerService:
         return server_pb2.InstallResponse(slices=count)
 
     async def _fetch_norms(
-        self, request: server_pb2.FetchNormsRequest, context: grpc.aio.ServicerContext
+        self, data: bytes, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[server_pb2.FetchNormsResponse]:
         try:
+            request = frames.parse(server_pb2.FetchNormsRequest, data)
             holding = await self._host.admit_server(request.run_id, request.epoch, request.parameters)
         except PsdistError as error:
             await status.abort(context, error)
@@ -206,15 +211,12 @@ class ServerService:
             part = squares[start : start + _NORMS_PER_MESSAGE]
             yield server_pb2.FetchNormsResponse(slices=[i for i, _ in part], squares=[value for _, value in part])
 
-    async def _get_statistics(
-        self, request: server_pb2.GetStatisticsRequest, context: grpc.aio.ServicerContext
-    ) -> server_pb2.GetStatisticsResponse:
+    async def _get_statistics(self, data: bytes, context: grpc.aio.ServicerContext) -> server_pb2.GetStatisticsResponse:
+        try:
+            frames.parse(server_pb2.GetStatisticsRequest, data)
+        except PsdistError as error:
+            await status.abort(context, error)
         return self._host.statistics()
-
-
-def _new_push(wants_weights: bool) -> Call:
-    nobody = Identity(run_id="", worker_id="", incarnation=0, epoch=0, parameters="")
-    return Call(nobody, is_push=True, wants_weights=wants_weights)
 
 
 def _wire_dtype(value: int) -> str:
