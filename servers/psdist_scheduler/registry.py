@@ -213,8 +213,13 @@ class Registry:
                 p.versions[server] = version
 
     def server_session(self, server: str, members: Membership) -> list[Effect]:
-        """A server's session opened: it is asked what it was not asked yet, or was asked on a stream that broke."""
-        return [effect for join in self._joins if server in join.servers for effect in join.ask(server, members)]
+        """A server's session opened: it is asked about every join. What it had accepted ended with its last session."""
+        effects: list[Effect] = []
+        for join in self._joins:
+            if server in join.servers:
+                join.accepted.pop(server, None)
+                effects += join.ask(server, members)
+        return effects
 
     def join_answered(
         self, server: str, proposal_id: int, accepted: bool, version_max: int, members: Membership

@@ -317,7 +317,12 @@ class Holding:
     def _start_kernel(self, effect: Apply | Aggregate) -> None:
         small = self.entry.slicing.slice_elements <= INLINE_ELEMENTS
         if small and not self._asynchronous:
-            self._finish_kernel(effect, self._run_kernel(effect))
+            try:
+                outcome = self._run_kernel(effect)
+            except Exception as error:  # Whoever waits for the slice must hear of it, not only who pushed last.
+                self.fail(f"the update of slice {effect.index}", error)
+            else:
+                self._finish_kernel(effect, outcome)
             return
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._pool, self._run_kernel, effect)
@@ -345,10 +350,14 @@ class Holding:
             return
         if (error := done.exception()) is None:
             self._finish_kernel(effect, done.result())
-            return
-        _log.error("update failed", parameters=self.entry.spec.name, slice=effect.index, exc_info=error)
+        else:
+            self.fail(f"the update of slice {effect.index}", error)
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """A defect: everybody who waits for something here is told, and the log has the traceback."""
+        _log.error("failed", parameters=self.entry.spec.name, what=what, exc_info=error)
         for call in {id(call): call for call in self._calls.values()}.values():
-            call.fail(InternalError(f"the update of slice {effect.index} failed: {error!r}"))
+            call.fail(InternalError(f"{what} of {self.entry.spec.name!r} failed: {error!r}"))
 
     def _finish_kernel(self, effect: Apply | Aggregate, outcome: tuple[float, float]) -> None:
         seconds, square = outcome

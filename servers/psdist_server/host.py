@@ -86,9 +86,8 @@ class Host:
         self.check_live(identity)
         if identity.epoch < self.map.epoch:
             raise StaleEpochError(
-                f"the request was routed by epoch {identity.epoch}, the cluster is at {self.map.epoch}: fetch the "
-                "map, route "
-                "anew and send again",
+                f"the request was routed by epoch {identity.epoch}, the cluster is at {self.map.epoch}: fetch the map, "
+                "route anew and send again",
                 epoch=self.map.epoch,
             )
         holding = self.holding(identity.parameters)
@@ -171,9 +170,14 @@ class Host:
     # --- clipping by the global norm ----------------------------------------------------------------------------------
 
     def _share_norm(self, holding: Holding, step: int) -> None:
+        def done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()):
+                holding.fail(f"the gradient norm of step {step}", error)
+
         task = asyncio.get_running_loop().create_task(self._find_norm(holding, step))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(done)
 
     async def _find_norm(self, holding: Holding, step: int) -> None:
         """Asks the other servers for their squares, then lets the step be applied."""
@@ -186,7 +190,7 @@ class Host:
 
     async def _fetch_squares(self, server_id: str, holding: Holding, step: int) -> dict[int, float]:
         """Asks until the server answers: without its squares the step cannot go on. Shows as a wait of the workers."""
-        name = holding.entry.spec.name
+        name, said = holding.entry.spec.name, ""
         while self._holdings.get(name) is holding:
             request = server_pb2.FetchNormsRequest(
                 run_id=self.map.run_id, epoch=self.map.epoch, parameters=name, step=step
@@ -198,7 +202,9 @@ class Host:
                     squares |= dict(zip(part.slices, part.squares, strict=True))
                 return squares
             except (grpc.aio.AioRpcError, PsdistError) as error:
-                _log.warning("no norms", server=server_id, parameters=name, step=step, reason=str(error))
+                if said != str(error):
+                    said = str(error)
+                    _log.warning("no norms yet", server=server_id, parameters=name, step=step, reason=said)
                 await asyncio.sleep(_RETRY_SECONDS)
         raise asyncio.CancelledError
 
