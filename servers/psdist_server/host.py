@@ -149,11 +149,10 @@ class Host:
         if parameters in self._holdings:
             self._holdings[parameters].withdraw(worker_id)
 
-    def drop_proposals(self) -> None:
-        """Forgets all proposals that did not become members: those of a scheduler's life that is over."""
-        for holding in self._holdings.values():
-            for worker_id in holding.proposed:
-                holding.withdraw(worker_id)
+    @property
+    def proposals(self) -> set[tuple[str, str]]:
+        """Parameters and worker of every proposal that was accepted and is no member yet."""
+        return {(name, worker_id) for name, holding in self._holdings.items() for worker_id in holding.proposed}
 
     # --- calls --------------------------------------------------------------------------------------------------------
 

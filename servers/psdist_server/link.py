@@ -53,6 +53,8 @@ class SchedulerLink:
         self._lease_seconds = 2.0
         self._in_session = False
         self._leaving = False
+        #: Proposals of earlier sessions: what the first map does not confirm, nobody is left to confirm or withdraw.
+        self._stale: set[tuple[str, str]] = set()
         self._up: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
 
     async def register(self, timeout_seconds: float) -> ClusterMap:
@@ -119,7 +121,7 @@ class SchedulerLink:
             delay = min(_RETRY_MAX_SECONDS, delay * 2)
 
     async def _session(self, host: Host) -> None:
-        self._up = asyncio.Queue()
+        self._up, self._stale = asyncio.Queue(), host.proposals
         call = self._stub.Session(self._requests(host), metadata=self._metadata)
         async for response in call:
             await self._handle(response, host)
@@ -144,12 +146,13 @@ class SchedulerLink:
             case "map":
                 await host.follow(convert.map_from_proto(response.map))
                 if not self._in_session:
-                    # A proposal does not outlive its session: nobody is left to confirm or to withdraw it.
                     self._in_session = True
-                    host.drop_proposals()
+                    for parameters, worker_id in self._stale:
+                        host.withdraw(parameters, worker_id)
             case "join_proposal":
                 proposal = response.join_proposal
                 member = convert.member_from_proto(proposal.member)
+                self._stale.discard((proposal.parameters, member.worker_id))
                 accepted, version_max = host.propose(proposal.parameters, member)
                 answer = pb.SessionRequest.JoinAnswer(
                     proposal_id=proposal.proposal_id, accepted=accepted, version_max=version_max

@@ -263,6 +263,20 @@ async def test_expelled_worker_is_fenced_in_the_middle_of_a_wait(bench: Bench) -
     assert isinstance(status.from_call(caught.value, "server"), FencedError)
 
 
+async def test_a_proposal_holds_its_step_until_it_is_withdrawn(bench: Bench) -> None:
+    await bench.create()
+    assert bench.host.propose("p", ParametersMember("worker-1", 1, 1, first_step=0)) == (True, 0)
+    assert bench.host.proposals == {("p", "worker-1")}
+    requests = [pb.PushPullRequest(slice=i, payload=part) for i, part in enumerate(payloads(GRADIENT))]
+    requests[0].header.CopyFrom(bench.header(0))
+    call = bench.stub.PushPull(iter(requests), metadata=auth.metadata(TOKEN))
+    while not bench.host.holding("p").counters.bytes_held:
+        await grpc_turn(bench)
+    bench.host.withdraw("p", "worker-1")
+    assert [answer.version async for answer in call] == [1, 1, 1]
+    assert bench.host.proposals == set()
+
+
 async def grpc_turn(bench: Bench) -> None:
     """One round trip: everything sent before it has reached the server's loop."""
     await bench.stub.GetStatistics(pb.GetStatisticsRequest(), metadata=auth.metadata(TOKEN))
