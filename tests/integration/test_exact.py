@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,26 +18,29 @@ from psdist.optim import Optimizer
 from psdist_server import reference
 from psdist_server.optimizers import Rule, clip_factor
 
-STEPS = 6
+STEPS = 5
 SLICE = 4096
 #: Eight slices and a bit, with tensors that begin and end anywhere, a scalar and an empty one among them.
 SHAPES = {"embed": (101, 61), "w1": (17, 23, 41), "scale": (), "none": (0, 4), "w2": (9973,), "b": (7,), "w3": (1301,)}
 TOTAL = sum(int(np.prod(shape)) for shape in SHAPES.values())
 
-WARM = optim.Cosine(20, warmup_steps=3)
-OPTIMIZERS: dict[str, Optimizer] = {
+PLAIN: dict[str, Optimizer] = {
     "sgd": optim.SGD(lr=0.1, weight_decay=0.01),
-    "momentum": optim.SGD(lr=0.1, momentum=0.9, dampening=0.1, schedule=WARM),
-    "nesterov": optim.SGD(lr=0.1, momentum=0.9, nesterov=True, max_grad_norm=5.0),
-    "adam": optim.Adam(lr=1e-2),
-    "adam-clipped-warm": optim.Adam(lr=1e-2, weight_decay=0.1, max_grad_norm=1.0, schedule=WARM),
-    "adamw": optim.AdamW(lr=1e-2, schedule=optim.Linear(10, warmup_steps=2)),
+    "momentum": optim.SGD(lr=0.1, momentum=0.9, dampening=0.1),
+    "nesterov": optim.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": optim.Adam(lr=1e-2, weight_decay=0.1),
+    "adamw": optim.AdamW(lr=1e-2),
     "adagrad": optim.Adagrad(lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5),
     "rmsprop": optim.RMSprop(lr=1e-2),
-    "rmsprop-full": optim.RMSprop(lr=1e-2, momentum=0.9, centered=True, weight_decay=0.01, max_grad_norm=2.0),
-    "lion": optim.Lion(lr=1e-3, weight_decay=0.1, schedule=WARM),
+    "rmsprop-full": optim.RMSprop(lr=1e-2, momentum=0.9, centered=True, weight_decay=0.01),
+    "lion": optim.Lion(lr=1e-3, weight_decay=0.1),
     "ftrl": optim.FTRL(lr=0.1, l1=0.01, l2=0.1),
     "overrides": optim.Adam(overrides=(optim.override("w*", lr=0.1, beta1=0.5), optim.override("b", lr=0.0))),
+}
+WARM = optim.Cosine(20, warmup_steps=3)
+#: Every optimizer as it is, and with warm-up and clipping.
+OPTIMIZERS = PLAIN | {
+    f"{name}-warm-clipped": replace(spec, schedule=WARM, max_grad_norm=1.0) for name, spec in PLAIN.items()
 }
 
 
