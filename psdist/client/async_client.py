@@ -1,7 +1,9 @@
 """``AsyncClient``: one worker's membership in a run, and the door to its parameters.
 
-Connects by the environment of the launcher where nothing is passed. Everything runs on the loop it was connected in;
-all clients of a process must share one loop, because grpc.aio polls for only one (grpc issue 42357).
+Connects by the environment of the launcher where nothing is passed. Everything runs on the loop it was connected in,
+heartbeats too: a script that computes on that loop for longer than the lease (``--failure-timeout``) is taken for
+dead, so long computations belong in a thread (``asyncio.to_thread``), or use ``Client``, whose loop is a thread of its
+own. All clients of a process must share one loop, because grpc.aio polls for only one (grpc issue 42357).
 """
 
 from __future__ import annotations
