@@ -94,7 +94,8 @@ class Waits:
             del self._open[id(wait)]
 
     def sentences(self) -> list[str]:
-        """One sentence per wait that has lasted, longest first."""
+        """The reason of each wait that has lasted, and for how long, longest first. Who reads it knows who waits."""
         long = [wait for wait in self._open.values() if wait.seconds >= limits.REPORT_WAIT_SECONDS]
         long.sort(key=lambda wait: -wait.seconds)
-        return [wait.sentence for wait in long[:_SENTENCES_MAX]]
+        reasons = dict.fromkeys(f"{wait.reason} ({wait.seconds:.0f} s)" for wait in long)
+        return list(reasons)[:_SENTENCES_MAX]

@@ -1,0 +1,19 @@
+"""Waits that last are listed once per reason, with how long they have lasted."""
+
+from __future__ import annotations
+
+import pytest
+
+from psdist.client.waits import Waits
+from psdist.wire import limits
+
+
+async def test_lasting_waits_are_listed_once_per_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = Waits()
+    with waits.open("for server-0"), waits.open("for server-0") as second, waits.open("for worker-1"):
+        assert waits.sentences() == []
+        monkeypatch.setattr(limits, "REPORT_WAIT_SECONDS", 0.0)
+        assert waits.sentences() == ["for server-0 (0 s)", "for worker-1 (0 s)"]
+        second.hear("for worker-1")
+        assert waits.sentences() == ["for server-0 (0 s)", "for worker-1 (0 s)"]
+    assert waits.sentences() == []
