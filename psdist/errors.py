@@ -200,6 +200,13 @@ class ServerUnreachableError(PsdistError, ConnectionError):
     status = "UNAVAILABLE"
 
 
+class SharingUnavailableError(PsdistError):
+    """A worker and a server cannot share memory; the message says why. Nothing is wrong with the data."""
+
+    code = "sharing_unavailable"
+    status = "FAILED_PRECONDITION"
+
+
 class ServerLostError(PsdistError):
     """A server that held a part of the parameters is gone, and with it what it held."""
 

@@ -143,6 +143,90 @@ class PullResponse(_message.Message):
     payload: bytes
     def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., waiting_for: _Optional[str] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
+class ShareRequest(_message.Message):
+    __slots__ = ("call_id", "attach", "push", "pull", "cancel")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    PUSH_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    attach: Attach
+    push: SharedPush
+    pull: SharedPull
+    cancel: SharedCancel
+    def __init__(self, call_id: _Optional[int] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., push: _Optional[_Union[SharedPush, _Mapping]] = ..., pull: _Optional[_Union[SharedPull, _Mapping]] = ..., cancel: _Optional[_Union[SharedCancel, _Mapping]] = ...) -> None: ...
+
+class Attach(_message.Message):
+    __slots__ = ("identity", "socket", "dtype")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    identity: Identity
+    socket: str
+    dtype: _common_pb2.DType
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., socket: _Optional[str] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ...) -> None: ...
+
+class SharedPush(_message.Message):
+    __slots__ = ("header", "wants_weights", "slices", "base_versions")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    WANTS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    header: PushHeader
+    wants_weights: bool
+    slices: _containers.RepeatedScalarFieldContainer[int]
+    base_versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., wants_weights: _Optional[bool] = ..., slices: _Optional[_Iterable[int]] = ..., base_versions: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SharedPull(_message.Message):
+    __slots__ = ("identity", "min_version", "slices")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    identity: Identity
+    min_version: int
+    slices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., min_version: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SharedCancel(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ShareResponse(_message.Message):
+    __slots__ = ("call_id", "attached", "answers", "waiting_for", "error")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    attached: Attached
+    answers: SharedAnswers
+    waiting_for: str
+    error: _common_pb2.ErrorDetail
+    def __init__(self, call_id: _Optional[int] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., answers: _Optional[_Union[SharedAnswers, _Mapping]] = ..., waiting_for: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
+class Attached(_message.Message):
+    __slots__ = ("nonce", "weights_nonce")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_NONCE_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    weights_nonce: bytes
+    def __init__(self, nonce: _Optional[bytes] = ..., weights_nonce: _Optional[bytes] = ...) -> None: ...
+
+class SharedAnswers(_message.Message):
+    __slots__ = ("slices", "versions", "ignored", "staleness")
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    IGNORED_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    slices: _containers.RepeatedScalarFieldContainer[int]
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    ignored: _containers.RepeatedScalarFieldContainer[int]
+    staleness: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slices: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[int]] = ..., ignored: _Optional[_Iterable[int]] = ..., staleness: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class FetchNormsRequest(_message.Message):
     __slots__ = ("run_id", "epoch", "parameters", "step")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

@@ -54,6 +54,11 @@ class ServerServiceStub:
                 request_serializer=psdist_dot_v1_dot_server__pb2.PullRequest.SerializeToString,
                 response_deserializer=psdist_dot_v1_dot_server__pb2.PullResponse.FromString,
                 _registered_method=True)
+        self.Share = channel.stream_stream(
+                '/psdist.v1.ServerService/Share',
+                request_serializer=psdist_dot_v1_dot_server__pb2.ShareRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_server__pb2.ShareResponse.FromString,
+                _registered_method=True)
         self.FetchNorms = channel.unary_stream(
                 '/psdist.v1.ServerService/FetchNorms',
                 request_serializer=psdist_dot_v1_dot_server__pb2.FetchNormsRequest.SerializeToString,
@@ -98,6 +103,14 @@ class ServerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Share(self, request_iterator, context):
+        """Shared memory between a worker and this server on one host, for one parameters: the first request attaches, the
+        others are calls whose payloads lie in the arenas. The attachment lasts as long as the stream. See docs/wire.md.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchNorms(self, request, context):
         """Squared norms of a step's aggregated gradient, for clipping by the global norm. Server to server; waits until
         the step is aggregated.
@@ -135,6 +148,11 @@ def add_ServerServiceServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=psdist_dot_v1_dot_server__pb2.PullRequest.FromString,
                     response_serializer=psdist_dot_v1_dot_server__pb2.PullResponse.SerializeToString,
+            ),
+            'Share': grpc.stream_stream_rpc_method_handler(
+                    servicer.Share,
+                    request_deserializer=psdist_dot_v1_dot_server__pb2.ShareRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_server__pb2.ShareResponse.SerializeToString,
             ),
             'FetchNorms': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchNorms,
@@ -255,6 +273,33 @@ class ServerService:
             '/psdist.v1.ServerService/Pull',
             psdist_dot_v1_dot_server__pb2.PullRequest.SerializeToString,
             psdist_dot_v1_dot_server__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Share(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/psdist.v1.ServerService/Share',
+            psdist_dot_v1_dot_server__pb2.ShareRequest.SerializeToString,
+            psdist_dot_v1_dot_server__pb2.ShareResponse.FromString,
             options,
             channel_credentials,
             insecure,
