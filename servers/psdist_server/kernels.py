@@ -210,41 +210,99 @@ def _type_pointer(_context: Any, _address: Any) -> Any:
 _pointer = intrinsic(_type_pointer)
 
 
-@_kernel(_OUT, types.Array(types.uintp, 1, "C"), types.Array(types.int64, 1, "C"), _F, _F)
-def _combine(out: Any, addresses: Any, codes: Any, divisor: Any, factor: Any) -> None:
+@numba.njit(error_model="numpy")
+def _add(block: Any, address: Any, code: Any, start: Any, first: Any) -> None:
+    """One part's block: copied for the first part, added for the others."""
+    size = block.size
+    if code == _FLOAT32:
+        floats = carray(_pointer(address + np.uintp(4 * start)), (size,), np.float32)
+        for i in range(size):
+            block[i] = floats[i] if first else block[i] + floats[i]
+    elif code == _BFLOAT16:
+        brains = carray(_pointer(address + np.uintp(2 * start)), (size,), np.uint16)
+        for i in range(size):
+            block[i] = _widen_brain(brains[i]) if first else block[i] + _widen_brain(brains[i])
+    else:
+        halves = carray(_pointer(address + np.uintp(2 * start)), (size,), np.uint16)
+        for i in range(size):
+            block[i] = _widen_half(halves[i]) if first else block[i] + _widen_half(halves[i])
+
+
+@numba.njit(error_model="numpy")
+def _add_last(block: Any, one: Any, other: Any, start: Any, first: Any, divisor: Any, factor: Any) -> Any:
+    """The last two parts, float32 both, with division and check in the same pass; 0 where all is finite."""
+    size = block.size
+    ones = carray(_pointer(one + np.uintp(4 * start)), (size,), np.float32)
+    others = carray(_pointer(other + np.uintp(4 * start)), (size,), np.float32)
+    bad = _U(0)
+    if factor != np.float32(0.0):
+        for i in range(size):
+            value = np.float32(((ones[i] if first else block[i] + ones[i]) + others[i]) * factor)
+            block[i] = value
+            bad |= _U(_U(np.float32(value).view(np.uint32) & _INFINITY) == _INFINITY)
+    else:
+        for i in range(size):
+            value = np.float32(((ones[i] if first else block[i] + ones[i]) + others[i]) / divisor)
+            block[i] = value
+            bad |= _U(_U(np.float32(value).view(np.uint32) & _INFINITY) == _INFINITY)
+    return bad
+
+
+@numba.njit(error_model="numpy")
+def _take_one(block: Any, address: Any, start: Any, factor: Any) -> Any:
+    """The only part, float32, multiplied and checked; 0 where all is finite."""
+    values = carray(_pointer(address + np.uintp(4 * start)), (block.size,), np.float32)
+    bad = _U(0)
+    for i in range(block.size):
+        value = np.float32(values[i] * factor)
+        block[i] = value
+        bad |= _U(_U(np.float32(value).view(np.uint32) & _INFINITY) == _INFINITY)
+    return bad
+
+
+@numba.njit(error_model="numpy")
+def _divide(block: Any, divisor: Any, factor: Any) -> Any:
+    """Division and check of a block that holds its sum; 0 where all is finite."""
+    bad = _U(0)
+    if factor != np.float32(0.0):
+        for i in range(block.size):
+            block[i] = block[i] * factor
+    else:
+        for i in range(block.size):
+            block[i] = block[i] / divisor
+    bits = block.view(np.uint32)
+    for i in range(block.size):
+        bad |= _U(_U(bits[i] & _INFINITY) == _INFINITY)
+    return bad
+
+
+@_kernel(_OUT, types.Array(types.uintp, 1, "C"), types.Array(types.int64, 1, "C"), _F, _F, result=types.boolean)
+def _combine(out: Any, addresses: Any, codes: Any, divisor: Any, factor: Any) -> Any:
     # Block by block, so that ``out`` goes to memory once for any number of parts. Parts come as addresses because they
     # differ in number and type, and a compiled function for each combination would not do.
+    count, bad = codes.size, _U(0)
+    paired = count >= 2 and codes[count - 2] == _FLOAT32 and codes[count - 1] == _FLOAT32
     for start in range(0, out.size, _BLOCK):
         block = out[start : start + _BLOCK]
-        size = block.size
-        for part in range(codes.size):
-            first = part == 0
-            if codes[part] == _FLOAT32:
-                floats = carray(_pointer(addresses[part] + np.uintp(4 * start)), (size,), np.float32)
-                for i in range(size):
-                    block[i] = floats[i] if first else block[i] + floats[i]
-            elif codes[part] == _BFLOAT16:
-                brains = carray(_pointer(addresses[part] + np.uintp(2 * start)), (size,), np.uint16)
-                for i in range(size):
-                    block[i] = _widen_brain(brains[i]) if first else block[i] + _widen_brain(brains[i])
-            else:
-                halves = carray(_pointer(addresses[part] + np.uintp(2 * start)), (size,), np.uint16)
-                for i in range(size):
-                    block[i] = _widen_half(halves[i]) if first else block[i] + _widen_half(halves[i])
-        if factor != np.float32(0.0):
-            for i in range(size):
-                block[i] = block[i] * factor
-        elif divisor != np.float32(1.0):
-            for i in range(size):
-                block[i] = block[i] / divisor
+        if count == 1 and codes[0] == _FLOAT32 and factor != np.float32(0.0):
+            bad |= _take_one(block, addresses[0], start, factor)
+            continue
+        for part in range(count - 2 if paired else count):
+            _add(block, addresses[part], codes[part], start, part == 0)
+        if paired:
+            bad |= _add_last(block, addresses[count - 2], addresses[count - 1], start, count == 2, divisor, factor)
+        else:
+            bad |= _divide(block, divisor, factor)
+    return bad == _U(0)
 
 
-def combine(out: Floats, parts: Sequence[AnyArray], divisor: int) -> None:
-    """``out = (parts[0] + parts[1] + ...) / float32(divisor)``, added in this order in float32.
+def combine(out: Floats, parts: Sequence[AnyArray], divisor: int) -> bool:
+    """``out = (parts[0] + parts[1] + ...) / float32(divisor)``, added in this order in float32; whether all of it is
+    finite. It is not where a part holds NaN or Inf, or where the sum overflows. Each part is read once.
 
     out: float32[n], overwritten; overlaps no part.
     parts: at least one, each contiguous float32[n], float16[n] or bfloat16[n], mixed at will; 16-bit values are widened
-        exactly. A single float32 part with divisor 1 is copied.
+        exactly.
     divisor: 1 or more.
 
     Raises InvalidArgumentError, DTypeMismatchError or ShapeMismatchError, and then ``out`` is as it was.
@@ -257,14 +315,11 @@ def combine(out: Floats, parts: Sequence[AnyArray], divisor: int) -> None:
         _check_vector("part", part, part.dtype, out.size)
         if part.dtype not in _CODES:
             raise DTypeMismatchError(f"part has dtype {part.dtype}: use one of {', '.join(DTYPES)}", dtype=part.dtype)
-    if len(parts) == 1 and divisor == 1 and parts[0].dtype == out.dtype:
-        np.copyto(out, parts[0])
-        return
     addresses = np.array([part.__array_interface__["data"][0] for part in parts], np.uintp)
     codes = np.array([_CODES[part.dtype] for part in parts], np.int64)
     # To multiply by a power of two's inverse is to divide by it, bit for bit, and cheaper.
-    exact = divisor > 1 and divisor & (divisor - 1) == 0 and divisor < 1 << 64
-    _combine(out, addresses, codes, np.float32(divisor), np.float32(1.0 / divisor if exact else 0.0))
+    exact = divisor & (divisor - 1) == 0 and divisor < 1 << 64
+    return bool(_combine(out, addresses, codes, np.float32(divisor), np.float32(1.0 / divisor if exact else 0.0)))
 
 
 # --- sums, scaling, checks --------------------------------------------------------------------------------------------
