@@ -17,12 +17,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError, SchedulerUnreachableError
 
 if TYPE_CHECKING:
     from psdist.cli.flags import CommandLine, Flag
+
+#: How gradients and weights travel: "auto" shares memory with the servers of this host and uses gRPC to all others,
+#: "grpc" never shares, "shm" fails where memory cannot be shared.
+Transport = Literal["auto", "grpc", "shm"]
 
 START_TIMEOUT_SECONDS: Final = 60.0
 TOKEN_CHARACTERS_MAX: Final = 4096
@@ -89,6 +93,7 @@ class ClientSettings:
     world_size: int
     local_rank: int
     worker_id: str | None
+    transport: Transport
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -207,6 +212,7 @@ def client_settings(
     scheduler: str | None = None,
     token: str | None = None,
     run_id: str | None = None,
+    transport: str | None = None,
 ) -> ClientSettings:
     """Settings of a worker's client from ``environ`` (default: this process's); arguments count more.
 
@@ -234,7 +240,18 @@ def client_settings(
         world_size=world_size or 1,
         local_rank=_integer(environ, ("LOCAL_RANK",), 0) or 0,
         worker_id=environ.get("PSDIST_WORKER_ID") or None,
+        transport=_find_transport(environ, transport),
     )
+
+
+def _find_transport(environ: Mapping[str, str], argument: str | None) -> Transport:
+    source, value = "PSDIST_TRANSPORT", environ.get("PSDIST_TRANSPORT") or "auto"
+    if argument is not None:
+        source, value = "transport", argument
+    for choice in get_args(Transport):
+        if value == choice:
+            return cast(Transport, choice)
+    raise ConfigurationError(f"{source}={value!r:.80} is unknown: use one of {', '.join(get_args(Transport))}")
 
 
 def _integer(environ: Mapping[str, str], names: tuple[str, ...], minimum: int) -> int | None:

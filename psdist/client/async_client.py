@@ -24,7 +24,7 @@ from psdist.client.connection import Registration, SchedulerLink, Target
 from psdist.client.parameters import AsyncParameters, Options
 from psdist.client.transfer import DataPath
 from psdist.compression import Cast, resolve
-from psdist.config import client_settings, read_address
+from psdist.config import Transport, client_settings, read_address
 from psdist.consistency import BSP, Consistency
 from psdist.errors import (
     ClosedError,
@@ -53,6 +53,8 @@ class AsyncClient:
     rank: None reads ``RANK``, else the scheduler gives the lowest free one.
     connect_timeout: seconds for which to look for the scheduler.
     request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
+    transport: "auto" shares memory with the servers of this host and reaches others by gRPC, "grpc" never shares, "shm"
+        raises SharingUnavailableError where memory cannot be shared; None reads ``PSDIST_TRANSPORT``, else is "auto".
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class AsyncClient:
         rank: int | None = None,
         connect_timeout: float = 60.0,
         request_timeout: float | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self._arguments = (scheduler, token, run_id, worker_id, rank)
+        self._transport = transport
         self._connect_timeout = _positive("connect_timeout", connect_timeout)
         self._request_timeout = None if request_timeout is None else _positive("request_timeout", request_timeout)
         self._link: SchedulerLink | None = None
@@ -104,7 +108,7 @@ class AsyncClient:
             check_name(worker_id, "worker_id")
         # The file is waited for here, where the wait can be cancelled, not by client_settings.
         environ = {name: value for name, value in os.environ.items() if name != "PSDIST_SCHEDULER_FILE"}
-        settings = client_settings(environ, scheduler=scheduler, token=token, run_id=run_id)
+        settings = client_settings(environ, scheduler=scheduler, token=token, run_id=run_id, transport=self._transport)
         address, source = settings.scheduler, "the argument" if scheduler else "PSDIST_SCHEDULER"
         if not address and (file := os.environ.get("PSDIST_SCHEDULER_FILE")):
             address, source = await self._await_address(Path(file)), f"the file {file} of PSDIST_SCHEDULER_FILE"
@@ -113,7 +117,7 @@ class AsyncClient:
                 "no scheduler is named: run the script with 'psdist run script.py', or set PSDIST_SCHEDULER=HOST:PORT, "
                 "or pass psdist.Client('HOST:PORT'); psdist.init() starts a cluster of its own where there is none"
             )
-        self.local_rank = settings.local_rank
+        self.local_rank, self._transport = settings.local_rank, settings.transport
         return Target(
             address,
             source,
@@ -246,7 +250,7 @@ class AsyncClient:
     def _options(self, compression: Cast | str | None, pull_dtype: DType) -> Options:
         if pull_dtype not in WIRE_DTYPES:
             raise DTypeMismatchError(f"pull_dtype={pull_dtype!r:.60} is unknown: use one of {', '.join(WIRE_DTYPES)}")
-        return Options(resolve(compression), pull_dtype, self._request_timeout)
+        return Options(resolve(compression), pull_dtype, self._request_timeout, self._transport or "auto")
 
     # --- the rest ---
 

@@ -25,6 +25,7 @@ from psdist.client.routing import Route
 from psdist.client.session import Request, Session
 from psdist.client.transfer import DataPath, Job
 from psdist.compression import Cast
+from psdist.config import Transport
 from psdist.errors import NotMemberError, WaitTimeoutError
 from psdist.types import DType, Layout, ParametersSpec
 
@@ -57,6 +58,7 @@ class Options:
     codec: Cast
     pull_dtype: DType
     request_timeout: float | None = None
+    transport: Transport = "auto"
 
 
 class AsyncParameters:

@@ -17,6 +17,7 @@ from psdist.client.async_client import AsyncClient
 from psdist.client.parameters import AsyncParameters, Statistics
 from psdist.client.partition import Arrays
 from psdist.compression import Cast
+from psdist.config import Transport
 from psdist.consistency import Consistency
 from psdist.optim import Optimizer
 from psdist.types import DType, Layout, NonFinite, ParametersSpec
@@ -35,6 +36,7 @@ class Client:
         rank: int | None = None,
         connect_timeout: float = 60.0,
         request_timeout: float | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self._client = AsyncClient(
             scheduler,
@@ -44,6 +46,7 @@ class Client:
             rank=rank,
             connect_timeout=connect_timeout,
             request_timeout=request_timeout,
+            transport=transport,
         )
         self._handles: dict[int, Parameters] = {}
         loop.shared().call(self._client.connect())

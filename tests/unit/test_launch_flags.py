@@ -183,6 +183,8 @@ def test_client_settings(tmp_path: Path) -> None:
     settings = client_settings(environ)
     assert (settings.rank, settings.world_size, settings.local_rank) == (3, 4, 1)
     assert (settings.run_id, settings.worker_id) == ("r", "w")
+    assert lonely.transport == "auto" and client_settings({"PSDIST_TRANSPORT": "shm"}).transport == "shm"
+    assert client_settings({"PSDIST_TRANSPORT": "shm"}, transport="grpc").transport == "grpc"
     (tmp_path / "address").write_text("127.0.0.1:9\n")
     file = {"PSDIST_SCHEDULER_FILE": str(tmp_path / "address"), "DMLC_PS_ROOT_URI": "old", "DMLC_PS_ROOT_PORT": "1"}
     assert client_settings(file).scheduler == "127.0.0.1:9"
@@ -197,6 +199,7 @@ def test_client_settings(tmp_path: Path) -> None:
         ({"RANK": "2", "WORLD_SIZE": "2"}, "WORLD_SIZE 2"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
         ({"PSDIST_SCHEDULER": "host"}, "HOST:PORT"),
+        ({"PSDIST_TRANSPORT": "rdma"}, "PSDIST_TRANSPORT='rdma' is unknown: use one of auto, grpc, shm"),
         ({"PSDIST_TOKEN_FILE": "absent"}, "absent"),
         ({"PSDIST_RUN_ID": "a b"}, "'a b'"),
         ({"PSDIST_SCHEDULER_FILE": "absent", "PSDIST_START_TIMEOUT": "soon"}, "PSDIST_START_TIMEOUT"),
