@@ -33,6 +33,8 @@ Floats = NDArray[np.float32]
 Values = Mapping[str, float]
 #: (start, stop, group): elements [start, stop) of a slice have the hyperparameters ``Optimizer.group_values(group)``.
 Run = tuple[int, int, int]
+#: Arguments of the kernel by group.
+Scalars = tuple[tuple[np.float32, ...] | None, ...]
 
 _CLIP_EPS: Final = 1e-6
 #: FTRL divides by its rate: below this the inverse is no float32, and the update is left out.
@@ -50,6 +52,7 @@ class Rule:
         self._kernel, self.state_names = _plan(spec)
         self._scalars = _SCALARS[spec.kind]
         self._groups = tuple(spec.group_values(group) for group in range(len(spec.overrides) + 1))
+        self._scalars_kept: tuple[tuple[int, float], Scalars] | None = None
 
     def initialize(self, weights: Floats, states: Sequence[Floats], runs: Sequence[Run] | None = None) -> None:
         """Fills ``states`` with what they are before step 0, for these float32[n] ``weights``.
@@ -89,17 +92,39 @@ class Rule:
         """
         if step < 0:
             raise InvalidArgumentError(f"step={step} is out of range: steps count from 0", step=step)
-        runs = self._check(weights, states, gradient, runs)
+        self.update(
+            weights, states, gradient, self.scalars(step, lr_scale), self._check(weights, states, gradient, runs)
+        )
+
+    def scalars(self, step: int, lr_scale: float) -> Scalars:
+        """The kernel's float32 arguments for each group at this step; None where the update is left out. The last are
+        kept, as all slices of a step have the same."""
+        known = self._scalars_kept
+        if known is not None and known[0] == (step, lr_scale):
+            return known[1]
         factor = self.spec.schedule.factor(step)
+        with np.errstate(over="ignore"):
+            made = tuple(
+                None if values is None else tuple(map(np.float32, values))
+                for values in (self._scalars(one, one["lr"] * factor, float(lr_scale), step) for one in self._groups)
+            )
+        self._scalars_kept = ((step, lr_scale), made)
+        return made
+
+    def update(
+        self,
+        weights: Floats,
+        states: Sequence[Floats],
+        gradient: Floats,
+        scalars: Scalars,
+        runs: Sequence[Run],
+    ) -> None:
+        """``apply`` without its checks, for a caller that made the arrays and runs itself."""
         for start, stop, group in runs:
-            values = self._groups[group]
-            scalars = self._scalars(values, values["lr"] * factor, float(lr_scale), step)
-            if scalars is None:
-                continue
-            part = slice(start, stop)
-            with np.errstate(over="ignore"):
-                rounded = map(np.float32, scalars)
-            self._kernel(weights[part], *(state[part] for state in states), gradient[part], *rounded)
+            values = scalars[group]
+            if values is not None:
+                part = slice(start, stop)
+                self._kernel(weights[part], *(state[part] for state in states), gradient[part], *values)
 
     def warm_up(self) -> None:
         """Compiles the kernel, or loads it from the cache. Up to a second; run it in a thread."""

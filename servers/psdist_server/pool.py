@@ -96,4 +96,4 @@ class KernelPool(Generic[R]):
             ended, self._ended = self._ended, []
         if not self._closed:
             for told, result, error in ended:
-                told(result, error)
+                self._loop.call_soon(told, result, error)  # So that an error in one does not swallow the others.
