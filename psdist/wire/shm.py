@@ -1,0 +1,324 @@
+"""Arenas: memory that a worker and a server on one host share, as sealed memory files without a name.
+
+* ``GradientArena``: one page of header, then the flat vector of a handle's gradients in its wire dtype. The worker
+  creates and writes it, the server maps it read-only.
+* ``WeightsArena``: one page of header, a table of sequence numbers (uint64, one per slice, padded to a page), then the
+  float32 weights of a server's own slices, ascending and compact. The server creates and writes it, the worker can only
+  read it, and ``stitch`` shows it the slices of several servers as one vector.
+
+A header is 16 bytes that name the kind and 16 random ones, the nonce: who can tell it, has the file. The bytes are
+those of the host's processor; nothing of them travels.
+
+Invariants: all memory is there when an arena exists, so that writing cannot fail. A file cannot shrink (seals), so a
+mapping of it can always be read, whatever the other process does. A mapping lasts as long as any array that looks into
+it. No file has a name, so the end of all processes is the end of it.
+
+Not here: how a file gets to the other process (``handover``), who may read or write when (``psdist.client.share``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from psdist.compression import NUMPY_DTYPES
+from psdist.errors import SharingUnavailableError
+
+#: Bytes of a header, and what the parts of a file are padded to.
+PAGE: Final = 4096
+NONCE_BYTES: Final = 16
+_GRADIENTS: Final = b"psdist-gradients"
+_WEIGHTS: Final = b"psdist-weights\0\0"
+
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
+_GRADIENT_SEALS: Final = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
+_WEIGHTS_SEALS: Final = _GRADIENT_SEALS | _SEAL_FUTURE_WRITE
+
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
+_MAP_POPULATE: Final = getattr(mmap, "MAP_POPULATE", 0)
+_STATUS_BLOCK_BYTES: Final = 512
+#: More mappings in one vector would come near to what the kernel allows a process (65,530).
+_STITCHES_MAX: Final = 16_384
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+    ctypes.c_long,
+)  # off_t
+_FAILED: Final = ctypes.c_void_p(-1).value
+
+
+class GradientArena:
+    """A handle's gradients. Made by ``create`` in the worker and by ``open`` in the server."""
+
+    def __init__(self, region: _Region, elements: int, dtype: str, fd: int) -> None:
+        self._region = region
+        #: The whole vector, in the arena's dtype.
+        self.flat: NDArray[Any] = region.view(NUMPY_DTYPES[dtype], PAGE, elements)
+        #: Address of its first element.
+        self.address = region.address + PAGE
+        self._take_over(fd)
+
+    def _take_over(self, fd: int) -> None:
+        """``fd`` belongs to this object now; -1 for none."""
+        self.fd = fd
+        self.nonce = self._region.nonce()
+        self._closing = weakref.finalize(self, os.close, fd) if fd >= 0 else None
+
+    @staticmethod
+    def size(elements: int, dtype: str) -> int:
+        """Bytes of the file."""
+        return PAGE + _padded(elements * NUMPY_DTYPES[dtype].itemsize)
+
+    @classmethod
+    def create(cls, elements: int, dtype: str) -> GradientArena:
+        """A new one, all zeros. Raises OSError where there is no room."""
+        size = cls.size(elements, dtype)
+        fd = _create_file("psdist-gradients", size)
+        try:
+            region = _Region(size, writable=True)
+            region.place(fd)
+            region.write_header(_GRADIENTS)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _GRADIENT_SEALS)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(region, elements, dtype, fd)
+
+    @classmethod
+    def open(cls, fd: int, elements: int, dtype: str) -> GradientArena:
+        """Another process's, read-only. Closes ``fd``, always. Raises SharingUnavailableError where it is not what it
+        should be, or cannot be mapped."""
+        try:
+            size = cls.size(elements, dtype)
+            region = _open_region(fd, size, _GRADIENT_SEALS, _GRADIENTS, "gradient arena")
+        finally:
+            os.close(fd)
+        return cls(region, elements, dtype, -1)
+
+    @property
+    def shareable(self) -> bool:
+        """Whether another process can be given this memory."""
+        return self.fd >= 0
+
+    def part(self, start: int, stop: int) -> NDArray[Any]:
+        """Elements [start, stop) of the vector, in place."""
+        return self.flat[start:stop]
+
+    def renew(self) -> None:
+        """Lets this arena be another file, with the same content at the same addresses; whoever has the old file keeps
+        its bytes as they are. Nobody may write meanwhile. Where there is no room for another file the memory is only
+        this process's own from then on.
+        """
+        old = self.fd
+        if old < 0:
+            return
+        try:
+            fd = self._copy()
+        except OSError:
+            fd = -1
+            # Pages are copied when they are next written to.
+            self._region.place(old, private=True)
+        assert self._closing is not None
+        self._closing()
+        self._take_over(fd)
+
+    def _copy(self) -> int:
+        """Puts a new file with the same content in the place of the old one."""
+        copy = GradientArena.create(self.flat.size, self.flat.dtype.name)
+        copy.flat[...] = self.flat
+        fd = os.dup(copy.fd)
+        try:
+            self._region.place(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def close(self) -> None:
+        """Closes the file. The memory stays as long as arrays look into it."""
+        if self._closing is not None:
+            self._closing()
+        self.fd = -1
+
+
+class WeightsArena:
+    """A server's weights of one parameters. Made by ``create`` in the server and by ``open`` in the worker."""
+
+    def __init__(self, region: _Region, slices: int, elements: int, fd: int) -> None:
+        self.fd = fd
+        self.size = self.size_of(slices, elements)
+        self.nonce = region.nonce()
+        #: Twice the version of each slice; odd while it is written.
+        self.sequence: NDArray[np.uint64] = region.view(np.dtype(np.uint64), PAGE, slices)
+        #: Bytes in the file before the weights.
+        self.offset = PAGE + _padded(slices * 8)
+        self.weights: NDArray[np.float32] = region.view(np.dtype(np.float32), self.offset, elements)
+        self._closing = weakref.finalize(self, os.close, fd)
+
+    @staticmethod
+    def size_of(slices: int, elements: int) -> int:
+        """Bytes of the file."""
+        return PAGE + _padded(slices * 8) + _padded(elements * 4)
+
+    @classmethod
+    def create(cls, slices: int, elements: int) -> WeightsArena:
+        """A new one, all zeros. Raises OSError where there is no room."""
+        size = cls.size_of(slices, elements)
+        fd = _create_file("psdist-weights", size)
+        try:
+            region = _Region(size, writable=True)
+            region.place(fd)  # The seal spares only mappings that are there.
+            region.write_header(_WEIGHTS)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _WEIGHTS_SEALS)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(region, slices, elements, fd)
+
+    @classmethod
+    def open(cls, fd: int, slices: int, elements: int) -> WeightsArena:
+        """Another process's, read-only. Takes ``fd`` over. Raises SharingUnavailableError where it is not what it
+        should be, or cannot be mapped."""
+        try:
+            size = cls.size_of(slices, elements)
+            region = _open_region(fd, size, _WEIGHTS_SEALS, _WEIGHTS, "weights arena")
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(region, slices, elements, fd)
+
+    def close(self) -> None:
+        """Closes the file. The memory stays as long as arrays look into it."""
+        self._closing()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [``start``, ``start + size``) of a vector are those of ``arena`` from ``source`` on."""
+
+    start: int
+    arena: WeightsArena
+    source: int
+    size: int
+
+
+def stitch(total: int, pieces: Iterable[Piece]) -> NDArray[np.float32] | None:
+    """One read-only vector of ``total`` elements whose memory is that of the arenas. None where a piece does not begin
+    on a page, or where they are too many. Raises OSError.
+
+    pieces: ascending, without gaps, all of the vector.
+    """
+    runs: list[Piece] = []
+    for piece in pieces:
+        last = runs[-1] if runs else None
+        if last is not None and last.arena is piece.arena and last.source + last.size == piece.source:
+            runs[-1] = Piece(last.start, last.arena, last.source, last.size + piece.size)
+        else:
+            runs.append(piece)
+    starts = [place for run in runs for place in (run.start * 4, run.arena.offset + run.source * 4)]
+    if not runs or len(runs) > _STITCHES_MAX or any(start % mmap.PAGESIZE for start in starts):
+        return None
+    region = _Region(_padded(total * 4), writable=False)
+    for run in runs:
+        region.place(run.arena.fd, at=run.start * 4, offset=run.arena.offset + run.source * 4, size=run.size * 4)
+    return region.view(np.dtype(np.float32), 0, total)
+
+
+def reason_of(error: OSError) -> str:
+    """Why memory could not be shared, for whoever reads it."""
+    match error.errno:
+        case errno.EFBIG:
+            return "no room in shared memory: it is more than the limit on file sizes (ulimit -f) allows"
+        case errno.ENOSPC | errno.ENOMEM:
+            return f"no room in shared memory: {error.strerror}"
+    return f"shared memory cannot be had: {error.strerror or error}"
+
+
+class _Region:
+    """A range of addresses that lasts as long as any array that looks into it, with files mapped into it."""
+
+    def __init__(self, size: int, *, writable: bool) -> None:
+        self._size = size
+        self._prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        # Reserves addresses only. Arrays refer to this object, whose end unmaps whatever is there by then.
+        self._memory = mmap.mmap(-1, size, flags, self._prot)
+        self.address: int = np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0]
+
+    def place(self, fd: int, *, at: int = 0, offset: int = 0, size: int | None = None, private: bool = False) -> None:
+        """Maps ``size`` bytes of a file from ``offset`` on over what is at byte ``at``. Raises OSError."""
+        size = self._size if size is None else size
+        sharing = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | _MAP_POPULATE
+        address = self.address + at
+        if _libc.mmap(address, size, self._prot, sharing | _MAP_FIXED, fd, offset) == _FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def view(self, dtype: np.dtype[Any], offset: int, count: int) -> NDArray[Any]:
+        """``count`` elements from byte ``offset`` on."""
+        if count == 0:  # for which numpy takes no offset at the end
+            return np.empty(0, dtype)
+        return np.frombuffer(self._memory, dtype, count, offset)
+
+    def write_header(self, kind: bytes) -> None:
+        self._memory[: len(kind) + NONCE_BYTES] = kind + secrets.token_bytes(NONCE_BYTES)
+
+    def kind(self) -> bytes:
+        return self._memory[: len(_WEIGHTS)]
+
+    def nonce(self) -> bytes:
+        return self._memory[len(_WEIGHTS) : len(_WEIGHTS) + NONCE_BYTES]
+
+
+def _create_file(name: str, size: int) -> int:
+    """A memory file whose memory is there. The caller seals it, once it is mapped."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this system has no memory files")
+    if size > (available := psutil.virtual_memory().available):  # the kernel would sooner end a process than say no
+        raise OSError(errno.ENOMEM, f"{size:,} bytes are wanted, {available:,} are available")
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _open_region(fd: int, size: int, seals: int, kind: bytes, what: str) -> _Region:
+    """Maps a file that another process made, after checking that it cannot hurt."""
+    try:
+        present = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        if present & seals != seals:
+            raise SharingUnavailableError(f"the {what} has seals {present:#x}, and needs {seals:#x}")
+        status = os.fstat(fd)
+        if status.st_size != size:
+            raise SharingUnavailableError(f"the {what} has {status.st_size} bytes, and needs {size}")
+        if status.st_blocks * _STATUS_BLOCK_BYTES < size:  # reading a hole would take memory
+            raise SharingUnavailableError(f"the {what} has holes")
+        region = _Region(size, writable=False)
+        region.place(fd)
+    except OSError as error:
+        raise SharingUnavailableError(f"the {what} cannot be used: {error.strerror or error}") from None
+    if region.kind() != kind:
+        raise SharingUnavailableError(f"what was offered as {what} is none")
+    return region
+
+
+def _padded(size: int) -> int:
+    return -(-size // PAGE) * PAGE
