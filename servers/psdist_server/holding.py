@@ -2,6 +2,9 @@
 
 Everything here runs on the event loop except the kernels, which run in threads without the GIL (small slices are
 updated on the loop: a thread costs more). A slice's weights are copied out only while no kernel writes them.
+
+Contributions come in messages (``push``), or lie in memory that the worker shares (``push_shared``). The first are
+checked for NaN and Inf when they come; the second when their kernel reads them, because they could change in between.
 """
 
 from __future__ import annotations
@@ -11,9 +14,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -50,6 +52,7 @@ from psdist_server.events import (
     SlicePushed,
 )
 from psdist_server.norms import NormBoard
+from psdist_server.pool import KernelPool
 from psdist_server.shard import AsyncShard, BspShard, make_shard
 from psdist_server.statistics import Counters
 
@@ -67,6 +70,16 @@ class _Part:
 
     call: Call
     values: Gradient
+    #: It lies in memory of the worker, and holds no slot of its stream.
+    shared: bool
+
+
+class Outcome(NamedTuple):
+    """What a kernel tells: how long it took, the sum of squares of an Aggregate, contributions that were left out."""
+
+    seconds: float
+    square: float
+    bad: tuple[int, ...]
 
 
 class Holding:
@@ -79,7 +92,7 @@ class Holding:
         self,
         entry: ParametersEntry,
         server_id: str,
-        pool: ThreadPoolExecutor,
+        pool: KernelPool[Outcome],
         on_aggregated: Callable[[Holding, int], None],
     ) -> None:
         self.entry = entry
@@ -99,7 +112,7 @@ class Holding:
         self._carrying_out = False
         self._readers: dict[int, list[tuple[asyncio.Future[tuple[int, bytes]], str]]] = {}
         #: Done when the update kernel is compiled.
-        self.ready = pool.submit(self._compile)
+        self.ready = pool.prepare(self._compile)
 
     def _compile(self) -> None:
         self.dense.rule.warm_up()
@@ -157,12 +170,21 @@ class Holding:
         self.check_slice(index)
         values = self._gradient(call, index, payload)
         abstain = call.abstain or not self._is_finite(call, index, values)
-        token = call.ask(index)
-        counters.pushes += 1
-        counters.push_bytes += len(payload)
         self.counters.bytes_held += values.nbytes
+        counters.push_bytes += len(payload)
+        self._take(call, index, base_version, _Part(call, values, shared=False), abstain)
+
+    def push_shared(self, call: Call, index: int, base_version: int, values: Gradient) -> None:
+        """Takes one contribution that lies in shared memory: ``values`` are read when the slice is updated, and may
+        hold anything. Raises InvalidArgumentError where the slice is not here; then nothing was changed."""
+        self.check_slice(index)
+        self._take(call, index, base_version, _Part(call, values, shared=True), call.abstain)
+
+    def _take(self, call: Call, index: int, base_version: int, part: _Part, abstain: bool) -> None:
+        token = call.ask(index)
+        self.counters.of(call.identity.worker_id).pushes += 1
         self._calls[token] = call
-        self._parts[token] = _Part(call, values)
+        self._parts[token] = part
         event = SlicePushed(
             token,
             index,
@@ -198,6 +220,10 @@ class Holding:
         future: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._readers.setdefault(index, []).append((future, dtype))
         return await future
+
+    def close(self) -> None:
+        """The parameters are gone, or the server ends."""
+        self.dense.close()
 
     async def encode(self, answer: Answer, call: Call) -> bytes:
         """The PushPullResponse with the slice's weights; the last few are kept, as in BSP all workers get the same."""
@@ -310,7 +336,7 @@ class Holding:
 
     def _drop(self, token: int) -> None:
         part = self._parts.pop(token, None)
-        if part is not None:
+        if part is not None and not part.shared:
             self.counters.bytes_held -= part.values.nbytes
             part.call.slots.release()
 
@@ -324,33 +350,33 @@ class Holding:
             else:
                 self._finish_kernel(effect, outcome)
             return
-        loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._pool, self._run_kernel, effect)
-        future.add_done_callback(lambda done: self._kernel_done(effect, done))
+        self._pool.submit(
+            effect.index,
+            lambda: self._run_kernel(effect),
+            lambda outcome, error: self._kernel_done(effect, outcome, error),
+        )
 
-    def _run_kernel(self, effect: Apply | Aggregate) -> tuple[float, float]:
-        """Runs in a kernel thread; seconds it took, and the sum of squares of an Aggregate."""
+    def _run_kernel(self, effect: Apply | Aggregate) -> Outcome:
+        """Runs in a kernel thread."""
         started = time.perf_counter()
         parts = [self._parts[token] for token in effect.parts]
         values = [part.values for part in parts]
-        square = 0.0
+        square, bad = 0.0, ()
         if isinstance(effect, Aggregate):
-            square = self.dense.aggregate(effect.index, values)
+            square, bad = self.dense.aggregate(effect.index, values)
         elif self._clipping and not self._asynchronous:
             self.dense.apply_aggregated(effect.index, effect.step, self._norm_by_step[effect.step])
         elif self._clipping and parts:
             norm = parts[0].call.grad_norm
-            self.dense.apply_clipped(effect.index, effect.step, values[0], norm, effect.lr_scale)
-        elif parts:
-            self.dense.apply(effect.index, effect.step, values, effect.lr_scale)
-        return time.perf_counter() - started, square
-
-    def _kernel_done(self, effect: Apply | Aggregate, done: asyncio.Future[tuple[float, float]]) -> None:
-        if done.cancelled():
-            return
-        if (error := done.exception()) is None:
-            self._finish_kernel(effect, done.result())
+            bad = self.dense.apply_clipped(effect.index, effect.step, values[0], norm, effect.lr_scale)
         else:
+            bad = self.dense.apply(effect.index, effect.step, values, effect.lr_scale)
+        return Outcome(time.perf_counter() - started, square, bad)
+
+    def _kernel_done(self, effect: Apply | Aggregate, outcome: Outcome | None, error: BaseException | None) -> None:
+        if outcome is not None:
+            self._finish_kernel(effect, outcome)
+        elif error is not None:
             self.fail(f"the update of slice {effect.index}", error)
 
     def fail(self, what: str, error: BaseException) -> None:
@@ -359,14 +385,15 @@ class Holding:
         for call in {id(call): call for call in self._calls.values()}.values():
             call.fail(InternalError(f"{what} of {self.entry.spec.name!r} failed: {error!r}"))
 
-    def _finish_kernel(self, effect: Apply | Aggregate, outcome: tuple[float, float]) -> None:
-        seconds, square = outcome
+    def _finish_kernel(self, effect: Apply | Aggregate, outcome: Outcome) -> None:
+        for place in outcome.bad:
+            self._left_out(effect.index, self._parts[effect.parts[place]].call)
         for token in effect.parts:
             self._drop(token)
-        self.counters.apply_seconds += seconds
+        self.counters.apply_seconds += outcome.seconds
         if isinstance(effect, Aggregate):
             self._dispatch(effect.index, SliceAggregated(effect.index))
-            if self.norms.record(effect.step, effect.index, square):
+            if self.norms.record(effect.step, effect.index, outcome.square):
                 self._on_aggregated(self, effect.step)
             return
         self.counters.applied_slices += 1
@@ -395,11 +422,19 @@ class Holding:
         self.counters.of(call.identity.worker_id).non_finite += 1
         if self.entry.spec.non_finite == "skip":
             return False
+        raise self._non_finite(index)
+
+    def _left_out(self, index: int, call: Call) -> None:
+        """A shared contribution turned out to hold NaN or Inf when the slice was updated, and is not in the update."""
+        self.counters.of(call.identity.worker_id).non_finite += 1
+        if self.entry.spec.non_finite == "reject":
+            call.fail(self._non_finite(index))
+
+    def _non_finite(self, index: int) -> NonFiniteGradientError:
         start, stop = self.entry.slicing.bounds(index)
-        raise NonFiniteGradientError(
+        return NonFiniteGradientError(
             f"the gradient of {self.entry.spec.name!r} holds NaN or Inf in elements {start} to {stop - 1} (slice "
-            f"{index}); "
-            "find out why, or set non_finite='skip'"
+            f"{index}); find out why, or set non_finite='skip'"
         )
 
     def statistics(self) -> server_pb2.ParametersStatistics:

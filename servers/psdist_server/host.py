@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import grpc.aio
@@ -21,8 +20,9 @@ from psdist.v1 import server_pb2, server_pb2_grpc
 from psdist.wire import auth, channels
 from psdist_server import kernels, memory
 from psdist_server.calls import Call
-from psdist_server.holding import Holding, fenced
+from psdist_server.holding import Holding, Outcome, fenced
 from psdist_server.norms import global_norm
+from psdist_server.pool import KernelPool
 
 _log = structlog.get_logger("psdist.server")
 
@@ -47,8 +47,8 @@ class Host:
         self.server_id = server_id
         self.map = ClusterMap(run_id, 0)
         self._token = token
-        self._pool = ThreadPoolExecutor(kernel_threads, "kernel")
-        self._kernels_ready = self._pool.submit(compile_kernels)
+        self._pool: KernelPool[Outcome] = KernelPool(kernel_threads)
+        self._kernels_ready = self._pool.prepare(compile_kernels)
         self._holdings: dict[str, Holding] = {}
         #: Incarnation of each live worker.
         self._live: dict[str, int] = {}
@@ -71,7 +71,7 @@ class Host:
                 self._holdings[name] = Holding(entry, self.server_id, self._pool, self._share_norm)
                 _log.info("holding", parameters=name, elements=self._holdings[name].dense.total, epoch=cluster.epoch)
         for gone in self._holdings.keys() - {entry.spec.name for entry in cluster.parameters}:
-            del self._holdings[gone]
+            self._holdings.pop(gone).close()
         self._live = {worker.worker_id: worker.incarnation for worker in cluster.workers}
         for holding in self._holdings.values():
             holding.fence(self._live)
@@ -92,8 +92,11 @@ class Host:
             )
         holding = self.holding(identity.parameters)
         # Compiling takes seconds where there is no cache yet; on the event loop it would cost the lease.
-        await asyncio.wrap_future(self._kernels_ready)
-        await asyncio.wrap_future(holding.ready)
+        for compiled in (self._kernels_ready, holding.ready):
+            if compiled.done():
+                compiled.result()
+            else:
+                await asyncio.wrap_future(compiled)
         return holding
 
     def check_live(self, identity: Identity) -> None:
@@ -232,4 +235,6 @@ class Host:
             task.cancel()
         for channel in self._peers.values():
             await channel.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
+        for holding in self._holdings.values():
+            holding.close()

@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+
 from psdist_server.pool import KernelPool
 
 
