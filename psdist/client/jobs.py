@@ -9,7 +9,8 @@ Not here: streams, retries (``transfer``), which step it is (``session``).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from psdist.errors import InternalError
 from psdist.types import Identity, Slicing
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, frames
+
+if TYPE_CHECKING:
+    from psdist.client.share import Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class PushJob:
 
     flat: the gradient, or None to abstain.
     versions: version of the weights that the gradient was computed on, by slice.
+    sharing: the memory shared with servers, which is used where a route has it.
     """
 
     sender: Sender
@@ -83,6 +88,7 @@ class PushJob:
     title: str
     traffic: Traffic
     method: str = "Push"
+    sharing: Sharing | None = None
 
     def _header(self, route: Route, pull_dtype: common_pb2.DType | None = None) -> server_pb2.PushHeader:
         return server_pb2.PushHeader(
@@ -121,11 +127,17 @@ class PushJob:
 
 @dataclass
 class PushPullJob(PushJob):
-    """A gradient up, the new weights down into ``target``."""
+    """A gradient up, the new weights down into ``target``.
+
+    in_place: the caller reads shared weights where they lie, so only those that came in messages are in ``target``.
+    received: the slices that were written to ``target``.
+    """
 
     method: str = "PushPull"
     target: Flat | None = None
     pull_dtype: str = "float32"
+    in_place: bool = False
+    received: set[int] = field(default_factory=set)
 
     def messages(self, route: Route) -> Iterator[bytes]:
         """One message per slice that is not answered yet; the first has the header."""
@@ -142,6 +154,7 @@ class PushPullJob(PushJob):
         answer = frame.header
         if not answer.waiting_for:
             _take_weights(self.request, self.slicing, answer.slice, self.target, frame.payload, self.pull_dtype, route)
+            self.received.add(answer.slice)
             self.traffic.received += len(frame.payload)
             self.request.answer(answer.slice, answer.version, answer.staleness, answer.ignored)
         return answer.waiting_for
@@ -149,7 +162,7 @@ class PushPullJob(PushJob):
 
 @dataclass
 class PullJob:
-    """Weights into ``target``."""
+    """Weights into ``target``. Fields as in ``PushPullJob``."""
 
     sender: Sender
     request: Request
@@ -159,6 +172,9 @@ class PullJob:
     title: str
     traffic: Traffic
     method: str = "Pull"
+    sharing: Sharing | None = None
+    in_place: bool = False
+    received: set[int] = field(default_factory=set)
 
     def messages(self, route: Route) -> Iterator[bytes]:
         """One request."""
@@ -176,6 +192,7 @@ class PullJob:
         answer = frame.header
         if not answer.waiting_for:
             _take_weights(self.request, self.slicing, answer.slice, self.target, frame.payload, self.dtype, route)
+            self.received.add(answer.slice)
             self.traffic.received += len(frame.payload)
             self.request.answer(answer.slice, answer.version)
         return answer.waiting_for
@@ -191,6 +208,7 @@ class InstallJob:
     flat: Flat
     title: str
     method: str = "Install"
+    sharing: Sharing | None = None
 
     def messages(self, route: Route) -> Iterator[bytes]:
         """One message per slice of the route; after a break all of them come again."""

@@ -15,7 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import grpc
 import grpc.aio
@@ -29,6 +29,9 @@ from psdist.client.session import Request
 from psdist.client.waits import Wait
 from psdist.errors import ClosedError, PsdistError, ServerUnreachableError, StaleEpochError
 from psdist.wire import channels, status
+
+if TYPE_CHECKING:
+    from psdist.client.share import Sharing
 
 logger = logging.getLogger("psdist")
 
@@ -51,6 +54,8 @@ class Job(Protocol):
     title: str
     request: Request
     sender: Sender
+    #: The memory shared with servers, for jobs that can use it.
+    sharing: Sharing | None
 
     def messages(self, route: Route) -> Iterator[bytes]:
         """The requests for the slices of ``route``, in their order."""
@@ -132,6 +137,8 @@ class DataPath:
         loss = self._link.watch.loss_of(route.server_id, route.incarnation)
         if loss.done():
             raise again(loss.result())
+        if job.sharing is not None and (stream := job.sharing.stream_to(route)) is not None:
+            return await stream.attempt(job, route, wait)
         call = self._method(route.address, job.method)(metadata=self._link.metadata)
         send = asyncio.create_task(_send(call, job, route))
         receive = asyncio.create_task(_receive(call, job, route, wait))
