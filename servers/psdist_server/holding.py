@@ -32,7 +32,7 @@ from psdist.v1 import server_pb2
 from psdist.wire import frames
 from psdist_server import kernels, memory
 from psdist_server.calls import Answer, Call
-from psdist_server.dense import DenseParameters, Gradient, gradient_of
+from psdist_server.dense import Bad, DenseParameters, Gradient, gradient_of
 from psdist_server.events import (
     Aggregate,
     Apply,
@@ -361,7 +361,7 @@ class Holding:
         started = time.perf_counter()
         parts = [self._parts[token] for token in effect.parts]
         values = [part.values for part in parts]
-        square, bad = 0.0, ()
+        square, bad = 0.0, Bad()
         if isinstance(effect, Aggregate):
             square, bad = self.dense.aggregate(effect.index, values)
         elif self._clipping and not self._asynchronous:

@@ -210,7 +210,12 @@ def _type_pointer(_context: Any, _address: Any) -> Any:
 _pointer = intrinsic(_type_pointer)
 
 
-@numba.njit(error_model="numpy")
+def _part_of_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled into the kernels that call it."""
+    return numba.njit(error_model="numpy")(function)  # type: ignore[no-any-return]
+
+
+@_part_of_kernel
 def _add(block: Any, address: Any, code: Any, start: Any, first: Any) -> None:
     """One part's block: copied for the first part, added for the others."""
     size = block.size
@@ -228,7 +233,7 @@ def _add(block: Any, address: Any, code: Any, start: Any, first: Any) -> None:
             block[i] = _widen_half(halves[i]) if first else block[i] + _widen_half(halves[i])
 
 
-@numba.njit(error_model="numpy")
+@_part_of_kernel
 def _add_last(block: Any, one: Any, other: Any, start: Any, first: Any, divisor: Any, factor: Any) -> Any:
     """The last two parts, float32 both, with division and check in the same pass; 0 where all is finite."""
     size = block.size
@@ -248,7 +253,7 @@ def _add_last(block: Any, one: Any, other: Any, start: Any, first: Any, divisor:
     return bad
 
 
-@numba.njit(error_model="numpy")
+@_part_of_kernel
 def _take_one(block: Any, address: Any, start: Any, factor: Any) -> Any:
     """The only part, float32, multiplied and checked; 0 where all is finite."""
     values = carray(_pointer(address + np.uintp(4 * start)), (block.size,), np.float32)
@@ -260,7 +265,7 @@ def _take_one(block: Any, address: Any, start: Any, factor: Any) -> Any:
     return bad
 
 
-@numba.njit(error_model="numpy")
+@_part_of_kernel
 def _divide(block: Any, divisor: Any, factor: Any) -> Any:
     """Division and check of a block that holds its sum; 0 where all is finite."""
     bad = _U(0)
