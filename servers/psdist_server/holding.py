@@ -96,6 +96,8 @@ class Holding:
         on_aggregated: Callable[[Holding, int], None],
     ) -> None:
         self.entry = entry
+        self.slicing = entry.slicing  # The same for the parameters' life, as is the number of shards.
+        self._shard_count = max(1, len(entry.shards))
         self.dense = DenseParameters(entry, server_id)
         self.counters = Counters()
         self.norms = NormBoard(len(self.dense.indices))
@@ -122,7 +124,7 @@ class Holding:
         spec, members = self.entry.spec, self.entry.members
         by_shard: dict[int, list[int]] = {}
         for index in self.dense.indices:
-            by_shard.setdefault(index % len(self.entry.shards), []).append(index)
+            by_shard.setdefault(index % self._shard_count, []).append(index)
         clipping = self._clipping and not self._asynchronous
         return {
             number: make_shard(indices, members, spec.consistency, clipping) for number, indices in by_shard.items()
@@ -140,10 +142,10 @@ class Holding:
 
     def check_slice(self, index: int) -> None:
         """Raises InvalidArgumentError where slice ``index`` is not here."""
-        shard = self.shards.get(index % max(1, len(self.entry.shards)))
+        shard = self.shards.get(index % self._shard_count)
         if shard is None or index not in shard.slices:
             raise InvalidArgumentError(
-                f"slice {index} of {self.entry.spec.name!r} is not on this server (of {self.entry.slicing.count} "
+                f"slice {index} of {self.entry.spec.name!r} is not on this server (of {self.slicing.count} "
                 "slices); "
                 "route by the cluster map"
             )
@@ -157,7 +159,7 @@ class Holding:
     def install(self, index: int, payload: memoryview) -> None:
         """Sets the initial weights of a slice. Raises InvalidArgumentError once the parameters are ready."""
         self.check_slice(index)
-        expected = self.entry.slicing.size(index) * ITEM_BYTES["float32"]
+        expected = self.slicing.size(index) * ITEM_BYTES["float32"]
         if self.entry.ready:
             raise InvalidArgumentError(f"{self.entry.spec.name!r} is ready: its initial values cannot be set again")
         if len(payload) != expected:
@@ -289,7 +291,7 @@ class Holding:
     # --- machines and effects -----------------------------------------------------------------------------------------
 
     def _shard(self, index: int) -> BspShard | AsyncShard:
-        return self.shards[index % len(self.entry.shards)]
+        return self.shards[index % self._shard_count]
 
     def _dispatch(self, index: int, event: Event) -> None:
         self._carry_out(self._shard(index).on(event))
@@ -341,7 +343,7 @@ class Holding:
             part.call.slots.release()
 
     def _start_kernel(self, effect: Apply | Aggregate) -> None:
-        small = self.entry.slicing.slice_elements <= INLINE_ELEMENTS
+        small = self.slicing.slice_elements <= INLINE_ELEMENTS
         if small and not self._asynchronous:
             try:
                 outcome = self._run_kernel(effect)
@@ -408,7 +410,7 @@ class Holding:
                 future.set_result((version, bytes(self.dense.read(index, dtype))))
 
     def _gradient(self, call: Call, index: int, payload: memoryview) -> Gradient:
-        expected = 0 if call.abstain else self.entry.slicing.size(index) * ITEM_BYTES[call.dtype]
+        expected = 0 if call.abstain else self.slicing.size(index) * ITEM_BYTES[call.dtype]
         if len(payload) != expected:
             raise InvalidArgumentError(
                 f"slice {index} has {expected} bytes in {call.dtype}, not {len(payload)}", slice=index
@@ -431,7 +433,7 @@ class Holding:
             call.fail(self._non_finite(index))
 
     def _non_finite(self, index: int) -> NonFiniteGradientError:
-        start, stop = self.entry.slicing.bounds(index)
+        start, stop = self.slicing.bounds(index)
         return NonFiniteGradientError(
             f"the gradient of {self.entry.spec.name!r} holds NaN or Inf in elements {start} to {stop - 1} (slice "
             f"{index}); find out why, or set non_finite='skip'"

@@ -191,6 +191,7 @@ class BspShard(ShardMachine[_BspSlice]):
         super().__init__({index: _BspSlice(index) for index in indices}, members)
         self._rule = rule
         self._clipping = clipping
+        self._everyone = tuple(self.members.values())
 
     def _refusal(self, event: SlicePushed) -> PsdistError | None:
         if error := super()._refusal(event):
@@ -227,7 +228,7 @@ class BspShard(ShardMachine[_BspSlice]):
         return self._try_apply(state)
 
     def _try_apply(self, state: _BspSlice) -> list[Effect]:
-        if state.busy or self._apply_gate(state):
+        if state.busy or not gates.bsp_complete(state.step, self._everyone, state.open, self._rule.backup_workers):
             return []
         ordered = sorted(state.open.items(), key=lambda item: (item[1].rank, item[0]))
         parts = tuple(part.token for _, part in ordered if not part.abstain)
@@ -255,8 +256,7 @@ class BspShard(ShardMachine[_BspSlice]):
         return [*effects, *self._serve(state), *self._try_apply(state)]
 
     def _apply_gate(self, state: _BspSlice) -> str:
-        everyone = [*self.members.values(), *self.proposals.values()]
-        return gates.bsp_apply(state.step, everyone, state.open, self._rule.backup_workers)
+        return gates.bsp_apply(state.step, self._everyone, state.open, self._rule.backup_workers)
 
     def _read_gate(self, state: _BspSlice, pull: PullRequested) -> str:
         if state.version >= pull.min_version:
@@ -264,6 +264,7 @@ class BspShard(ShardMachine[_BspSlice]):
         return self._apply_gate(state) or f"for step {state.step} to be applied"
 
     def _members_changed(self) -> list[Effect]:
+        self._everyone = (*self.members.values(), *self.proposals.values())
         return [effect for state in self.slices.values() for effect in self._try_apply(state)]
 
     def _cancel(self, state: _BspSlice, token: int) -> list[Effect]:

@@ -1,5 +1,8 @@
 """Gates: every decision, and the reason it gives."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from psdist.types import ParametersMember
 from psdist_server import gates
 
@@ -58,3 +61,15 @@ def test_asp_never_waits() -> None:
 def test_many_names_are_cut() -> None:
     members = [ParametersMember(f"worker-{rank}", 1, rank) for rank in range(10)]
     assert gates.name_members(members).endswith("worker-3 (rank 3) and 6 more")
+
+
+@given(
+    step=st.integers(0, 4),
+    firsts=st.lists(st.integers(0, 5), max_size=4),
+    contributed=st.sets(st.tuples(st.sampled_from(["w0", "w1", "w2", "w3", "gone"]), st.integers(1, 2)), max_size=5),
+    backup=st.integers(0, 3),
+)
+def test_complete_means_no_reason(step: int, firsts: list[int], contributed: set[tuple[str, int]], backup: int) -> None:
+    members = [ParametersMember(f"w{rank}", 1, rank, first) for rank, first in enumerate(firsts)]
+    reason = gates.bsp_apply(step, members, contributed, backup)
+    assert gates.bsp_complete(step, members, contributed, backup) == (not reason)
