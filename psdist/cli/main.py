@@ -16,6 +16,7 @@ Trains models through sharded parameter servers.
 commands:
   run      scheduler, servers and workers on this machine: psdist run --nproc-per-node 2 train.py
   status   what a run is doing
+  bench    what a training step costs, on a cluster or on this machine
   version  the version of psdist
 
 On several machines: psdist-scheduler, psdist-server and psdist-worker. Each command has --help.
@@ -35,9 +36,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _end(lambda: _run(arguments[1:]))
     if word == "status":
         _end(lambda: _status(arguments[1:]))
+    if word == "bench":
+        _end(lambda: _bench(arguments[1:]))
     from psdist.cli.flags import fail
 
-    fail("psdist", f"there is no command {word!r}: the commands are run, status and version")
+    fail("psdist", f"there is no command {word!r}: the commands are run, status, bench and version")
 
 
 def scheduler() -> NoReturn:
@@ -84,6 +87,12 @@ def _status(arguments: list[str]) -> int:
     from psdist.cli import status
 
     return status.main(arguments)
+
+
+def _bench(arguments: list[str]) -> int:
+    from psdist.cli import bench
+
+    return bench.main(arguments)
 
 
 def _worker(arguments: list[str]) -> int:

@@ -23,7 +23,7 @@ def call(*arguments: str, program: str = "main") -> tuple[int, str, str]:
 def test_help_of_every_command() -> None:
     status, text, _ = call("--help")
     assert status == 0
-    for command in ("run", "status", "version"):
+    for command in ("run", "status", "bench", "version"):
         assert command in text
         status, own, _ = call(command, "--help")
         assert status == 0 and own.startswith(f"usage: psdist {command}")
@@ -40,7 +40,7 @@ def test_version() -> None:
 
 def test_unknown_words() -> None:
     status, _, text = call("frobnicate")
-    assert status == 2 and "'frobnicate'" in text and "run, status and version" in text
+    assert status == 2 and "'frobnicate'" in text and "run, status, bench and version" in text
     status, _, text = call()
     assert status == 2 and text.startswith("usage: psdist")
     status, _, text = call("version", "--loud")

@@ -1,0 +1,167 @@
+"""Starting contenders, letting them take turns, and ending them.
+
+A contender is a few processes of its own, of which its workers connect to the benchmark (``turns``). All are started
+before the first turn and blocked between their turns. What they print goes to a file, which is shown if one of them
+fails. Nothing is left behind: processes that do not end when the benchmark hangs up are killed with all their group.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks import turns
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Environments of peers that psdist does not depend on; ignored by version control.
+PEER_VENVS = ROOT / ".bench"
+
+START_SECONDS = 180.0
+TURN_SECONDS = 900.0
+STOP_SECONDS = 30.0
+WARM_STEPS = 3
+_LOG_CHARACTERS = 3000
+
+
+class ContenderError(Exception):
+    """A contender failed; the message ends with what its processes printed."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What to start. ``workers``: how many processes connect and take turns; some may have no steps of their own."""
+
+    name: str
+    commands: tuple[tuple[str, ...], ...]
+    workers: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def module(name: str, *arguments: str, python: str = sys.executable) -> tuple[str, ...]:
+    """The command line of a module of this project."""
+    return (python, "-m", name, *arguments)
+
+
+class Running:
+    """A contender that was started, and is ended on leaving the block."""
+
+    def __init__(self, contender: Contender) -> None:
+        self.name = contender.name
+        self.facts: list[dict[str, Any]] = []
+        self._directory = Path(tempfile.mkdtemp(prefix="psdist-bench-"))
+        self._log = self._directory / "log"
+        self._lines: list[turns.Line] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        try:
+            self._start(contender)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, contender: Contender) -> None:
+        path = self._directory / "turns"
+        # One thread per process, as torchrun does: the workers share the cores.
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | contender.environment | {turns.VARIABLE: str(path)}
+        with turns.listen(path) as listener, self._log.open("wb") as log:
+            for command in contender.commands:
+                self.processes.append(
+                    subprocess.Popen(
+                        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                        start_new_session=True,
+                    )
+                )  # fmt: skip
+            listener.settimeout(0.2)
+            deadline = time.monotonic() + START_SECONDS
+            while len(self._lines) < contender.workers:
+                with suppress(TimeoutError):
+                    connection, _ = listener.accept()
+                    connection.settimeout(TURN_SECONDS)
+                    self._lines.append(turns.Line(connection))
+                    self.facts.append(self._receive(self._lines[-1]))
+                if any(process.poll() is not None for process in self.processes):
+                    raise self._failure("a process ended before the first turn")
+                if time.monotonic() > deadline:
+                    raise self._failure(f"{len(self._lines)} of {contender.workers} workers came in {START_SECONDS} s")
+
+    def turn(self, steps: int) -> list[list[float]]:
+        """Lets all workers make ``steps`` steps; seconds by worker. Raises ContenderError."""
+        for line in self._lines:
+            line.send({"steps": steps})
+        return [self._receive(line)["seconds"] for line in self._lines]
+
+    def _receive(self, line: turns.Line) -> dict[str, Any]:
+        try:
+            answer = line.receive()
+        except OSError as error:
+            raise self._failure(str(error)) from None
+        if answer is None:
+            raise self._failure("a worker hung up")
+        return dict(answer)
+
+    def _failure(self, what: str) -> ContenderError:
+        printed = self._log.read_text(errors="replace")[-_LOG_CHARACTERS:]
+        return ContenderError(f"{self.name}: {what}; its processes printed:\n{printed}")
+
+    def close(self) -> None:
+        """Ends all processes. Closing again does nothing."""
+        for line in self._lines:
+            line.close()
+        self._lines = []
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                # Those who wait for turns end at once; the rest of a contender's processes end by these.
+                process.wait(max(0.0, deadline - time.monotonic()))
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def interleave(running: Sequence[Running], rounds: int, steps: int) -> dict[str, list[list[float]]]:
+    """Seconds by contender and round, the workers' together.
+
+    The first step of a turn does not count: it wakes processes whose memory the others' turns drove out of the caches.
+    Who begins changes with the round.
+    """
+    times: dict[str, list[list[float]]] = {one.name: [] for one in running}
+    for number in range(rounds):
+        first = number % len(running)
+        for one in (*running[first:], *running[:first]):
+            by_worker = one.turn(steps + 1)
+            times[one.name].append([second for seconds in by_worker for second in seconds[1:]])
+    return times
+
+
+def run_all(
+    contenders: Sequence[Contender], rounds: int, steps: int
+) -> tuple[dict[str, list[list[float]]], dict[str, list[dict[str, Any]]]]:
+    """Starts all, lets them warm up in one turn, interleaves them, and ends them.
+
+    Returns seconds by contender and round, and the facts of each contender's workers. Raises ContenderError.
+    """
+    with ExitStack() as stack:
+        running = [stack.enter_context(Running(one)) for one in contenders]
+        for one in running:
+            one.turn(WARM_STEPS)
+        return interleave(running, rounds, steps), {one.name: one.facts for one in running}

@@ -1,0 +1,150 @@
+"""Raw ``grpc.aio``: as many bytes as a step sends go up to servers that send the very messages back. No psdist in it.
+
+Roles: ``server`` echoes; ``client`` (the worker) opens a stream to every server, writes its share of the bytes in
+messages of 1 MiB and reads as many, all at once. Peers ``echo``: gRPC's default options but for the message size, and
+``echo_tuned``: psdist's options for channels and servers, and its tuning of malloc, in clients and servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from benchmarks import turns
+
+MESSAGE_BYTES = 1 << 20
+METHOD = "Echo"
+SERVICE = "benchmarks.Echo"
+TUNED = "tuned"
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DEFAULT_OPTIONS = [("grpc.max_receive_message_length", 4 << 20), ("grpc.max_send_message_length", 4 << 20)]
+
+
+def messages(settings: turns.Settings) -> list[list[bytes]]:
+    """What a client sends to each server."""
+    total = settings.params * ITEM_BYTES[settings.wire_dtype]
+    block = bytes(MESSAGE_BYTES)
+    sizes = [min(MESSAGE_BYTES, total - start) for start in range(0, total, MESSAGE_BYTES)]
+    return [[block[:size] for size in sizes[server :: settings.servers]] for server in range(settings.servers)]
+
+
+async def _echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async for request in requests:
+        yield request
+
+
+async def _answer(request: bytes, context: Any) -> bytes:
+    return request
+
+
+def make_server(tuned: bool) -> grpc.aio.Server:
+    """A server that echoes streams (``Echo``) and single messages (``Answer``)."""
+    if tuned:
+        from psdist.wire import channels
+
+        server = channels.make_server("")
+    else:
+        server = grpc.aio.server(options=_DEFAULT_OPTIONS)
+    handlers = {
+        METHOD: grpc.stream_stream_rpc_method_handler(_echo),
+        "Answer": grpc.unary_unary_rpc_method_handler(_answer),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    return server
+
+
+def open_channel(address: str, tuned: bool) -> grpc.aio.Channel:
+    """A channel to an echo server."""
+    if tuned:
+        from psdist.wire import channels
+
+        return channels.open_channel(address)
+    return grpc.aio.insecure_channel(address, options=_DEFAULT_OPTIONS)
+
+
+def address_file(number: int) -> Path:
+    """Where server ``number`` leaves its address."""
+    return turns.directory() / f"server-{number}"
+
+
+async def serve_echo(settings: turns.Settings) -> None:
+    """An echo server, until the process is ended by the benchmark, or its directory is gone."""
+    server = make_server(settings.role.endswith(TUNED))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    path = address_file(settings.rank)
+    draft = path.with_suffix(".draft")
+    draft.write_text(f"127.0.0.1:{port}")
+    draft.rename(path)
+    # The connection to the benchmark is only held: it ends with the benchmark, however that ends.
+    await asyncio.to_thread(turns.serve, lambda steps: [])
+    await server.stop(None)
+
+
+async def await_address(number: int) -> str:
+    """The address of server ``number``, once it is there."""
+    path = address_file(number)
+    while not path.exists():  # noqa: ASYNC110 - another process writes it
+        await asyncio.sleep(0.02)
+    return path.read_text()
+
+
+async def exchange(call: Any, parts: list[bytes]) -> None:
+    """Writes all messages and reads as many, both at once."""
+
+    async def write() -> None:
+        for part in parts:
+            await call.write(part)
+        await call.done_writing()
+
+    writing = asyncio.ensure_future(write())
+    for _ in parts:
+        await call.read()
+    await writing
+    assert await call.read() is grpc.aio.EOF
+
+
+async def take_turns(settings: turns.Settings) -> None:
+    """The client."""
+    tuned = settings.role.endswith(TUNED)
+    parts = messages(settings)
+    channels = [open_channel(await await_address(number), tuned) for number in range(settings.servers)]
+    streams = [channel.stream_stream(f"/{SERVICE}/{METHOD}") for channel in channels]
+    loop = asyncio.get_running_loop()
+
+    async def turn(steps: int) -> list[float]:
+        times = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            await asyncio.gather(*(exchange(open_(), mine) for open_, mine in zip(streams, parts, strict=True)))
+            times.append(time.perf_counter() - begin)
+        return times
+
+    await asyncio.to_thread(turns.serve, lambda steps: asyncio.run_coroutine_threadsafe(turn(steps), loop).result(), {})
+    for channel in channels:
+        await channel.close()
+
+
+def main() -> None:
+    """Takes turns until the benchmark ends."""
+    settings = turns.settings()
+    work = serve_echo if settings.role.startswith("server") else take_turns
+    if not settings.role.endswith(TUNED):
+        asyncio.run(work(settings))
+        return
+    import uvloop
+
+    from psdist.wire import memory
+
+    memory.tune_malloc()
+    uvloop.run(work(settings))
+
+
+if __name__ == "__main__":
+    main()

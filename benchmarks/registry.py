@@ -1,0 +1,117 @@
+"""Who takes part: psdist and its peers as contenders, and where those peers are installed that psdist never needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import venv
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.contenders import PEER_VENVS, Contender, module
+from benchmarks.turns import Settings
+
+#: Peers with an environment of their own, and what is installed there.
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "ray": ("ray==2.60.*", "numpy", "torch"),
+    "tensorflow": ("tensorflow-cpu==2.21.*",),
+}
+
+
+def psdist(settings: Settings, transport: str, environment: Mapping[str, str] | None = None) -> Contender:
+    """psdist as a user starts it: ``psdist run`` with its own choice of threads."""
+    command = module(
+        "psdist.cli.main", "run", "--nservers", str(settings.servers), "--nproc-per-node", str(settings.workers),
+        "--max-restarts", "0", "-m", "benchmarks.worker", settings.text(),
+    )  # fmt: skip
+    return Contender("psdist", (command,), settings.workers, {"PSDIST_TRANSPORT": transport, **(environment or {})})
+
+
+def gloo(settings: Settings) -> Contender:
+    """torch.distributed's all-reduce and fused Adam on each worker."""
+    ranks = range(settings.workers)
+    commands = tuple(module("benchmarks.peers.gloo", replace(settings, rank=rank).text()) for rank in ranks)
+    return Contender("gloo", commands, settings.workers, {"GLOO_SOCKET_IFNAME": "lo"})
+
+
+def _echo(settings: Settings, tuned: str) -> Contender:
+    def command(role: str, rank: int) -> tuple[str, ...]:
+        return module("benchmarks.peers.echo", replace(settings, role=role + tuned, rank=rank).text())
+
+    servers = tuple(command("server", rank) for rank in range(settings.servers))
+    clients = tuple(command("client", rank) for rank in range(settings.workers))
+    name = "echo_tuned" if tuned else "echo"
+    return Contender(name, servers + clients, settings.servers + settings.workers)
+
+
+def echo(settings: Settings) -> Contender:
+    """Raw grpc.aio with default options."""
+    return _echo(settings, "")
+
+
+def echo_tuned(settings: Settings) -> Contender:
+    """Raw grpc.aio with psdist's options."""
+    return _echo(settings, "-tuned")
+
+
+def _kernel(settings: Settings, role: str) -> Contender:
+    return Contender(role, (module("benchmarks.peers.kernel", replace(settings, role=role).text()),), 1)
+
+
+def kernel(settings: Settings) -> Contender:
+    """The lower bound: the step's arithmetic alone."""
+    return _kernel(settings, "kernel")
+
+
+def memcpy(settings: Settings) -> Contender:
+    """One gradient copied."""
+    return _kernel(settings, "memcpy")
+
+
+def ray(settings: Settings) -> Contender:
+    """Sharded parameter-server actors."""
+    return Contender("ray", (module("benchmarks.peers.ray_actors", settings.text(), python=python_of("ray")),), 1)
+
+
+def tensorflow(settings: Settings) -> Contender:
+    """ParameterServerStrategy."""
+
+    def command(role: str, rank: int) -> tuple[str, ...]:
+        own = replace(settings, role=role, rank=rank).text()
+        return module("benchmarks.peers.tensorflow_ps", own, python=python_of("tensorflow"))
+
+    servers = [command("ps", rank) for rank in range(settings.servers)]
+    workers = [command("worker", rank) for rank in range(settings.workers)]
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+    everyone = (command("chief", 0), *servers, *workers)
+    return Contender("tensorflow", everyone, len(everyone), quiet)
+
+
+PEERS: Mapping[str, Callable[[Settings], Contender]] = {
+    one.__name__: one for one in (gloo, ray, tensorflow, echo, echo_tuned, kernel, memcpy)
+}
+
+
+def python_of(peer: str) -> str:
+    """The interpreter of a peer's environment."""
+    return str(PEER_VENVS / peer / "bin" / "python")
+
+
+def missing(peer: str) -> str:
+    """Why a peer cannot take part; empty where it can."""
+    if peer in PACKAGES:
+        if Path(PEER_VENVS / peer / "installed").exists():
+            return ""
+        return f"not installed: --install-peers puts {PACKAGES[peer][0]} into {PEER_VENVS.name}/{peer}"
+    if peer == "gloo" and importlib.util.find_spec("torch") is None:
+        return "not installed: make bench installs torch into .venv"
+    return ""
+
+
+def install(peer: str) -> None:
+    """Makes the peer's environment. Raises CalledProcessError."""
+    directory = PEER_VENVS / peer
+    venv.create(directory, with_pip=True)
+    subprocess.run([python_of(peer), "-m", "pip", "install", "--quiet", *PACKAGES[peer]], check=True)
+    (directory / "installed").touch()

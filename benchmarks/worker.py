@@ -1,0 +1,88 @@
+"""psdist's own worker process in the benchmarks; ``psdist run`` starts it, scheduler and servers.
+
+Roles: ``""`` makes steps with ``psdist.Client``, overlapped with an emulated backward pass where ``compute_ms`` is set;
+``async`` makes them with ``psdist.AsyncClient`` in an asyncio program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import psdist
+from benchmarks import emulation, turns
+from psdist.bench import BenchSettings, StepBench
+
+
+def bench_settings(settings: turns.Settings) -> BenchSettings:
+    """What of the settings is psdist's."""
+    return BenchSettings(
+        params=settings.params,
+        wire_dtype=settings.wire_dtype,  # type: ignore[arg-type]
+        consistency=settings.consistency,
+        optimizer=settings.optimizer,
+        copy=settings.copy,
+    )
+
+
+class OverlappedBench(StepBench):
+    """Steps whose gradients come bucket by bucket, a tensor each, the last layers first."""
+
+    def __init__(self, client: psdist.Client, settings: turns.Settings) -> None:
+        super().__init__(client, bench_settings(settings))
+        self.names = list(self.gradients)[::-1]
+        self.schedule = emulation.Schedule(settings.compute_ms / 1e3, len(self.names))
+
+    def step(self) -> None:
+        """One step: each tensor is handed over as it becomes ready, beside the rest of the backward pass."""
+        begin = time.perf_counter()
+        handles = []
+        for name, ready in zip(self.names, self.schedule.ready_seconds, strict=True):
+            emulation.compute_until(begin + ready)
+            handles.append(self.parameters.push_pull_async([name]))
+        for handle in handles:
+            handle.wait()
+
+
+def main() -> None:
+    """Takes turns until the benchmark ends."""
+    settings = turns.settings()
+    if settings.role == "async":
+        asyncio.run(_main_async(settings))
+        return
+    with psdist.Client() as client:
+        bench = (
+            OverlappedBench(client, settings) if settings.compute_ms else StepBench(client, bench_settings(settings))
+        )
+        bench.step()
+        facts = {"transports": bench.parameters.transports()}
+        turns.serve(lambda steps: turns.timed(bench.step, steps), facts)
+
+
+async def _main_async(settings: turns.Settings) -> None:
+    """Turns come to a thread, because a client's loop must never be blocked."""
+    own = bench_settings(settings)
+    async with psdist.AsyncClient() as client:
+        parameters = await client.parameters(**own.arguments())
+        gradients = own.gradients(parameters)
+        options: dict[str, Any] = {} if own.copy else {"copy": False}
+
+        async def turn(steps: int) -> list[float]:
+            times = []
+            for _ in range(steps):
+                begin = time.perf_counter()
+                await parameters.push_pull(gradients, **options)
+                times.append(time.perf_counter() - begin)
+            return times
+
+        await turn(1)
+        loop = asyncio.get_running_loop()
+        facts = {"transports": parameters.transports()}
+        await asyncio.to_thread(
+            turns.serve, lambda steps: asyncio.run_coroutine_threadsafe(turn(steps), loop).result(), facts
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The step benchmark: what one training step costs in communication and updates, measured by a worker.
+
+What it is: parameters of a wished size, gradients that are there before the clock starts, and the times of
+``push_pull``. ``psdist bench`` and the project's own benchmarks share it, so that both measure the same. What it is
+not: a comparison (``benchmarks/``), or a test; it asserts nothing. numpy and the client are imported when a measurement
+starts, so that the command line knows all words at once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from psdist import optim
+from psdist.consistency import ASP, BSP, SSP, Consistency
+from psdist.errors import InvalidArgumentError
+from psdist.types import WIRE_DTYPES, DType
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from psdist.client.parameters import AsyncParameters
+    from psdist.client.sync_client import Client, Parameters
+
+#: Elements of one tensor; the last one of the parameters may be smaller.
+LAYER_ELEMENTS: Final = 1 << 20
+#: Steps before the clock starts: the first ones touch new memory, compile, and attach.
+WARM_STEPS: Final = 3
+
+CONSISTENCIES: Final[dict[str, Consistency]] = {"bsp": BSP(), "ssp": SSP(staleness=2), "asp": ASP()}
+OPTIMIZERS: Final[dict[str, optim.Optimizer]] = {
+    "adam": optim.Adam(),
+    "adamw": optim.AdamW(),
+    "sgd": optim.SGD(lr=0.01),
+    "momentum": optim.SGD(lr=0.01, momentum=0.9),
+    "adagrad": optim.Adagrad(),
+    "rmsprop": optim.RMSprop(),
+    "lion": optim.Lion(),
+    "ftrl": optim.FTRL(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """What is measured. Raises InvalidArgumentError for a word that is unknown or a size that is not possible.
+
+    wire_dtype: of the gradients and of the weights on the wire.
+    copy: plain calls with arrays of the user's own, instead of gradients written where the servers read them and
+        weights read where they lie.
+    """
+
+    params: int = 25_000_000
+    wire_dtype: DType = "float32"
+    consistency: str = "bsp"
+    optimizer: str = "adam"
+    copy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.params < 1:
+            raise InvalidArgumentError(f"params={self.params} is out of range: use 1 or more")
+        for what, value, known in (
+            ("wire_dtype", self.wire_dtype, WIRE_DTYPES),
+            ("consistency", self.consistency, tuple(CONSISTENCIES)),
+            ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
+        ):
+            if value not in known:
+                raise InvalidArgumentError(f"{what}={value!r:.60} is unknown: use one of {', '.join(known)}")
+
+    @property
+    def name(self) -> str:
+        """Name of the parameters: benchmarks with other settings in the same run have their own."""
+        return f"psdist-bench/{self.params}-{self.wire_dtype}-{self.consistency}-{self.optimizer}"
+
+    def layers(self) -> dict[str, int]:
+        """Tensors by name, with their elements."""
+        starts = range(0, self.params, LAYER_ELEMENTS)
+        return {f"layer.{n:05}": min(LAYER_ELEMENTS, self.params - start) for n, start in enumerate(starts)}
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``client.parameters``."""
+        import numpy as np
+
+        ones = np.ones(LAYER_ELEMENTS, np.float32)
+        return {
+            "name": self.name,
+            "init": {name: ones[:size] for name, size in self.layers().items()},
+            "optimizer": OPTIMIZERS[self.optimizer],
+            "consistency": CONSISTENCIES[self.consistency],
+            "compression": self.wire_dtype,
+            "pull_dtype": self.wire_dtype,
+        }
+
+    def gradients(self, parameters: Parameters | AsyncParameters) -> Mapping[str, NDArray[Any]]:
+        """Gradients to push, written once: in the handle's buffers, or in arrays of one's own."""
+        import numpy as np
+
+        values = np.random.default_rng(0).standard_normal(LAYER_ELEMENTS, dtype=np.float32)
+        if self.copy:
+            return {name: values[:size].copy() for name, size in self.layers().items()}
+        buffers = parameters.gradient_buffers()
+        for buffer in buffers.values():
+            buffer[...] = values[: buffer.size]
+        return buffers
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """Times of one worker's steps. Bytes are those of gradients and weights, whether they travelled or were shared.
+
+    transports: how each server was reached, by server id.
+    """
+
+    settings: BenchSettings
+    seconds: tuple[float, ...]
+    bytes_per_step: float
+    transports: Mapping[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        """The result with stable keys."""
+        ordered = sorted(self.seconds)
+        median = statistics.median(ordered)
+        return {
+            "params": self.settings.params,
+            "wire_dtype": self.settings.wire_dtype,
+            "consistency": self.settings.consistency,
+            "optimizer": self.settings.optimizer,
+            "copy": self.settings.copy,
+            "steps": len(ordered),
+            "step_ms": 1e3 * median,
+            "fastest_ms": 1e3 * ordered[0],
+            "slowest_ms": 1e3 * ordered[-1],
+            "bytes_per_step": round(self.bytes_per_step),
+            "gigabytes_per_second": self.bytes_per_step / median / 1e9,
+            "transports": dict(self.transports),
+        }
+
+
+class StepBench:
+    """One worker of the benchmark: joins the parameters and makes steps."""
+
+    def __init__(self, client: Client, settings: BenchSettings) -> None:
+        self.settings = settings
+        self.parameters = client.parameters(**settings.arguments())
+        self.gradients = settings.gradients(self.parameters)
+
+    def step(self) -> None:
+        """One step: the gradients up, the new weights down."""
+        if self.settings.copy:
+            self.parameters.push_pull(self.gradients)
+        else:
+            self.parameters.push_pull(self.gradients, copy=False)
+
+    def measure(self, steps: int, warm_steps: int = WARM_STEPS) -> BenchResult:
+        """Times of ``steps`` steps after those that warm up. Raises InvalidArgumentError, and as ``push_pull``."""
+        if steps < 1:
+            raise InvalidArgumentError(f"steps={steps} is out of range: use 1 or more")
+        for _ in range(warm_steps):
+            self.step()
+        moved = self._bytes()
+        seconds = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            self.step()
+            seconds.append(time.perf_counter() - begin)
+        return BenchResult(self.settings, tuple(seconds), (self._bytes() - moved) / steps, self.parameters.transports())
+
+    def _bytes(self) -> int:
+        counted = self.parameters.statistics()
+        return counted.push_bytes + counted.pull_bytes

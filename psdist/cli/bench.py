@@ -1,0 +1,112 @@
+"""``psdist bench``: what a training step costs on one's own cluster.
+
+Where a scheduler is named (a flag, or the environment of a launcher) it joins that run as a worker would; else it
+starts a cluster of its own on this machine. Several workers: ``psdist run --nproc-per-node 4 --no-python psdist bench``
+(the worker of rank 0 reports). The keys of the JSON form are stable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from psdist.bench import CONSISTENCIES, OPTIMIZERS, BenchSettings, StepBench
+from psdist.cli.exit_codes import FAILURE, OK, UNAVAILABLE, USAGE
+from psdist.cli.flags import CommandLine, Flag, fail, integer, one_of, seconds
+from psdist.config import Transport, address_text, check_run_id, find_scheduler, find_token
+from psdist.errors import ConfigurationError, InvalidArgumentError, PsdistError, SchedulerUnreachableError
+from psdist.types import WIRE_DTYPES
+
+if TYPE_CHECKING:
+    from psdist.bench import BenchResult
+    from psdist.client.sync_client import Client
+
+
+def command_line() -> CommandLine:
+    """The flags of ``psdist bench``."""
+    return CommandLine(
+        "psdist bench",
+        "Measures training steps: on the cluster of the environment or --scheduler, which waits for no other work, as "
+        "one of its workers; without one, on a cluster of its own on this machine.",
+        (
+            Flag("--params", "parameters of the model", integer(1), 25_000_000, "N"),
+            Flag("--steps", "steps to measure", integer(1, 1_000_000), 20, "N"),
+            Flag("--wire-dtype", "how values travel: " + ", ".join(WIRE_DTYPES), one_of(*WIRE_DTYPES), "float32",
+                 "DTYPE"),
+            Flag("--optimizer", ", ".join(OPTIMIZERS), one_of(*OPTIMIZERS), "adam", "NAME"),
+            Flag("--consistency", ", ".join(CONSISTENCIES), one_of(*CONSISTENCIES), "bsp", "NAME"),
+            Flag("--transport", "auto, grpc or shm", one_of(*get_args(Transport)), "auto", "NAME"),
+            Flag("--copy", "plain calls with own arrays, instead of gradient buffers and weights read in place"),
+            Flag("--nservers", "servers, where it starts a cluster of its own", integer(1, 1024), 2, "N"),
+            Flag("--scheduler", "the scheduler", address_text, "", "HOST:PORT"),
+            Flag("--run-id", "name of the run; refused if the scheduler serves another", check_run_id, "", "NAME"),
+            Flag("--token-file", "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False),
+            Flag("--timeout", "longest wait for the scheduler, and for one step", seconds(0.01), 60.0, "SECONDS"),
+            Flag("--format", "table or json", one_of("table", "json"), "table", "FORMAT"),
+        ),
+        epilog="Several workers: psdist run --nproc-per-node 4 --no-python psdist bench --params 1000000",
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    environ = os.environ if environ is None else environ
+    line = command_line()
+    given = line.parse(argv, environ)
+    try:
+        result = measure(given, environ)
+    except SchedulerUnreachableError as error:
+        fail(line.program, str(error), UNAVAILABLE)
+    except InvalidArgumentError as error:
+        fail(line.program, str(error), USAGE)
+    except PsdistError as error:
+        fail(line.program, str(error), FAILURE)
+    if environ.get("RANK", "0") == "0":
+        report = result.as_json()
+        print(json.dumps(report, indent=2) if given.format == "json" else table(report))
+    return OK
+
+
+def measure(given: Namespace, environ: Mapping[str, str]) -> BenchResult:
+    """Joins a run, or starts one, and measures. Raises what ``psdist.Client`` raises."""
+    settings = BenchSettings(given.params, given.wire_dtype, given.consistency, given.optimizer, given.copy)
+    with ExitStack() as stack:
+        bench = StepBench(stack.enter_context(_client(given, environ, stack)), settings)
+        return bench.measure(given.steps)
+
+
+def _client(given: Namespace, environ: Mapping[str, str], stack: ExitStack) -> Client:
+    from psdist.client.sync_client import Client
+
+    times = {"connect_timeout": given.timeout, "request_timeout": given.timeout}
+    if given.scheduler or find_scheduler(environ) or environ.get("PSDIST_SCHEDULER_FILE"):
+        token = find_token(environ, token_file=given.token_file)
+        return Client(
+            given.scheduler or None, token or None, run_id=given.run_id or None, transport=given.transport, **times
+        )
+    if int(environ.get("WORLD_SIZE") or 1) > 1:
+        raise ConfigurationError(
+            f"WORLD_SIZE is {environ['WORLD_SIZE']}, but no scheduler is named: start it with 'psdist run' or "
+            "'psdist-worker' instead of another launcher, or pass --scheduler HOST:PORT"
+        )
+    from psdist.launch.embedded import EmbeddedCluster
+
+    cluster = EmbeddedCluster(given.nservers, environ)
+    stack.callback(cluster.close)
+    return Client(cluster.address, cluster.token, run_id=cluster.run_id, transport=given.transport, **times)
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The report for people."""
+    own = f"{report['step_ms']:.2f} ms (fastest {report['fastest_ms']:.2f}, slowest {report['slowest_ms']:.2f})"
+    moved = f"{report['bytes_per_step'] / 1e6:,.1f} MB a step, {report['gigabytes_per_second']:.2f} GB/s"
+    what = f"{report['params']:,} parameters, {report['optimizer']}, {report['consistency']}, {report['wire_dtype']}"
+    rows = [("model", what), ("step", own), ("steps", str(report["steps"])), ("traffic", moved)]
+    rows += [(server, transport) for server, transport in sorted(report["transports"].items())]
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n".join(f"{name:{width}}{value}" for name, value in rows)
