@@ -26,7 +26,7 @@ from typing import Final
 from psdist.errors import SharingUnavailableError
 
 DIRECTORY: Final = Path("/dev/shm")
-#: Each side gives up after so long without the other.
+#: The server waits for the worker so long.
 HANDOVER_SECONDS: Final = 5.0
 
 _NAME: Final = re.compile(r"psdist-[0-9a-f]{32}")
@@ -53,15 +53,16 @@ def listening() -> Iterator[tuple[str, socket.socket]]:
 
 
 async def exchange(listener: socket.socket, fd: int) -> int:
-    """The worker's side: gives ``fd`` and returns the file that it got, which the caller closes. Raises
-    SharingUnavailableError."""
-    async with _limited("no server came to this worker's socket"):
+    """The worker's side: gives ``fd`` and returns the file that it got, which the caller closes. Waits for as long as
+    it takes: that the server cannot, it says over gRPC. Raises SharingUnavailableError."""
+    try:
         peer, _ = await asyncio.get_running_loop().sock_accept(listener)
-    with peer:
-        async with _limited("the server did not give its file"):
+        with peer:
             _check_user(peer, "server")
             socket.send_fds(peer, [b"\0"], [fd])
             return await _take(peer)
+    except OSError as error:
+        raise SharingUnavailableError(f"no exchange with the server: {error.strerror or error}") from None
 
 
 @asynccontextmanager
@@ -71,16 +72,20 @@ async def connected(name: str) -> AsyncIterator[tuple[int, socket.socket]]:
     if not _NAME.fullmatch(name):
         raise SharingUnavailableError(f"{name!r:.60} is not the name of a worker's socket")
     with _connection() as connection:
-        async with _limited("the worker did not give its file"):
-            try:
+        try:
+            async with asyncio.timeout(HANDOVER_SECONDS):
                 connection.connect(str(DIRECTORY / name))
-            except FileNotFoundError:
-                raise SharingUnavailableError(
-                    f"worker and server do not see the same {DIRECTORY}: they run on two hosts, or in containers that "
-                    "do not share an IPC namespace"
-                ) from None
-            _check_user(connection, "worker")
-            fd = await _take(connection)
+                _check_user(connection, "worker")
+                fd = await _take(connection)
+        except FileNotFoundError:
+            raise SharingUnavailableError(
+                f"worker and server do not see the same {DIRECTORY}: they run on two hosts, or in containers that do "
+                "not share an IPC namespace"
+            ) from None
+        except TimeoutError:
+            raise SharingUnavailableError(f"the worker gave no file within {HANDOVER_SECONDS:.0f} s") from None
+        except OSError as error:
+            raise SharingUnavailableError(f"the worker gave no file: {error.strerror or error}") from None
         yield fd, connection
 
 
@@ -124,18 +129,6 @@ def _connection() -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     made.setblocking(False)
     return made
-
-
-@asynccontextmanager
-async def _limited(what: str) -> AsyncIterator[None]:
-    """A time limit, whose end is a SharingUnavailableError, as is an error of the system."""
-    try:
-        async with asyncio.timeout(HANDOVER_SECONDS):
-            yield
-    except TimeoutError:
-        raise SharingUnavailableError(f"{what} within {HANDOVER_SECONDS:.0f} s") from None
-    except OSError as error:
-        raise SharingUnavailableError(f"{what}: {error.strerror or error}") from None
 
 
 def _check_user(peer: socket.socket, who: str) -> None:
