@@ -51,6 +51,18 @@ class Request:
         self.staleness_sum += staleness
         self.staleness_max = max(self.staleness_max, staleness)
 
+    def part(self, slices: Iterable[int]) -> Request:
+        """A request of the same number for those of ``slices`` that are unanswered; ``absorb`` brings it back."""
+        return Request(self.number, self.pending.intersection(slices))
+
+    def absorb(self, part: Request) -> None:
+        """Counts what was answered to ``part`` as answered here."""
+        self.pending.difference_update(part.versions)
+        self.versions.update(part.versions)
+        self.ignored += part.ignored
+        self.staleness_sum += part.staleness_sum
+        self.staleness_max = max(self.staleness_max, part.staleness_max)
+
     @property
     def staleness_mean(self) -> float:
         """Mean over the answered slices."""

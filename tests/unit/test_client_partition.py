@@ -140,3 +140,69 @@ def test_very_many_small_tensors() -> None:
     layout = partition.layout_of(values)
     back = partition.unflatten(layout, partition.flatten(layout, values))
     assert back["t19999"] == 19999 and len(back) == 20_000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("size", [1, 2, 3, 1000, (1 << 15) - 1, 1 << 15, (1 << 15) + 1, 100_003])
+def test_a_bad_element_is_found_wherever_it_is(size: int, dtype: str) -> None:
+    rng = np.random.default_rng(size)
+    flat = rng.normal(size=size).astype(np.float32)
+    assert partition.is_finite(flat, dtype)
+    limit = {"float32": np.inf, "bfloat16": 3.3961776e38, "float16": 65520.0}[dtype]
+    for place in {0, size // 2, size - 1, int(rng.integers(size))}:
+        for bad in (np.nan, np.inf, -np.inf, limit, -limit):
+            with_bad = flat.copy()
+            with_bad[place] = bad
+            assert not partition.is_finite(with_bad, dtype), (place, bad)
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("float32", 3.4e38), ("bfloat16", 3.39e38), ("float16", 65519.0)])
+def test_largest_numbers_are_no_alarm(dtype: str, largest: float) -> None:
+    flat = np.full(100_000, largest, np.float32)
+    flat[::3] *= -1
+    assert partition.is_finite(flat, dtype)
+
+
+def test_zeros_do_not_hide_infinity() -> None:
+    flat = np.zeros(10, np.float32)
+    flat[3] = np.inf
+    assert not partition.is_finite(flat, "float32")
+
+
+def test_flatten_copies_into_the_vector_it_is_given() -> None:
+    into = np.full(LAYOUT.total, 7.0, np.float32)
+    assert partition.flatten(LAYOUT, GOOD, into) is into
+    assert into.tolist() == [1.0] * 6 + [1.0, 2.0, 3.0, 2.5]
+
+
+def test_arrays_that_lie_in_the_vector_already_may_be_in_each_others_places() -> None:
+    layout = partition.layout_of({"a": np.zeros(3, np.float32), "b": np.zeros(3, np.float32), "c": np.zeros(2)})
+    into = np.arange(8, dtype=np.float32)
+    places = partition.split(layout, into)
+    partition.flatten_some(layout, [0, 1], {"a": places["b"], "b": places["a"]}, into)
+    assert into.tolist() == [3, 4, 5, 0, 1, 2, 6, 7]
+    flat = partition.flatten(layout, places, into)
+    assert flat.ctypes.data == into.ctypes.data and flat.tolist() == into.tolist()
+    partition.flatten_some(layout, [2], {"c": places["c"]}, into)
+    assert into.tolist() == [3, 4, 5, 0, 1, 2, 6, 7]
+
+
+def test_a_bucket_with_a_bad_shape_writes_nothing() -> None:
+    into = np.zeros(LAYOUT.total, np.float32)
+    with pytest.raises(errors.ShapeMismatchError, match="'b'"):
+        partition.flatten_some(LAYOUT, [0, 1], {"w": np.ones((2, 3)), "b": np.ones(2)}, into)
+    assert not into.any()
+
+
+def test_views_are_read_only_and_conversions_use_their_memory_again() -> None:
+    flat, converted = np.arange(10, dtype=np.float32), {}
+    first = partition.views(LAYOUT, [0, 1], flat, converted)
+    assert set(first) == {"w", "b"} and np.shares_memory(first["w"], flat)
+    assert first["b"].dtype == np.float64 and first["b"].tolist() == [6, 7, 8]
+    flat += 1
+    again = partition.views(LAYOUT, [0, 1], flat, converted)
+    assert np.shares_memory(again["b"], first["b"]) and again["b"].tolist() == [7, 8, 9]
+    for array in again.values():
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
+    flat += 1  # The vector itself stays writable.

@@ -1,0 +1,62 @@
+"""Vectors are used again as soon as nobody holds them, and never before."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from psdist.client import partition
+from psdist.client.vectors import Arrival, Vectors
+from psdist.types import Slicing
+
+LAYOUT = partition.layout_of({"a": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.float32)})
+
+
+def test_a_vector_is_used_again_when_the_last_array_of_it_is_gone() -> None:
+    vectors = Vectors(LAYOUT)
+    arrays = partition.unflatten(LAYOUT, vectors.fresh())
+    address = arrays["a"].ctypes.data
+    part = arrays["a"][0][1:]  # a view of a view keeps it, too
+    del arrays
+    other = vectors.fresh()
+    assert other.ctypes.data != address
+    del part
+    assert vectors.fresh().ctypes.data == address
+
+
+def test_a_loop_that_assigns_its_result_alternates_between_two() -> None:
+    vectors = Vectors(LAYOUT)
+    addresses = set()
+    for _ in range(10):
+        values = partition.unflatten(LAYOUT, vectors.fresh())
+        addresses.add(values["a"].ctypes.data)
+    assert len(addresses) == 2
+
+
+def test_results_that_are_kept_stay_as_they_are() -> None:
+    vectors = Vectors(LAYOUT)
+    kept = []
+    for number in range(6):
+        vector = vectors.fresh()
+        vector[...] = number
+        kept.append(vector)
+    assert [set(vector) for vector in kept] == [{number} for number in range(6)]
+    kept[-1] = None
+    address = vectors.fresh().ctypes.data
+    assert address not in {vector.ctypes.data for vector in kept[:-1]}
+
+
+def test_no_elements() -> None:
+    assert Vectors(partition.layout_of({"e": np.zeros(0)})).fresh().size == 0
+
+
+def test_weights_that_lie_in_two_places_are_brought_together() -> None:
+    shared, target = np.arange(10, dtype=np.float32), np.full(10, -1, np.float32)
+    arrival = Arrival(Slicing(10, 4), target, shared)
+    assert arrival.vector(range(3)) is shared
+    target[4:8] = [40, 50, 60, 70]
+    arrival.received.add(1)
+    assert arrival.vector([0, 2]) is shared
+    assert arrival.vector([1]) is target
+    assert arrival.vector([0, 1]).tolist() == [0, 1, 2, 3, 40, 50, 60, 70, -1, -1]
+    assert arrival.vector(range(3)).tolist() == [0, 1, 2, 3, 40, 50, 60, 70, 8, 9]
+    assert Arrival(Slicing(10, 4), target).vector(range(3)) is target
