@@ -24,7 +24,8 @@ PURE = frozenset(
     {
         *("psdist.errors", "psdist.types", "psdist.optim", "psdist.consistency", "psdist.compression"),
         *("psdist.wire.limits", "psdist.launch.supervisor"),
-        *("psdist.client.partition", "psdist.client.session", "psdist.client.retry", "psdist.client.routing"),
+        *("psdist.client.buckets", "psdist.client.partition", "psdist.client.retry", "psdist.client.routing"),
+        "psdist.client.session",
         *("psdist_scheduler.cluster", "psdist_scheduler.events", "psdist_scheduler.joins"),
         *("psdist_scheduler.membership", "psdist_scheduler.placement", "psdist_scheduler.records"),
         *("psdist_scheduler.registry", "psdist_scheduler.rendezvous", "psdist_scheduler.snapshots"),
