@@ -19,13 +19,15 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def psdist(settings: Settings, transport: str, environment: Mapping[str, str] | None = None) -> Contender:
+def psdist(
+    settings: Settings, transport: str, name: str = "psdist", environment: Mapping[str, str] | None = None
+) -> Contender:
     """psdist as a user starts it: ``psdist run`` with its own choice of threads."""
     command = module(
         "psdist.cli.main", "run", "--nservers", str(settings.servers), "--nproc-per-node", str(settings.workers),
         "--max-restarts", "0", "-m", "benchmarks.worker", settings.text(),
     )  # fmt: skip
-    return Contender("psdist", (command,), settings.workers, {"PSDIST_TRANSPORT": transport, **(environment or {})})
+    return Contender(name, (command,), settings.workers, {"PSDIST_TRANSPORT": transport, **(environment or {})})
 
 
 def gloo(settings: Settings) -> Contender:
@@ -35,24 +37,28 @@ def gloo(settings: Settings) -> Contender:
     return Contender("gloo", commands, settings.workers, {"GLOO_SOCKET_IFNAME": "lo"})
 
 
-def _echo(settings: Settings, tuned: str) -> Contender:
+def _echo(settings: Settings, name: str, server: str, client: str) -> Contender:
     def command(role: str, rank: int) -> tuple[str, ...]:
-        return module("benchmarks.peers.echo", replace(settings, role=role + tuned, rank=rank).text())
+        return module("benchmarks.peers.echo", replace(settings, role=role, rank=rank).text())
 
-    servers = tuple(command("server", rank) for rank in range(settings.servers))
-    clients = tuple(command("client", rank) for rank in range(settings.workers))
-    name = "echo_tuned" if tuned else "echo"
+    servers = tuple(command(server, rank) for rank in range(settings.servers))
+    clients = tuple(command(client, rank) for rank in range(settings.workers))
     return Contender(name, servers + clients, settings.servers + settings.workers)
 
 
 def echo(settings: Settings) -> Contender:
     """Raw grpc.aio with default options."""
-    return _echo(settings, "")
+    return _echo(settings, "echo", "server", "client")
 
 
 def echo_tuned(settings: Settings) -> Contender:
     """Raw grpc.aio with psdist's options."""
-    return _echo(settings, "-tuned")
+    return _echo(settings, "echo_tuned", "server-tuned", "client-tuned")
+
+
+def round_trips(settings: Settings, role: str) -> Contender:
+    """Small messages there and back by raw grpc.aio: ``unary`` or ``stream``."""
+    return _echo(settings, f"grpc_{role}", "server", role)
 
 
 def _kernel(settings: Settings, role: str) -> Contender:

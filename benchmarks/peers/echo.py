@@ -1,15 +1,18 @@
 """Raw ``grpc.aio``: as many bytes as a step sends go up to servers that send the very messages back. No psdist in it.
 
 Roles: ``server`` echoes; ``client`` (the worker) opens a stream to every server, writes its share of the bytes in
-messages of 1 MiB and reads as many, all at once. Peers ``echo``: gRPC's default options but for the message size, and
-``echo_tuned``: psdist's options for channels and servers, and its tuning of malloc, in clients and servers.
+messages of 1 MiB and reads as many, all at once. ``unary`` and ``stream`` send one small message to one server and wait
+for it to come back, by a call of its own or on a stream that stays open. Peers ``echo``: gRPC's default options but for
+the message size, and ``echo_tuned``: psdist's options for channels and servers, and its tuning of malloc, in clients
+and servers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import grpc.aio
 from benchmarks import turns
 
 MESSAGE_BYTES = 1 << 20
-METHOD = "Echo"
+STREAM, UNARY = "Echo", "Answer"
 SERVICE = "benchmarks.Echo"
 TUNED = "tuned"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -44,7 +47,7 @@ async def _answer(request: bytes, context: Any) -> bytes:
 
 
 def make_server(tuned: bool) -> grpc.aio.Server:
-    """A server that echoes streams (``Echo``) and single messages (``Answer``)."""
+    """A server that echoes streams and single messages."""
     if tuned:
         from psdist.wire import channels
 
@@ -52,8 +55,8 @@ def make_server(tuned: bool) -> grpc.aio.Server:
     else:
         server = grpc.aio.server(options=_DEFAULT_OPTIONS)
     handlers = {
-        METHOD: grpc.stream_stream_rpc_method_handler(_echo),
-        "Answer": grpc.unary_unary_rpc_method_handler(_answer),
+        STREAM: grpc.stream_stream_rpc_method_handler(_echo),
+        UNARY: grpc.unary_unary_rpc_method_handler(_answer),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     return server
@@ -110,19 +113,43 @@ async def exchange(call: Any, parts: list[bytes]) -> None:
     assert await call.read() is grpc.aio.EOF
 
 
+def make_step(settings: turns.Settings, channels: list[grpc.aio.Channel]) -> Callable[[], Awaitable[object]]:
+    """One step of the client."""
+    parts = messages(settings)
+    streams = [channel.stream_stream(f"/{SERVICE}/{STREAM}") for channel in channels]
+    if settings.role == "unary":
+        call, message = channels[0].unary_unary(f"/{SERVICE}/{UNARY}"), parts[0][0]
+        return partial(_call, call, message)
+    if settings.role == "stream":
+        return partial(_round_trip, streams[0](), parts[0][0])
+
+    async def step() -> None:
+        await asyncio.gather(*(exchange(open_(), mine) for open_, mine in zip(streams, parts, strict=True)))
+
+    return step
+
+
+async def _call(call: Any, message: bytes) -> None:
+    await call(message)
+
+
+async def _round_trip(stream: Any, message: bytes) -> None:
+    await stream.write(message)
+    await stream.read()
+
+
 async def take_turns(settings: turns.Settings) -> None:
     """The client."""
     tuned = settings.role.endswith(TUNED)
-    parts = messages(settings)
     channels = [open_channel(await await_address(number), tuned) for number in range(settings.servers)]
-    streams = [channel.stream_stream(f"/{SERVICE}/{METHOD}") for channel in channels]
+    step = make_step(settings, channels)
     loop = asyncio.get_running_loop()
 
     async def turn(steps: int) -> list[float]:
         times = []
         for _ in range(steps):
             begin = time.perf_counter()
-            await asyncio.gather(*(exchange(open_(), mine) for open_, mine in zip(streams, parts, strict=True)))
+            await step()
             times.append(time.perf_counter() - begin)
         return times
 
