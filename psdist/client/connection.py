@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -39,6 +39,9 @@ from psdist.errors import (
 from psdist.types import ClusterMap
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, channels, convert, limits, status
+
+if TYPE_CHECKING:
+    from psdist.client.share import Sharing
 
 logger = logging.getLogger("psdist")
 T = TypeVar("T")
@@ -89,6 +92,8 @@ class SchedulerLink:
         self._session: asyncio.Task[None] | None = None
         self._session_broken = False
         self._leaving = False
+        #: What each open handle shares with servers; told in the heartbeats.
+        self.sharings: list[Sharing] = []
         self._registration: Registration | None = None
         self._watch: ClusterWatch | None = None
 

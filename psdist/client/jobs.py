@@ -90,7 +90,8 @@ class PushJob:
     method: str = "Push"
     sharing: Sharing | None = None
 
-    def _header(self, route: Route, pull_dtype: common_pb2.DType | None = None) -> server_pb2.PushHeader:
+    def header(self, route: Route, pull_dtype: common_pb2.DType | None = None) -> server_pb2.PushHeader:
+        """Who pushes what, for a request to the server of ``route``."""
         return server_pb2.PushHeader(
             pull_dtype=pull_dtype,
             identity=self.sender.identity(route.epoch),
@@ -111,7 +112,7 @@ class PushJob:
 
     def messages(self, route: Route) -> Iterator[bytes]:
         """One message per slice that is not answered yet; the first has the header."""
-        header: server_pb2.PushHeader | None = self._header(route)
+        header: server_pb2.PushHeader | None = self.header(route)
         for index in self.request.unanswered(route.slices):
             message = server_pb2.PushRequest(header=header, slice=index, base_version=self.versions[index])
             yield frames.pack(message, self._payload(index))
@@ -141,7 +142,7 @@ class PushPullJob(PushJob):
 
     def messages(self, route: Route) -> Iterator[bytes]:
         """One message per slice that is not answered yet; the first has the header."""
-        header: server_pb2.PushHeader | None = self._header(route, convert.dtype_to_proto(self.pull_dtype))
+        header: server_pb2.PushHeader | None = self.header(route, convert.dtype_to_proto(self.pull_dtype))
         for index in self.request.unanswered(route.slices):
             message = server_pb2.PushPullRequest(header=header, slice=index, base_version=self.versions[index])
             yield frames.pack(message, self._payload(index))

@@ -139,7 +139,7 @@ class DataPath:
             raise again(loss.result())
         if job.sharing is not None and (stream := job.sharing.stream_to(route)) is not None:
             return await stream.attempt(job, route, wait)
-        call = self._method(route.address, job.method)(metadata=self._link.metadata)
+        call = self.method(route.address, job.method)(metadata=self._link.metadata)
         send = asyncio.create_task(_send(call, job, route))
         receive = asyncio.create_task(_receive(call, job, route, wait))
         try:
@@ -160,7 +160,7 @@ class DataPath:
             receive.cancel()
             await asyncio.gather(send, receive, return_exceptions=True)
 
-    def _method(self, address: str, name: str) -> Any:
+    def method(self, address: str, name: str) -> Any:
         """The method as raw bytes both ways. On the wire a stream of one message is the same as a unary request."""
         method = self._methods.get((address, name))
         if method is None:

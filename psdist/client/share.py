@@ -1,0 +1,244 @@
+"""Sharing: what one handle shares with the servers of its parameters, and with which of them.
+
+``Sharing`` makes the handle's gradient arena, attaches one Share stream per server (``shared_stream``), and shows the
+servers' weights as one vector where that is possible. Where a server cannot be shared with, the reason is kept for
+whoever asks, and gRPC is used.
+
+Invariants: sharing is never needed for a result, unless the transport is "shm". A server that refused is not asked
+again in the same incarnation; a stream that broke is opened again before the next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from numpy.typing import NDArray
+
+from psdist.client.connection import SchedulerLink
+from psdist.client.jobs import Sender
+from psdist.client.partition import Flat
+from psdist.client.routing import Route
+from psdist.client.shared_stream import Held, SharedStream, attach
+from psdist.config import Transport
+from psdist.errors import PsdistError, SharingUnavailableError, StaleEpochError
+from psdist.types import DType, ParametersEntry
+from psdist.v1 import server_pb2
+from psdist.wire import convert, handover
+from psdist.wire.shm import GradientArena, Piece, reason_of, stitch
+
+if TYPE_CHECKING:
+    from psdist.client.transfer import DataPath
+
+logger = logging.getLogger("psdist")
+
+#: Here loads are done in the order in which the program has them, which sequence locks rely on.
+_ORDERED_MACHINES: Final = ("x86_64", "AMD64")
+_NEWER_MAP_SECONDS: Final = 1.0
+_NOT_TRIED: Final = "not tried yet"
+
+
+class Sharing:
+    """What one handle shares with the servers of its parameters: one arena for gradients, one Share stream per server.
+
+    dtype: of gradients on the wire.
+    stable: the weights of a slice stand still until this worker pushes it again (BSP members without backup workers).
+    """
+
+    def __init__(
+        self,
+        link: SchedulerLink,
+        data: DataPath,
+        sender: Sender,
+        entry: ParametersEntry,
+        dtype: DType,
+        transport: Transport,
+        *,
+        stable: bool,
+    ) -> None:
+        self.parameters = entry.spec.name
+        self._link = link
+        self._data = data
+        self._sender = sender
+        self._entry = entry
+        self._dtype: DType = dtype
+        self._transport = transport
+        self._stable = stable
+        self._arena: GradientArena | None = None
+        self._streams: dict[str, SharedStream] = {}
+        self._weights: Flat | None = None
+        #: Why a server is not shared with, by its id.
+        self._reasons: dict[str, str] = {}
+        #: Incarnations of servers that cannot be shared with.
+        self._refused: set[tuple[str, int]] = set()
+        #: Whether a server may have the arena's file.
+        self._offered = False
+        self._turn = asyncio.Lock()
+        link.sharings.append(self)
+
+    # --- attaching ----------------------------------------------------------------------------------------------------
+
+    async def ensure(self, routes: Sequence[Route]) -> None:
+        """Attaches to the servers of ``routes`` where that was not tried yet, or broke.
+
+        Raises SharingUnavailableError where the transport is "shm" and a server cannot be shared with.
+        """
+        if self._transport == "grpc" or not any(self._is_open(route) for route in routes):
+            return
+        async with self._turn:
+            missing = [route for route in routes if self._is_open(route)]
+            if missing and (reason := await self._prepare()):
+                for route in missing:
+                    self._refuse(route, SharingUnavailableError(reason))
+            elif missing:
+                self._weights = None
+                outcomes = await asyncio.gather(*(self._attach(route) for route in missing), return_exceptions=True)
+                for error in filter(None, outcomes):
+                    raise error
+                self._weights = self._stitched()
+
+    def _is_open(self, route: Route) -> bool:
+        """Whether it is to be tried to share with the server of ``route``."""
+        return (route.server_id, route.incarnation) not in self._refused and self.stream_to(route) is None
+
+    async def _prepare(self) -> str:
+        """Makes the arena; why that cannot be, or "" if it is there."""
+        if not self._stable and platform.machine() not in _ORDERED_MACHINES:
+            return f"weights that change while they are read need a processor of x86-64, not {platform.machine()}"
+        if self._arena is None:
+            handover.sweep()
+            try:
+                # In a thread, because clearing a large file takes longer than heartbeats may.
+                self._arena = await asyncio.to_thread(GradientArena.create, self._entry.total, self._dtype)
+            except OSError as error:
+                return reason_of(error)
+        return "" if self._arena.shareable else "no room in shared memory for another arena"
+
+    async def _attach(self, route: Route) -> None:
+        assert self._arena is not None
+        self._offered = True
+        try:
+            stream = await self._attached(route, self._arena)
+        except SharingUnavailableError as error:
+            self._refuse(route, error)
+        except PsdistError as error:  # That is for the data path to handle, and sharing is tried again then.
+            self._reasons[route.server_id] = f"attaching failed: {error.message}"
+        else:
+            if (old := self._streams.get(route.server_id)) is not None:
+                await old.ended()
+            self._streams[route.server_id] = stream
+            self._reasons.pop(route.server_id, None)
+            logger.debug("sharing memory of %r with %s", self.parameters, route.peer)
+
+    async def _attached(self, route: Route, arena: GradientArena) -> SharedStream:
+        """A stream to the server, by the newest map."""
+        held = Held(self._entry.slicing, self._entry.slices_of(route.server_id))
+        loss = self._link.watch.loss_of(route.server_id, route.incarnation)
+        with self._link.waits.open(f"for {route.peer} to share memory"):
+            while True:
+                epoch = self._link.watch.cluster.epoch
+                attaching = server_pb2.Attach(
+                    identity=self._sender.identity(epoch), dtype=convert.dtype_to_proto(self._dtype)
+                )
+                call = self._data.method(route.address, "Share")(metadata=self._link.metadata)
+                try:
+                    weights = await attach(call, attaching, arena, held, loss, route.peer)
+                    return SharedStream(call, route, arena, weights, held, loss, stable=self._stable)
+                except StaleEpochError:
+                    call.cancel()
+                    await self._link.watch.newer_than(epoch, _NEWER_MAP_SECONDS)
+                except BaseException:
+                    call.cancel()
+                    raise
+
+    def _refuse(self, route: Route, error: SharingUnavailableError) -> None:
+        if self._transport == "shm":
+            raise SharingUnavailableError(
+                f"{self.parameters!r} cannot be shared with {route.peer}, and the transport is 'shm': {error.message}. "
+                "Use transport='auto' to go on without shared memory",
+                server=route.server_id,
+            ) from None
+        if self._reasons.get(route.server_id) != error.message:
+            logger.info("not sharing memory of %r with %s: %s", self.parameters, route.peer, error.message)
+        self._refused.add((route.server_id, route.incarnation))
+        self._reasons[route.server_id] = error.message
+
+    # --- what is shared -----------------------------------------------------------------------------------------------
+
+    @property
+    def gradients(self) -> NDArray[Any] | None:
+        """The whole gradient vector in the arena, if there is one and it is float32."""
+        return self._arena.flat if self._arena is not None and self._dtype == "float32" else None
+
+    def stream_to(self, route: Route) -> SharedStream | None:
+        """The stream to the route's server; None where gRPC is to be used."""
+        stream = self._streams.get(route.server_id)
+        return stream if stream is not None and stream.incarnation == route.incarnation and stream.is_open else None
+
+    @property
+    def weights(self) -> Flat | None:
+        """All weights where they lie, if that is one vector that stands still between this worker's pushes."""
+        return self._weights
+
+    def _stitched(self) -> Flat | None:
+        holders = dict.fromkeys(self._entry.shards)
+        streams = {holder: self._streams[holder] for holder in holders if holder in self._streams}
+        if not self._stable or len(streams) < len(holders) or not all(stream.is_open for stream in streams.values()):
+            return None
+        slicing, shards = self._entry.slicing, self._entry.shards
+        pieces = (
+            Piece(slicing.bounds(index)[0], stream.weights, stream.start_of(index), slicing.size(index))
+            for index in range(slicing.count)
+            if (stream := streams[shards[index % len(shards)]])
+        )
+        try:
+            return stitch(slicing.total, pieces)
+        except OSError as error:
+            logger.info("weights of %r are copied: %s", self.parameters, reason_of(error))
+            return None
+
+    def copy_weights(self, slices: Iterable[int], target: Flat) -> None:
+        """Copies slices that are shared and stand still into their places in ``target``."""
+        shards = self._entry.shards
+        for index in slices:
+            start, stop = self._entry.slicing.bounds(index)
+            target[start:stop] = self._streams[shards[index % len(shards)]].view(index)
+
+    def transports(self) -> dict[str, str]:
+        """How each server is reached: "shm", or "grpc: " and the reason."""
+        if self._transport == "grpc":
+            return dict.fromkeys(self._entry.shards, "grpc: the transport is 'grpc'")
+        return {server_id: self._transport_to(server_id) for server_id in dict.fromkeys(self._entry.shards)}
+
+    def _transport_to(self, server_id: str) -> str:
+        stream = self._streams.get(server_id)
+        if stream is not None and stream.is_open:
+            return "shm"
+        broken = stream.broken.message if stream is not None and stream.broken is not None else _NOT_TRIED
+        return f"grpc: {self._reasons.get(server_id, broken)}"
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def renew(self) -> None:
+        """Puts memory that no server has in the place of the gradient arena, with the same content at the same address:
+        after a push that did not end well a server may read the old one for as long as it likes."""
+        if self._arena is not None and self._offered:
+            self._offered = False
+            for stream in self._streams.values():
+                stream.close()
+            self._weights = None
+            self._arena.renew()
+
+    async def close(self) -> None:
+        """Ends the streams."""
+        if self in self._link.sharings:
+            self._link.sharings.remove(self)
+        for stream in self._streams.values():
+            stream.close()
+        await asyncio.gather(*(stream.ended() for stream in self._streams.values()))
+        self._weights = None
+        if self._arena is not None:
+            self._arena.close()

@@ -1,0 +1,347 @@
+"""One Share stream: calls to one server whose payloads lie in memory that both processes have.
+
+``attach`` opens it, ``SharedStream.attempt`` carries one job out for one route. A reader task takes all answers and
+gives each to the call that waits for it, so several calls may be under way.
+
+Invariants: what is in the arena is not touched between the request and its answer. Weights that may change are read
+under the sequence lock: copied, and copied again if the slice was written meanwhile. A stream that broke ends all of
+its calls at once, and is not used again.
+
+Not here: which servers are attached, why not (``share``), what is sent again after a break (``transfer``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc.aio
+import numpy as np
+
+from psdist.client.cluster import again
+from psdist.client.jobs import PullJob, PushJob, PushPullJob, decode_into
+from psdist.client.partition import Flat
+from psdist.client.routing import Route
+from psdist.client.waits import Wait
+from psdist.compression import NUMPY_DTYPES
+from psdist.errors import (
+    ClosedError,
+    InternalError,
+    PsdistError,
+    ServerUnreachableError,
+    SharingUnavailableError,
+    StaleEpochError,
+)
+from psdist.types import ITEM_BYTES, Slicing
+from psdist.v1 import server_pb2
+from psdist.wire import convert, handover, status
+from psdist.wire.shm import GradientArena, WeightsArena
+
+if TYPE_CHECKING:
+    from psdist.client.transfer import Job
+
+#: A slice that is being written is looked at again so often before the loop goes on with other things for a while.
+_SPINS: Final = 4
+_SPIN_SECONDS: Final = 0.0005
+
+Loss = asyncio.Future[PsdistError]
+
+
+class Held:
+    """The slices that one server holds, as its arena has them: ascending and compact."""
+
+    def __init__(self, slicing: Slicing, slices: Sequence[int]) -> None:
+        self.slicing = slicing
+        self.count = len(slices)
+        #: Number of each slice in the table of sequences.
+        self.places = {index: place for place, index in enumerate(slices)}
+        #: First element of each slice.
+        self.starts: dict[int, int] = {}
+        self.total = 0
+        for index in slices:
+            self.starts[index] = self.total
+            self.total += slicing.size(index)
+
+
+async def attach(
+    call: Any, attaching: server_pb2.Attach, arena: GradientArena, held: Held, loss: Loss, peer: str
+) -> WeightsArena:
+    """Attaches on ``call``, a Share stream that was just opened; the server's weights arena.
+
+    attaching: the request, without the socket.
+    Raises SharingUnavailableError, and what else the server refuses with.
+    """
+    with handover.listening() as (attaching.socket, listener):
+        exchange = asyncio.ensure_future(_exchange(listener, arena, held))
+        answer = asyncio.ensure_future(_ask(call, attaching, peer))
+        try:
+            # The server says so if the exchange fails.
+            ends: set[asyncio.Future[Any]] = {answer, loss}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise again(loss.result())
+            attached = answer.result()
+            weights = await exchange
+        finally:
+            answer.cancel()
+            exchange.cancel()
+            await asyncio.gather(answer, exchange, return_exceptions=True)
+    if attached.nonce != arena.nonce:
+        raise SharingUnavailableError(f"{peer} did not see this worker's memory: it tells another nonce")
+    if attached.weights_nonce != weights.nonce:
+        raise SharingUnavailableError(f"the memory that came over the socket is not that of {peer}")
+    return weights
+
+
+async def _exchange(listener: socket.socket, arena: GradientArena, held: Held) -> WeightsArena:
+    return WeightsArena.open(await handover.exchange(listener, arena.fd), held.count, held.total)
+
+
+async def _ask(call: Any, attaching: server_pb2.Attach, peer: str) -> server_pb2.Attached:
+    """Sends the first request; what the server says to it."""
+    try:
+        await call.write(server_pb2.ShareRequest(attach=attaching).SerializeToString())
+        data = await call.read()
+    except grpc.aio.AioRpcError as failure:
+        if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise SharingUnavailableError(f"{peer} is of a version that cannot share memory") from None
+        raise status.from_call(failure, peer) from None
+    except asyncio.InvalidStateError:
+        raise ServerUnreachableError(f"{peer} ended the stream while it was written to") from None
+    if data is grpc.aio.EOF:
+        raise ServerUnreachableError(f"{peer} ended the stream before it answered")
+    response = server_pb2.ShareResponse.FromString(data)
+    if response.WhichOneof("kind") != "attached":
+        raise InternalError(f"{peer} answered attach with {response.WhichOneof('kind')}")
+    return response.attached
+
+
+class SharedStream:
+    """An attached stream.
+
+    stable: weights stand still until this worker's next push, so that they are read without a lock.
+    """
+
+    def __init__(
+        self, call: Any, route: Route, arena: GradientArena, weights: WeightsArena, held: Held, loss: Loss, stable: bool
+    ) -> None:
+        self.incarnation = route.incarnation
+        self.weights = weights
+        #: Why no call can be made on it any more.
+        self.broken: PsdistError | None = None
+        self._peer = route.peer
+        self._call = call
+        self._arena = arena
+        self._held = held
+        self._stable = stable
+        self._loss = loss
+        self._last_id = 0
+        #: Calls under way: what gets their answer, and the wait that it ends.
+        self._calls: dict[int, tuple[asyncio.Future[server_pb2.ShareResponse | PsdistError], Wait]] = {}
+        self._writing = asyncio.Lock()
+        self._cancels: set[asyncio.Task[None]] = set()
+        self._reader = asyncio.create_task(self._read(), name="psdist share")
+        loss.add_done_callback(self._lost)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can be made."""
+        return self.broken is None
+
+    def start_of(self, index: int) -> int:
+        """First element of a slice in the server's arena."""
+        return self._held.starts[index]
+
+    def view(self, index: int) -> Flat:
+        """The weights of a slice where they lie."""
+        start = self._held.starts[index]
+        return self.weights.weights[start : start + self._held.slicing.size(index)]
+
+    # --- a call -------------------------------------------------------------------------------------------------------
+
+    async def attempt(self, job: Job, route: Route, wait: Wait) -> PsdistError | None:
+        """One call for what is unanswered of ``route``. Returns why it broke if it is worth another attempt; raises
+        what is not."""
+        assert isinstance(job, PushJob | PullJob)
+        slices = job.request.unanswered(route.slices)
+        request = self._pull(job, route, slices) if isinstance(job, PullJob) else self._push(job, route, slices)
+        response = await self._ask(request, wait)
+        if isinstance(response, PsdistError):
+            if isinstance(response, StaleEpochError | ServerUnreachableError | ClosedError):
+                return response
+            raise response
+        wait.progress()
+        await self._take(job, response.answers)
+        if job.request.unanswered(slices):
+            return ServerUnreachableError(f"{self._peer} did not answer all slices")
+        return None
+
+    def _push(self, job: PushJob, route: Route, slices: Sequence[int]) -> server_pb2.ShareRequest:
+        """The request, after the gradient is where the server will read it."""
+        self._stage(job, slices)
+        bases = [job.versions[index] for index in slices]
+        pull_dtype = convert.dtype_to_proto(job.pull_dtype) if isinstance(job, PushPullJob) else None
+        push = server_pb2.SharedPush(
+            header=job.header(route, pull_dtype),
+            wants_weights=isinstance(job, PushPullJob),
+            slices=slices,
+            base_versions=bases if min(bases) != max(bases) else bases[:1],
+        )
+        return server_pb2.ShareRequest(push=push)
+
+    def _stage(self, job: PushJob, slices: Sequence[int]) -> None:
+        if job.flat is None:
+            return
+        lies_there = job.flat.__array_interface__["data"][0] == self._arena.address
+        for index in slices:
+            start, stop = self._held.slicing.bounds(index)
+            part = self._arena.part(start, stop)
+            if not lies_there:
+                part[...] = job.codec.encode(job.flat[start:stop])
+            job.traffic.sent += part.nbytes
+
+    def _pull(self, job: PullJob, route: Route, slices: Sequence[int]) -> server_pb2.ShareRequest:
+        identity = job.sender.identity(route.epoch)
+        pull = server_pb2.SharedPull(identity=identity, min_version=job.request.number, slices=slices)
+        return server_pb2.ShareRequest(pull=pull)
+
+    async def _ask(self, request: server_pb2.ShareRequest, wait: Wait) -> server_pb2.ShareResponse | PsdistError:
+        """Sends a request; the message that ends its call, or why there is none."""
+        if self.broken is not None:
+            return self.broken
+        self._last_id += 1
+        request.call_id = call_id = self._last_id
+        ended: asyncio.Future[server_pb2.ShareResponse | PsdistError] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = ended, wait
+        try:
+            await self._write(request)
+            return await ended
+        finally:
+            if self._calls.pop(call_id, None) is not None and self.broken is None:
+                self._cancel(call_id)
+
+    def _cancel(self, call_id: int) -> None:
+        """Tells the server that nobody waits for a call any more."""
+        request = server_pb2.ShareRequest(call_id=call_id, cancel=server_pb2.SharedCancel())
+        task = asyncio.create_task(self._write(request))
+        self._cancels.add(task)
+        task.add_done_callback(self._cancels.discard)
+
+    async def _write(self, request: server_pb2.ShareRequest) -> None:
+        """One message at a time. A stream that breaks meanwhile is left for its reader to report."""
+        async with self._writing:
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await self._call.write(request.SerializeToString())
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def _take(self, job: PushJob | PullJob, answers: server_pb2.SharedAnswers) -> None:
+        slices, count = answers.slices, len(answers.slices)
+        versions = answers.versions if len(answers.versions) != 1 else [answers.versions[0]] * count
+        staleness = answers.staleness or [0] * count
+        if len(versions) != count or len(staleness) != count:
+            raise InternalError(f"{self._peer} told {len(versions)} versions of {count} slices")
+        ignored = set(answers.ignored)
+        for index, version, behind in zip(slices, versions, staleness, strict=True):
+            if index not in job.request.pending or index not in self._held.starts:
+                raise InternalError(f"{self._peer} answered slice {index}, which is not asked for")
+            if isinstance(job, PushPullJob | PullJob):
+                job.traffic.received += self._held.slicing.size(index) * ITEM_BYTES[_pull_dtype(job)]
+                if not (job.in_place and self._stable):
+                    version = await self._copy(job, index, version)
+            job.request.answer(index, version, behind, index in ignored)
+
+    async def _copy(self, job: PushPullJob | PullJob, index: int, version: int) -> int:
+        """Copies the weights of a slice into the job's target; their version."""
+        assert job.target is not None
+        start, stop = self._held.slicing.bounds(index)
+        target, dtype = job.target[start:stop], _pull_dtype(job)
+        if self._stable:
+            target[...] = self.view(index)
+        else:
+            version = await self._copy_moving(index, target)
+        if dtype != "float32":  # as if they had been sent
+            decode_into(target, target.astype(NUMPY_DTYPES[dtype]).view(np.uint8).data, dtype, self._peer)
+        job.received.add(index)
+        return version
+
+    async def _copy_moving(self, index: int, target: Flat) -> int:
+        """Copies weights that the server may be writing; the version that they are all of. Raises why the stream
+        broke."""
+        sequence, place, source = self.weights.sequence, self._held.places[index], self.view(index)
+        while True:
+            for _ in range(_SPINS):
+                before = int(sequence[place])
+                if before % 2 == 0:
+                    target[...] = source
+                    if int(sequence[place]) == before:
+                        return before // 2
+            if self.broken is not None:
+                raise again(self.broken)
+            await asyncio.sleep(_SPIN_SECONDS)
+
+    # --- the stream ---------------------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        """Gives each answer to its call, until the stream ends."""
+        try:
+            while (data := await self._call.read()) is not grpc.aio.EOF:
+                self._hear(server_pb2.ShareResponse.FromString(data))
+            error: PsdistError = ServerUnreachableError(f"{self._peer} ended the stream")
+        except grpc.aio.AioRpcError as failure:
+            error = status.from_call(failure, self._peer)
+        except asyncio.CancelledError:
+            error = ClosedError(f"the stream to {self._peer} was closed")
+        except Exception as defect:  # Its calls must not wait for a reader that is gone.
+            error = InternalError(f"what {self._peer} sent cannot be read: {defect!r}")
+        self._break(error)
+
+    def _hear(self, response: server_pb2.ShareResponse) -> None:
+        waiting = self._calls.get(response.call_id)
+        if waiting is None:  # It was cancelled.
+            return
+        ended, wait = waiting
+        match response.WhichOneof("kind"):
+            case "waiting_for":
+                wait.hear(response.waiting_for)
+                return
+            case "answers":
+                result: server_pb2.ShareResponse | PsdistError = response
+            case "error":
+                result = status.from_detail(response.error)
+            case kind:
+                result = InternalError(f"{self._peer} answered a call with {kind}")
+        del self._calls[response.call_id]
+        if not ended.done():
+            ended.set_result(result)
+
+    def _lost(self, loss: Loss) -> None:
+        self._break(loss.result())
+
+    def _break(self, error: PsdistError) -> None:
+        """No more calls; those under way end with ``error``."""
+        if self.broken is not None:
+            return
+        self.broken = error
+        self._loss.remove_done_callback(self._lost)
+        for ended, _ in self._calls.values():
+            if not ended.done():
+                ended.set_result(again(error))
+        self._calls.clear()
+        self._call.cancel()
+
+    def close(self) -> None:
+        """Ends the stream; the weights may still be read."""
+        self._break(ClosedError(f"the stream to {self._peer} was closed"))
+        self._reader.cancel()
+
+    async def ended(self) -> None:
+        """Waits until nothing of it runs any more."""
+        await asyncio.gather(self._reader, *self._cancels, return_exceptions=True)
+
+
+def _pull_dtype(job: PushPullJob | PullJob) -> str:
+    return job.pull_dtype if isinstance(job, PushPullJob) else job.dtype
