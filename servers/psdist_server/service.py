@@ -21,6 +21,7 @@ from psdist.wire import convert, frames, status
 from psdist_server.calls import Answer, Call
 from psdist_server.holding import Holding
 from psdist_server.host import Host
+from psdist_server.sharing import ShareService
 
 SERVICE: Final = "psdist.v1.ServerService"
 _NORMS_PER_MESSAGE: Final = 1 << 17
@@ -47,6 +48,7 @@ class ServerService:
             "PushPull": grpc.stream_stream_rpc_method_handler(self._push_pull),
             "Push": grpc.stream_stream_rpc_method_handler(self._push),
             "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
+            "Share": grpc.stream_stream_rpc_method_handler(ShareService(self._host).serve),
             "FetchNorms": grpc.unary_stream_rpc_method_handler(
                 self._fetch_norms, None, pb.FetchNormsResponse.SerializeToString
             ),
