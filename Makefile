@@ -4,7 +4,7 @@
 #   make test     every check and every test
 #   make check    lint, types, drift of the generated stubs, tidiness (no training)
 #   make proto    write psdist/v1 anew from proto/
-#   make bench    the kernels beside numpy and torch
+#   make bench    psdist beside its peers, in some minutes: writes docs/performance.md anew (--full: BENCH=--full)
 #   make clean    remove everything that these targets made
 
 PYTHON ?= python3
@@ -54,8 +54,8 @@ proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:proto/%=%)
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.kernels
+	$(BIN)/python -m benchmarks.report $(BENCH)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis psdist-runs
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis psdist-runs .bench
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

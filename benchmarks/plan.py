@@ -1,0 +1,141 @@
+"""What the report measures: each run with its command, and the goals that are judged by it. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of a benchmark. ``short`` and ``full`` are the arguments that say how long it measures."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    short: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
+
+    def command(self, full: bool) -> tuple[str, ...]:
+        """Module and arguments."""
+        return (self.module, *self.arguments, *(self.full if full else self.short))
+
+
+_SHORT, _FULL = ("--rounds", "5"), ("--rounds", "20")
+
+
+def _step(name: str, text: str) -> Run:
+    return Run(name, "benchmarks.step", tuple(text.split()), _SHORT, _FULL)
+
+
+RUNS: tuple[Run, ...] = (
+    _step("shm-2", "--workers 2 --transport shm --peer gloo --peer ray --peer kernel --peer memcpy"),
+    _step("shm-4", "--workers 4 --transport shm --peer gloo --peer ray --peer kernel"),
+    _step("shm-8", "--workers 8 --transport shm --peer gloo --peer kernel"),
+    _step("shm-2-copy", "--workers 2 --transport shm --copy --peer gloo"),
+    _step("grpc-2", "--workers 2 --transport grpc --peer echo --peer echo_tuned --peer gloo"),
+    _step("grpc-2-bf16", "--workers 2 --transport grpc --wire-dtype bfloat16 --peer gloo"),
+    _step("grpc-2-asp", "--workers 2 --transport grpc --consistency asp --peer tensorflow"),
+    Run("latency-shm", "benchmarks.latency", ("--transport", "shm"), ("--rounds", "10"), ("--rounds", "40")),
+    Run("latency-grpc", "benchmarks.latency", ("--transport", "grpc"), ("--rounds", "10"), ("--rounds", "40")),
+    Run(
+        "scaling", "benchmarks.scaling", ("--transport", "shm", "--peer", "gloo"),
+        ("--workers", "1", "2", "4", "8", "--rounds", "3"), ("--rounds", "8"),
+    ),
+    Run("steady", "benchmarks.steady", (), ("--steps", "300"), ("--steps", "1000")),
+    Run("kernels", "benchmarks.kernels", (), ("--rounds", "5"), ("--rounds", "9")),
+    Run("startup", "benchmarks.startup", (), ("--rounds", "3"), ("--rounds", "9")),
+    Run("memory", "benchmarks.memory"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A figure for the table of goals: in words, and whether the goal is met (None: there is no goal)."""
+
+    text: str
+    met: bool | None
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A line of the table: ``judge`` gets the result of the run; KeyError says that it does not hold the figure."""
+
+    case: str
+    target: str
+    run: str
+    judge: Callable[[Result], Measured]
+
+
+def _faster(peer: str, least: float) -> Callable[[Result], Measured]:
+    def judge(result: Result) -> Measured:
+        one = result["peers"][peer]
+        low, high = one["spread"]
+        text = f"{one['ratio']:.2f}x ({low:.2f} to {high:.2f}): {result['psdist_ms']:.1f} against {one['ms']:.1f} ms"
+        return Measured(text, one["ratio"] >= least)
+
+    return judge
+
+
+def _at_most(peer: str, most: float | None) -> Callable[[Result], Measured]:
+    def judge(result: Result) -> Measured:
+        one = result["peers"][peer]
+        low, high = one["spread"]
+        text = (
+            f"{1 / one['ratio']:.2f}x ({1 / high:.2f} to {1 / low:.2f}): "
+            f"{result['psdist_ms']:.1f} against {one['ms']:.1f} ms"
+        )
+        return Measured(text, None if most is None else 1 / one["ratio"] <= most)
+
+    return judge
+
+
+def _latency(result: Result) -> Measured:
+    points = {name: result["milliseconds"][name] for name in ("psdist", "psdist_async")}
+    met = all(one["p50"] < 0.6 and one["p99"] < 3 for one in points.values())
+    texts = [f"{name} {one['p50']:.2f} / {one['p99']:.2f} ms" for name, one in points.items()]
+    return Measured("; ".join(texts), met)
+
+
+def _scaling(result: Result) -> Measured:
+    one = result["workers"]["8"]
+    return Measured(
+        f"{one['psdist']['efficiency']:.1%} (gloo {one['gloo']['efficiency']:.1%})", one["psdist"]["efficiency"] >= 0.95
+    )
+
+
+#: Growth over a run that is called none: allocators round, and the interpreter's caches fill up.
+TRACED_GROWTH_BYTES, RESIDENT_GROWTH_BYTES = 64 << 10, 4 << 20
+
+
+def _steady(result: Result) -> Measured:
+    every = [one for processes in result["processes"].values() for one in processes]
+    traced = max(one["traced_growth_bytes"] for one in every)
+    resident = max(one["resident_growth_bytes"] for one in every)
+    text = f"{result['steps']} steps: at most {traced / 1024:.0f} KiB traced, {resident / 1024:.0f} KiB resident"
+    return Measured(text, traced <= TRACED_GROWTH_BYTES and resident <= RESIDENT_GROWTH_BYTES)
+
+
+GOALS: tuple[Goal, ...] = (
+    Goal("2 workers, shared memory, against gloo + fused Adam", "2.5x faster", "shm-2", _faster("gloo", 2.5)),
+    Goal("4 workers, likewise", "3.5x faster", "shm-4", _faster("gloo", 3.5)),
+    Goal("8 workers, likewise", "4x faster", "shm-8", _faster("gloo", 4.0)),
+    Goal("2 workers, against Ray's actors", "5x faster", "shm-2", _faster("ray", 5.0)),
+    Goal("4 workers, against Ray's actors", "5x faster", "shm-4", _faster("ray", 5.0)),
+    Goal(
+        "ASP over gRPC, 2 workers, against TensorFlow's ParameterServerStrategy", "faster", "grpc-2-asp",
+        _faster("tensorflow", 1.0),
+    ),
+    Goal("gRPC, float32, 2 workers: time over a raw echo's", "at most 1.25x", "grpc-2", _at_most("echo", 1.25)),
+    Goal(
+        "the same over a raw echo's with psdist's options", "", "grpc-2", _at_most("echo_tuned", None)
+    ),
+    Goal("gRPC, bfloat16, against gloo in float32 + fused Adam", "faster", "grpc-2-bf16", _faster("gloo", 1.0)),
+    Goal("2 workers, shared memory: time over the lower bound's", "at most 1.6x", "shm-2", _at_most("kernel", 1.6)),
+    Goal("push_pull of 1,000 parameters, p50 / p99", "0.6 / 3 ms", "latency-shm", _latency),
+    Goal("8 emulated workers, 400 ms compute: efficiency", "at least 95%", "scaling", _scaling),
+    Goal("memory that grows over the steps", "none", "steady", _steady),
+)  # fmt: skip

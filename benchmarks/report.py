@@ -1,0 +1,264 @@
+"""All benchmarks, and the page that tells of them: ``python -m benchmarks.report`` (or ``make bench``).
+
+Runs each benchmark of ``plan`` in a process of its own, keeps its result in ``.bench/results.json`` (so that ``--only``
+can measure some of them again), and writes docs/performance.md from all results that are there. From the heading
+``## Notes`` on the page is written by hand, and kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import latency, machine, plan
+from benchmarks.contenders import PEER_VENVS, ROOT
+
+PAGE = ROOT / "docs/performance.md"
+RESULTS = PEER_VENVS / "results.json"
+NOTES = "## Notes"
+
+Results = Mapping[str, Any]
+
+
+def run(one: plan.Run, *, full: bool, install: bool) -> dict[str, Any]:
+    """The result of a benchmark. Raises CalledProcessError."""
+    with tempfile.TemporaryDirectory(prefix="psdist-bench-") as directory:
+        path = Path(directory, "result.json")
+        command = [*one.command(full), "--json", str(path)]
+        if install and one.module == "benchmarks.step":
+            command.append("--install-peers")
+        print("$ python -m", shlex.join(one.command(full)), flush=True)
+        subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=True)
+        return dict(json.loads(path.read_text()))
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *lines])
+
+
+def page(results: Results, facts: Mapping[str, Any], notes: str) -> str:
+    """The whole text; parts without a result are left out."""
+    parts = [_introduction(facts), _goals(results)]
+    writers = (_steps, _latency, _scaling, _steady, _kernels, _startup, _memory)
+    parts += [text for write in writers if (text := write(results))]
+    return "\n\n".join([*parts, *filter(None, [notes.strip()])]) + "\n"
+
+
+def section(heading: str, text: str, *tables: str) -> str:
+    """A heading, a paragraph that is broken into lines here, and what comes below it."""
+    return "\n\n".join((heading, textwrap.fill(" ".join(text.split()), 124, break_on_hyphens=False), *tables))
+
+
+def _introduction(facts: Mapping[str, Any]) -> str:
+    copies = " and ".join(
+        f"{speed:.0f} GB/s with {count} thread{'s' * (int(count) > 1)}"
+        for count, speed in facts["copy_gigabytes_per_second"].items()
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    measured = f"""
+        Measured on one machine: {facts["processor"]}, {facts["cores"]} cores, {facts["memory_gigabytes"]} GB; memcpy
+        moves {copies} (bytes read and written). {facts["system"]}; {versions}. What counts are the ratios within one
+        run; the milliseconds are that machine's."""
+    again = """
+        `make bench` measures all of it in some minutes and writes this page anew; `python -m benchmarks.report --full`
+        takes its time, and `--install-peers` installs Ray and TensorFlow into environments of their own, below
+        `.bench`. `psdist bench` measures a step on your own cluster."""
+    return section("# Performance", measured, textwrap.fill(" ".join(again.split()), 124, break_on_hyphens=False))
+
+
+def _goals(results: Results) -> str:
+    commands = {one.name: f"`{shlex.join((one.module, *one.arguments))}`" for one in plan.RUNS}
+    rows = []
+    for goal in plan.GOALS:
+        try:
+            measured = goal.judge(results[goal.run])
+        except KeyError:
+            rows.append((goal.case, goal.target, "not measured", "", commands[goal.run]))
+        else:
+            met = "" if measured.met is None else "yes" if measured.met else "**no**"
+            rows.append((goal.case, goal.target, measured.text, met, commands[goal.run]))
+    text = """
+        25,000,000 float32 parameters and Adam, unless said otherwise; medians, and in brackets the 10th and the 90th
+        percentile of the rounds. All contenders of a line ran in turns, in processes of their own."""
+    return section("## Goals", text, table(("case", "goal", "measured", "met", "python -m"), rows))
+
+
+def _steps(results: Results) -> str:
+    rows = []
+    for one in plan.RUNS:
+        if one.module != "benchmarks.step" or one.name not in results:
+            continue
+        result = results[one.name]
+        settings = result["settings"]
+        what = (
+            f"{settings['workers']} workers, {settings['transport']}, {settings['wire_dtype']}, "
+            f"{settings['consistency']}{', plain calls' * settings['copy']}"
+        )
+        peers = [
+            f"{name} {peer['ms']:.1f} ({peer['ratio']:.2f}x)" if "ms" in peer else f"{name}: {peer['missing']}"
+            for name, peer in result["peers"].items()
+        ]
+        rows.append((what, f"{result['psdist_ms']:.1f}", "; ".join(peers)))
+    text = """
+        Milliseconds; in brackets how many times psdist's. *gloo*: all-reduce, then torch's fused Adam on each worker.
+        *ray*: two parameter-server actors with fused Adam. *tensorflow*: ParameterServerStrategy, asynchronous, two
+        servers. *echo*: raw `grpc.aio` that sends the same bytes there and back, *echo_tuned* with psdist's options.
+        *kernel*: the sum of all gradients and Adam in one pass over memory, nothing else; *memcpy*: one gradient
+        copied. *Plain calls* push arrays of one's own and get new ones; the others write gradients where servers read
+        them and read weights where they lie."""
+    return section("## A step", text, table(("psdist", "ms", "peers"), rows)) if rows else ""
+
+
+def _latency(results: Results) -> str:
+    rows = []
+    for name in ("latency-shm", "latency-grpc"):
+        if name not in results:
+            continue
+        for contender, points in results[name]["milliseconds"].items():
+            values = [f"{points[point]:.2f}" for point in ("p50", "p90", "p99", "p99.9")]
+            transport = name.removeprefix("latency-") if contender.startswith("psdist") else ""
+            rows.append((latency.TITLES[contender], transport, *values))
+    text = "`python -m benchmarks.latency`: `push_pull` of 1,000 parameters, one worker, one server; milliseconds."
+    titles = ("what", "transport", "p50", "p90", "p99", "p99.9")
+    return section("## Latency", text, table(titles, rows)) if rows else ""
+
+
+def _scaling(results: Results) -> str:
+    if "scaling" not in results:
+        return ""
+    rows = []
+    for workers, contenders in results["scaling"]["workers"].items():
+        cells = []
+        for name in ("psdist", "gloo"):
+            one = contenders[name]
+            shares = (one["efficiency"], one["relative_efficiency"], one["communication_share"])
+            cells += [f"{one['step_ms']:.0f}", *(f"{share:.1%}" for share in shares)]
+        rows.append((workers, *cells))
+    kinds = ("step, ms", "efficiency", "relative", "communication")
+    text = f"""
+        `python -m benchmarks.scaling`: each worker computes for {results["scaling"]["settings"]["compute_ms"]:.0f} ms
+        without using the CPU, as with an accelerator, and its gradient becomes ready layer by layer in the last two
+        thirds of that time. Efficiency is compute time / step time, *relative* is that over the fewest workers'. All
+        workers and servers share this machine's cores."""
+    titles = ("workers", *(f"{who}: {kind}" for who in ("psdist", "gloo") for kind in kinds))
+    return section("## Scaling", text, table(titles, rows))
+
+
+def _steady(results: Results) -> str:
+    if "steady" not in results:
+        return ""
+    result = results["steady"]
+    keys = ("traced_growth_bytes", "traced_above_bytes", "resident_growth_bytes")
+    rows = [
+        (transport, one["role"], *(f"{one[key] / 1024:,.0f}" for key in keys))
+        for transport, processes in result["processes"].items()
+        for one in processes
+    ]
+    text = f"""
+        `python -m benchmarks.steady`: {result["steps"]} steps of {result["params"]:,} parameters; KiB by process, after
+        the first steps. *A step's peak* is what Python had allocated at most, beyond the least."""
+    titles = ("transport", "process", "tracemalloc growth", "a step's peak", "RSS growth")
+    return section("## Memory over many steps", text, table(titles, rows))
+
+
+def _kernels(results: Results) -> str:
+    if "kernels" not in results:
+        return ""
+    rows = []
+    for one in results["kernels"]["results"]:
+        times = one["times_slower_than_psdist"]
+        others = [f"{times[name]:.2f}" if name in times else "" for name in ("torch", "numpy", "reference")]
+        own = one["milliseconds"]["psdist"]
+        rows.append((one["optimizer"], f"{own:.1f}", f"{one['gigabytes_per_second']:.1f}", *others))
+    text = f"""
+        `python -m benchmarks.kernels`: one update of {results["kernels"]["elements"]:,} float32 parameters by one
+        thread, in turns, medians. *numpy* is what one writes by hand, *reference* the plain numpy whose bytes the
+        kernel gives, *torch* is fused where it can be, else `foreach`. All kernels move each array once and wait for
+        memory, so against torch's fused kernels this is parity, not a lead."""
+    titles = ("optimizer", "ms", "GB/s", "torch / psdist", "numpy / psdist", "reference / psdist")
+    return section("## Update kernels", text, table(titles, rows))
+
+
+def _startup(results: Results) -> str:
+    if "startup" not in results:
+        return ""
+    one = results["startup"]
+    text = f"""
+        `python -m benchmarks.startup`: from `psdist run --nservers 2 --nproc-per-node 2 examples/digits.py` to the end
+        of the first step, with compiled kernels in the cache: median {one["median_s"]:.2f} s, worst
+        {one["worst_s"]:.2f} s of {len(one["all_s"])}. The first run on a machine compiles, which takes some seconds
+        more."""
+    return section("## Start", text)
+
+
+def _memory(results: Results) -> str:
+    if "memory" not in results:
+        return ""
+    one = results["memory"]
+    keys = ("idle_bytes", "peak_bytes", "private_bytes", "shared_bytes")
+    rows = [(name, *(f"{one[name][key] / 1e6:.0f}" for key in keys)) for name in ("shm", "grpc")]
+    text = f"""
+        `python -m benchmarks.memory`: {one["params"]:,} parameters with Adam, one worker, one server; MB. Weights and
+        state alone are {12 * one["params"] / 1e6:.0f}. *Shared* are pages that the worker maps too."""
+    titles = ("transport", "before the parameters", "peak", "private", "shared")
+    return section("## Memory of a server", text, table(titles, rows))
+
+
+def notes_of(text: str) -> str:
+    """The part of a page that is written by hand."""
+    return text[text.index(NOTES) :] if NOTES in text else ""
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    names = [one.name for one in plan.RUNS]
+    line = argparse.ArgumentParser(prog="python -m benchmarks.report", description="All benchmarks, and their page.")
+    line.add_argument("--full", action="store_true", help="measure longer")
+    line.add_argument(
+        "--only", nargs="*", choices=names, metavar="RUN", help=f"measure these again: {', '.join(names)}"
+    )
+    line.add_argument("--install-peers", action="store_true", help="install ray and tensorflow, each in its own place")
+    line.add_argument("--page", type=Path, default=PAGE, metavar="FILE")
+    line.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
+    return line
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and writes."""
+    options = parser().parse_args(arguments)
+    stored = json.loads(options.results.read_text()) if options.results.exists() else {"runs": {}}
+    stored["machine"] = machine.facts()
+    options.results.parent.mkdir(exist_ok=True)
+    failed = []
+    for one in plan.RUNS:
+        if options.only is None or one.name in options.only:
+            try:
+                stored["runs"][one.name] = run(one, full=options.full, install=options.install_peers)
+            except subprocess.CalledProcessError:
+                failed.append(one.name)
+                continue
+            options.results.write_text(json.dumps(stored, indent=1) + "\n")
+    text = options.page.read_text(encoding="utf-8") if options.page.exists() else ""
+    options.page.write_text(page(stored["runs"], stored["machine"], notes_of(text)), encoding="utf-8")
+    if failed:
+        raise SystemExit(f"failed, so the page has their last figures or none: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

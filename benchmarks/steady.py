@@ -1,0 +1,136 @@
+"""Memory over many steps: ``python -m benchmarks.steady``.
+
+Runs two workers and two servers for a thousand steps with each transport, and looks at every process of the run after
+each tenth of them: what Python has allocated (tracemalloc, with its peak since the last look) and what is resident
+(RSS). Growth is the last look less the second: what the first tenth allocates may stay. What it is not: a test; it
+asserts nothing. Steps are slower than without tracemalloc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import machine, registry
+from benchmarks.contenders import ROOT, ContenderError, Running
+from benchmarks.turns import Settings
+
+LOOKS = 10
+_TELL_SECONDS = 10.0
+_MODULES = {"psdist_scheduler": "scheduler", "psdist_server": "server", "benchmarks.worker": "worker"}
+
+
+@dataclass
+class Watched:
+    """One process of the run, and what was seen at each look, in bytes."""
+
+    role: str
+    process: psutil.Process
+    current: list[int] = field(default_factory=list)
+    peak: list[int] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+
+    def look(self, traces: Path) -> None:
+        """Asks the process, and the system. Raises ContenderError for one that does not answer."""
+        path = traces / f"{self.process.pid}.json"
+        path.unlink(missing_ok=True)
+        self.process.send_signal(signal.SIGUSR2)
+        deadline = time.monotonic() + _TELL_SECONDS
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise ContenderError(f"a {self.role} did not tell what it has allocated")
+            time.sleep(0.01)
+        told = json.loads(path.read_text())
+        self.current.append(told["current"])
+        self.peak.append(told["peak"])
+        self.resident.append(self.process.memory_info().rss)
+
+    def as_json(self) -> dict[str, Any]:
+        """Growth over the steps after the first tenth, and all that was seen."""
+        return {
+            "role": self.role,
+            "traced_growth_bytes": self.current[-1] - self.current[1],
+            "traced_above_bytes": max(self.peak[1:]) - min(self.current[1:]),
+            "resident_growth_bytes": self.resident[-1] - self.resident[1],
+            "current_bytes": self.current,
+            "peak_bytes": self.peak,
+            "resident_bytes": self.resident,
+        }
+
+
+def watched(running: Running) -> list[Watched]:
+    """Scheduler, servers and workers below ``psdist run``."""
+    found = []
+    for process in psutil.Process(running.processes[0].pid).children(recursive=True):
+        words = process.cmdline()
+        found += [Watched(role, process) for name, role in _MODULES.items() if name in words]
+    return sorted(found, key=lambda one: (one.role, one.process.pid))
+
+
+def measure(options: argparse.Namespace, transport: str) -> list[dict[str, Any]]:
+    """The processes of one run."""
+    settings = Settings(params=options.params, workers=options.workers, servers=options.servers, copy=options.copy)
+    with tempfile.TemporaryDirectory(prefix="psdist-bench-") as name:
+        traces = Path(name)
+        path = os.pathsep.join([str(ROOT / "benchmarks/tracing"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {"PYTHONTRACEMALLOC": "1", "PYTHONPATH": path, "BENCH_TRACES": name}
+        with Running(registry.psdist(settings, transport, environment=environment)) as running:
+            processes = watched(running)
+            for _ in range(LOOKS):
+                running.turn(max(1, options.steps // LOOKS))
+                for one in processes:
+                    one.look(traces)
+            return [one.as_json() for one in processes]
+
+
+def table(processes: list[dict[str, Any]]) -> str:
+    """The processes for people."""
+    lines = [f"{'KiB':12}{'traced growth':>16}{'a step above':>16}{'RSS growth':>14}{'RSS':>12}"]
+    for one in processes:
+        growth, above, resident = one["traced_growth_bytes"], one["traced_above_bytes"], one["resident_growth_bytes"]
+        cells = [growth / 1024, above / 1024, resident / 1024, one["resident_bytes"][-1] / 1024]
+        lines.append(f"{one['role']:12}{cells[0]:16,.0f}{cells[1]:16,.0f}{cells[2]:14,.0f}{cells[3]:12,.0f}")
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    line = argparse.ArgumentParser(prog="python -m benchmarks.steady", description="Memory over many steps.")
+    line.add_argument("--steps", type=int, default=1000)
+    line.add_argument("--workers", type=int, default=2)
+    line.add_argument("--servers", type=int, default=2)
+    line.add_argument("--params", type=int, default=4_000_000)
+    line.add_argument("--transport", nargs="+", choices=("grpc", "shm"), default=["shm", "grpc"])
+    line.add_argument("--copy", action="store_true", help="plain calls, with arrays of one's own")
+    line.add_argument("--json", type=Path, metavar="FILE")
+    return line
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints, and writes what is asked for."""
+    options = parser().parse_args(arguments)
+    result: dict[str, Any] = {"steps": options.steps, "params": options.params, "processes": {}}
+    for transport in options.transport:
+        try:
+            result["processes"][transport] = measure(options, transport)
+        except ContenderError as error:
+            raise SystemExit(str(error)) from None
+        print(f"{options.steps} steps of {options.params:,} parameters, {transport}")
+        print(table(result["processes"][transport]), flush=True)
+    result["machine"] = machine.facts()
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The pure parts of the benchmarks: figures, the direction of ratios, the page, and the lower bound's arithmetic."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import emulation, figures, plan, registry, report, turns
+from benchmarks.peers import kernel
+from psdist.bench import BenchResult, BenchSettings
+from psdist.errors import InvalidArgumentError
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_ratio_above_one_says_that_psdist_is_faster() -> None:
+    result = figures.result({"psdist": [[0.1, 0.1]], "gloo": [[0.3, 0.3]]})
+    assert result["psdist_ms"] == pytest.approx(100)
+    assert result["peers"]["gloo"]["ms"] == pytest.approx(300)
+    assert result["peers"]["gloo"]["ratio"] == pytest.approx(3)
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_ratios_are_of_rounds_so_that_a_slow_minute_cancels_out() -> None:
+    own, peer = [[0.1], [1.0], [0.1]], [[0.2], [2.0], [0.2]]
+    one = figures.comparison(peer, own)
+    assert one["ratio"] == pytest.approx(2)
+    assert one["spread"] == pytest.approx([2, 2])
+    assert one["steps"] == 3
+    with pytest.raises(ValueError):
+        figures.ratios(peer, own[:2])
+
+
+def test_percentiles() -> None:
+    values = [float(number) for number in range(101)]
+    assert [figures.percentile(values[::-1], percent) for percent in (0, 50, 99, 100)] == [0, 50, 99, 100]
+    assert figures.percentile([1.0, 2.0], 25) == 1.25
+    assert figures.percentile([3.0], 99.9) == 3
+    assert figures.spread(values) == [10, 90]
+    points = figures.latencies([0.001] * 99 + [0.1])
+    assert points["p50"] == pytest.approx(1) and points["p99.9"] > 80 and points["calls"] == 100
+
+
+# --- emulated accelerators --------------------------------------------------------------------------------------------
+
+
+def test_buckets_become_ready_in_the_last_two_thirds() -> None:
+    schedule = emulation.Schedule(0.3, 4)
+    assert schedule.ready_seconds == pytest.approx([0.15, 0.2, 0.25, 0.3])
+
+
+# --- the lower bound --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_the_lower_bound_computes_adam_of_the_mean(workers: int) -> None:
+    rng = np.random.default_rng(workers)
+    size = 5000
+    bound = kernel.LowerBound(size, workers)
+    for gradient in bound.gradients:
+        gradient[...] = rng.standard_normal(size)
+    weights, mean, square = bound.weights.copy(), bound.mean.copy(), bound.square.copy()
+    for step in (1, 2, 3):
+        bound.step()
+        kernel.reference(bound.gradients, weights, mean, square, step, 0, size)
+    for got, wanted in ((bound.weights, weights), (bound.mean, mean), (bound.square, square)):
+        np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-7)
+    assert not np.allclose(weights, 1.0)
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_takes_turns_until_the_benchmark_hangs_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "turns"
+    monkeypatch.setenv(turns.VARIABLE, str(path))
+    assert turns.directory() == tmp_path
+    with turns.listen(path) as listener:
+        worker = threading.Thread(target=turns.serve, args=(lambda steps: [0.5] * steps, {"who": "me"}))
+        worker.start()
+        connection, _ = listener.accept()
+        line = turns.Line(connection)
+        assert line.receive() == {"who": "me"}
+        for steps in (2, 3):
+            line.send({"steps": steps})
+            assert line.receive() == {"seconds": [0.5] * steps}
+        connection.shutdown(socket.SHUT_RDWR)
+        line.close()
+        worker.join(10)
+    assert not worker.is_alive()
+
+
+def test_settings_travel_on_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = turns.Settings(params=7, workers=3, role="ps", rank=2, copy=True)
+    monkeypatch.setattr("sys.argv", ["peer", settings.text()])
+    assert turns.settings() == settings
+
+
+def test_peers_that_are_not_installed_say_how_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "PEER_VENVS", tmp_path)
+    assert "--install-peers" in registry.missing("ray")
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray/installed").touch()
+    assert registry.missing("ray") == ""
+    assert registry.missing("kernel") == ""
+
+
+# --- what psdist bench measures ---------------------------------------------------------------------------------------
+
+
+def test_layers_hold_all_parameters() -> None:
+    layers = BenchSettings(params=(2 << 20) + 5).layers()
+    assert list(layers.values()) == [1 << 20, 1 << 20, 5]
+    assert BenchSettings(params=1).layers() == {"layer.00000": 1}
+
+
+@pytest.mark.parametrize("wrong", [{"params": 0}, {"consistency": "x"}, {"optimizer": "x"}, {"wire_dtype": "int8"}])
+def test_settings_that_are_not_possible(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=str(next(iter(wrong)))):
+        BenchSettings(**wrong)
+
+
+def test_a_benchs_result_as_json() -> None:
+    result = BenchResult(BenchSettings(params=10), (0.2, 0.1, 0.3), 80_000_000.0, {"server-0": "shm"}).as_json()
+    assert result["step_ms"] == pytest.approx(200)
+    assert (result["fastest_ms"], result["slowest_ms"]) == pytest.approx((100, 300))
+    assert result["gigabytes_per_second"] == pytest.approx(0.4)
+    assert result["transports"] == {"server-0": "shm"}
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+FACTS = {
+    "processor": "P", "cores": 2, "memory_gigabytes": 8, "copy_gigabytes_per_second": {"1": 10.0, "2": 20.0},
+    "system": "Linux", "versions": {"python": "3.11"},
+}  # fmt: skip
+
+
+def _step(ratio: float, peer: str = "gloo") -> dict[str, Any]:
+    settings = {"workers": 2, "transport": "shm", "wire_dtype": "float32", "consistency": "bsp", "copy": False}
+    rounds = {"psdist": [[0.1]], peer: [[0.1 * ratio]]}
+    return figures.result(rounds) | {"settings": settings}
+
+
+def test_the_page_says_which_goals_are_met_and_which_were_not_measured() -> None:
+    text = report.page({"shm-2": _step(3.0), "shm-4": _step(3.0)}, FACTS, "")
+    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
+    assert "| 3.00x (3.00 to 3.00): 100.0 against 300.0 ms | yes |" in lines[plan.GOALS[0].case]
+    assert "| **no** |" in lines[plan.GOALS[1].case]
+    assert "| not measured |" in lines[plan.GOALS[2].case]
+    missing = _step(3.0) | {"peers": {"ray": {"missing": "not installed"}}}
+    assert "ray: not installed" in report.page({"shm-2": missing}, FACTS, "")
+
+
+def test_goals_that_are_upper_limits_turn_the_ratio_around() -> None:
+    (goal,) = [goal for goal in plan.GOALS if "raw echo's" in goal.case and "1.25" in goal.target]
+    measured = goal.judge(_step(0.9, "echo"))
+    assert measured.text.startswith("1.11x") and measured.met
+    assert not goal.judge(_step(0.7, "echo")).met
+
+
+def test_notes_are_kept() -> None:
+    old = report.page({}, FACTS, "## Notes\n\nBy hand.\n")
+    assert old.endswith("## Notes\n\nBy hand.\n")
+    assert report.page({}, FACTS, report.notes_of(old)) == old
+    assert report.notes_of("nothing") == ""
+
+
+def test_every_goal_names_a_run() -> None:
+    assert {goal.run for goal in plan.GOALS} <= {one.name for one in plan.RUNS}
