@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import grpc.aio
@@ -55,8 +55,8 @@ class ShareService:
         tasks: list[asyncio.Task[None]] = []
         try:
             async for data in requests:
-                stream = _Stream(self._host, await _attach(self._host, data, context))
-                tasks = [asyncio.create_task(stream.read_from(requests)), asyncio.create_task(stream.write_to(context))]
+                stream = _Stream(self._host, await _attach(self._host, data, context), context)
+                tasks = [asyncio.create_task(stream.read_from(requests)), asyncio.create_task(stream.write())]
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
@@ -157,8 +157,9 @@ class _SharedCall(Call):
 class _Stream:
     """An attached stream: its calls under way, and what is to be written about them."""
 
-    def __init__(self, host: Host, attachment: _Attachment) -> None:
+    def __init__(self, host: Host, attachment: _Attachment, context: grpc.aio.ServicerContext) -> None:
         self._host = host
+        self._context = context
         self._attachment = attachment
         self._calls: dict[int, _SharedCall] = {}
         self._last_id = 0
@@ -166,6 +167,9 @@ class _Stream:
         #: Calls about which something is to be written, once each.
         self._told: dict[int, _SharedCall] = {}
         self._wake = asyncio.Event()
+        self._writing = False
+        #: Whether the reader is at work, which writes what comes of that itself.
+        self._taking = False
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -173,6 +177,8 @@ class _Stream:
         """Takes requests until there are no more. Raises InvalidArgumentError for what cannot be told to a call."""
         async for data in requests:
             await self._take(frames.parse(server_pb2.ShareRequest, data))
+            # A call that could be answered at once is, without a turn of the loop for another task.
+            await self._flush()
 
     async def _take(self, request: server_pb2.ShareRequest) -> None:
         kind = request.WhichOneof("kind")
@@ -194,21 +200,25 @@ class _Stream:
         )
         self._calls[request.call_id] = call
         try:
+            identity = request.push.header.identity if kind == "push" else request.pull.identity
+            holding = await self._admit(call, identity)
+            self._taking = True
             if kind == "push":
-                await self._push(call, request.push)
+                self._push(call, holding, request.push)
             else:
-                await self._pull(call, request.pull)
+                self._pull(call, holding, request.pull)
             call.asked_all()
         except PsdistError as error:
             call.fail(error)
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
             call.fail(InternalError(f"taking the call failed: {error!r}"))
+        finally:
+            self._taking = False
         if not call.ended:
             self._report_later(call)
 
-    async def _push(self, call: _SharedCall, push: server_pb2.SharedPush) -> None:
+    def _push(self, call: _SharedCall, holding: Holding, push: server_pb2.SharedPush) -> None:
         header = push.header
-        holding = await self._admit(call, header.identity)
         if header.codec != common_pb2.CODEC_RAW:
             raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
         call.step, call.abstain, call.grad_norm = header.step, header.abstain, header.grad_norm
@@ -226,15 +236,15 @@ class _Stream:
             counters.push_bytes += 0 if call.abstain else values.nbytes
             holding.push_shared(call, index, base, values)
 
-    async def _pull(self, call: _SharedCall, pull: server_pb2.SharedPull) -> None:
-        holding = await self._admit(call, pull.identity)
+    def _pull(self, call: _SharedCall, holding: Holding, pull: server_pb2.SharedPull) -> None:
         for index in self._check_slices(call, pull.slices):
             holding.pull(call, index, pull.min_version)
 
     async def _admit(self, call: _SharedCall, message: server_pb2.Identity) -> Holding:
         call.identity = convert.identity_from_proto(message)
         attached = self._attachment.identity
-        if replace(call.identity, epoch=attached.epoch) != attached:
+        sender = (call.identity.worker_id, call.identity.incarnation, call.identity.parameters)
+        if sender != (attached.worker_id, attached.incarnation, attached.parameters):
             raise InvalidArgumentError("a Share stream is for the worker and the parameters that attached it")
         holding = await self._host.admit(call.identity)
         if holding is not self._attachment.holding:
@@ -268,20 +278,31 @@ class _Stream:
         """Something is to be written about ``call``."""
         if call.call_id in self._calls:
             self._told[call.call_id] = call
-            self._wake.set()
+            if not self._taking:
+                self._wake.set()
 
-    async def write_to(self, context: grpc.aio.ServicerContext) -> None:
-        """Writes what is to be told, one message at a time, for as long as the stream lasts."""
+    async def write(self) -> None:
+        """Writes what is to be told, for as long as the stream lasts."""
         while True:
             await self._wake.wait()
             self._wake.clear()
+            await self._flush()
+
+    async def _flush(self) -> None:
+        """Writes what is to be told, one message at a time."""
+        if self._writing:
+            return
+        self._writing = True
+        try:
             while self._told:
                 call = self._told.pop(next(iter(self._told)))
                 response = call.response()
                 if call.ended:
                     self._count_pulled(call)
                     self._forget(call)
-                await context.write(response.SerializeToString())
+                await self._context.write(response.SerializeToString())
+        finally:
+            self._writing = False
 
     def _count_pulled(self, call: _SharedCall) -> None:
         if call.wants_weights and call.error is None:
