@@ -166,6 +166,15 @@ def _member(member: scheduler_pb2.MemberStatus) -> dict[str, Any]:
         "epoch": member.epoch,
         "resident_bytes": None if worker else member.statistics.resident_bytes,
         "waiting_for": list(member.waiting_for),
+        "connections": [
+            {
+                "server": one.server_id,
+                "parameters": one.parameters,
+                "transport": one.transport,
+                "reason": one.reason,
+            }
+            for one in member.connections
+        ],
     }
 
 

@@ -23,6 +23,8 @@ def show(status: dict[str, Any], file: IO[str]) -> None:
         console.print(_members(status["members"]))
     if status["parameters"]:
         console.print(_parameters(status["parameters"]))
+    if any(member["connections"] for member in status["members"]):
+        console.print(_connections(status["members"]))
     waits = list(status["waiting_for"])
     waits += [f"{member['id']} waits {reason}" for member in status["members"] for reason in member["waiting_for"]]
     for wait in dict.fromkeys(waits):
@@ -64,6 +66,24 @@ def _parameters(parameters: list[dict[str, Any]]) -> Table:
             str(low) if low == high else f"{low}-{high}",
             str(len(one["members"])),
             Text("\n".join(held)),
+        )
+    return table
+
+
+def _connections(members: list[dict[str, Any]]) -> Table:
+    """How workers reach servers; one row for all parameters that one of them reaches in the same way."""
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for member in members:
+        for one in member["connections"]:
+            key = (member["id"], one["server"], one["transport"], one["reason"])
+            rows.setdefault(key, []).append(one["parameters"])
+    table = _table("connection", "transport", "parameters", "reason")
+    for (worker, server, transport, reason), parameters in rows.items():
+        table.add_row(
+            Text(f"{worker} - {server}"),
+            Text(transport, style="green" if transport == "shm" else ""),
+            Text(", ".join(dict.fromkeys(parameters))),
+            Text(reason),
         )
     return table
 

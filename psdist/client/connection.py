@@ -241,12 +241,30 @@ class SchedulerLink:
         """The greeting, then heartbeats until the stream breaks, which its reader reports."""
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await call.write(scheduler_pb2.SessionRequest(hello=hello))
+            told: scheduler_pb2.Connections | None = None
             while True:
+                connections = self._connections()
                 beat = scheduler_pb2.SessionRequest.Heartbeat(
-                    epoch=self.watch.cluster.epoch, waiting_for=self.waits.sentences()
+                    epoch=self.watch.cluster.epoch,
+                    waiting_for=self.waits.sentences(),
+                    connections=connections if connections != told else None,
                 )
+                told = connections
                 await call.write(scheduler_pb2.SessionRequest(heartbeat=beat))
                 await asyncio.sleep(self.registration.lease_seconds / 4)
+
+    def _connections(self) -> scheduler_pb2.Connections:
+        """How the open handles reach servers."""
+        connections = []
+        for sharing in self.sharings:
+            for server_id, transport in sharing.transports().items():
+                kind, _, reason = transport.partition(": ")
+                connections.append(
+                    scheduler_pb2.Connection(
+                        server_id=server_id, parameters=sharing.parameters, transport=kind, reason=reason
+                    )
+                )
+        return scheduler_pb2.Connections(connections=connections)
 
     def _hear(self, response: scheduler_pb2.SessionResponse) -> None:
         match response.WhichOneof("command"):

@@ -72,14 +72,16 @@ class SessionRequest(_message.Message):
         incarnation: int
         def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
     class Heartbeat(_message.Message):
-        __slots__ = ("epoch", "statistics", "waiting_for")
+        __slots__ = ("epoch", "statistics", "waiting_for", "connections")
         EPOCH_FIELD_NUMBER: _ClassVar[int]
         STATISTICS_FIELD_NUMBER: _ClassVar[int]
         WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+        CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
         epoch: int
         statistics: _server_pb2.GetStatisticsResponse
         waiting_for: _containers.RepeatedScalarFieldContainer[str]
-        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
+        connections: Connections
+        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Union[Connections, _Mapping]] = ...) -> None: ...
     class JoinAnswer(_message.Message):
         __slots__ = ("proposal_id", "accepted", "version_max")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -292,12 +294,30 @@ class RendezvousResponse(_message.Message):
     world_size: int
     def __init__(self, waiting_for: _Optional[str] = ..., formed: _Optional[bool] = ..., node_rank: _Optional[int] = ..., nodes: _Optional[int] = ..., first_rank: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
 
+class Connection(_message.Message):
+    __slots__ = ("server_id", "parameters", "transport", "reason")
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    server_id: str
+    parameters: str
+    transport: str
+    reason: str
+    def __init__(self, server_id: _Optional[str] = ..., parameters: _Optional[str] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Connections(_message.Message):
+    __slots__ = ("connections",)
+    CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    connections: _containers.RepeatedCompositeFieldContainer[Connection]
+    def __init__(self, connections: _Optional[_Iterable[_Union[Connection, _Mapping]]] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("member_id", "role", "incarnation", "rank", "address", "host", "pid", "state", "reason", "heartbeat_age_seconds", "epoch", "statistics", "waiting_for")
+    __slots__ = ("member_id", "role", "incarnation", "rank", "address", "host", "pid", "state", "reason", "heartbeat_age_seconds", "epoch", "statistics", "waiting_for", "connections")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +331,7 @@ class MemberStatus(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     role: Role
     incarnation: int
@@ -324,7 +345,8 @@ class MemberStatus(_message.Message):
     epoch: int
     statistics: _server_pb2.GetStatisticsResponse
     waiting_for: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, member_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., heartbeat_age_seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
+    connections: _containers.RepeatedCompositeFieldContainer[Connection]
+    def __init__(self, member_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., heartbeat_age_seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Iterable[_Union[Connection, _Mapping]]] = ...) -> None: ...
 
 class ParametersStatus(_message.Message):
     __slots__ = ("entry", "state", "tensors")

@@ -35,6 +35,8 @@ from psdist_scheduler.events import (
 from psdist_scheduler.records import Role
 
 TEXT_CHARACTERS_MAX = 1024
+#: Of each worker.
+CONNECTIONS_KEPT = 256
 ROLES: dict[str, pb.Role] = {"server": pb.ROLE_SERVER, "worker": pb.ROLE_WORKER}
 _ROLE_NAMES: dict[int, Role] = {pb.ROLE_SERVER: "server", pb.ROLE_WORKER: "worker"}
 
@@ -102,6 +104,19 @@ def heartbeat_event(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> Heartb
     """A sign of life; of the statistics, what the machine decides by."""
     versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
     return Heartbeat(call, heartbeat.epoch, versions, tuple(heartbeat.waiting_for))
+
+
+def connections(message: pb.Connections) -> list[pb.Connection]:
+    """How a worker says that it reaches servers, cut to what is kept of it."""
+    return [
+        pb.Connection(
+            server_id=one.server_id[:TEXT_CHARACTERS_MAX],
+            parameters=one.parameters[:TEXT_CHARACTERS_MAX],
+            transport=one.transport[:TEXT_CHARACTERS_MAX],
+            reason=one.reason[:TEXT_CHARACTERS_MAX],
+        )
+        for one in message.connections[:CONNECTIONS_KEPT]
+    ]
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

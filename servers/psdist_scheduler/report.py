@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
@@ -17,6 +17,7 @@ def status(
     cluster: Cluster,
     epoch: int,
     statistics: Mapping[str, server_pb2.GetStatisticsResponse],
+    connections: Mapping[str, Sequence[pb.Connection]],
     events: Iterable[tuple[float, str]],
     version: str,
     uptime_seconds: float,
@@ -26,6 +27,7 @@ def status(
 
     epoch: of the map that was published last.
     statistics: what servers said of themselves in their last heartbeat, by id.
+    connections: what workers said last of how they reach servers, by id.
     events: seconds since 1970 and text, the newest last.
     """
     registry = cluster.registry
@@ -37,7 +39,16 @@ def status(
         uptime_seconds=uptime_seconds,
         workers_min=cluster.members.workers_min,
         servers_min=cluster.members.servers_min,
-        members=[_member(cluster, member, statistics, now) for member in cluster.members.all],
+        members=[
+            _member(
+                cluster,
+                member,
+                statistics.get(member.member_id),
+                connections.get(member.member_id, ()) if member.live else (),
+                now,
+            )
+            for member in cluster.members.all
+        ],
         parameters=[
             pb.ParametersStatus(
                 entry=convert.entry_to_proto(p.entry) if p.record else _gathering(p.name),
@@ -56,7 +67,11 @@ def _gathering(name: str) -> common.ParametersEntry:
 
 
 def _member(
-    cluster: Cluster, member: Member, statistics: Mapping[str, server_pb2.GetStatisticsResponse], now: float
+    cluster: Cluster,
+    member: Member,
+    statistics: server_pb2.GetStatisticsResponse | None,
+    connections: Sequence[pb.Connection],
+    now: float,
 ) -> pb.MemberStatus:
     presence = cluster.members.presence(member.member_id)
     return pb.MemberStatus(
@@ -71,6 +86,7 @@ def _member(
         reason=member.reason,
         heartbeat_age_seconds=now - presence.seen if presence else 0.0,
         epoch=presence.epoch if presence else 0,
-        statistics=statistics.get(member.member_id),
+        statistics=statistics,
         waiting_for=presence.waiting_for if presence else (),
+        connections=connections,
     )

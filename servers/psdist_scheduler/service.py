@@ -87,6 +87,7 @@ class Scheduler:
         self.cluster = cluster
         self.maps = messages.MapCache()
         self.statistics: dict[str, server_pb2.GetStatisticsResponse] = {}
+        self.connections: dict[str, list[pb.Connection]] = {}
         self.events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
         self.started = time.monotonic()
         self._store = store
@@ -161,7 +162,9 @@ class Scheduler:
         now = time.monotonic()
         epoch = self.maps.message.epoch
         uptime = now - self.started
-        return report.status(self.cluster, epoch, self.statistics, self.events, psdist.__version__, uptime, now)
+        return report.status(
+            self.cluster, epoch, self.statistics, self.connections, self.events, psdist.__version__, uptime, now
+        )
 
     def _enqueue(self, effects: list[Effect]) -> None:
         if effects:
@@ -199,6 +202,7 @@ class Scheduler:
 
     def _lost(self, news: MemberLost) -> None:
         self.statistics.pop(news.member_id, None)
+        self.connections.pop(news.member_id, None)
         self._broadcast(messages.command(news))
 
     def _broadcast(self, message: pb.SessionResponse, kind: str = "") -> None:
@@ -374,8 +378,12 @@ class Service:
 
     def _heartbeat(self, number: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
         self._scheduler.post(messages.heartbeat_event(number, heartbeat))
-        if heartbeat.HasField("statistics") and self._scheduler.cluster.members.sessions.get(number) == member_id:
+        if self._scheduler.cluster.members.sessions.get(number) != member_id:
+            return
+        if heartbeat.HasField("statistics"):
             self._scheduler.statistics[member_id] = heartbeat.statistics
+        if heartbeat.HasField("connections"):
+            self._scheduler.connections[member_id] = messages.connections(heartbeat.connections)
 
 
 async def _first_message(context: grpc.aio.ServicerContext) -> pb.SessionRequest.Hello:
