@@ -21,7 +21,8 @@ from numpy.typing import ArrayLike
 from psdist import __version__
 from psdist.client import creation, loop, partition
 from psdist.client.connection import Registration, SchedulerLink, Target
-from psdist.client.parameters import AsyncParameters, Options
+from psdist.client.exchange import Options
+from psdist.client.parameters import AsyncParameters
 from psdist.client.transfer import DataPath
 from psdist.compression import Cast, resolve
 from psdist.config import Transport, client_settings, read_address
@@ -76,6 +77,8 @@ class AsyncClient:
         self._link: SchedulerLink | None = None
         self._data: DataPath | None = None
         self._handles: dict[str, AsyncParameters] = {}
+        #: All there ever were: one opened for reading may have been replaced.
+        self._opened_handles: list[AsyncParameters] = []
         self._creating: dict[str, asyncio.Lock] = {}
         self._closed = False
         self._pid = os.getpid()
@@ -146,6 +149,8 @@ class AsyncClient:
             return
         self._closed = True
         try:
+            for handle in self._opened_handles:
+                await handle.close()
             if self._data is not None:
                 await self._data.close()
             if self._link is not None:
@@ -232,7 +237,7 @@ class AsyncClient:
             async with self._creating.setdefault(name, asyncio.Lock()):
                 if name not in self._handles:
                     ready = await creation.describe(link, name)
-                    self._handles[name] = AsyncParameters(link, data, ready, options, member=False)
+                    self._keep(AsyncParameters(link, data, ready, options, member=False))
                 return self._handles[name]
         if optimizer is None:
             raise InvalidArgumentError(f"{name!r}: init without an optimizer: pass one, such as psdist.optim.Adam()")
@@ -244,8 +249,12 @@ class AsyncClient:
                 return _check_same(existing, spec, layout)
             values = partition.flatten(layout, init)
             ready = await creation.create(link, data, spec, layout, values)
-            self._handles[name] = AsyncParameters(link, data, ready, options, member=True)
-            return self._handles[name]
+            return self._keep(AsyncParameters(link, data, ready, options, member=True))
+
+    def _keep(self, handle: AsyncParameters) -> AsyncParameters:
+        self._handles[handle.name] = handle
+        self._opened_handles.append(handle)
+        return handle
 
     def _options(self, compression: Cast | str | None, pull_dtype: DType) -> Options:
         if pull_dtype not in WIRE_DTYPES:

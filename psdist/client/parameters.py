@@ -2,32 +2,35 @@
 
 One call at a time: calls of several tasks on the same handle queue up, so that steps stay in order. What is wrong with
 an input is raised before anything is sent. A call that fails or is cancelled does not advance the step: calling again
-sends again under the same number, and the servers take only what they do not have yet.
+sends again under the same number, and the servers take only what they do not have yet. Not here: jobs (``exchange``),
+a step that is given in buckets (``overlap``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from psdist.client import partition, routing
+from psdist.client import partition
+from psdist.client.buckets import Cut
 from psdist.client.connection import SchedulerLink
 from psdist.client.creation import Ready
-from psdist.client.jobs import PullJob, PushJob, PushPullJob, Sender, Traffic
+from psdist.client.exchange import Exchange, Options
+from psdist.client.overlap import AsyncBucket, BucketStep
 from psdist.client.partition import Arrays, Flat
-from psdist.client.routing import Route
-from psdist.client.session import Request, Session
-from psdist.client.transfer import DataPath, Job
-from psdist.compression import Cast
-from psdist.config import Transport
-from psdist.errors import NotMemberError, WaitTimeoutError
-from psdist.types import DType, Layout, ParametersSpec
+from psdist.client.session import Request
+from psdist.client.transfer import DataPath
+from psdist.client.vectors import Arrival, Vectors
+from psdist.consistency import SSP
+from psdist.errors import InvalidArgumentError, NotMemberError
+from psdist.types import Layout, ParametersSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,9 @@ class Statistics:
     ignored: slices whose contribution was not used, because it had been taken before or came after its step was closed.
     resent: slices that were sent again after a break.
     staleness_mean, staleness_max: over the slices of the last push, in versions.
-    push_bytes, pull_bytes: payloads only.
+    push_bytes, pull_bytes: payloads only, those in shared memory too.
+    transport: "shm" or "grpc", "mixed" where it depends on the server.
+    transports: by server: "shm", or "grpc: " and why.
     """
 
     pushes: int = 0
@@ -49,36 +54,27 @@ class Statistics:
     pull_bytes: int = 0
     staleness_mean: float = 0.0
     staleness_max: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What each worker chooses for itself. ``request_timeout`` is in seconds; None waits as long as it takes."""
-
-    codec: Cast
-    pull_dtype: DType
-    request_timeout: float | None = None
-    transport: Transport = "auto"
+    transport: str = "grpc"
+    transports: dict[str, str] = field(default_factory=dict)
 
 
 class AsyncParameters:
     """Named tensors that live on the servers. Made by ``AsyncClient.parameters``."""
 
     def __init__(self, link: SchedulerLink, data: DataPath, ready: Ready, options: Options, *, member: bool) -> None:
-        mine = link.registration
         self.spec: ParametersSpec = ready.entry.spec
         #: Names, shapes and dtypes, in order.
         self.layout: Layout = ready.layout
         #: Whether this client takes part in the training, or only reads.
         self.member = member
-        self._link = link
-        self._data = data
-        self._options = options
-        self._holders = ready.holders
-        self._slicing = ready.entry.slicing
-        self._session = Session(self._slicing.count, self.spec.consistency if member else None, ready.first_step)
-        self._sender = Sender(mine.run_id, mine.worker_id, mine.incarnation, self.spec.name)
-        self._traffic = Traffic()
+        self._exchange = Exchange(link, data, ready, options, member=member)
+        self._session = self._exchange.session
+        self._codec_dtype = options.codec.dtype
+        self._cut = Cut(self.layout, self._exchange.slicing)
+        self._vectors = Vectors(self.layout)
+        self._has_buffers = False
+        #: The step that is given in buckets, or was, until the next call.
+        self._step: BucketStep | None = None
         self._turn = asyncio.Lock()
         self._pushes = self._pulls = self._abstained = self._ignored = 0
         self._staleness = (0.0, 0)
@@ -117,16 +113,20 @@ class AsyncParameters:
 
     def statistics(self) -> Statistics:
         """Counters of this handle."""
+        transports = self._exchange.sharing.transports()
+        kinds = {how == "shm" for how in transports.values()} or {False}
         return Statistics(
             pushes=self._pushes,
             pulls=self._pulls,
             abstained=self._abstained,
             ignored=self._ignored,
-            resent=self._data.resent.get(self.name, 0),
-            push_bytes=self._traffic.sent,
-            pull_bytes=self._traffic.received,
+            resent=self._exchange.resent,
+            push_bytes=self._exchange.traffic.sent,
+            pull_bytes=self._exchange.traffic.received,
             staleness_mean=self._staleness[0],
             staleness_max=self._staleness[1],
+            transport="mixed" if len(kinds) > 1 else "shm" if True in kinds else "grpc",
+            transports=transports,
         )
 
     def __repr__(self) -> str:
@@ -138,19 +138,24 @@ class AsyncParameters:
 
     # --- the calls ---
 
-    async def pull(self, out: Mapping[str, NDArray[Any]] | None = None) -> Arrays:
+    async def pull(self, out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True) -> Arrays:
         """The weights by name, in their declared dtypes and shapes.
 
-        out: arrays to write into; else the arrays are new ones. After an error their content is undefined.
+        out: arrays to write into; else the arrays are the caller's own. After an error their content is undefined.
+        copy: False gives read-only arrays instead, which are valid until the next call on these parameters. They are
+            the servers' own memory where that is shared and stands still between steps (BSP without backup workers),
+            else memory that each such call uses again; either way none is allocated.
         BSP: waits until the step this worker is at is complete. SSP: waits until no member is further behind than the
         bound.
 
-        Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError, and as ``partition.check_out`` for ``out``.
+        Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError, SharingUnavailableError (transport "shm"),
+        InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets, and as
+        ``partition.check_out`` for ``out``.
         """
         async with self._begin():
-            target, shared = self._target(out)
-            await self._pull_into(target)
-            return self._result(target, shared, out)
+            arrival = self._arrival(out, copy)
+            await self._pull_into(arrival)
+            return self._result(arrival, out, copy)
 
     async def push(self, gradients: Mapping[str, ArrayLike]) -> None:
         """Sends the gradient of the next step; returns when it is applied.
@@ -162,100 +167,202 @@ class AsyncParameters:
             flat, norm = self._gradient(gradients)
             await self._reach_first_step()
             request = self._session.begin_push()
-            job = PushJob(
-                self._sender, request, self._slicing, self._session.versions, flat, self._options.codec, norm,
-                self._push_title(request), self._traffic,
-            )  # fmt: skip
-            await self._deliver(job)
-            self._pushed(request, flat, seen=False)
+            with self._exchange.guarding():
+                await self._exchange.push(request, flat, norm)
+            self._pushed(request, seen=False, abstained=flat is None)
 
     async def push_pull(
-        self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None = None
+        self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True
     ) -> Arrays:
         """One step: sends the gradient and returns the weights with it in them. Arguments and errors as in ``push`` and
         ``pull``. The gradients may be overwritten once it returns."""
         async with self._begin():
-            target, shared = self._target(out)
+            arrival = self._arrival(out, copy)
             flat, norm = self._gradient(gradients)
             await self._reach_first_step()
             request = self._session.begin_push()
-            job = PushPullJob(
-                self._sender, request, self._slicing, self._session.versions, flat, self._options.codec, norm,
-                self._push_title(request), self._traffic, target=target, pull_dtype=self._options.pull_dtype,
-            )  # fmt: skip
-            await self._deliver(job)
-            self._pushed(request, flat, seen=True)
-            self._pulls += 1
-            return self._result(target, shared, out)
+            with self._exchange.guarding():
+                await self._exchange.push_pull(request, flat, norm, arrival)
+            self._pushed(request, seen=True, abstained=flat is None)
+            return self._result(arrival, out, copy)
+
+    async def push_pull_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str]) -> AsyncBucket:
+        """One step in buckets: sends these tensors' gradients while the others are still computed. Returns at once;
+        ``await`` what it returns for the new weights of these tensors.
+
+        gradients: a bucket by name, copied before this returns; or names, whose gradients are in ``gradient_buffers``
+            and stay as they are until the bucket is done.
+
+        The first call begins a step, and the step is complete when all tensors were given once, in any order. A slice
+        is sent when all tensors that touch it were given. The call after that begins the next step, and first waits
+        until this one is answered. While tensors are missing, pull, push and push_pull raise InvalidArgumentError.
+
+        Raises as ``push`` before anything of the bucket is sent; the tensors may then be given again. NaN and Inf are
+        looked for in each bucket: with "skip" a bucket that has some abstains, with all slices that it touches. A
+        bucket that failed on its way (its ``wait`` says so, or the next call) is to be given again too: what is
+        unanswered is sent again under the same number.
+        InvalidArgumentError also for a tensor that was given before, and in SSP and ASP with ``max_grad_norm``, where
+        the norm of the whole gradient is needed before anything can be sent.
+        """
+        async with self._turn:
+            self._check_buckets()
+            step = await self._bucket_step()
+            numbers = self._choose(step, gradients)
+            bucket = step.give(numbers, abstain=not self._is_usable(numbers))
+            self._step = step
+            return bucket
+
+    async def gradient_buffers(self) -> dict[str, NDArray[np.float32]]:
+        """Writable float32 arrays, always the same, for the gradients: pushing exactly these copies nothing in this
+        process, and where memory is shared, not to the servers either.
+
+        A push of other arrays, or in buckets, may overwrite them. Not to be written while a push of them is under way.
+        """
+        async with self._turn:
+            await self._exchange.open()
+            self._has_buffers = True
+            return partition.split(self.layout, self._vector)
+
+    async def close(self) -> None:
+        """Ends what is under way, and gives shared memory back. The client does it when it is closed."""
+        if self._step is not None:
+            await self._step.close()
+        await self._exchange.sharing.close()
 
     # --- their parts ---
 
     @asynccontextmanager
     async def _begin(self) -> AsyncIterator[None]:
         async with self._turn:
-            self._link.raise_if_out()
+            await self._exchange.open()
+            await self._end_step()
             yield
 
-    def _gradient(self, gradients: Mapping[str, ArrayLike]) -> tuple[Flat | None, float]:
-        """The checked vector and, where the servers need it, its norm; None to abstain."""
+    async def _end_step(self) -> None:
+        """The step in buckets is over, once it is answered."""
+        if self._step is not None:
+            await self._step.finish()
+            self._step.over = True
+            self._step = None
+
+    @cached_property
+    def _vector(self) -> Flat:
+        """Where gradients are put together: in shared memory, if there is some when it is first needed."""
+        shared = self._exchange.sharing.gradients
+        return np.zeros(self.layout.total, np.float32) if shared is None else shared
+
+    def _check_member(self) -> None:
         if not self.member:
             raise NotMemberError(
                 f"{self.name!r} was opened for reading: pass init and optimizer to client.parameters() to take part"
             )
-        flat = partition.flatten(self.layout, gradients)
-        dtype = self._options.codec.dtype
-        if not partition.is_finite(flat, dtype):
-            if self.spec.non_finite == "reject":
-                raise partition.non_finite(self.layout, flat, dtype)
-            return None, 0.0
-        clipped = self.spec.optimizer.max_grad_norm > 0 and not self._session.synchronous
-        return flat, partition.grad_norm(flat, self._slicing.slice_elements) if clipped else 0.0
 
-    async def _pull_into(self, target: Flat) -> None:
-        request = self._session.begin_pull()
-        title = f"the pull of {self.name!r}"
-        job = PullJob(self._sender, request, self._slicing, target, self._options.pull_dtype, title, self._traffic)
-        await self._deliver(job)
-        self._session.end_pull(request)
+    def _gradient(self, gradients: Mapping[str, ArrayLike]) -> tuple[Flat | None, float]:
+        """The checked vector and, where the servers need it, its norm; None to abstain."""
+        self._check_member()
+        flat = partition.flatten(self.layout, gradients, self._vector)
+        if not partition.is_finite(flat, self._codec_dtype):
+            if self.spec.non_finite == "reject":
+                raise partition.non_finite(self.layout, flat, self._codec_dtype)
+            return None, 0.0
+        clipped = self._clips and not self._session.synchronous
+        return flat, partition.grad_norm(flat, self._exchange.slicing.slice_elements) if clipped else 0.0
+
+    @property
+    def _clips(self) -> bool:
+        return self.spec.optimizer.max_grad_norm > 0
+
+    async def _pull_into(self, arrival: Arrival) -> None:
+        await self._exchange.pull(arrival)
         self._pulls += 1
 
     async def _reach_first_step(self) -> None:
         """A worker that joined and pushes without a pull: waits until the others are at its first step."""
         if self._session.before_first_step:
-            await self._pull_into(np.empty(self.layout.total, np.float32))
+            await self._pull_into(self._arrival(None, copy=False))
 
-    def _target(self, out: Mapping[str, NDArray[Any]] | None) -> tuple[Flat, bool]:
-        """The vector to receive into, and whether it is the memory of ``out`` itself."""
-        shared = None if out is None else partition.check_out(self.layout, out)
-        return (np.empty(self.layout.total, np.float32), False) if shared is None else (shared, True)
-
-    def _result(self, target: Flat, shared: bool, out: Mapping[str, NDArray[Any]] | None) -> Arrays:
-        if out is None:
-            return partition.unflatten(self.layout, target)
-        if not shared:
-            partition.copy_out(self.layout, target, out)
-        return {name: out[name] for name in self.names}
-
-    def _push_title(self, request: Request) -> str:
-        what = "step" if self._session.synchronous else "push"
-        return f"{what} {request.number} of {self.name!r}"
-
-    def _pushed(self, request: Request, flat: Flat | None, *, seen: bool) -> None:
+    def _pushed(self, request: Request, *, seen: bool, abstained: bool) -> None:
         self._session.end_push(request, seen=seen)
         self._pushes += 1
-        self._abstained += flat is None
+        self._pulls += seen
+        self._abstained += abstained
         self._ignored += request.ignored
         self._staleness = (request.staleness_mean, request.staleness_max)
 
-    async def _deliver(self, job: Job) -> None:
-        try:
-            async with asyncio.timeout(self._options.request_timeout):
-                await self._data.deliver(job, self._plan)
-        except TimeoutError:
-            raise WaitTimeoutError(
-                f"{job.title} took longer than request_timeout={self._options.request_timeout:g} s: waiting "
-                f"{self._data.last_reason}. The step was not advanced; calling again goes on with it"
-            ) from None
+    # --- where weights arrive ---
 
-    def _plan(self, slices: Sequence[int]) -> tuple[Route, ...]:
-        return routing.plan(self._link.watch.cluster, self.name, self._holders, slices)
+    def _arrival(self, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrival:
+        """Where the weights of a call with these arguments arrive."""
+        slicing = self._exchange.slicing
+        if out is not None:
+            if not copy:
+                raise InvalidArgumentError("out and copy=False exclude each other: pass one of them")
+            mine = partition.check_out(self.layout, out)
+            if mine is not None:
+                return Arrival(slicing, mine)
+        elif copy:
+            return Arrival(slicing, self._vectors.fresh())
+        # Weights that are asked for in fewer bits are rounded, so they cannot be read where they lie.
+        shared = self._exchange.sharing.weights if self._exchange.options.pull_dtype == "float32" else None
+        return Arrival(slicing, self._vectors.kept, shared)
+
+    def _result(self, arrival: Arrival, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
+        if out is None and copy:
+            return partition.unflatten(self.layout, arrival.target)
+        vector = arrival.vector(range(self._exchange.slicing.count))
+        if out is not None:
+            if arrival.target is self._vectors.kept:
+                partition.copy_out(self.layout, vector, out)
+            return {name: out[name] for name in self.names}
+        return partition.views(self.layout, range(len(self.layout.tensors)), vector, self._vectors.converted)
+
+    # --- buckets ---
+
+    def _check_buckets(self) -> None:
+        self._check_member()
+        if self._clips and not self._session.synchronous:
+            raise InvalidArgumentError(
+                f"{self.name!r} clips by max_grad_norm={self.spec.optimizer.max_grad_norm:g} without common steps: the "
+                "norm of the whole gradient is needed first, so use push_pull"
+            )
+
+    async def _bucket_step(self) -> BucketStep:
+        """The step that the next bucket belongs to. A new one is kept only with its first bucket."""
+        await self._exchange.open()
+        if self._step is not None:
+            self._step.raise_failure()
+            if self._step.open:
+                return self._step
+        await self._end_step()
+        await self._reach_first_step()
+        # Whose slices are answered only with the whole step: BSP that clips, and SSP where a read waits for all others.
+        consistency = self.spec.consistency
+        whole = self._clips or (isinstance(consistency, SSP) and consistency.staleness == 0)
+        return BucketStep(
+            self._exchange, self._cut, self._vector, self._arrival(None, copy=False), self._vectors.converted,
+            self._bucket_step_finished, whole=whole,
+        )  # fmt: skip
+
+    def _bucket_step_finished(self, request: Request, abstained: bool) -> None:
+        self._pushed(request, seen=True, abstained=abstained)
+
+    def _choose(self, step: BucketStep, gradients: Mapping[str, ArrayLike] | Iterable[str]) -> tuple[int, ...]:
+        """The numbers of the bucket's tensors, whose gradients are in the vector then."""
+        if isinstance(gradients, str) or not isinstance(gradients, Iterable):
+            raise InvalidArgumentError(f"a bucket is a dict of arrays or a list of names, not {gradients!r:.80}")
+        if not isinstance(gradients, Mapping) and not self._has_buffers:
+            raise InvalidArgumentError("a bucket of names means gradient_buffers(): call that first, and fill them")
+        numbers = step.choose(list(gradients))
+        if isinstance(gradients, Mapping):
+            partition.flatten_some(self.layout, numbers, gradients, self._vector)
+        return numbers
+
+    def _is_usable(self, numbers: tuple[int, ...]) -> bool:
+        """Whether the bucket is finite; where not, the policy decides between an error and False."""
+        for number in numbers:
+            part = self._vector[self.layout.offsets[number] : self.layout.offsets[number + 1]]
+            if not partition.is_finite(part, self._codec_dtype):
+                if self.spec.non_finite == "reject":
+                    raise partition.non_finite(self.layout, self._vector, self._codec_dtype, numbers)
+                return False
+        return True

@@ -6,14 +6,16 @@ Usable from several threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from psdist.client import loop
 from psdist.client.async_client import AsyncClient
+from psdist.client.overlap import AsyncBucket
 from psdist.client.parameters import AsyncParameters, Statistics
 from psdist.client.partition import Arrays
 from psdist.compression import Cast
@@ -182,14 +184,48 @@ class Parameters:
     def __repr__(self) -> str:
         return repr(self._handle).replace("AsyncParameters", "Parameters")
 
-    def pull(self, out: Mapping[str, NDArray[Any]] | None = None) -> Arrays:
+    def pull(self, out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True) -> Arrays:
         """The weights by name. See ``AsyncParameters.pull``."""
-        return loop.shared().call(self._handle.pull(out))
+        return loop.shared().call(self._handle.pull(out, copy))
 
     def push(self, gradients: Mapping[str, ArrayLike]) -> None:
         """Sends the gradient of the next step; returns when it is applied. See ``AsyncParameters.push``."""
         loop.shared().call(self._handle.push(gradients))
 
-    def push_pull(self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None = None) -> Arrays:
+    def push_pull(
+        self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True
+    ) -> Arrays:
         """One step: gradient up, new weights down. See ``AsyncParameters.push_pull``."""
-        return loop.shared().call(self._handle.push_pull(gradients, out))
+        return loop.shared().call(self._handle.push_pull(gradients, out, copy))
+
+    def push_pull_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str]) -> Bucket:
+        """One step in buckets: sends these tensors' gradients and returns at once; ``wait`` on what it returns. See
+        ``AsyncParameters.push_pull_async``."""
+        return Bucket(loop.shared().call(self._handle.push_pull_async(gradients)))
+
+    def gradient_buffers(self) -> dict[str, NDArray[np.float32]]:
+        """Writable arrays for gradients, which are pushed without a copy. See ``AsyncParameters.gradient_buffers``."""
+        return loop.shared().call(self._handle.gradient_buffers())
+
+
+class Bucket:
+    """Tensors of one step that were given together. Made by ``Parameters.push_pull_async``; see ``AsyncBucket``."""
+
+    def __init__(self, bucket: AsyncBucket) -> None:
+        self._bucket = bucket
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names, in the layout's order."""
+        return self._bucket.names
+
+    def done(self) -> bool:
+        """Whether ``wait`` would not wait."""
+        return self._bucket.done()
+
+    def wait(self, timeout: float | None = None) -> Arrays:
+        """The new weights of the bucket's tensors. See ``AsyncBucket.wait``."""
+        return loop.shared().call(self._bucket.wait(timeout))
+
+    def __repr__(self) -> str:
+        return repr(self._bucket).replace("AsyncBucket", "Bucket")

@@ -47,7 +47,7 @@ class Vectors:
         free = [memory for memory, user in self._lent if user() is None]
         memory = free[0] if free else np.empty(self._layout.total, np.float32)
         # Of a memoryview: views of a view of an array refer to that array alone.
-        lent: Flat = np.frombuffer(memoryview(memory), np.float32)
+        lent: Flat = np.frombuffer(memory.data, np.float32)
         others = [entry for entry in self._lent if entry[0] is not memory]
         self._lent = [*others, (memory, weakref.ref(lent))][-_LENT_MAX:]
         return lent

@@ -1,0 +1,124 @@
+"""What one handle and its servers exchange: the jobs of its session, over shared memory or gRPC.
+
+Here a call gets its step, its routes and its time limit. Not here: whose turn it is and what the user is given
+(``parameters``), the streams (``transfer``), the shared memory (``share``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from psdist.client import routing
+from psdist.client.connection import SchedulerLink
+from psdist.client.creation import Ready
+from psdist.client.jobs import PullJob, PushJob, PushPullJob, Sender, Traffic
+from psdist.client.partition import Flat
+from psdist.client.routing import Route
+from psdist.client.session import Request, Session
+from psdist.client.share import Sharing
+from psdist.client.transfer import DataPath, Job
+from psdist.client.vectors import Arrival
+from psdist.compression import Cast
+from psdist.config import Transport
+from psdist.consistency import BSP
+from psdist.errors import WaitTimeoutError
+from psdist.types import DType, Slicing
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What each worker chooses for itself. ``request_timeout`` is in seconds; None waits as long as it takes."""
+
+    codec: Cast
+    pull_dtype: DType
+    request_timeout: float | None = None
+    transport: Transport = "auto"
+
+
+class Exchange:
+    """The way of one handle's calls to the servers."""
+
+    def __init__(self, link: SchedulerLink, data: DataPath, ready: Ready, options: Options, *, member: bool) -> None:
+        spec, mine = ready.entry.spec, link.registration
+        self.slicing: Slicing = ready.entry.slicing
+        self.session = Session(self.slicing.count, spec.consistency if member else None, ready.first_step)
+        self.options = options
+        self.traffic = Traffic()
+        self._name = spec.name
+        self._link = link
+        self._data = data
+        self._holders = ready.holders
+        self._sender = Sender(mine.run_id, mine.worker_id, mine.incarnation, spec.name)
+        # Between its own pushes a member's weights stand still, if nobody goes on without it.
+        stable = member and isinstance(spec.consistency, BSP) and not spec.consistency.backup_workers
+        self.sharing = Sharing(
+            link, data, self._sender, ready.entry, options.codec.dtype, options.transport, stable=stable
+        )
+
+    @property
+    def resent(self) -> int:
+        """Slices that were sent again after a break."""
+        return self._data.resent.get(self._name, 0)
+
+    async def open(self) -> None:
+        """Before each call: raises if this client is out, and shares memory with servers where that was not tried."""
+        self._link.raise_if_out()
+        await self.sharing.ensure(self._plan(range(self.slicing.count)))
+
+    async def push(self, request: Request, flat: Flat | None, norm: float) -> None:
+        """Sends a gradient (None: abstains)."""
+        job = PushJob(
+            self._sender, request, self.slicing, self.session.versions, flat, self.options.codec, norm,
+            self._push_title(request), self.traffic, sharing=self.sharing,
+        )  # fmt: skip
+        await self._deliver(job)
+
+    async def push_pull(self, request: Request, flat: Flat | None, norm: float, arrival: Arrival) -> None:
+        """Sends a gradient (None: abstains); the new weights arrive."""
+        job = PushPullJob(
+            self._sender, request, self.slicing, self.session.versions, flat, self.options.codec, norm,
+            self._push_title(request), self.traffic, sharing=self.sharing, target=arrival.target,
+            pull_dtype=self.options.pull_dtype, in_place=arrival.shared is not None, received=arrival.received,
+        )  # fmt: skip
+        await self._deliver(job)
+
+    async def pull(self, arrival: Arrival) -> None:
+        """Weights arrive."""
+        request = self.session.begin_pull()
+        job = PullJob(
+            self._sender, request, self.slicing, arrival.target, self.options.pull_dtype,
+            f"the pull of {self._name!r}", self.traffic, sharing=self.sharing,
+            in_place=arrival.shared is not None, received=arrival.received,
+        )  # fmt: skip
+        await self._deliver(job)
+        self.session.end_pull(request)
+
+    def _push_title(self, request: Request) -> str:
+        what = "step" if self.session.synchronous else "push"
+        return f"{what} {request.number} of {self._name!r}"
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """For a push in one call: where it ends badly a server may read the gradient still, from memory that is the
+        user's again, so that memory is not shared any more."""
+        try:
+            yield
+        except BaseException:
+            self.sharing.renew()
+            raise
+
+    async def _deliver(self, job: Job) -> None:
+        try:
+            async with asyncio.timeout(self.options.request_timeout):
+                await self._data.deliver(job, self._plan)
+        except TimeoutError:
+            raise WaitTimeoutError(
+                f"{job.title} took longer than request_timeout={self.options.request_timeout:g} s: waiting "
+                f"{self._data.last_reason}. The step was not advanced; calling again goes on with it"
+            ) from None
+
+    def _plan(self, slices: Sequence[int]) -> tuple[Route, ...]:
+        return routing.plan(self._link.watch.cluster, self._name, self._holders, slices)

@@ -1,0 +1,221 @@
+"""A step in buckets, under way: parts of its gradient are sent while the user still computes the rest.
+
+``BucketStep`` is one such step, ``AsyncBucket`` what the user holds of it. Each bucket's slices travel in a task of
+their own. Not here: which slices are ready (``buckets``), checks of values (``parameters``).
+
+Invariants: the step's number is used up once, when every slice is answered; a failure is told to the user once at
+least, by the bucket or by the next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from psdist.client import partition
+from psdist.client.buckets import Cut, Ready, StepPlan
+from psdist.client.cluster import again
+from psdist.client.exchange import Exchange
+from psdist.client.partition import Arrays, Flat
+from psdist.client.session import Request
+from psdist.client.transfer import _all_or_first_error
+from psdist.client.vectors import Arrival
+from psdist.errors import ClosedError, InternalError, InvalidArgumentError, PsdistError, WaitTimeoutError
+
+
+class AsyncBucket:
+    """Tensors whose gradients were given together. Made by ``AsyncParameters.push_pull_async``; awaiting it gives their
+    new weights."""
+
+    def __init__(self, step: BucketStep, numbers: tuple[int, ...], slices: frozenset[int]) -> None:
+        tensors = step.cut.layout.tensors
+        #: The tensors' names, in the layout's order.
+        self.names: tuple[str, ...] = tuple(tensors[number].name for number in numbers)
+        self.numbers = numbers
+        self.slices = slices
+        self.weights: Arrays | None = None
+        self.error: PsdistError | None = None
+        self._step = step
+
+    def done(self) -> bool:
+        """Whether ``wait`` would not wait: the weights are here, or the bucket failed."""
+        return self.weights is not None or self.error is not None
+
+    def __await__(self) -> Generator[Any, None, Arrays]:
+        return self.wait().__await__()
+
+    async def wait(self, timeout: float | None = None) -> Arrays:
+        """The new weights of the bucket's tensors by name: read-only arrays, valid until the next call on the
+        parameters that is not for this step.
+
+        Raises WaitTimeoutError after ``timeout`` seconds (waiting again goes on), InvalidArgumentError where it would
+        wait for ever: the slices of these tensors hold parts of others, which were not given; and whatever the sending
+        failed with. After that, give the bucket's tensors again.
+        """
+        return await self._step.wait(self, timeout)
+
+    def __repr__(self) -> str:
+        state = "failed" if self.error else "done" if self.done() else "under way"
+        return f"<{type(self).__name__} {', '.join(self.names[:4])}{', ...' * (len(self.names) > 4)}: {state}>"
+
+
+class BucketStep:
+    """One step that is given bucket by bucket.
+
+    vector: the gradient; given tensors lie in it, and are not written again before their slices are answered.
+    on_finished: called once when all is given and answered, with the whole step and whether any of it abstained.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        cut: Cut,
+        vector: Flat,
+        arrival: Arrival,
+        converted: Arrays,
+        on_finished: Callable[[Request, bool], None],
+        *,
+        whole: bool,
+    ) -> None:
+        self.cut = cut
+        #: Set by the next call on the parameters: what the buckets have is not valid any more.
+        self.over = False
+        self._exchange = exchange
+        self._vector = vector
+        self._arrival = arrival
+        self._converted = converted
+        self._on_finished = on_finished
+        self._request = exchange.session.begin_push()
+        self._plan = StepPlan(cut, whole=whole)
+        self._waiting: list[AsyncBucket] = []
+        self._failures: list[PsdistError] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._abstained = False
+        self._changed = asyncio.Event()
+
+    # --- giving ---
+
+    @property
+    def open(self) -> bool:
+        """Whether tensors are still to be given."""
+        return bool(self._plan.missing)
+
+    def choose(self, names: Sequence[str]) -> tuple[int, ...]:
+        """The numbers of tensors that may be given, or the error that says why not. See ``StepPlan.choose``."""
+        return self._plan.choose(names)
+
+    def give(self, numbers: tuple[int, ...], *, abstain: bool) -> AsyncBucket:
+        """Sends what these tensors make ready; their gradients are in the vector. ``choose`` let them pass."""
+        bucket = AsyncBucket(self, numbers, self.cut.slices_of_all(numbers))
+        self._waiting.append(bucket)
+        self._abstained = self._abstained or abstain
+        ready = self._plan.give(numbers, abstain=abstain)
+        if ready.valued or ready.abstaining:
+            task = asyncio.create_task(self._send(bucket, numbers, ready), name="psdist bucket")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._notice()
+        return bucket
+
+    async def _send(self, bucket: AsyncBucket, numbers: tuple[int, ...], ready: Ready) -> None:
+        parts = [(self._request.part(slices), flat) for slices, flat in self._loads(ready)]
+        try:
+            await _all_or_first_error(
+                [self._exchange.push_pull(part, flat, 0.0, self._arrival) for part, flat in parts]
+            )
+        except asyncio.CancelledError:
+            bucket.error = ClosedError("the client was closed before the bucket was answered")
+            raise
+        except Exception as error:
+            bucket.error = error if isinstance(error, PsdistError) else InternalError(f"a bucket failed: {error!r}")
+            self._failures.append(bucket.error)
+        finally:
+            for part, _ in parts:
+                self._request.absorb(part)
+                self._plan.answer(part.versions)
+            if bucket.error is not None:
+                self._plan.take_back(numbers, [index for part, _ in parts for index in part.pending])
+            self._notice()
+
+    def _loads(self, ready: Ready) -> list[tuple[tuple[int, ...], Flat | None]]:
+        """Slices, and the vector that their gradient is in (None: they abstain)."""
+        loads: list[tuple[tuple[int, ...], Flat | None]] = [(ready.valued, self._vector), (ready.abstaining, None)]
+        return [load for load in loads if load[0]]
+
+    def _notice(self) -> None:
+        """Something was given, answered or failed: completes buckets and the step, and wakes who waits."""
+        for bucket in self._waiting:
+            if bucket.error is None and self._plan.is_complete(bucket.slices):
+                vector = self._arrival.vector(bucket.slices)
+                bucket.weights = partition.views(self.cut.layout, bucket.numbers, vector, self._converted)
+        self._waiting = [bucket for bucket in self._waiting if not bucket.done()]
+        if self._plan.finished:
+            self._on_finished(self._request, self._abstained)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # --- waiting ---
+
+    async def wait(self, bucket: AsyncBucket, timeout: float | None) -> Arrays:
+        """See ``AsyncBucket.wait``."""
+        names = partition.join_names(bucket.names)
+        if self.over and bucket.error is None:
+            raise InvalidArgumentError(
+                f"the new weights of {names} are not valid any more: wait for a bucket before the next call on its "
+                "parameters"
+            )
+        try:
+            async with asyncio.timeout(timeout):
+                await self._until_done(bucket, names)
+        except TimeoutError:
+            raise WaitTimeoutError(f"the new weights of {names} did not come within {timeout:g} s") from None
+        if bucket.error is not None:
+            raise self._tell(bucket.error)
+        assert bucket.weights is not None
+        return bucket.weights
+
+    async def _until_done(self, bucket: AsyncBucket, names: str) -> None:
+        while not bucket.done():
+            if missing := self._plan.missing_for(bucket.slices):
+                raise InvalidArgumentError(
+                    f"waiting for {names} would never end: {missing} must be given first, because they share slices or "
+                    "are clipped together"
+                )
+            await self._changed.wait()
+
+    async def finish(self) -> None:
+        """Returns when the whole step is answered.
+
+        Raises InvalidArgumentError if tensors are missing, and the failure of a bucket that was not told yet.
+        """
+        while not self._plan.finished:
+            self.raise_failure()
+            if missing := self._plan.missing_names():
+                raise InvalidArgumentError(
+                    f"step {self._request.number} was begun in buckets and misses {missing}: give them by "
+                    "push_pull_async first"
+                )
+            await self._changed.wait()
+
+    def raise_failure(self) -> None:
+        """Raises what a bucket failed with, if nobody was told yet."""
+        if self._failures:
+            raise self._tell(self._failures[0])
+
+    def _tell(self, error: PsdistError) -> PsdistError:
+        """The error to raise. A server may read the bucket still, from memory that the user may write to once told."""
+        if error in self._failures:
+            self._failures.remove(error)
+            self._exchange.sharing.renew()
+        return again(error)
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            self._exchange.sharing.renew()  # the memory is the user's again, as in _tell
