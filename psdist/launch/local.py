@@ -27,6 +27,7 @@ from psdist.launch.runfile import DIRECTORY_PREFIX, RunNote, RunRegistry, notes_
 from psdist.launch.runner import Crew, Runner
 from psdist.launch.script import check_script
 from psdist.launch.supervisor import INFRASTRUCTURE_STATUS, Failed, ProcessKey
+from psdist.wire import handover
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -71,6 +72,7 @@ def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -
             registration.close()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+        handover.sweep()  # what workers that were killed left behind
 
 
 def make_run_id() -> str:
