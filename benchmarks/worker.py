@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 import psdist
 from benchmarks import emulation, turns
@@ -56,7 +55,7 @@ def main() -> None:
             OverlappedBench(client, settings) if settings.compute_ms else StepBench(client, bench_settings(settings))
         )
         bench.step()
-        facts = {"transports": bench.parameters.transports()}
+        facts = {"transports": bench.parameters.statistics().transports}
         turns.serve(lambda steps: turns.timed(bench.step, steps), facts)
 
 
@@ -65,20 +64,19 @@ async def _main_async(settings: turns.Settings) -> None:
     own = bench_settings(settings)
     async with psdist.AsyncClient() as client:
         parameters = await client.parameters(**own.arguments())
-        gradients = own.gradients(parameters)
-        options: dict[str, Any] = {} if own.copy else {"copy": False}
+        gradients = own.gradients(None if own.copy else await parameters.gradient_buffers())
 
         async def turn(steps: int) -> list[float]:
             times = []
             for _ in range(steps):
                 begin = time.perf_counter()
-                await parameters.push_pull(gradients, **options)
+                await parameters.push_pull(gradients, copy=own.copy)
                 times.append(time.perf_counter() - begin)
             return times
 
         await turn(1)
         loop = asyncio.get_running_loop()
-        facts = {"transports": parameters.transports()}
+        facts = {"transports": parameters.statistics().transports}
         await asyncio.to_thread(
             turns.serve, lambda steps: asyncio.run_coroutine_threadsafe(turn(steps), loop).result(), facts
         )

@@ -22,8 +22,7 @@ from psdist.types import WIRE_DTYPES, DType
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from psdist.client.parameters import AsyncParameters
-    from psdist.client.sync_client import Client, Parameters
+    from psdist.client.sync_client import Client
 
 #: Elements of one tensor; the last one of the parameters may be smaller.
 LAYER_ELEMENTS: Final = 1 << 20
@@ -93,14 +92,13 @@ class BenchSettings:
             "pull_dtype": self.wire_dtype,
         }
 
-    def gradients(self, parameters: Parameters | AsyncParameters) -> Mapping[str, NDArray[Any]]:
-        """Gradients to push, written once: in the handle's buffers, or in arrays of one's own."""
+    def gradients(self, buffers: Mapping[str, NDArray[Any]] | None) -> Mapping[str, NDArray[Any]]:
+        """Gradients to push: written into a handle's ``buffers``, or where there are none into arrays of their own."""
         import numpy as np
 
         values = np.random.default_rng(0).standard_normal(LAYER_ELEMENTS, dtype=np.float32)
-        if self.copy:
+        if buffers is None:
             return {name: values[:size].copy() for name, size in self.layers().items()}
-        buffers = parameters.gradient_buffers()
         for buffer in buffers.values():
             buffer[...] = values[: buffer.size]
         return buffers
@@ -144,14 +142,11 @@ class StepBench:
     def __init__(self, client: Client, settings: BenchSettings) -> None:
         self.settings = settings
         self.parameters = client.parameters(**settings.arguments())
-        self.gradients = settings.gradients(self.parameters)
+        self.gradients = settings.gradients(None if settings.copy else self.parameters.gradient_buffers())
 
     def step(self) -> None:
         """One step: the gradients up, the new weights down."""
-        if self.settings.copy:
-            self.parameters.push_pull(self.gradients)
-        else:
-            self.parameters.push_pull(self.gradients, copy=False)
+        self.parameters.push_pull(self.gradients, copy=self.settings.copy)
 
     def measure(self, steps: int, warm_steps: int = WARM_STEPS) -> BenchResult:
         """Times of ``steps`` steps after those that warm up. Raises InvalidArgumentError, and as ``push_pull``."""
@@ -159,14 +154,12 @@ class StepBench:
             raise InvalidArgumentError(f"steps={steps} is out of range: use 1 or more")
         for _ in range(warm_steps):
             self.step()
-        moved = self._bytes()
+        before = self.parameters.statistics()
         seconds = []
         for _ in range(steps):
             begin = time.perf_counter()
             self.step()
             seconds.append(time.perf_counter() - begin)
-        return BenchResult(self.settings, tuple(seconds), (self._bytes() - moved) / steps, self.parameters.transports())
-
-    def _bytes(self) -> int:
-        counted = self.parameters.statistics()
-        return counted.push_bytes + counted.pull_bytes
+        after = self.parameters.statistics()
+        moved = after.push_bytes + after.pull_bytes - before.push_bytes - before.pull_bytes
+        return BenchResult(self.settings, tuple(seconds), moved / steps, after.transports)
