@@ -1,0 +1,374 @@
+"""Arenas and their handover: what can be written, what cannot, what a peer may offer, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import gc
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from psdist.errors import SharingUnavailableError
+from psdist.wire import handover, shm
+from psdist.wire.shm import GradientArena, Piece, WeightsArena, stitch
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No test leaves a file descriptor, a socket or a mapping behind."""
+    gc.collect()
+    before = descriptors(), sockets(), mappings()
+    yield
+    gc.collect()
+    assert (descriptors(), sockets(), mappings()) == before
+
+
+def descriptors() -> int:
+    """Open memory files, and files that came over a socket."""
+    targets = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            targets.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum("memfd:" in target for target in targets)
+
+
+def sockets() -> set[str]:
+    return {path.name for path in handover.DIRECTORY.glob("psdist-*")}
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:psdist")
+
+
+# --- arenas -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_server_reads_what_the_worker_writes(dtype: str) -> None:
+    mine = GradientArena.create(5000, dtype)
+    theirs = GradientArena.open(os.dup(mine.fd), 5000, dtype)
+    mine.flat[...] = np.arange(5000) % 7
+    assert theirs.nonce == mine.nonce
+    assert theirs.part(7, 21).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0] * 2
+    assert theirs.flat.dtype == mine.flat.dtype and theirs.flat.dtype.name == dtype
+    assert not theirs.flat.flags.writeable
+    mine.close()
+
+
+def test_nonces_differ() -> None:
+    nonces = [GradientArena.create(1, "float32").nonce for _ in range(2)] + [WeightsArena.create(1, 1).nonce]
+    assert len(set(nonces)) == 3 and {len(nonce) for nonce in nonces} == {16}
+
+
+def test_an_empty_vector_is_an_arena_too() -> None:
+    mine = GradientArena.create(0, "float32")
+    assert GradientArena.open(os.dup(mine.fd), 0, "float32").part(0, 0).size == 0
+
+
+def test_the_worker_reads_weights_and_cannot_write_them() -> None:
+    theirs = WeightsArena.create(3, 10)
+    theirs.weights[...] = np.arange(10)
+    theirs.sequence[...] = (2, 4, 6)
+    mine = WeightsArena.open(os.dup(theirs.fd), 3, 10)
+    assert mine.weights.tolist() == list(range(10)) and mine.sequence.tolist() == [2, 4, 6]
+    assert mine.nonce == theirs.nonce
+    assert not mine.weights.flags.writeable and not mine.sequence.flags.writeable
+    for attack in (
+        lambda: mmap.mmap(mine.fd, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE),
+        lambda: os.write(mine.fd, b"x"),
+        lambda: os.ftruncate(mine.fd, 0),
+    ):
+        with pytest.raises(PermissionError):
+            attack()
+
+
+@pytest.mark.parametrize("size", [0, 100, 1 << 20])
+def test_nobody_can_change_the_size_of_an_arena(size: int) -> None:
+    arena = GradientArena.create(1000, "float32")
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(arena.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+def offered(size: int, seals: int, content: bytes = b"", allocate: bool = True) -> int:
+    """A memory file as a peer might offer it."""
+    fd = os.memfd_create("offered", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if allocate:
+        os.posix_fallocate(fd, 0, size)
+    os.pwrite(fd, content, 0)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+GOOD = GradientArena.size(1000, "float32")
+HEADER = b"psdist-gradients" + bytes(16)
+
+
+def test_the_offers_below_are_refused_for_what_is_wrong_with_them() -> None:
+    assert GradientArena.open(offered(GOOD, SEALS, HEADER), 1000, "float32").nonce == bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("offer", "reason"),
+    [
+        (lambda: offered(GOOD, 0, HEADER), "seals"),
+        (lambda: offered(GOOD, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL, HEADER), "seals"),
+        (lambda: offered(GOOD - 4096, SEALS, HEADER), "4096 bytes"),
+        (lambda: offered(GOOD + 4096, SEALS, HEADER), "bytes"),
+        (lambda: offered(GOOD, SEALS, HEADER, allocate=False), "holes"),
+        (lambda: offered(GOOD, SEALS, b"psdist-weights\0\0" + bytes(16)), "is none"),
+        (lambda: os.open("/dev/null", os.O_RDWR), "Invalid argument"),
+        (lambda: socket.socket(socket.AF_UNIX).detach(), "Invalid argument"),
+    ],
+    ids=["no seals", "can shrink", "too small", "too large", "sparse", "another kind", "a device", "a socket"],
+)
+def test_a_file_that_could_hurt_is_refused(offer: Callable[[], int], reason: str) -> None:
+    with pytest.raises(SharingUnavailableError, match=reason):
+        GradientArena.open(offer(), 1000, "float32")
+
+
+def test_weights_that_the_worker_could_write_are_refused() -> None:
+    fd = offered(WeightsArena.size_of(1, 10), SEALS, b"psdist-weights\0\0" + bytes(16))
+    with pytest.raises(SharingUnavailableError, match="seals"):
+        WeightsArena.open(fd, 1, 10)
+
+
+def test_views_outlive_their_arena() -> None:
+    mine = GradientArena.create(5000, "float32")
+    theirs = GradientArena.open(os.dup(mine.fd), 5000, "float32")
+    written, read = mine.flat, theirs.part(10, 20)
+    mine.close()
+    del mine, theirs
+    gc.collect()
+    written[15] = 3.0
+    assert read[5] == 3.0
+
+
+# --- renewing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_renewed_arena_has_its_place_and_content_and_the_old_file_keeps_its_own() -> None:
+    mine = GradientArena.create(5000, "float32")
+    view = mine.flat[100:200]
+    view[...] = 1.0
+    theirs = GradientArena.open(os.dup(mine.fd), 5000, "float32").part(100, 200)
+    nonce, address = mine.nonce, mine.address
+    mine.renew()
+    assert mine.shareable and mine.nonce != nonce and mine.address == address
+    assert view.tolist() == [1.0] * 100
+    view[...] = 2.0
+    assert theirs.tolist() == [1.0] * 100
+    again = GradientArena.open(os.dup(mine.fd), 5000, "float32")
+    assert again.part(100, 200).tolist() == [2.0] * 100 and again.nonce == mine.nonce
+
+
+def test_without_room_a_renewed_arena_is_its_process_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = GradientArena.create(5000, "float32")
+    mine.flat[...] = 1.0
+    theirs = GradientArena.open(os.dup(mine.fd), 5000, "float32").flat
+
+    def full(name: str, size: int) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(shm, "_create_file", full)
+    mine.renew()
+    assert not mine.shareable
+    mine.flat[...] = 2.0
+    assert set(theirs.tolist()) == {1.0} and set(mine.flat.tolist()) == {2.0}
+    mine.renew()
+
+
+# --- stitching --------------------------------------------------------------------------------------------------------
+
+
+def pieces(arenas: list[WeightsArena], sizes: list[int]) -> list[Piece]:
+    """Slices of these sizes, dealt to the arenas in turn."""
+    made, filled, start = [], [0] * len(arenas), 0
+    for index, size in enumerate(sizes):
+        owner = index % len(arenas)
+        made.append(Piece(start, arenas[owner], filled[owner], size))
+        filled[owner] += size
+        start += size
+    return made
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_slices_of_several_servers_are_one_vector(servers: int) -> None:
+    sizes = [4096, 4096, 4096, 4096, 100]
+    theirs = [WeightsArena.create(5, sum(sizes[number::servers])) for number in range(servers)]
+    mine = [WeightsArena.open(os.dup(arena.fd), 5, arena.weights.size) for arena in theirs]
+    vector = stitch(sum(sizes), pieces(mine, sizes))
+    assert vector is not None and vector.size == sum(sizes) and not vector.flags.writeable
+    for number, piece in enumerate(pieces(theirs, sizes)):
+        piece.arena.weights[piece.source : piece.source + piece.size] = number
+    assert vector.tolist() == [float(number) for number, size in enumerate(sizes) for _ in range(size)]
+    del theirs, mine
+    gc.collect()
+    assert vector[-1] == 4.0
+
+
+def test_slices_that_do_not_begin_on_a_page_are_not_stitched() -> None:
+    arenas = [WeightsArena.create(2, 1500), WeightsArena.create(1, 1000)]
+    assert stitch(2500, pieces(arenas, [1000, 1000, 500])) is None
+    assert stitch(0, []) is None
+
+
+# --- no room ----------------------------------------------------------------------------------------------------------
+
+LIMITED = """
+import resource, sys
+from psdist.wire import shm
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+for create in (lambda: shm.GradientArena.create(1 << 20, "float32"), lambda: shm.WeightsArena.create(1, 1 << 20)):
+    try:
+        create()
+    except OSError as error:
+        print(shm.reason_of(error))
+print(shm.GradientArena.create(1000, "float32").shareable)
+"""
+
+
+def test_no_room_is_an_error_with_a_reason() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True)
+    first, second, third = done.stdout.splitlines()
+    assert "no room" in first and "ulimit" in first and second == first
+    assert third == "True"
+
+
+def test_more_than_the_machine_has_is_no_room() -> None:
+    with pytest.raises(OSError, match="available") as caught:
+        GradientArena.create(1 << 45, "float32")
+    assert "no room" in shm.reason_of(caught.value)
+
+
+# --- handover ---------------------------------------------------------------------------------------------------------
+
+
+async def test_both_sides_get_the_file_of_the_other() -> None:
+    gradients, weights = GradientArena.create(10, "float32"), WeightsArena.create(1, 10)
+    with handover.listening() as (name, listener):
+        path = handover.DIRECTORY / name
+        assert path.stat().st_mode & 0o777 == 0o600
+        worker = asyncio.create_task(handover.exchange(listener, gradients.fd))
+        async with handover.connected(name) as (fd, connection):
+            theirs = GradientArena.open(fd, 10, "float32")
+            handover.give(connection, weights.fd)
+        mine = WeightsArena.open(await worker, 1, 10)
+    assert not path.exists()
+    assert (theirs.nonce, mine.nonce) == (gradients.nonce, weights.nonce)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "x", "../psdist-" + "0" * 32, "psdist-" + "0" * 31, "psdist-" + "0" * 33, "psdist-" + "G" * 32]
+)
+async def test_only_names_of_sockets_are_connected_to(name: str) -> None:
+    with pytest.raises(SharingUnavailableError, match="is not the name"):
+        async with handover.connected(name):
+            pass
+
+
+async def test_a_socket_that_is_not_there_is_another_host() -> None:
+    with pytest.raises(SharingUnavailableError, match="do not see the same"):
+        async with handover.connected("psdist-" + "0" * 32):
+            pass
+
+
+async def test_a_worker_that_hangs_up_or_gives_no_file() -> None:
+    for message, reason in ((b"", "hung up"), (b"x", "gave no file")):
+        with handover.listening() as (name, listener):
+
+            async def answer(listener: socket.socket = listener, message: bytes = message) -> None:
+                peer, _ = await asyncio.get_running_loop().sock_accept(listener)
+                with peer:
+                    peer.send(message)
+
+            task = asyncio.create_task(answer())
+            with pytest.raises(SharingUnavailableError, match=reason):
+                async with handover.connected(name):
+                    pass
+            await task
+
+
+async def test_a_worker_that_is_silent_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "HANDOVER_SECONDS", 0.05)
+    with handover.listening() as (name, _), pytest.raises(SharingUnavailableError, match="within"):
+        async with handover.connected(name):
+            pass
+
+
+async def test_a_server_that_hangs_up() -> None:
+    arena = GradientArena.create(10, "float32")
+    with handover.listening() as (name, listener):
+        worker = asyncio.create_task(handover.exchange(listener, arena.fd))
+        async with handover.connected(name) as (fd, _):
+            os.close(fd)
+        with pytest.raises(SharingUnavailableError, match="hung up"):
+            await worker
+
+
+async def test_another_users_process_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = GradientArena.create(10, "float32")
+    with handover.listening() as (name, listener):
+        worker = asyncio.create_task(handover.exchange(listener, arena.fd))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+            with pytest.raises(SharingUnavailableError, match="only one user"):
+                async with handover.connected(name):
+                    pass
+            with pytest.raises(SharingUnavailableError, match="only one user"):
+                await worker
+
+
+def test_no_shared_memory_file_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(handover, "DIRECTORY", tmp_path / "gone")
+    with pytest.raises(SharingUnavailableError, match="no socket in"), handover.listening():
+        pass
+    assert handover.sweep() == 0
+
+
+# --- sweeping ---------------------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal
+from psdist.wire import handover
+with handover.listening() as (name, _):
+    print(name, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_sweeping_removes_what_the_dead_left_and_nothing_else() -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False)
+    dead = handover.DIRECTORY / done.stdout.strip()
+    other = handover.DIRECTORY / ("psdist-" + "0" * 31)
+    plain = handover.DIRECTORY / ("psdist-" + "0" * 32)
+    try:
+        assert dead.is_socket()
+        other.touch()
+        plain.touch()
+        with handover.listening() as (name, listener):
+            assert handover.sweep() == 1
+            assert (handover.DIRECTORY / name).is_socket()
+            with contextlib.suppress(BlockingIOError):  # Who listens noticed nothing.
+                listener.accept()
+                pytest.fail("a live socket was connected to")
+        assert not dead.exists() and other.exists() and plain.exists()
+    finally:
+        for path in (dead, other, plain):
+            with suppress(FileNotFoundError):
+                path.unlink()
