@@ -19,7 +19,7 @@ from psdist.client.cluster import again
 from psdist.client.exchange import Exchange
 from psdist.client.partition import Arrays, Flat
 from psdist.client.session import Request
-from psdist.client.transfer import _all_or_first_error
+from psdist.client.transfer import all_or_first_error
 from psdist.client.vectors import Arrival
 from psdist.errors import ClosedError, InternalError, InvalidArgumentError, PsdistError, WaitTimeoutError
 
@@ -122,7 +122,7 @@ class BucketStep:
     async def _send(self, bucket: AsyncBucket, numbers: tuple[int, ...], ready: Ready) -> None:
         parts = [(self._request.part(slices), flat) for slices, flat in self._loads(ready)]
         try:
-            await _all_or_first_error(
+            await all_or_first_error(
                 [self._exchange.push_pull(part, flat, 0.0, self._arrival) for part, flat in parts]
             )
         except asyncio.CancelledError:

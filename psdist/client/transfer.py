@@ -97,7 +97,7 @@ class DataPath:
         if len(routes) == 1:
             await self._drive(job, planner, routes[0])
         elif routes:
-            await _all_or_first_error([self._drive(job, planner, route) for route in routes])
+            await all_or_first_error([self._drive(job, planner, route) for route in routes])
 
     async def _drive(self, job: Job, planner: Planner, route: Route) -> None:
         """Gets the slices of ``route`` answered, by whoever holds them in the end."""
@@ -200,7 +200,7 @@ async def _until_received(receive: asyncio.Task[None], send: asyncio.Task[None],
     receive.result()
 
 
-async def _all_or_first_error(coroutines: Sequence[Any]) -> None:
+async def all_or_first_error(coroutines: Sequence[Any]) -> None:
     """Runs all at once; the first error ends the others and is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

@@ -1,0 +1,176 @@
+"""Buckets through broken streams and refusals: each slice exactly once, and no failure goes unnoticed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from client_fakes import Break, FakeScheduler, FakeServer
+
+import psdist
+from psdist import errors
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+#: Slices of four elements, by turns on the two servers: 0, 1 and half of 2 are of "a", the rest is of "b".
+INIT = {"a": np.zeros(10, np.float32), "b": np.zeros(14, np.float32)}
+ONES = {name: np.ones_like(value) for name, value in INIT.items()}
+
+
+class Setup:
+    """A handle on two fake servers, and how often its memory was renewed."""
+
+    def __init__(self) -> None:
+        self.servers = [FakeServer("server-0"), FakeServer("server-1")]
+        self.scheduler = FakeScheduler(self.servers[:])
+        self.renewed = 0
+
+    async def start(self, **settings: Any) -> Setup:
+        for server in self.servers:
+            await server.start()
+        await self.scheduler.start()
+        self.client = psdist.AsyncClient(self.scheduler.address, connect_timeout=5, **settings)
+        await self.client.connect()
+        self.handle = await self.client.parameters("p", INIT, psdist.optim.SGD())
+        self.handle._exchange.sharing.renew = self._renew
+        return self
+
+    def _renew(self) -> None:
+        self.renewed += 1
+
+    async def give(self, name: str, value: float = 1.0) -> psdist.client.overlap.AsyncBucket:
+        return await self.handle.push_pull_async({name: ONES[name] * np.float32(value)})
+
+    async def settle(self) -> None:
+        """Returns when no bucket is on its way."""
+        await asyncio.wait(self.handle._step._tasks)
+
+    def sent(self, server: int) -> list[tuple[int, int]]:
+        return self.servers[server].requests
+
+    async def stop(self) -> None:
+        await self.client.close()
+        for server in self.servers:
+            await server.stop()
+        await self.scheduler.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def setup() -> AsyncIterator[Setup]:
+    setup = await Setup().start()
+    yield setup
+    await setup.stop()
+
+
+REFUSAL = errors.InvalidArgumentError("refused on purpose")
+
+
+async def test_a_failed_bucket_is_given_again_and_only_the_rest_is_sent(setup: Setup) -> None:
+    setup.servers[1].breaks = [Break(1, REFUSAL)]
+    failed = await setup.give("b")
+    await setup.settle()
+    with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
+        await failed
+    assert failed.done() and setup.renewed == 1
+    with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
+        await failed
+    assert setup.renewed == 1
+    with pytest.raises(errors.InvalidArgumentError, match="misses a, b"):
+        await setup.handle.pull()
+    first = await setup.give("a")
+    with pytest.raises(errors.InvalidArgumentError, match="b must be given first"):
+        await first
+    second = await setup.give("b")
+    values = await first | await second
+    assert {name: set(value) for name, value in values.items()} == {"a": {1.0}, "b": {1.0}}
+    assert setup.handle.step == 1 and setup.handle.statistics().pushes == 1
+    assert sorted(setup.sent(0)) == [(0, 0), (0, 2), (0, 4)]
+    assert setup.sent(1).count((0, 3)) == 1 and setup.sent(1).count((0, 1)) == 1
+    assert (await setup.handle.push_pull(ONES))["b"].tolist() == [2.0] * 14
+
+
+@pytest.mark.parametrize("call", ["bucket", "pull"])
+async def test_a_failure_that_nobody_saw_is_told_by_the_next_call(setup: Setup, call: str) -> None:
+    setup.servers[1].breaks = [Break(0, REFUSAL)]
+    failed = await setup.give("b")
+    await setup.settle()
+    assert failed.done() and setup.renewed == 0  # the user may be writing the next bucket
+    with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
+        await (setup.give("a") if call == "bucket" else setup.handle.pull())
+    assert setup.renewed == 1
+    await setup.give("b")
+    await setup.give("a")
+    assert set((await setup.handle.pull())["a"]) == {1.0} and setup.handle.step == 1
+
+
+async def test_who_waits_for_a_slice_of_a_failed_bucket_is_told(setup: Setup) -> None:
+    first = await setup.give("a")
+    await setup.settle()
+    proceed = asyncio.Event()
+    setup.servers[0].breaks = [Break(0, REFUSAL, hang=proceed)]
+    failed = await setup.give("b")
+    waiting = asyncio.create_task(first.wait())
+    await setup.servers[0].hanging.wait()
+    assert not waiting.done()
+    proceed.set()
+    with pytest.raises(errors.InvalidArgumentError, match="b must be given first"):
+        await waiting
+    with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
+        await failed
+    await setup.give("b")
+    assert (await first)["a"].tolist() == [1.0] * 10
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+@pytest.mark.parametrize("lose_answer", [False, True])
+async def test_broken_streams_apply_each_slice_once(setup: Setup, answers: int, lose_answer: bool) -> None:
+    for step in range(3):
+        for server in setup.servers:
+            server.breaks = [Break(answers, lose_answer=lose_answer), Break(0, lose_answer=lose_answer)]
+        buckets = [await setup.give("b"), await setup.give("a")]
+        for bucket in buckets:
+            for value in (await bucket).values():
+                assert set(value) == {step + 1.0}
+    assert setup.renewed == 0
+
+
+async def test_two_buckets_break_at_once(setup: Setup) -> None:
+    setup.servers[0].breaks = [Break(0, REFUSAL), Break(0, REFUSAL)]
+    buckets = [await setup.give("b"), await setup.give("a")]
+    for bucket in buckets:
+        with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
+            await bucket
+    again = [await setup.give("a"), await setup.give("b")]
+    assert [set(value) for bucket in again for value in (await bucket).values()] == [{1.0}, {1.0}]
+    assert setup.handle.step == 1
+
+
+async def test_a_bucket_takes_no_longer_than_a_request_may() -> None:
+    setup = await Setup().start(request_timeout=0.3)
+    try:
+        never = asyncio.Event()
+        setup.servers[0].breaks = [Break(0, hang=never)]
+        bucket = await setup.handle.push_pull_async(ONES)
+        with pytest.raises(errors.WaitTimeoutError, match=r"did not come within 0\.01 s"):
+            await bucket.wait(0.01)
+        assert not bucket.done()
+        with pytest.raises(errors.WaitTimeoutError, match=r"request_timeout=0\.3"):
+            await bucket.wait(20)
+        never.set()
+    finally:
+        await setup.stop()
+
+
+async def test_a_push_that_fails_gives_its_memory_back(setup: Setup) -> None:
+    setup.servers[0].breaks = [Break(0, REFUSAL), Break(0, hang=asyncio.Event())]
+    with pytest.raises(errors.InvalidArgumentError):
+        await setup.handle.push_pull(ONES)
+    assert setup.renewed == 1
+    call = asyncio.create_task(setup.handle.push(ONES))
+    await setup.servers[0].hanging.wait()
+    call.cancel()
+    await asyncio.wait({call})
+    assert setup.renewed == 2
