@@ -1,0 +1,135 @@
+"""The benchmarks run: small sizes, few rounds, real clusters and peers. Their figures are not judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from psdist.launch.embedded import EmbeddedCluster
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def call(*arguments: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=environ,
+        timeout=100,
+    )
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return call("psdist.cli.main", "bench", "--params", "20000", "--steps", "5", *arguments)
+
+
+def measure(tmp_path: Path, module: str, *arguments: str) -> dict[str, Any]:
+    path = tmp_path / "out.json"
+    done = call(f"benchmarks.{module}", *arguments, "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(json.loads(path.read_text()))
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+def test_a_step_beside_gloo_and_the_lower_bound(tmp_path: Path, transport: str) -> None:
+    pytest.importorskip("torch")
+    result = measure(
+        tmp_path, "step", "--params", "100000", "--transport", transport, "--rounds", "2", "--steps-per-round", "2",
+        *("--peer", "gloo", "--peer", "kernel", "--peer", "echo_tuned"),
+    )  # fmt: skip
+    assert set(result["peers"]) == {"gloo", "kernel", "echo_tuned"}
+    for peer in result["peers"].values():
+        low, high = peer["spread"]
+        assert 0 < low <= peer["ratio"] <= high
+    assert result["psdist"]["steps"] == 2 * 2 * 2  # rounds, steps, workers
+    assert result["psdist_ms"] > 0
+    assert {text.split(":")[0] for text in result["psdist"]["transports"].values()} == {transport}
+    assert result["peers"]["kernel"]["ratio"] < 1
+
+
+def test_a_peer_that_fails_says_why(tmp_path: Path) -> None:
+    done = call("benchmarks.step", "--params", "0", "--rounds", "1")
+    assert done.returncode == 1
+    assert "psdist: " in done.stderr and "params=0" in done.stderr
+
+
+def test_scaling_hides_communication_in_the_emulated_backward_pass(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    result = measure(
+        tmp_path, "scaling", "--workers", "1", "2", "--params", "3000000", "--compute-ms", "60", "--rounds", "1",
+        "--steps-per-round", "2", "--peer", "gloo",
+    )  # fmt: skip
+    for contenders in result["workers"].values():
+        assert set(contenders) == {"psdist", "gloo"}
+        for one in contenders.values():
+            assert one["step_ms"] >= 60 and 0 < one["efficiency"] <= 1
+    assert result["workers"]["1"]["psdist"]["relative_efficiency"] == 1
+
+
+def test_latency_of_both_clients_beside_raw_grpc(tmp_path: Path) -> None:
+    result = measure(tmp_path, "latency", "--rounds", "1", "--calls-per-round", "20")
+    assert set(result["milliseconds"]) == {"psdist", "psdist_async", "grpc_unary", "grpc_stream"}
+    for points in result["milliseconds"].values():
+        assert points["calls"] == 20 and 0 < points["p50"] <= points["p99"]
+
+
+def test_memory_of_every_process_is_watched(tmp_path: Path) -> None:
+    result = measure(tmp_path, "steady", "--steps", "20", "--params", "20000", "--transport", "grpc")
+    processes = result["processes"]["grpc"]
+    assert [one["role"] for one in processes] == ["scheduler", "server", "server", "worker", "worker"]
+    for one in processes:
+        assert len(one["current_bytes"]) == 10 and min(one["current_bytes"]) > 0
+        assert min(one["resident_bytes"]) > 0
+
+
+# --- psdist bench -----------------------------------------------------------------------------------------------------
+
+
+def test_bench_on_a_cluster_of_its_own() -> None:
+    done = bench("--format", "json", "--nservers", "2")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["steps"] == 5 and report["step_ms"] > 0
+    assert report["bytes_per_step"] == 2 * 4 * 20000
+    assert set(report["transports"]) == {"server-0", "server-1"}
+
+
+def test_bench_on_a_cluster_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = EmbeddedCluster(servers=1)
+    try:
+        monkeypatch.setenv("PSDIST_TOKEN", cluster.token)
+        for arguments in (("--wire-dtype", "bfloat16"), ("--copy", "--consistency", "asp")):
+            done = bench("--scheduler", cluster.address, "--transport", "grpc", *arguments)
+            assert done.returncode == 0, done.stderr
+            assert "20,000 parameters" in done.stdout and "server-0" in done.stdout and "grpc" in done.stdout
+        again = bench("--scheduler", cluster.address, "--wire-dtype", "bfloat16")
+        assert again.returncode == 0, again.stderr
+    finally:
+        cluster.close()
+
+
+def test_bench_under_a_launcher_reports_once() -> None:
+    done = call(
+        "psdist.cli.main", "run", "--nservers", "1", "--nproc-per-node", "2", "-m", "psdist.cli.main", "bench",
+        "--params", "20000", "--steps", "3",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("20,000 parameters") == 1
+
+
+def test_bench_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = bench("--optimizer", "magic")
+    assert done.returncode == 2 and "'magic' is not one of adam" in done.stderr
+    done = bench("--scheduler", "127.0.0.1:1", "--timeout", "0.5")
+    assert done.returncode == 69 and "127.0.0.1:1" in done.stderr and "Traceback" not in done.stderr
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = bench()
+    assert done.returncode == 2 and "WORLD_SIZE is 2" in done.stderr
