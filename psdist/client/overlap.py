@@ -46,8 +46,7 @@ class AsyncBucket:
         return self.wait().__await__()
 
     async def wait(self, timeout: float | None = None) -> Arrays:
-        """The new weights of the bucket's tensors by name: read-only arrays, valid until the next call on the
-        parameters that is not for this step.
+        """The new weights of the bucket's tensors by name: read-only arrays, as by ``pull(copy=False)``.
 
         Raises WaitTimeoutError after ``timeout`` seconds (waiting again goes on), InvalidArgumentError where it would
         wait for ever: the slices of these tensors hold parts of others, which were not given; and whatever the sending

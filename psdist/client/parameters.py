@@ -142,9 +142,10 @@ class AsyncParameters:
         """The weights by name, in their declared dtypes and shapes.
 
         out: arrays to write into; else the arrays are the caller's own. After an error their content is undefined.
-        copy: False gives read-only arrays instead, which are valid until the next call on these parameters. They are
-            the servers' own memory where that is shared and stands still between steps (BSP without backup workers),
-            else memory that each such call uses again; either way none is allocated.
+        copy: False gives read-only arrays instead, which are valid until the next call on these parameters (in a step
+            in buckets, until their tensor is given). They are the servers' own memory where that is shared and stands
+            still between steps (BSP without backup workers), else memory that each such call uses again; either way
+            none is allocated.
         BSP: waits until the step this worker is at is complete. SSP: waits until no member is further behind than the
         bound.
 

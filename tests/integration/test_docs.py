@@ -1,4 +1,4 @@
-"""The client that docs/wire.md shows runs as it stands there: what the page tells is true."""
+"""The programs that the pages show run as they stand there: what the pages tell is true."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from pathlib import Path
 
 from psdist.launch.embedded import EmbeddedCluster
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/wire.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_the_client_of_the_wire_page_trains(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    script = tmp_path / "client.py"
-    script.write_text(code)
+    script = _program_of("wire.md", tmp_path)
     cluster = EmbeddedCluster(servers=2)
     try:
         environment = os.environ | {"PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token}
@@ -27,3 +25,18 @@ def test_the_client_of_the_wire_page_trains(tmp_path: Path) -> None:
         cluster.close()
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"\[(0\.999\d+ ?){4}\]\n", done.stdout), done.stdout
+
+
+def test_the_program_of_the_page_on_use_trains(tmp_path: Path) -> None:
+    script = _program_of("use.md", tmp_path)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"0\.878 after 20 steps by \w+\n", done.stdout), done.stdout
+
+
+def _program_of(page: str, directory: Path) -> Path:
+    """The only Python program of a page, as a file."""
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.S)
+    script = directory / "program.py"
+    script.write_text(code)
+    return script
