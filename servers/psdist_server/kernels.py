@@ -20,7 +20,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Lock
 from typing import Any, Final
 
 import ml_dtypes
@@ -30,7 +29,10 @@ from numba import carray, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
+from psdist.compression import casts
+from psdist.compression.casts import INFINITY, check_output, check_vector, narrow, widen_brain_one, widen_half_one
+from psdist.compression.compiled import FLOAT, IN, IN_BITS16, IN_BITS32, OUT, kernel
+from psdist.errors import DTypeMismatchError, InvalidArgumentError
 
 Floats = NDArray[np.float32]
 AnyArray = NDArray[Any]
@@ -49,137 +51,7 @@ _BLOCK = 4096  # elements; 16 KiB of float32 stay in the first-level cache while
 _FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
 _CODES = {DTYPES["float32"]: _FLOAT32, DTYPES["float16"]: _FLOAT16, DTYPES["bfloat16"]: _BFLOAT16}
 
-# Argument types. What is only read may be read-only memory at an odd address: a payload inside a received message.
-_F = types.float32
-_OUT = types.Array(_F, 1, "C")
-_IN = types.Array(_F, 1, "C", readonly=True, aligned=False)
-_IN_BITS32 = types.Array(types.uint32, 1, "C", readonly=True, aligned=False)
-_IN_BITS16 = types.Array(types.uint16, 1, "C", readonly=True, aligned=False)
-_OUT_BITS16 = types.Array(types.uint16, 1, "C")
-
-_compile_lock = Lock()
-
-
-class Kernel:
-    """A function that is compiled for one signature, at its first call or by ``compile``.
-
-    One signature, given here, and not one for each combination of writable, aligned and read-only arrays that comes
-    along: nothing is ever compiled in the middle of training.
-    """
-
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any = types.void) -> None:
-        self.__name__ = function.__name__
-        self.__doc__ = function.__doc__
-        self._function = function
-        self._signature = result(*arguments)
-        self._compiled: Callable[..., Any] | None = None
-
-    def __call__(self, *arguments: Any) -> Any:
-        return (self._compiled or self.compile())(*arguments)
-
-    def compile(self) -> Callable[..., Any]:
-        """Compiles unless that is done, and returns the compiled function. For any thread."""
-        with _compile_lock:
-            if self._compiled is None:
-                self._compiled = self._compile()
-            return self._compiled
-
-    def _compile(self) -> Callable[..., Any]:
-        options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-        try:
-            compiled = numba.njit([self._signature], cache=True, **options)(self._function)
-        except RuntimeError:  # numba finds no directory that it may write its cache to
-            compiled = numba.njit([self._signature], **options)(self._function)
-        return compiled  # type: ignore[no-any-return]
-
-
-def _kernel(*arguments: Any, result: Any = types.void) -> Callable[[Callable[..., Any]], Kernel]:
-    return lambda function: Kernel(function, arguments, result)
-
-
-# --- 16 bits to 32 and back -------------------------------------------------------------------------------------------
-# numba has no 16-bit floats on CPUs, so these work on their bits. All constants are uint32: a mere int would make the
-# expression 64 bits wide, and half as fast.
-
 _U = np.uint32
-_SIGN, _INFINITY = _U(0x80000000), _U(0x7F800000)
-_HALF_SIGN, _HALF_MAGNITUDE, _HALF_INFINITY = _U(0x8000), _U(0x7FFF), _U(0x7C00)
-_ONE, _THIRTEEN, _SIXTEEN = _U(1), _U(13), _U(16)
-_HALF_REBIAS = np.float32(2.0**112)  # 127 - 15: from half's exponent bias to single's
-_HALF_SHIFTED_INFINITY = _U(0x7C00 << 13)
-_HALF_NAN, _HALF_OVERFLOW, _HALF_NORMAL = _U(0x7E00), _U((127 + 16) << 23), _U((127 - 14) << 23)
-_HALF_ROUND = _U((((15 - 127) << 23) + 0xFFF) & 0xFFFFFFFF)
-_HALF_DENORMAL_BITS = _U((127 - 15 + 23 - 10 + 1) << 23)
-_HALF_DENORMAL = _HALF_DENORMAL_BITS.view(np.float32)
-_BRAIN_ROUND, _BRAIN_NAN = _U(0x7FFF), _U(0x7FC0)
-
-
-def _widen_half_bits(half: Any) -> Any:
-    """float16 bits to float32, exactly: shift into place, then multiply by the difference of the exponent biases, which
-    also makes denormal numbers normal."""
-    half = _U(half)
-    shifted = _U((half & _HALF_MAGNITUDE) << _THIRTEEN)
-    special = shifted >= _HALF_SHIFTED_INFINITY
-    finite = np.float32(shifted.view(np.float32) * _HALF_REBIAS).view(np.uint32)
-    magnitude = _U(shifted | _INFINITY) if special else finite
-    return _U(magnitude | _U(_U(half & _HALF_SIGN) << _SIXTEEN)).view(np.float32)
-
-
-def _widen_brain_bits(brain: Any) -> Any:
-    """bfloat16 bits to float32, exactly: they are its upper half."""
-    return _U(_U(brain) << _SIXTEEN).view(np.float32)
-
-
-def _narrow_half_bits(bits: Any) -> Any:
-    """float32 bits to float16 bits, to nearest, ties to even; too large becomes infinite."""
-    sign = _U(bits & _SIGN)
-    magnitude = _U(bits ^ sign)
-    special = _HALF_NAN if magnitude > _INFINITY else _HALF_INFINITY
-    # The addition rounds: its result has the half's last denormal place as its own last place.
-    denormal = _U(np.float32(magnitude.view(np.float32) + _HALF_DENORMAL).view(np.uint32) - _HALF_DENORMAL_BITS)
-    odd = _U(_U(magnitude >> _THIRTEEN) & _ONE)
-    normal = _U(_U(magnitude + _HALF_ROUND + odd) >> _THIRTEEN)
-    finite = denormal if magnitude < _HALF_NORMAL else normal
-    return np.uint16((special if magnitude >= _HALF_OVERFLOW else finite) | _U(sign >> _SIXTEEN))
-
-
-def _narrow_brain_bits(bits: Any) -> Any:
-    """float32 bits to bfloat16 bits, to nearest, ties to even; NaN stays NaN, with its sign."""
-    upper = _U(bits >> _SIXTEEN)
-    rounded = _U(_U(bits + _BRAIN_ROUND + _U(upper & _ONE)) >> _SIXTEEN)
-    nan = _U(_U(upper & _HALF_SIGN) | _BRAIN_NAN)
-    return np.uint16(nan if _U(bits & ~_SIGN) > _INFINITY else rounded)
-
-
-_widen_half = numba.njit(error_model="numpy")(_widen_half_bits)
-_widen_brain = numba.njit(error_model="numpy")(_widen_brain_bits)
-_narrow_half_one = numba.njit(error_model="numpy")(_narrow_half_bits)
-_narrow_brain_one = numba.njit(error_model="numpy")(_narrow_brain_bits)
-
-
-@_kernel(_IN_BITS32, _OUT_BITS16)
-def _narrow_half(bits: Any, out: Any) -> None:
-    for i in range(out.size):
-        out[i] = _narrow_half_one(bits[i])
-
-
-@_kernel(_IN_BITS32, _OUT_BITS16)
-def _narrow_brain(bits: Any, out: Any) -> None:
-    for i in range(out.size):
-        out[i] = _narrow_brain_one(bits[i])
-
-
-def narrow(values: Floats, out: AnyArray) -> None:
-    """Writes float32[n] ``values`` to float16[n] or bfloat16[n] ``out``, rounded to nearest, ties to even.
-
-    NaN stays NaN; what is too large becomes infinite. Raises DTypeMismatchError and ShapeMismatchError.
-    """
-    _check_vector("values", values, DTYPES["float32"], out.size)
-    code = _CODES.get(out.dtype)
-    if code not in (_FLOAT16, _BFLOAT16):
-        raise DTypeMismatchError(f"out has dtype {out.dtype}: use float16 or bfloat16", dtype=out.dtype)
-    _check_output("out", out)
-    (_narrow_half if code == _FLOAT16 else _narrow_brain)(values.view(np.uint32), out.view(np.uint16))
 
 
 def cast(values: Floats, dtype: str) -> AnyArray:
@@ -226,11 +98,11 @@ def _add(block: Any, address: Any, code: Any, start: Any, first: Any) -> None:
     elif code == _BFLOAT16:
         brains = carray(_pointer(address + np.uintp(2 * start)), (size,), np.uint16)
         for i in range(size):
-            block[i] = _widen_brain(brains[i]) if first else block[i] + _widen_brain(brains[i])
+            block[i] = widen_brain_one(brains[i]) if first else block[i] + widen_brain_one(brains[i])
     else:
         halves = carray(_pointer(address + np.uintp(2 * start)), (size,), np.uint16)
         for i in range(size):
-            block[i] = _widen_half(halves[i]) if first else block[i] + _widen_half(halves[i])
+            block[i] = widen_half_one(halves[i]) if first else block[i] + widen_half_one(halves[i])
 
 
 @_part_of_kernel
@@ -244,12 +116,12 @@ def _add_last(block: Any, one: Any, other: Any, start: Any, first: Any, divisor:
         for i in range(size):
             value = np.float32(((ones[i] if first else block[i] + ones[i]) + others[i]) * factor)
             block[i] = value
-            bad |= _U(_U(np.float32(value).view(np.uint32) & _INFINITY) == _INFINITY)
+            bad |= _U(_U(np.float32(value).view(np.uint32) & INFINITY) == INFINITY)
     else:
         for i in range(size):
             value = np.float32(((ones[i] if first else block[i] + ones[i]) + others[i]) / divisor)
             block[i] = value
-            bad |= _U(_U(np.float32(value).view(np.uint32) & _INFINITY) == _INFINITY)
+            bad |= _U(_U(np.float32(value).view(np.uint32) & INFINITY) == INFINITY)
     return bad
 
 
@@ -261,7 +133,7 @@ def _take_one(block: Any, address: Any, start: Any, factor: Any) -> Any:
     for i in range(block.size):
         value = np.float32(values[i] * factor)
         block[i] = value
-        bad |= _U(_U(np.float32(value).view(np.uint32) & _INFINITY) == _INFINITY)
+        bad |= _U(_U(np.float32(value).view(np.uint32) & INFINITY) == INFINITY)
     return bad
 
 
@@ -277,11 +149,11 @@ def _divide(block: Any, divisor: Any, factor: Any) -> Any:
             block[i] = block[i] / divisor
     bits = block.view(np.uint32)
     for i in range(block.size):
-        bad |= _U(_U(bits[i] & _INFINITY) == _INFINITY)
+        bad |= _U(_U(bits[i] & INFINITY) == INFINITY)
     return bad
 
 
-@_kernel(_OUT, types.Array(types.uintp, 1, "C"), types.Array(types.int64, 1, "C"), _F, _F, result=types.boolean)
+@kernel(OUT, types.Array(types.uintp, 1, "C"), types.Array(types.int64, 1, "C"), FLOAT, FLOAT, result=types.boolean)
 def _combine(out: Any, addresses: Any, codes: Any, divisor: Any, factor: Any) -> Any:
     # Block by block, so that ``out`` goes to memory once for any number of parts. Parts come as addresses because they
     # differ in number and type, and a compiled function for each combination would not do.
@@ -314,10 +186,10 @@ def combine(out: Floats, parts: Sequence[AnyArray], divisor: int) -> bool:
     """
     if not parts or divisor < 1:
         raise InvalidArgumentError(f"{len(parts)} parts over divisor {divisor}: there must be at least one of each")
-    _check_vector("out", out, DTYPES["float32"], out.size)
-    _check_output("out", out)
+    check_vector("out", out, DTYPES["float32"], out.size)
+    check_output("out", out)
     for part in parts:
-        _check_vector("part", part, part.dtype, out.size)
+        check_vector("part", part, part.dtype, out.size)
         if part.dtype not in _CODES:
             raise DTypeMismatchError(f"part has dtype {part.dtype}: use one of {', '.join(DTYPES)}", dtype=part.dtype)
     addresses = np.array([part.__array_interface__["data"][0] for part in parts], np.uintp)
@@ -330,7 +202,7 @@ def combine(out: Floats, parts: Sequence[AnyArray], divisor: int) -> bool:
 # --- sums, scaling, checks --------------------------------------------------------------------------------------------
 
 
-@_kernel(_IN, result=types.float64)
+@kernel(IN, result=types.float64)
 def _sum_squares(values: Any) -> Any:
     lanes = np.zeros(SUM_LANES, np.float64)
     whole = values.size // SUM_LANES * SUM_LANES
@@ -355,11 +227,11 @@ def sum_squares(values: Floats) -> float:
     The order is fixed: element i is added to lane i % SUM_LANES, in ascending order; then the upper half of the lanes
     is added to the lower half until one is left. (The square of a float32 is exact in float64.)
     """
-    _check_vector("values", values, DTYPES["float32"], values.size)
+    check_vector("values", values, DTYPES["float32"], values.size)
     return float(_sum_squares(values))
 
 
-@_kernel(_OUT, _F)
+@kernel(OUT, FLOAT)
 def _scale(values: Any, factor: Any) -> None:
     for i in range(values.size):
         values[i] = values[i] * factor
@@ -367,12 +239,12 @@ def _scale(values: Any, factor: Any) -> None:
 
 def scale(values: Floats, factor: float | np.float32) -> None:
     """Multiplies float32[n] ``values`` in place by ``factor``, rounded to float32 first."""
-    _check_vector("values", values, DTYPES["float32"], values.size)
-    _check_output("values", values)
+    check_vector("values", values, DTYPES["float32"], values.size)
+    check_output("values", values)
     _scale(values, np.float32(factor))
 
 
-@_kernel(_IN_BITS32, types.uint32, result=types.boolean)
+@kernel(IN_BITS32, types.uint32, result=types.boolean)
 def _all_finite32(bits: Any, exponent: Any) -> Any:
     for start in range(0, bits.size, _BLOCK):
         block = bits[start : start + _BLOCK]
@@ -384,7 +256,7 @@ def _all_finite32(bits: Any, exponent: Any) -> Any:
     return True
 
 
-@_kernel(_IN_BITS16, types.uint16, result=types.boolean)
+@kernel(IN_BITS16, types.uint16, result=types.boolean)
 def _all_finite16(bits: Any, exponent: Any) -> Any:
     for start in range(0, bits.size, _BLOCK):
         block = bits[start : start + _BLOCK]
@@ -401,31 +273,20 @@ def all_finite(values: AnyArray) -> bool:
 
     Stops at the first block of 4096 elements that holds one. Raises DTypeMismatchError.
     """
-    _check_vector("values", values, values.dtype, values.size)
+    check_vector("values", values, values.dtype, values.size)
     code = _CODES.get(values.dtype)
     if code is None:
         raise DTypeMismatchError(f"values have dtype {values.dtype}: use one of {', '.join(DTYPES)}")
     if code == _FLOAT32:
-        return bool(_all_finite32(values.view(np.uint32), _INFINITY))
+        return bool(_all_finite32(values.view(np.uint32), INFINITY))
     return bool(_all_finite16(values.view(np.uint16), np.uint16(0x7C00 if code == _FLOAT16 else 0x7F80)))
-
-
-def _check_vector(name: str, array: AnyArray, dtype: np.dtype[Any], size: int) -> None:
-    if array.dtype != dtype:
-        raise DTypeMismatchError(f"{name} has dtype {array.dtype}, not {dtype}", dtype=array.dtype)
-    if array.ndim != 1 or array.size != size or not array.flags.c_contiguous:
-        raise ShapeMismatchError(f"{name} has shape {array.shape}, not a contiguous ({size},)", shape=array.shape)
-
-
-def _check_output(name: str, array: AnyArray) -> None:
-    if not array.flags.carray:
-        raise InvalidArgumentError(f"{name} cannot be written to: it must be writable, aligned and contiguous")
 
 
 def warm_up() -> None:
     """Compiles everything in this module but the update kernels. Takes seconds once per machine; run it in a thread."""
-    for kernel in (_combine, _sum_squares, _scale, _all_finite32, _all_finite16, _narrow_half, _narrow_brain):
-        kernel.compile()
+    for one in (_combine, _sum_squares, _scale, _all_finite32, _all_finite16):
+        one.compile()
+    casts.warm_up()
 
 
 # --- updates ----------------------------------------------------------------------------------------------------------
@@ -433,14 +294,14 @@ def warm_up() -> None:
 # by psdist_server.optimizers. Weight decay 0 is no special case: the loops wait for memory anyway.
 
 
-@_kernel(_OUT, _IN, _F, _F)
+@kernel(OUT, IN, FLOAT, FLOAT)
 def sgd(w: Any, g: Any, rate: Any, decay: Any) -> None:
     """Plain stochastic gradient descent."""
     for i in range(w.size):
         w[i] = w[i] - rate * (g[i] + decay * w[i])
 
 
-@_kernel(_OUT, _OUT, _IN, _F, _F, _F, _F)
+@kernel(OUT, OUT, IN, FLOAT, FLOAT, FLOAT, FLOAT)
 def sgd_momentum(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any) -> None:
     """Heavy ball: buffer = keep * buffer + take * gradient."""
     for i in range(w.size):
@@ -450,7 +311,7 @@ def sgd_momentum(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, 
         w[i] = w[i] - rate * velocity
 
 
-@_kernel(_OUT, _OUT, _IN, _F, _F, _F, _F)
+@kernel(OUT, OUT, IN, FLOAT, FLOAT, FLOAT, FLOAT)
 def sgd_nesterov(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any) -> None:
     """Nesterov's momentum in torch's form."""
     for i in range(w.size):
@@ -460,7 +321,7 @@ def sgd_nesterov(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, 
         w[i] = w[i] - rate * (gradient + keep * velocity)
 
 
-@_kernel(_OUT, _OUT, _OUT, _IN, *[_F] * 7)
+@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 7)
 def adam(
     w: Any, m: Any, v: Any, g: Any, decay: Any, take1: Any, keep2: Any, take2: Any, size: Any, root: Any, eps: Any
 ) -> None:
@@ -474,7 +335,7 @@ def adam(
         w[i] = w[i] - size * mean / (np.sqrt(square) * root + eps)
 
 
-@_kernel(_OUT, _OUT, _OUT, _IN, *[_F] * 7)
+@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 7)
 def adamw(
     w: Any, m: Any, v: Any, g: Any, shrink: Any, take1: Any, keep2: Any, take2: Any, size: Any, root: Any, eps: Any
 ) -> None:
@@ -487,7 +348,7 @@ def adamw(
         w[i] = w[i] * shrink - size * mean / (np.sqrt(square) * root + eps)
 
 
-@_kernel(_OUT, _OUT, _IN, _F, _F, _F)
+@kernel(OUT, OUT, IN, FLOAT, FLOAT, FLOAT)
 def adagrad(w: Any, total: Any, g: Any, rate: Any, decay: Any, eps: Any) -> None:
     """Adagrad."""
     for i in range(w.size):
@@ -497,7 +358,7 @@ def adagrad(w: Any, total: Any, g: Any, rate: Any, decay: Any, eps: Any) -> None
         w[i] = w[i] - rate * gradient / (np.sqrt(square) + eps)
 
 
-@_kernel(_OUT, _OUT, _IN, *[_F] * 5)
+@kernel(OUT, OUT, IN, *[FLOAT] * 5)
 def rmsprop(w: Any, v: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any) -> None:
     """RMSprop without momentum."""
     for i in range(w.size):
@@ -507,7 +368,7 @@ def rmsprop(w: Any, v: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any,
         w[i] = w[i] - rate * gradient / (np.sqrt(square) + eps)
 
 
-@_kernel(_OUT, _OUT, _OUT, _IN, *[_F] * 6)
+@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 6)
 def rmsprop_momentum(
     w: Any, v: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any, momentum: Any
 ) -> None:
@@ -521,7 +382,7 @@ def rmsprop_momentum(
         w[i] = w[i] - rate * velocity
 
 
-@_kernel(_OUT, _OUT, _OUT, _IN, *[_F] * 5)
+@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 5)
 def rmsprop_centered(w: Any, v: Any, mean: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any) -> None:
     """Centered RMSprop without momentum."""
     for i in range(w.size):
@@ -535,7 +396,7 @@ def rmsprop_centered(w: Any, v: Any, mean: Any, g: Any, rate: Any, decay: Any, k
         w[i] = w[i] - rate * gradient / (np.sqrt(variance) + eps)
 
 
-@_kernel(_OUT, _OUT, _OUT, _OUT, _IN, *[_F] * 6)
+@kernel(OUT, OUT, OUT, OUT, IN, *[FLOAT] * 6)
 def rmsprop_centered_momentum(
     w: Any, v: Any, mean: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any, momentum: Any
 ) -> None:
@@ -553,7 +414,7 @@ def rmsprop_centered_momentum(
         w[i] = w[i] - rate * velocity
 
 
-@_kernel(_OUT, _OUT, _IN, *[_F] * 6)
+@kernel(OUT, OUT, IN, *[FLOAT] * 6)
 def lion(w: Any, m: Any, g: Any, rate: Any, decay: Any, keep1: Any, take1: Any, keep2: Any, take2: Any) -> None:
     """Lion: the weights move by the sign of an interpolation, the momentum follows by another."""
     zero, one = np.float32(0.0), np.float32(1.0)
@@ -564,7 +425,7 @@ def lion(w: Any, m: Any, g: Any, rate: Any, decay: Any, keep1: Any, take1: Any, 
         m[i] = keep2 * m[i] + take2 * g[i]
 
 
-@_kernel(_OUT, _OUT, _OUT, _IN, *[_F] * 5)
+@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 5)
 def ftrl(w: Any, residual: Any, total: Any, g: Any, scale: Any, inverse: Any, beta: Any, l1: Any, l2: Any) -> None:
     """FTRL-Proximal in the form that ``optimizers`` derives: ``inverse`` is 1 / alpha, ``scale`` the gradient's."""
     for i in range(w.size):

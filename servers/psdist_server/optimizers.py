@@ -24,10 +24,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from psdist.compression.compiled import Kernel
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
 from psdist.optim import Optimizer
 from psdist_server import kernels
-from psdist_server.kernels import Kernel
 
 Floats = NDArray[np.float32]
 Values = Mapping[str, float]

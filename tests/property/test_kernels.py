@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from psdist import optim
+from psdist.compression import casts
+from psdist.compression.compiled import Kernel
 from psdist_server import kernels, reference
 from psdist_server.optimizers import Rule, Run
 
@@ -101,6 +103,15 @@ def test_all_16_bit_values_widen_exactly(dtype: str, parts: int) -> None:
 def test_cast_of_any_bits(size: int, seed: int, dtype: str, odd: bool) -> None:
     values = any_bits(size, seed, "float32")
     assert_same(kernels.cast(misaligned(values) if odd else values, dtype), reference.cast(values, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_widen_gives_the_bytes_of_numpy(dtype: str) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(kernels.DTYPES[dtype])
+    for values in (every, misaligned(every)):
+        ours = np.empty(1 << 16, np.float32)
+        casts.widen(values, ours)
+        assert_same(ours, every.astype(np.float32))
 
 
 @pytest.mark.parametrize(("dtype", "shift"), [("float16", 13), ("bfloat16", 16)])
@@ -193,7 +204,7 @@ def test_update(spec: optim.Optimizer, size: int, seed: int, kind: str, other: s
 
 def test_every_kernel_is_tested() -> None:
     tested = {Rule(spec)._kernel for spec in SPECS}
-    private = ("_combine", "_sum_squares", "_scale", "_all_finite32", "_all_finite16", "_narrow_half", "_narrow_brain")
-    all_kernels = {kernel for kernel in vars(kernels).values() if isinstance(kernel, kernels.Kernel)}
+    private = ("_combine", "_sum_squares", "_scale", "_all_finite32", "_all_finite16")
+    all_kernels = {kernel for kernel in vars(kernels).values() if isinstance(kernel, Kernel)}
     assert all_kernels - tested == {getattr(kernels, name) for name in private}
     assert {spec.kind for spec in SPECS} == set(optim.OPTIMIZERS)

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from psdist.compression import casts, compiled
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
 from psdist_server import kernels
 
@@ -68,27 +69,27 @@ def test_compiled_once_by_any_number_of_threads() -> None:
 
 
 def test_compiles_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kernels.numba.njit
+    real = compiled.numba.njit
 
     def njit(*arguments: Any, cache: bool = False, **options: Any) -> Any:
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
         return real(*arguments, **options)
 
-    monkeypatch.setattr(kernels.numba, "njit", njit)
-    kernel = kernels.Kernel(kernels.sgd._function, (kernels._OUT, kernels._IN, kernels._F, kernels._F))
+    monkeypatch.setattr(compiled.numba, "njit", njit)
+    kernel = compiled.Kernel(kernels.sgd._function, (compiled.OUT, compiled.IN, compiled.FLOAT, compiled.FLOAT))
     weights = floats(3)
     kernel(weights, floats(3), np.float32(0.5), np.float32(0.0))
     assert weights.tolist() == [0.5, 0.5, 0.5]
 
 
-KERNELS = [kernel for kernel in vars(kernels).values() if isinstance(kernel, kernels.Kernel)]
+KERNELS = [one for module in (kernels, casts) for one in vars(module).values() if isinstance(one, compiled.Kernel)]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
-def test_loop_is_vectorized(kernel: kernels.Kernel) -> None:
+def test_loop_is_vectorized(kernel: compiled.Kernel) -> None:
     """No kernel works on one element at a time: a changed expression easily does that, and costs 4 to 16 times."""
     # Compiled anew, because numba cannot show code that came from its cache.
-    compiled = kernels.numba.njit([kernel._signature], nogil=True, error_model="numpy")(kernel._function)
-    code = compiled.inspect_llvm(compiled.signatures[0])
+    anew = compiled.numba.njit([kernel._signature], nogil=True, error_model="numpy")(kernel._function)
+    code = anew.inspect_llvm(anew.signatures[0])
     assert re.search(r"load <\d+ x (float|i32|i16)>", code)
