@@ -7,16 +7,17 @@ import subprocess
 import venv
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from benchmarks.contenders import PEER_VENVS, Contender, module
 from benchmarks.turns import Settings
 
-#: Peers with an environment of their own, and what is installed there.
+#: What is installed in each environment.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "ray": ("ray==2.60.*", "numpy", "torch"),
     "tensorflow": ("tensorflow-cpu==2.21.*",),
 }
+#: The environment that a peer needs.
+ENVIRONMENTS: Mapping[str, str] = {"ray": "ray", "ray_dataflow": "ray", "tensorflow": "tensorflow"}
 
 
 def psdist(
@@ -75,9 +76,19 @@ def memcpy(settings: Settings) -> Contender:
     return _kernel(settings, "memcpy")
 
 
+def _ray(settings: Settings, name: str, role: str) -> Contender:
+    command = module("benchmarks.peers.ray_actors", replace(settings, role=role).text(), python=python_of("ray"))
+    return Contender(name, (command,), 1)
+
+
 def ray(settings: Settings) -> Contender:
-    """Sharded parameter-server actors."""
-    return Contender("ray", (module("benchmarks.peers.ray_actors", settings.text(), python=python_of("ray")),), 1)
+    """Sharded parameter-server actors that the workers call."""
+    return _ray(settings, "ray", "")
+
+
+def ray_dataflow(settings: Settings) -> Contender:
+    """The same actors, driven by Ray's scheduler."""
+    return _ray(settings, "ray_dataflow", "dataflow")
 
 
 def tensorflow(settings: Settings) -> Contender:
@@ -95,29 +106,29 @@ def tensorflow(settings: Settings) -> Contender:
 
 
 PEERS: Mapping[str, Callable[[Settings], Contender]] = {
-    one.__name__: one for one in (gloo, ray, tensorflow, echo, echo_tuned, kernel, memcpy)
+    one.__name__: one for one in (gloo, ray, ray_dataflow, tensorflow, echo, echo_tuned, kernel, memcpy)
 }
 
 
-def python_of(peer: str) -> str:
-    """The interpreter of a peer's environment."""
-    return str(PEER_VENVS / peer / "bin" / "python")
+def python_of(environment: str) -> str:
+    """The interpreter of an environment."""
+    return str(PEER_VENVS / environment / "bin" / "python")
 
 
 def missing(peer: str) -> str:
     """Why a peer cannot take part; empty where it can."""
-    if peer in PACKAGES:
-        if Path(PEER_VENVS / peer / "installed").exists():
+    if environment := ENVIRONMENTS.get(peer):
+        if (PEER_VENVS / environment / "installed").exists():
             return ""
-        return f"not installed: --install-peers puts {PACKAGES[peer][0]} into {PEER_VENVS.name}/{peer}"
+        return f"not installed: --install-peers puts {PACKAGES[environment][0]} into {PEER_VENVS.name}/{environment}"
     if peer == "gloo" and importlib.util.find_spec("torch") is None:
         return "not installed: make bench installs torch into .venv"
     return ""
 
 
-def install(peer: str) -> None:
-    """Makes the peer's environment. Raises CalledProcessError."""
-    directory = PEER_VENVS / peer
+def install(environment: str) -> None:
+    """Makes an environment. Raises CalledProcessError."""
+    directory = PEER_VENVS / environment
     venv.create(directory, with_pip=True)
-    subprocess.run([python_of(peer), "-m", "pip", "install", "--quiet", *PACKAGES[peer]], check=True)
+    subprocess.run([python_of(environment), "-m", "pip", "install", "--quiet", *PACKAGES[environment]], check=True)
     (directory / "installed").touch()

@@ -60,9 +60,10 @@ def choose(wanted: Sequence[str], *, install: bool) -> tuple[list[str], dict[str
     """Peers that can take part, and why the others cannot."""
     names = list(registry.PEERS) if "all" in wanted else list(dict.fromkeys(wanted))
     for name in names:
-        if install and name in registry.PACKAGES and registry.missing(name):
-            print(f"installing {', '.join(registry.PACKAGES[name])}", flush=True)
-            registry.install(name)
+        if install and name in registry.ENVIRONMENTS and registry.missing(name):
+            environment = registry.ENVIRONMENTS[name]
+            print(f"installing {', '.join(registry.PACKAGES[environment])}", flush=True)
+            registry.install(environment)
     reasons = {name: reason for name in names if (reason := registry.missing(name))}
     return [name for name in names if name not in reasons], reasons
 

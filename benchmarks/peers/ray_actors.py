@@ -1,13 +1,22 @@
-"""A sharded parameter server of Ray actors, as Ray's documentation writes one: runs in an environment of its own.
+"""A sharded parameter server of Ray actors: runs in an environment of its own.
 
-Worker actors return their gradient in as many parts as there are server actors; each server actor sums its parts, which
-it reads in Ray's shared memory without a copy, and updates its shard by torch's fused Adam; the workers get the new
-weights, in shared memory too, with the next step. The driver takes the turns; a step ends when all weights are there.
+Server actors hold a shard each, sum the workers' parts, which they read in Ray's shared memory without a copy, and
+update by torch's fused Adam. Two ways to use them:
+
+- role ``""``: as with psdist, each worker actor makes its own steps: it calls ``push_pull`` of every server actor and
+  waits for the new weights; the call returns once all workers have made theirs;
+- role ``dataflow``: the driver makes the steps, as in Ray's own example: the workers' gradients are arguments of the
+  servers' updates, whose results are arguments of the workers' next gradients. Ray's scheduler waits, no actor does,
+  and weights are written once for all workers; the fastest way found.
+
+A step ends when the new weights are there.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,23 +30,35 @@ from benchmarks import turns
 class Worker:
     """Holds a gradient, part by part."""
 
-    def __init__(self, sizes: list[int]) -> None:
+    def __init__(self, sizes: list[int], servers: list[Any]) -> None:
         self._parts = [np.full(size, 1e-3, np.float32) for size in sizes]
+        self._servers = servers
 
     def gradient(self, *weights: Any) -> Any:
         """The gradient for ``weights``, which arrive as arrays."""
         return tuple(self._parts) if len(self._parts) > 1 else self._parts[0]
+
+    def turn(self, steps: int) -> list[float]:
+        """Makes steps."""
+        return turns.timed(self._step, steps)
+
+    def _step(self) -> None:
+        calls = zip(self._servers, self._parts, strict=True)
+        ray.get([server.push_pull.remote(part) for server, part in calls])
 
 
 @ray.remote(num_cpus=0)
 class Server:
     """Holds a shard and its optimizer."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, workers: int) -> None:
         torch.set_num_threads(1)
         self._weights = torch.nn.Parameter(torch.ones(size))
         self._weights.grad = torch.empty(size)
         self._optimizer = torch.optim.Adam([self._weights], lr=1e-3, fused=True)
+        self._workers, self._version = workers, 0
+        self._gradients: list[Any] = []
+        self._changed = threading.Condition()
 
     def update(self, *gradients: Any) -> Any:
         """Applies the mean of the gradients and returns the new weights."""
@@ -54,6 +75,18 @@ class Server:
         self._optimizer.step()
         return self._weights.detach().numpy()
 
+    def push_pull(self, gradient: Any) -> Any:
+        """Takes a worker's gradient and returns the weights once all workers' are in them; for a thread per worker."""
+        with self._changed:
+            self._gradients.append(gradient)
+            version = self._version
+            if len(self._gradients) == self._workers:
+                self.update(*self._gradients)
+                self._gradients, self._version = [], version + 1
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._version > version)
+            return self._weights.detach().numpy()
+
 
 class Training:
     """The driver's side."""
@@ -61,12 +94,16 @@ class Training:
     def __init__(self, settings: turns.Settings) -> None:
         cut = settings.params // settings.servers
         sizes = [cut] * (settings.servers - 1) + [settings.params - cut * (settings.servers - 1)]
-        self.workers = [Worker.remote(sizes) for _ in range(settings.workers)]  # type: ignore[attr-defined]
-        self.servers = [Server.remote(size) for size in sizes]  # type: ignore[attr-defined]
+        serving = Server.options(max_concurrency=settings.workers)  # type: ignore[attr-defined]
+        self.servers = [serving.remote(size, settings.workers) for size in sizes]
+        self.workers = [
+            Worker.remote(sizes, self.servers)  # type: ignore[attr-defined]
+            for _ in range(settings.workers)
+        ]
         self.weights: list[Any] = []
 
     def step(self) -> None:
-        """One synchronous step of all workers."""
+        """One synchronous step of all workers as a dataflow."""
         parts = len(self.servers)
         calls = [worker.gradient.options(num_returns=parts).remote(*self.weights) for worker in self.workers]
         gradients = [call if parts > 1 else [call] for call in calls]
@@ -76,13 +113,18 @@ class Training:
         ]
         ray.wait(self.weights, num_returns=parts, fetch_local=False)
 
+    def turn(self, steps: int) -> list[float]:
+        """Lets all workers make steps of their own; the slowest worker's time of each step."""
+        times = ray.get([worker.turn.remote(steps) for worker in self.workers])
+        return [max(step) for step in zip(*times, strict=True)]
+
 
 def main() -> None:
     """Takes turns until the benchmark ends."""
     settings = turns.settings()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Room for two steps of all gradients and weights.
-    room = 2 * 4 * settings.params * (settings.workers + 1) + (256 << 20)
+    # Room for two steps of all gradients and of weights for each worker.
+    room = 2 * 2 * 4 * settings.params * settings.workers + (256 << 20)
     ray.init(
         num_cpus=os.cpu_count(),
         include_dashboard=False,
@@ -92,8 +134,8 @@ def main() -> None:
     )
     try:
         training = Training(settings)
-        training.step()
-        turns.serve(lambda steps: turns.timed(training.step, steps), {"ray": ray.__version__})
+        turn = partial(turns.timed, training.step) if settings.role == "dataflow" else training.turn
+        turns.serve(turn, {"ray": ray.__version__})
     finally:
         ray.shutdown()
 
