@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from psdist.client.partition import Flat
 from psdist.client.routing import Route
 from psdist.client.session import Request
-from psdist.compression import NUMPY_DTYPES, Cast
+from psdist.compression import NUMPY_DTYPES, Cast, payloads
 from psdist.errors import InternalError
 from psdist.types import Identity, Slicing
 from psdist.v1 import common_pb2, server_pb2
@@ -43,22 +44,16 @@ class Sender:
         )
 
 
-def encode(codec: Cast, values: Flat) -> memoryview:
-    """The payload of a slice: the codec's output as bytes, without a copy of its own."""
-    return codec.encode(values).view(np.uint8).data
-
-
 def decode_into(target: Flat, payload: memoryview, dtype: str, peer: str) -> None:
     """Writes a payload of weights into ``target``, widened to float32. Raises InternalError for another size."""
     item = NUMPY_DTYPES[dtype].itemsize
     if len(payload) != item * len(target):
         raise InternalError(f"{peer} sent {len(payload)} bytes for a slice of {len(target)} elements of {dtype}")
-    if dtype == "bfloat16":  # the upper half of a float32
-        bits = target.view(np.uint32)
-        bits[...] = np.frombuffer(payload, "<u2")
-        np.left_shift(bits, 16, out=bits)
+    values = np.frombuffer(payload, NUMPY_DTYPES[dtype])
+    if dtype == "float32":
+        target[...] = values
     else:
-        target[...] = np.frombuffer(payload, NUMPY_DTYPES[dtype])
+        payloads.widen(values, target)
 
 
 @dataclass(slots=True)
@@ -89,6 +84,7 @@ class PushJob:
     traffic: Traffic
     method: str = "Push"
     sharing: Sharing | None = None
+    _scratch: NDArray[Any] | None = field(default=None, init=False, repr=False)
 
     def header(self, route: Route, pull_dtype: common_pb2.DType | None = None) -> server_pb2.PushHeader:
         """Who pushes what, for a request to the server of ``route``."""
@@ -106,7 +102,10 @@ class PushJob:
         if self.flat is None:
             return memoryview(b"")
         start, stop = self.slicing.bounds(index)
-        payload = encode(self.codec, self.flat[start:stop])
+        # One scratch for all slices: each is copied into its message before the next is encoded.
+        if self._scratch is None:
+            self._scratch = np.empty(self.slicing.slice_elements, NUMPY_DTYPES[self.codec.dtype])
+        payload = self.codec.encode(self.flat[start:stop], self._scratch[: stop - start]).view(np.uint8).data
         self.traffic.sent += len(payload)
         return payload
 

@@ -7,12 +7,13 @@ A codec is a frozen dataclass that a user writes (``compression=psdist.compressi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from psdist.compression import payloads
 from psdist.errors import UnknownCodecError
 from psdist.types import DType
 
@@ -31,9 +32,17 @@ class Cast:
 
     dtype: ClassVar[DType]
 
-    def encode(self, values: NDArray[np.float32]) -> NDArray[np.generic]:
-        """The elements in the wire's dtype; shares memory with ``values`` where no cast is needed."""
-        return values.astype(NUMPY_DTYPES[self.dtype], copy=False)
+    def encode(self, values: NDArray[np.float32], out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """The elements in the wire's dtype: ``values`` itself where no cast is needed, else in ``out`` or a new array.
+
+        out: contiguous, of the wire's dtype and the length of ``values``.
+        """
+        if self.dtype == "float32":
+            return values
+        if out is None:
+            out = np.empty(values.size, NUMPY_DTYPES[self.dtype])
+        payloads.narrow(values, out)
+        return out
 
 
 @dataclass(frozen=True)

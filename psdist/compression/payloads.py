@@ -1,0 +1,81 @@
+"""Payloads of 16 bits on the client: the casts of ``psdist.compression.casts`` once numba is there, numpy's until then.
+
+numba takes half a second to import and, the first time on a machine, seconds to compile, and a client must not miss
+heartbeats meanwhile. So a thread does it, from the first use of a 16-bit dtype on. Both give the same bytes, so nobody
+can see which was used; where numba cannot be loaded at all, numpy goes on. A client with float32 alone never loads it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Cast = Callable[[NDArray[Any], NDArray[Any]], None]
+
+logger = logging.getLogger("psdist")
+
+
+def _narrow(values: NDArray[Any], out: NDArray[Any]) -> None:
+    with np.errstate(over="ignore"):  # The check for what is not finite comes before, and knows the dtype.
+        out[...] = values
+
+
+def _widen(values: NDArray[Any], out: NDArray[Any]) -> None:
+    if values.dtype == np.float16:
+        out[...] = values
+        return
+    bits = out.view(np.uint32)
+    bits[...] = values.view(np.uint16)
+    np.left_shift(bits, 16, out=bits)
+
+
+class Casts:
+    """Both casts, at first those of numpy. ``load`` is what brings faster ones."""
+
+    def __init__(self, load: Callable[[], tuple[_Cast, _Cast]]) -> None:
+        self._load = load
+        self._lock = threading.Lock()
+        self._loading: threading.Thread | None = None
+        self._narrow: _Cast = _narrow
+        self._widen: _Cast = _widen
+
+    def narrow(self, values: NDArray[np.float32], out: NDArray[Any]) -> None:
+        """Writes float32[n] ``values`` to float16[n] or bfloat16[n] ``out``, rounded to nearest, ties to even."""
+        self.prepare()
+        self._narrow(values, out)
+
+    def widen(self, values: NDArray[Any], out: NDArray[np.float32]) -> None:
+        """Writes float16[n] or bfloat16[n] ``values`` to float32[n] ``out``, exactly."""
+        self.prepare()
+        self._widen(values, out)
+
+    def prepare(self) -> threading.Thread:
+        """Begins to load, once. Returns the thread that does it, or did."""
+        with self._lock:
+            if self._loading is None:
+                # No daemon: the interpreter waits for it at exit, because the compiler would not survive that.
+                self._loading = threading.Thread(target=self._run, name="psdist-compile")
+                self._loading.start()
+            return self._loading
+
+    def _run(self) -> None:
+        try:
+            self._narrow, self._widen = self._load()
+        except Exception as error:  # Whatever it is, there is a way without.
+            logger.info("16-bit payloads are cast by numpy: %r", error)
+
+
+def _load_compiled() -> tuple[_Cast, _Cast]:
+    from psdist.compression import casts
+
+    casts.warm_up()
+    return casts.narrow, casts.widen
+
+
+_casts = Casts(_load_compiled)
+narrow, widen, prepare = _casts.narrow, _casts.widen, _casts.prepare
