@@ -66,7 +66,13 @@ class Exchange:
     async def open(self) -> None:
         """Before each call: raises if this client is out, and shares memory with servers where that was not tried."""
         self._link.raise_if_out()
-        await self.sharing.ensure(self._plan(range(self.slicing.count)))
+        try:
+            async with asyncio.timeout(self.options.request_timeout):
+                await self.sharing.ensure(self._plan(range(self.slicing.count)))
+        except TimeoutError:
+            raise WaitTimeoutError(
+                f"sharing memory for {self._name!r} took longer than request_timeout={self.options.request_timeout:g} s"
+            ) from None
 
     async def push(self, request: Request, flat: Flat | None, norm: float) -> None:
         """Sends a gradient (None: abstains)."""

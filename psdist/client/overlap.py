@@ -121,9 +121,7 @@ class BucketStep:
     async def _send(self, bucket: AsyncBucket, numbers: tuple[int, ...], ready: Ready) -> None:
         parts = [(self._request.part(slices), flat) for slices, flat in self._loads(ready)]
         try:
-            await all_or_first_error(
-                [self._exchange.push_pull(part, flat, 0.0, self._arrival) for part, flat in parts]
-            )
+            await all_or_first_error([self._exchange.push_pull(part, flat, 0.0, self._arrival) for part, flat in parts])
         except asyncio.CancelledError:
             bucket.error = ClosedError("the client was closed before the bucket was answered")
             raise

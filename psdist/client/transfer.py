@@ -195,8 +195,10 @@ async def _until_received(receive: asyncio.Task[None], send: asyncio.Task[None],
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if loss in done and not receive.done():
             raise again(loss.result())
-        if send in done:
+        if send in done and not send.cancelled():
             send.result()
+    if receive.cancelled():  # by nobody but its channel, when that was closed
+        raise ClosedError("the client was closed before the call was answered")
     receive.result()
 
 

@@ -351,6 +351,21 @@ async def test_closing_ends_buckets_under_way(join: Join) -> None:
         await handles[1].push(gradient(1))  # the other goes on alone
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("method", ["push", "push_pull"])
+async def test_closing_ends_a_call_under_way(join: Join, transport: str, method: str) -> None:
+    clients = [await join(rank=rank, transport=transport) for rank in (0, 1)]
+    handles = await handles_of(clients)
+    before = handles[1].statistics().push_bytes
+    call = asyncio.create_task(getattr(handles[0], method)(gradient(0)))
+    while handles[0].statistics().push_bytes == before:  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await clients[0].close()
+        with pytest.raises(errors.ClosedError):
+            await call
+
+
 # --- the synchronous face ---------------------------------------------------------------------------------------------
 
 SCRIPT = """
