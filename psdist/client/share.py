@@ -64,6 +64,8 @@ class Sharing:
         self._data = data
         self._sender = sender
         self._entry = entry
+        #: The servers that have slices; a shard of few slices may have none.
+        self._holders = tuple(dict.fromkeys(entry.shards[: entry.slicing.count]))
         self._dtype: DType = dtype
         self._transport = transport
         self._stable = stable
@@ -184,9 +186,12 @@ class Sharing:
         return self._weights
 
     def _stitched(self) -> Flat | None:
-        holders = dict.fromkeys(self._entry.shards)
-        streams = {holder: self._streams[holder] for holder in holders if holder in self._streams}
-        if not self._stable or len(streams) < len(holders) or not all(stream.is_open for stream in streams.values()):
+        streams = {holder: self._streams[holder] for holder in self._holders if holder in self._streams}
+        if (
+            not self._stable
+            or len(streams) < len(self._holders)
+            or not all(stream.is_open for stream in streams.values())
+        ):
             return None
         slicing, shards = self._entry.slicing, self._entry.shards
         pieces = (
@@ -210,8 +215,8 @@ class Sharing:
     def transports(self) -> dict[str, str]:
         """How each server is reached: "shm", or "grpc: " and the reason."""
         if self._transport == "grpc":
-            return dict.fromkeys(self._entry.shards, "grpc: the transport is 'grpc'")
-        return {server_id: self._transport_to(server_id) for server_id in dict.fromkeys(self._entry.shards)}
+            return dict.fromkeys(self._holders, "grpc: the transport is 'grpc'")
+        return {server_id: self._transport_to(server_id) for server_id in self._holders}
 
     def _transport_to(self, server_id: str) -> str:
         stream = self._streams.get(server_id)
