@@ -31,9 +31,7 @@ def bsp_apply(
     asked = [member for member in members if member.first_step <= step]
     missing = _missing(asked, contributed)
     if not contributed:
-        # Nobody can contribute to this step any more and somebody waits for a later one: the step is empty.
-        nobody_left = not asked and any(member.first_step > step for member in members)
-        return "" if nobody_left else f"for {name_members(missing) or 'a worker'} to push step {step}"
+        return "" if _is_empty(step, members) else f"for {name_members(missing) or 'a worker'} to push step {step}"
     if len(missing) <= backup_workers:
         return ""
     return f"for {name_members(missing)} to push step {step}"
@@ -44,11 +42,16 @@ def bsp_complete(
 ) -> bool:
     """Whether ``bsp_apply`` has no reason, without the time to write one: this is asked for every contribution."""
     if not contributed:
-        return not bsp_apply(step, members, contributed, backup_workers)
+        return _is_empty(step, members)
     asked = [member for member in members if member.first_step <= step]
     if len(asked) - len(contributed) > backup_workers:
         return False
     return len(_missing(asked, contributed)) <= backup_workers
+
+
+def _is_empty(step: int, members: Collection[ParametersMember]) -> bool:
+    """Whether nobody can contribute to this step any more, and somebody waits for a later one."""
+    return bool(members) and all(member.first_step > step for member in members)
 
 
 def _missing(asked: Collection[ParametersMember], contributed: Collection[tuple[str, int]]) -> list[ParametersMember]:
