@@ -55,6 +55,7 @@ class Bench:
 
     def __init__(self, host: Host, channel: grpc.aio.Channel) -> None:
         self.host = host
+        self.channel = channel
         self.stub = server_pb2_grpc.ServerServiceStub(channel)
         self.epoch = 0
 
