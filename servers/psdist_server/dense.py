@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from psdist.compression import NUMPY_DTYPES
 from psdist.types import ParametersEntry
-from psdist.wire.shm import WeightsArena
+from psdist.wire.shm import WeightsArena, reason_of
 from psdist_server import kernels
 from psdist_server.optimizers import Rule, clip_factor
 
@@ -137,7 +137,7 @@ def _make_arena(slices: int, elements: int) -> tuple[WeightsArena | None, str]:
     try:
         return WeightsArena.create(slices, elements), ""
     except OSError as error:
-        return None, f"the server has no memory file for its weights: {error}"
+        return None, f"at the server: {reason_of(error)}"
 
 
 def _combine(out: Array, parts: Sequence[Gradient]) -> Bad:
