@@ -434,19 +434,19 @@ async def test_the_steady_state_takes_no_more_memory(join: Join, transport: str)
                 await bucket
 
     process = psutil.Process()
-    await steps(60)
-    gc.collect()
+    await steps(40)
     resident = process.memory_info().rss
     tracemalloc.start()
     try:
-        await steps(20)
-        gc.collect()
-        traced = tracemalloc.get_traced_memory()[0]
-        await steps(150)
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - traced
+        traced = []
+        for _ in range(6):
+            await steps(30)
+            gc.collect()
+            traced.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    await steps(50)
-    assert grown < 40_000, f"{grown} bytes more after 450 steps"
+    # Python's own lists of free objects and its tables of strings grow now and then; a leak grows each time.
+    growth = min(later - before for before, later in itertools.pairwise(traced))
+    assert growth < 9000, f"at least {growth} bytes more after each 150 steps: {traced}"
+    await steps(20)
     assert process.memory_info().rss - resident < 8 << 20
