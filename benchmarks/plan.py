@@ -27,18 +27,20 @@ class Run:
 _SHORT, _FULL = ("--rounds", "5"), ("--rounds", "20")
 
 
-def _step(name: str, text: str) -> Run:
-    return Run(name, "benchmarks.step", tuple(text.split()), _SHORT, _FULL)
+def _step(name: str, text: str, *peers: str) -> Run:
+    return Run(
+        name, "benchmarks.step", (*text.split(), *(word for peer in peers for word in ("--peer", peer))), _SHORT, _FULL
+    )
 
 
 RUNS: tuple[Run, ...] = (
-    _step("shm-2", "--workers 2 --transport shm --peer gloo --peer ray --peer kernel --peer memcpy"),
-    _step("shm-4", "--workers 4 --transport shm --peer gloo --peer ray --peer kernel"),
-    _step("shm-8", "--workers 8 --transport shm --peer gloo --peer kernel"),
-    _step("shm-2-copy", "--workers 2 --transport shm --copy --peer gloo"),
-    _step("grpc-2", "--workers 2 --transport grpc --peer echo --peer echo_tuned --peer gloo"),
-    _step("grpc-2-bf16", "--workers 2 --transport grpc --wire-dtype bfloat16 --peer gloo"),
-    _step("grpc-2-asp", "--workers 2 --transport grpc --consistency asp --peer tensorflow"),
+    _step("shm-2", "--workers 2 --transport shm", "gloo", "ray", "ray_dataflow", "kernel", "memcpy"),
+    _step("shm-4", "--workers 4 --transport shm", "gloo", "ray", "ray_dataflow", "kernel"),
+    _step("shm-8", "--workers 8 --transport shm", "gloo", "kernel"),
+    _step("shm-2-copy", "--workers 2 --transport shm --copy", "gloo"),
+    _step("grpc-2", "--workers 2 --transport grpc", "echo", "echo_tuned", "gloo"),
+    _step("grpc-2-bf16", "--workers 2 --transport grpc --wire-dtype bfloat16", "gloo"),
+    _step("grpc-2-asp", "--workers 2 --transport grpc --consistency asp", "tensorflow"),
     Run("latency-shm", "benchmarks.latency", ("--transport", "shm"), ("--rounds", "10"), ("--rounds", "40")),
     Run("latency-grpc", "benchmarks.latency", ("--transport", "grpc"), ("--rounds", "10"), ("--rounds", "40")),
     Run(

@@ -114,7 +114,8 @@ def _steps(results: Results) -> str:
         rows.append((what, f"{result['psdist_ms']:.1f}", "; ".join(peers)))
     text = """
         Milliseconds; in brackets how many times psdist's. *gloo*: all-reduce, then torch's fused Adam on each worker.
-        *ray*: two parameter-server actors with fused Adam. *tensorflow*: ParameterServerStrategy, asynchronous, two
+        *ray*: two parameter-server actors with fused Adam, which the workers call; *ray_dataflow*: the same driven by
+        Ray's scheduler. *tensorflow*: ParameterServerStrategy, asynchronous, two
         servers. *echo*: raw `grpc.aio` that sends the same bytes there and back, *echo_tuned* with psdist's options.
         *kernel*: the sum of all gradients and Adam in one pass over memory, nothing else; *memcpy*: one gradient
         copied. *Plain calls* push arrays of one's own and get new ones; the others write gradients where servers read
@@ -168,8 +169,8 @@ def _steady(results: Results) -> str:
         for one in processes
     ]
     text = f"""
-        `python -m benchmarks.steady`: {result["steps"]} steps of {result["params"]:,} parameters; KiB by process, after
-        the first steps. *A step's peak* is what Python had allocated at most, beyond the least."""
+        `python -m benchmarks.steady`: {result["steps"]} steps of {result["params"]:,} parameters; KiB by process, over
+        the second half of the steps. *A step's peak* is what Python had allocated at most, beyond the least."""
     titles = ("transport", "process", "tracemalloc growth", "a step's peak", "RSS growth")
     return section("## Memory over many steps", text, table(titles, rows))
 

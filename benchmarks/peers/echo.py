@@ -169,7 +169,7 @@ def main() -> None:
 
     from psdist.wire import memory
 
-    memory.tune_malloc()
+    memory.keep_buffers()
     uvloop.run(work(settings))
 
 

@@ -4,6 +4,7 @@ The figures, of ``tracemalloc`` (which ``PYTHONTRACEMALLOC`` starts), go to the 
 ``BENCH_TRACES``; the peak begins anew with each. So processes are watched that know nothing of benchmarks.
 """
 
+import gc
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from types import FrameType
 
 def tell(number: int, frame: FrameType | None) -> None:
     """Writes the figures; the file appears complete."""
+    gc.collect()  # what waits for the collector is not kept
     current, peak = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()
     draft = Path(os.environ["BENCH_TRACES"], f"{os.getpid()}.draft")
