@@ -22,11 +22,11 @@ import grpc.aio
 import numpy as np
 
 from psdist.client.cluster import again
-from psdist.client.jobs import PullJob, PushJob, PushPullJob, decode_into
+from psdist.client.jobs import PullJob, PushJob, PushPullJob
 from psdist.client.partition import Flat
 from psdist.client.routing import Route
 from psdist.client.waits import Wait
-from psdist.compression import NUMPY_DTYPES
+from psdist.compression import NUMPY_DTYPES, payloads
 from psdist.errors import (
     ClosedError,
     InternalError,
@@ -200,7 +200,9 @@ class SharedStream:
             start, stop = self._held.slicing.bounds(index)
             part = self._arena.part(start, stop)
             if not lies_there:
-                part[...] = job.codec.encode(job.flat[start:stop])
+                encoded = job.codec.encode(job.flat[start:stop], part)
+                if encoded is not part:  # no cast was needed
+                    part[...] = encoded
             job.traffic.sent += part.nbytes
 
     def _pull(self, job: PullJob, route: Route, slices: Sequence[int]) -> server_pb2.ShareRequest:
@@ -264,7 +266,9 @@ class SharedStream:
         else:
             version = await self._copy_moving(index, target)
         if dtype != "float32":  # as if they had been sent
-            decode_into(target, target.astype(NUMPY_DTYPES[dtype]).view(np.uint8).data, dtype, self._peer)
+            payload = np.empty(target.size, NUMPY_DTYPES[dtype])
+            payloads.narrow(target, payload)
+            payloads.widen(payload, target)
         job.received.add(index)
         return version
 

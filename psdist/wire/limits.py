@@ -26,6 +26,8 @@ WORLD_MAX: Final = 4096
 
 #: Slices of one stream that a server holds and has not applied; more are left in the network.
 HELD_SLICES_MAX: Final = 2
+#: Calls of one Share stream that are not answered may name each slice of the server so many times on average.
+SHARED_ROUNDS_MAX: Final = 4
 CONCURRENT_CALLS_MAX: Final = 4096
 CONNECTIONS_MAX: Final = 2048
 #: Flow-control window of one stream, in bytes: what the transport may read ahead of the program.

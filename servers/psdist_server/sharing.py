@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import grpc.aio
 
@@ -37,9 +36,6 @@ from psdist.wire.shm import GradientArena
 from psdist_server.calls import Answer, Call
 from psdist_server.holding import Holding
 from psdist_server.host import Host
-
-#: Calls of one stream may name each slice so many times on average before they are answered.
-ROUNDS_MAX: Final = 4
 
 
 class ShareService:
@@ -257,7 +253,7 @@ class _Stream:
         holding, last = self._attachment.holding, -1
         if not slices:
             raise InvalidArgumentError("a call must name a slice")
-        most = ROUNDS_MAX * len(holding.dense.indices)
+        most = limits.SHARED_ROUNDS_MAX * len(holding.dense.indices)
         if self._named + len(slices) > most:
             raise LimitExceededError(
                 f"the calls of one Share stream under way name {self._named + len(slices)} slices, more than {most}: "
