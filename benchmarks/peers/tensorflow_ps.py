@@ -19,7 +19,7 @@ import tensorflow as tf
 from benchmarks import turns
 
 #: Variables on each ps. Several travel side by side.
-VARIABLES_PER_SERVER = 4
+VARIABLES_PER_SERVER = 2
 
 
 def cluster(settings: turns.Settings) -> dict[str, list[str]]:
