@@ -28,7 +28,7 @@ from psdist.client.routing import Route
 from psdist.client.session import Request
 from psdist.client.waits import Wait
 from psdist.errors import ClosedError, PsdistError, ServerUnreachableError, StaleEpochError
-from psdist.wire import channels, status
+from psdist.wire import channels, memory, status
 
 if TYPE_CHECKING:
     from psdist.client.share import Sharing
@@ -68,6 +68,7 @@ class DataPath:
     """Channels to servers, and the way of a job over them."""
 
     def __init__(self, link: SchedulerLink) -> None:
+        memory.keep_buffers()
         self._link = link
         self._methods: dict[tuple[str, str], Any] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}

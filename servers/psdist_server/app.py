@@ -24,8 +24,8 @@ from grpc_health.v1.health import aio as health
 from psdist import logs
 from psdist.config import ServerSettings, parse_address
 from psdist.errors import PsdistError
-from psdist.wire import channels
-from psdist_server import memory
+from psdist.types import ClusterMap
+from psdist.wire import channels, memory
 from psdist_server.host import Host, compile_kernels
 from psdist_server.link import SchedulerLink
 from psdist_server.service import SERVICE, ServerService
@@ -35,13 +35,17 @@ _log = structlog.get_logger("psdist.server")
 EXIT_UNAVAILABLE: Final = 69
 EXIT_FENCED: Final = 70
 _GRACE_SECONDS: Final = 1.0
+#: How soon a thread gets the interpreter's lock from one that does not let go of it: the loop waits for kernel threads
+#: that begin or end a piece of work, and the transport's threads for the loop. Python's default is 5 ms.
+SWITCH_SECONDS: Final = 0.0005
 
 T = TypeVar("T")
 
 
 def main(settings: ServerSettings) -> int:
     """Runs a server until it is told to stop; the exit status."""
-    memory.limit_arenas()
+    memory.keep_buffers(one_heap=True)
+    sys.setswitchinterval(SWITCH_SECONDS)
     logs.configure("server", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
         address = settings.scheduler_address()
@@ -52,9 +56,15 @@ def main(settings: ServerSettings) -> int:
         return EXIT_UNAVAILABLE
 
 
-def default_kernel_threads() -> int:
-    """The cores this process may use, at most two: servers on one machine share them."""
-    return max(1, min(2, len(os.sched_getaffinity(0))))
+def default_kernel_threads(cluster: ClusterMap, advertise: str) -> int:
+    """The cores this process may use, shared with the servers that are on the same host already; at least one.
+
+    Those that come later are not counted; launchers, who know how many there will be, pass ``--kernel-threads``.
+    """
+    host = advertise.rpartition(":")[0]
+    others = [server for server in cluster.servers if server.address != advertise]
+    here = 1 + sum(server.address.rpartition(":")[0] == host for server in others)
+    return max(1, len(os.sched_getaffinity(0)) // here)
 
 
 async def _serve(settings: ServerSettings, scheduler: str) -> int:
@@ -70,7 +80,7 @@ async def _serve(settings: ServerSettings, scheduler: str) -> int:
         first_map = await _unless(stop, link.register(settings.start_timeout_seconds))
         if first_map is None:
             return 0
-        threads = settings.kernel_threads or default_kernel_threads()
+        threads = settings.kernel_threads or default_kernel_threads(first_map, advertise)
         host = Host(link.server_id, link.run_id, settings.token, threads)
         logs.identify(id=link.server_id, run=link.run_id)
         await host.follow(first_map)

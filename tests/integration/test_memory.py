@@ -27,7 +27,7 @@ def peak_bytes(pid: int) -> int:
 @pytest.mark.parametrize("workers", [1, 4])
 async def test_server_memory_stays_within_its_bound(workers: int) -> None:
     cluster = EmbeddedCluster(servers=1)
-    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(workers)]
+    clients = [AsyncClient(cluster.address, cluster.token, rank=rank, transport="grpc") for rank in range(workers)]
     try:
         await asyncio.gather(*(client.connect() for client in clients))
         init = {"w": np.ones(ELEMENTS, np.float32)}
