@@ -25,7 +25,7 @@ from psdist.compression import Cast
 from psdist.config import Transport
 from psdist.consistency import BSP
 from psdist.errors import WaitTimeoutError
-from psdist.types import DType, Slicing
+from psdist.types import ClusterMap, DType, Slicing
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,12 @@ class Exchange:
         self._link = link
         self._data = data
         self._holders = ready.holders
+        self._planned: tuple[ClusterMap, tuple[Route, ...]] | None = None
         self._sender = Sender(mine.run_id, mine.worker_id, mine.incarnation, spec.name)
         # Between its own pushes a member's weights stand still, if nobody goes on without it.
         stable = member and isinstance(spec.consistency, BSP) and not spec.consistency.backup_workers
         self.sharing = Sharing(
-            link, data, self._sender, ready.entry, options.codec.dtype, options.transport, stable=stable
+            link, data, self._sender, ready.entry, options.codec.dtype, options.transport, member=member, stable=stable
         )
 
     @property
@@ -127,4 +128,10 @@ class Exchange:
             ) from None
 
     def _plan(self, slices: Sequence[int]) -> tuple[Route, ...]:
-        return routing.plan(self._link.watch.cluster, self._name, self._holders, slices)
+        """Routes to ``slices``; those to all of them are kept as long as the map is the same."""
+        cluster = self._link.watch.cluster
+        if len(slices) < self.slicing.count:
+            return routing.plan(cluster, self._name, self._holders, slices)
+        if self._planned is None or self._planned[0] is not cluster:
+            self._planned = cluster, routing.plan(cluster, self._name, self._holders, slices)
+        return self._planned[1]

@@ -26,7 +26,7 @@ from psdist.client.shared_stream import Held, SharedStream, attach
 from psdist.config import Transport
 from psdist.errors import PsdistError, SharingUnavailableError, StaleEpochError
 from psdist.types import DType, ParametersEntry
-from psdist.v1 import server_pb2
+from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, handover
 from psdist.wire.shm import GradientArena, Piece, reason_of, stitch
 
@@ -45,6 +45,7 @@ class Sharing:
     """What one handle shares with the servers of its parameters: one arena for gradients, one Share stream per server.
 
     dtype: of gradients on the wire.
+    member: whether it ever pushes; else its arena has no room for gradients.
     stable: the weights of a slice stand still until this worker pushes it again (BSP members without backup workers).
     """
 
@@ -57,6 +58,7 @@ class Sharing:
         dtype: DType,
         transport: Transport,
         *,
+        member: bool,
         stable: bool,
     ) -> None:
         self.parameters = entry.spec.name
@@ -68,6 +70,7 @@ class Sharing:
         self._holders = tuple(dict.fromkeys(entry.shards[: entry.slicing.count]))
         self._dtype: DType = dtype
         self._transport = transport
+        self._elements = entry.total if member else 0
         self._stable = stable
         self._arena: GradientArena | None = None
         self._streams: dict[str, SharedStream] = {}
@@ -97,10 +100,12 @@ class Sharing:
                     self._refuse(route, SharingUnavailableError(reason))
             elif missing:
                 self._weights = None
-                outcomes = await asyncio.gather(*(self._attach(route) for route in missing), return_exceptions=True)
+                try:
+                    outcomes = await asyncio.gather(*(self._attach(route) for route in missing), return_exceptions=True)
+                finally:
+                    self._weights = self._stitched()
                 for error in filter(None, outcomes):
                     raise error
-                self._weights = self._stitched()
 
     def _is_open(self, route: Route) -> bool:
         """Whether it is to be tried to share with the server of ``route``."""
@@ -114,7 +119,7 @@ class Sharing:
             handover.sweep()
             try:
                 # In a thread, because clearing a large file takes longer than heartbeats may.
-                self._arena = await asyncio.to_thread(GradientArena.create, self._entry.total, self._dtype)
+                self._arena = await asyncio.to_thread(GradientArena.create, self._elements, self._dtype)
             except OSError as error:
                 return reason_of(error)
         return "" if self._arena.shareable else "no room in shared memory for another arena"
@@ -143,7 +148,8 @@ class Sharing:
             while True:
                 epoch = self._link.watch.cluster.epoch
                 attaching = server_pb2.Attach(
-                    identity=self._sender.identity(epoch), dtype=convert.dtype_to_proto(self._dtype)
+                    identity=self._sender.identity(epoch),
+                    dtype=convert.dtype_to_proto(self._dtype) if self._elements else common_pb2.DTYPE_UNSPECIFIED,
                 )
                 call = self._data.method(route.address, "Share")(metadata=self._link.metadata)
                 try:
@@ -173,7 +179,7 @@ class Sharing:
     @property
     def gradients(self) -> NDArray[Any] | None:
         """The whole gradient vector in the arena, if there is one and it is float32."""
-        return self._arena.flat if self._arena is not None and self._dtype == "float32" else None
+        return self._arena.flat if self._arena is not None and self._elements and self._dtype == "float32" else None
 
     def stream_to(self, route: Route) -> SharedStream | None:
         """The stream to the route's server; None where gRPC is to be used."""

@@ -74,6 +74,7 @@ class _Attachment:
     identity: Identity
     holding: Holding
     arena: GradientArena
+    #: Of its elements; "" where it has none.
     dtype: str
 
 
@@ -85,18 +86,20 @@ async def _attach(host: Host, data: bytes, context: grpc.aio.ServicerContext) ->
     attach = request.attach
     identity = convert.identity_from_proto(attach.identity)
     holding = await host.admit(identity)
-    dtype = _wire_dtype(attach.dtype)
+    # Who never pushes has an arena without elements.
+    reads_only = attach.dtype == common_pb2.DTYPE_UNSPECIFIED
+    dtype, elements = ("float32", 0) if reads_only else (_wire_dtype(attach.dtype), holding.entry.total)
     weights = holding.dense.arena
     if weights is None:
         raise SharingUnavailableError(holding.dense.arena_error)
     async with handover.connected(attach.socket) as (fd, connection):
         # In a thread, because mapping a large file takes longer than heartbeats may; once begun it closes ``fd``.
-        opening = asyncio.get_running_loop().run_in_executor(None, GradientArena.open, fd, holding.entry.total, dtype)
+        opening = asyncio.get_running_loop().run_in_executor(None, GradientArena.open, fd, elements, dtype)
         arena = await asyncio.shield(opening)
         handover.give(connection, weights.fd)
     attached = server_pb2.Attached(nonce=arena.nonce, weights_nonce=weights.nonce)
     await context.write(server_pb2.ShareResponse(attached=attached).SerializeToString())
-    return _Attachment(identity, holding, arena, dtype)
+    return _Attachment(identity, holding, arena, "" if reads_only else dtype)
 
 
 @dataclass
@@ -220,7 +223,8 @@ class _Stream:
         call.step, call.abstain, call.grad_norm = header.step, header.abstain, header.grad_norm
         call.dtype = _wire_dtype(header.dtype)
         if call.dtype != self._attachment.dtype:
-            raise InvalidArgumentError(f"the gradient arena holds {self._attachment.dtype}, not {call.dtype}")
+            held = self._attachment.dtype or "nothing"
+            raise InvalidArgumentError(f"the gradient arena holds {held}, not {call.dtype}")
         call.pull_dtype = _wire_dtype(header.pull_dtype) if call.wants_weights else "float32"
         holding.check_norm(call)
         slices = self._check_slices(call, push.slices)

@@ -190,6 +190,17 @@ async def test_a_push_that_abstains_reads_nothing(bench: Bench) -> None:
     assert list(answers.versions) == [1] and np.array_equal(peer.values(), INITIAL)
 
 
+async def test_who_only_reads_needs_no_room_for_gradients(bench: Bench) -> None:
+    await bench.create()
+    peer = Worker(bench)
+    header = GradientArena.create(0, "float32")
+    await peer.attach(header.fd, dtype=cpb.DTYPE_UNSPECIFIED)
+    assert list((await peer.say(peer.pull())).answers.versions) == [0]
+    with pytest.raises(InvalidArgumentError, match="holds nothing"):
+        await peer.say(peer.push(0))
+    assert np.array_equal(peer.values(), INITIAL)
+
+
 async def test_for_whom_a_call_waits_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "REPORT_WAIT_SECONDS", 0.01)
     await bench.create(workers=2)

@@ -170,6 +170,16 @@ async def test_every_push_counts_once_and_versions_are_told(cluster: EmbeddedClu
             assert set(final.tolist()) == {60.0} and handles[0].version == 60
 
 
+async def test_who_only_reads_shares_weights(cluster: EmbeddedCluster) -> None:
+    async with workers(cluster, "shm") as clients:
+        (trained,) = await opened(clients, "read")
+        expected = joined(await trained.push_pull(split(gradient(0, 0))))
+        async with AsyncClient(cluster.address, cluster.token, rank=1, transport="shm") as reader:
+            read = await reader.parameters("read")
+            assert joined(await read.pull()) == expected and joined(await read.pull(copy=False)) == expected
+            check_transports([*clients, reader], [trained, read], ["shm", "shm"])
+
+
 async def torn_pulls(clients: list[AsyncClient], name: str, pulls: int) -> int:
     """Pulls by one worker while two others push; how many held a slice that was not the same all over."""
     size, cut = 1 << 20, 1 << 18
