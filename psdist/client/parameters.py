@@ -72,7 +72,9 @@ class AsyncParameters:
         self._codec_dtype = options.codec.dtype
         self._cut = Cut(self.layout, self._exchange.slicing)
         self._vectors = Vectors(self.layout)
-        self._has_buffers = False
+        self._buffers: dict[str, NDArray[np.float32]] = {}
+        #: What the last result without a copy was made of, and that result: mostly the next one too.
+        self._viewed: tuple[Flat, Arrays] | None = None
         #: The step that is given in buckets, or was, until the next call.
         self._step: BucketStep | None = None
         self._turn = asyncio.Lock()
@@ -221,8 +223,8 @@ class AsyncParameters:
         """
         async with self._turn:
             await self._exchange.open()
-            self._has_buffers = True
-            return partition.split(self.layout, self._vector)
+            self._buffers = self._buffers or partition.split(self.layout, self._vector)
+            return dict(self._buffers)
 
     async def close(self) -> None:
         """Ends what is under way, and gives shared memory back. The client does it when it is closed."""
@@ -261,13 +263,24 @@ class AsyncParameters:
     def _gradient(self, gradients: Mapping[str, ArrayLike]) -> tuple[Flat | None, float]:
         """The checked vector and, where the servers need it, its norm; None to abstain."""
         self._check_member()
-        flat = partition.flatten(self.layout, gradients, self._vector)
+        flat = self._vector
+        if not self._are_buffers(gradients):
+            flat = partition.flatten(self.layout, gradients, self._vector)
         if not partition.is_finite(flat, self._codec_dtype):
             if self.spec.non_finite == "reject":
                 raise partition.non_finite(self.layout, flat, self._codec_dtype)
             return None, 0.0
         clipped = self._clips and not self._session.synchronous
         return flat, partition.grad_norm(flat, self._exchange.slicing.slice_elements) if clipped else 0.0
+
+    def _are_buffers(self, gradients: Mapping[str, ArrayLike]) -> bool:
+        """Whether these are the very arrays of ``gradient_buffers``, about which nothing is to be checked."""
+        mine = self._buffers
+        return (
+            isinstance(gradients, Mapping)
+            and 0 < len(gradients) == len(mine)
+            and all(gradients.get(name) is array for name, array in mine.items())
+        )
 
     @property
     def _clips(self) -> bool:
@@ -315,7 +328,10 @@ class AsyncParameters:
             if arrival.target is self._vectors.kept:
                 partition.copy_out(self.layout, vector, out)
             return {name: out[name] for name in self.names}
-        return partition.views(self.layout, range(len(self.layout.tensors)), vector, self._vectors.converted)
+        if self._viewed is None or self._viewed[0] is not vector or self._vectors.converted:
+            every = range(len(self.layout.tensors))
+            self._viewed = vector, partition.views(self.layout, every, vector, self._vectors.converted)
+        return dict(self._viewed[1])
 
     # --- buckets ---
 
@@ -351,7 +367,7 @@ class AsyncParameters:
         """The numbers of the bucket's tensors, whose gradients are in the vector then."""
         if isinstance(gradients, str) or not isinstance(gradients, Iterable):
             raise InvalidArgumentError(f"a bucket is a dict of arrays or a list of names, not {gradients!r:.80}")
-        if not isinstance(gradients, Mapping) and not self._has_buffers:
+        if not isinstance(gradients, Mapping) and not self._buffers:
             raise InvalidArgumentError("a bucket of names means gradient_buffers(): call that first, and fill them")
         numbers = step.choose(list(gradients))
         if isinstance(gradients, Mapping):
