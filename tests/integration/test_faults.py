@@ -21,20 +21,28 @@ _SCRIPT = """
 import os, signal, sys
 import numpy as np
 import psdist
-from psdist.client import jobs
+from psdist.client import jobs, shared_stream
 
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dying, how, first = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
-sent, encode = 0, jobs.encode
+sent, payload, write = 0, jobs.PushJob._payload, shared_stream.SharedStream._write
 
-def encode_or_die(codec, values):
+def die_in_time(slices):
     global sent
-    sent += 1
-    if f"{rank}.{attempt}" in dying and sent == 40 + 7 * rank:
+    sent += slices
+    if f"{rank}.{attempt}" in dying and sent >= 40 + 7 * rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    return encode(codec, values)
 
-jobs.encode = encode_or_die
+def payload_or_die(job, index):
+    die_in_time(1)
+    return payload(job, index)
+
+async def write_or_die(stream, request):
+    await write(stream, request)
+    die_in_time(len(request.push.slices))
+
+jobs.PushJob._payload = payload_or_die
+shared_stream.SharedStream._write = write_or_die
 client = psdist.init().client
 clip = 1e9 if how == "clip" else 0.0
 sgd = psdist.optim.SGD(lr=1.0, max_grad_norm=clip)
@@ -59,12 +67,13 @@ print("rank", rank, "attempt", attempt, "ends well")
 class Run:
     """``psdist run`` with two workers."""
 
-    def __init__(self, path: Path, *arguments: str) -> None:
+    def __init__(self, path: Path, *arguments: str, transport: str = "auto") -> None:
         (path / "train.py").write_text(_SCRIPT)
         flags = ["run", "--nproc-per-node", "2", "--nservers", "2"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "psdist.cli.main", *flags, "train.py", *arguments],
-            env={**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)},
+            env={**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)}
+            | {"PSDIST_TRANSPORT": transport},
             cwd=path,
             text=True,
             stdin=subprocess.DEVNULL,
@@ -76,7 +85,7 @@ class Run:
     def until(self, pattern: str, count: int) -> None:
         """Reads lines until ``count`` of them have the pattern."""
         assert self.process.stdout is not None
-        seen = []
+        seen: list[str] = []
         while sum(re.search(pattern, line) is not None for line in seen) < count:
             seen.append(self.process.stdout.readline())
             assert seen[-1], "".join(seen)
@@ -103,6 +112,7 @@ def runs(tmp_path: Path) -> Iterator[list[Run]]:
         psutil.wait_procs(children, timeout=10)
 
 
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
 @pytest.mark.parametrize(
     ("dying", "how", "first"),
     [
@@ -112,8 +122,10 @@ def runs(tmp_path: Path) -> Iterator[list[Run]]:
         ("0.0,1.0,1.1", "clip", "push"),
     ],
 )
-def test_killed_inside_a_push(tmp_path: Path, runs: list[Run], dying: str, how: str, first: str) -> None:
-    runs.append(Run(tmp_path, dying, how, first))
+def test_killed_inside_a_push(
+    tmp_path: Path, runs: list[Run], dying: str, how: str, first: str, transport: str
+) -> None:
+    runs.append(Run(tmp_path, dying, how, first, transport=transport))
     status, text = runs[0].end()
     assert status == 0, text
     assert text.count("killed by SIGKILL") == dying.count(".")
