@@ -56,8 +56,10 @@ async def exchange(listener: socket.socket, fd: int) -> int:
     """The worker's side: gives ``fd`` and returns the file that it got, which the caller closes. Waits for as long as
     it takes: that the server cannot, it says over gRPC. Raises SharingUnavailableError."""
     try:
-        peer, _ = await asyncio.get_running_loop().sock_accept(listener)
+        await _readable(listener)  # Not the loop's own accept, which loses the connection if it is cancelled then.
+        peer, _ = listener.accept()
         with peer:
+            peer.setblocking(False)
             _check_user(peer, "server")
             socket.send_fds(peer, [b"\0"], [fd])
             return await _take(peer)
