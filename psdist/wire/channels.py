@@ -5,7 +5,7 @@
 * ``so_reuseport`` off: a second process on a taken port must fail, not share it silently.
 * Keepalive with ``ping_timeout_ms``: without it a frozen peer is noticed after a minute (grpcio 1.85). It is the second
   line; application heartbeats are the first.
-* The stream window is fixed and the bandwidth probe off, so that what the transport reads ahead is bounded.
+* The stream windows are fixed and the bandwidth probe off, so that what the transport reads ahead is bounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from psdist.wire.auth import TokenInterceptor
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
-def _shared_options(message_bytes: int) -> list[tuple[str, int]]:
+def _shared_options(message_bytes: int, window_bytes: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_send_message_length", message_bytes),
         ("grpc.max_receive_message_length", message_bytes),
@@ -33,14 +33,15 @@ def _shared_options(message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.http2.ping_timeout_ms", 2_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", limits.STREAM_WINDOW_BYTES),
+        ("grpc.http2.lookahead_bytes", window_bytes),
+        ("grpc.http2.max_frame_size", limits.FRAME_BYTES),
     ]
 
 
 def open_channel(address: str, message_bytes: int = limits.DATA_MESSAGE_BYTES) -> grpc.aio.Channel:
     """A plaintext channel to ``address`` (host:port). Connects on first use."""
     options = [
-        *_shared_options(message_bytes),
+        *_shared_options(message_bytes, limits.CLIENT_WINDOW_BYTES),
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
@@ -57,7 +58,7 @@ def make_server(
 ) -> grpc.aio.Server:
     """A server that lets calls with ``token`` in, and no more of anything than ``psdist.wire.limits`` says."""
     options = [
-        *_shared_options(message_bytes),
+        *_shared_options(message_bytes, limits.SERVER_WINDOW_BYTES),
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", limits.CONCURRENT_CALLS_MAX),
         ("grpc.max_allowed_incoming_connections", limits.CONNECTIONS_MAX),
