@@ -38,7 +38,8 @@ class Kernel:
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any = types.void) -> None:
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
-        self._function = function
+        #: What is compiled.
+        self.function = function
         self._signature = result(*arguments)
         self._compiled: Callable[..., Any] | None = None
 
@@ -55,9 +56,9 @@ class Kernel:
     def _compile(self) -> Callable[..., Any]:
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
         try:
-            compiled = numba.njit([self._signature], cache=True, **options)(self._function)
+            compiled = numba.njit([self._signature], cache=True, **options)(self.function)
         except RuntimeError:  # numba finds no directory that it may write its cache to
-            compiled = numba.njit([self._signature], **options)(self._function)
+            compiled = numba.njit([self._signature], **options)(self.function)
         return compiled  # type: ignore[no-any-return]
 
 

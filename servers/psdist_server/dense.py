@@ -7,14 +7,16 @@ update runs when is the shard machines' decision; here are only the arrays. Meth
 ``apply``) release the GIL and may run in kernel threads, at most one per slice at a time.
 
 Invariants: each contribution is read once, into memory of the kernel's own, so that it may change meanwhile without
-harm. No NaN or Inf of a contribution reaches the weights: the contribution is left out and its position returned. The
-arena's sequence of a slice is twice its version, and odd while its weights are written.
+harm. No NaN or Inf of a contribution reaches the weights: the contribution is left out, where slices are updated for
+the block of ``kernels.BLOCK`` elements that has it, and its position is returned. The arena's sequence of a slice is
+twice its version, and odd while its weights are written.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +33,31 @@ Gradient = NDArray[np.generic]
 Runs = tuple[tuple[int, int, int], ...]
 #: Positions of contributions that hold NaN or Inf and were left out.
 Bad = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Update number ``step`` of a slice, by the mean of the parts, which are added in their order. Without parts only
+    the version goes on.
+
+    factor: what the only part is multiplied by (clipping).
+    """
+
+    index: int
+    step: int
+    parts: Sequence[Gradient]
+    lr_scale: float = 1.0
+    factor: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A range of a slice whose elements belong to one group: where it begins, and where its weights and state lie."""
+
+    start: int
+    size: int
+    group: int
+    addresses: tuple[int, ...]
 
 
 class DenseParameters:
@@ -55,7 +82,8 @@ class DenseParameters:
         self.states = tuple(np.zeros(self._total, np.float32) for _ in self.rule.state_names)
         self._gradients = np.zeros(self._total if self._max_grad_norm else 0, np.float32)
         self._aggregated: dict[int, bool] = {}
-        self._scratch = threading.local()
+        self._segments = {index: self._segments_of(index) for index in self.indices}
+        self._thread = threading.local()
 
     @property
     def total(self) -> int:
@@ -87,47 +115,83 @@ class DenseParameters:
         self._aggregated[index] = len(bad) < len(parts)
         return (kernels.sum_squares(gradient) if self._aggregated[index] else 0.0), bad
 
-    def apply(self, index: int, step: int, parts: Sequence[Gradient], lr_scale: float) -> Bad:
-        """Update number ``step`` of a slice, by the mean of the parts, which are added in their order."""
-        gradient = self._scratch_for(self.slicing.size(index))
-        bad = _combine(gradient, parts) if parts else ()
-        self._update(index, step, gradient if len(bad) < len(parts) else None, lr_scale)
-        return bad
-
     def apply_clipped(self, index: int, step: int, part: Gradient, norm: float, lr_scale: float) -> Bad:
-        """Update number ``step`` of a slice by one part, scaled down by its push's global norm (SSP and ASP)."""
-        gradient = self._scratch_for(self.slicing.size(index))
-        bad = _combine(gradient, [part])
-        if not bad:
-            kernels.scale(gradient, clip_factor(norm, self._max_grad_norm))
-        self._update(index, step, None if bad else gradient, lr_scale)
-        return bad
+        """One update by one part, scaled down by its push's global norm (SSP and ASP)."""
+        factor = clip_factor(norm, self._max_grad_norm)
+        return self.apply([Update(index, step, [part], lr_scale, factor)])[0]
 
     def apply_aggregated(self, index: int, step: int, norm: float) -> None:
-        """Update number ``step`` of a slice by what ``aggregate`` kept, scaled down by the step's global norm."""
-        gradient = None
-        if self._aggregated.pop(index):
-            gradient = self._gradients[slice(*self._bounds[index])]
-            kernels.scale(gradient, clip_factor(norm, self._max_grad_norm))
-        self._update(index, step, gradient, 1.0)
+        """One update by what ``aggregate`` kept, scaled down by the step's global norm."""
+        kept = [self._gradients[slice(*self._bounds[index])]] if self._aggregated.pop(index) else []
+        self.apply([Update(index, step, kept, factor=clip_factor(norm, self._max_grad_norm))])
 
-    def _update(self, index: int, step: int, gradient: Array | None, lr_scale: float) -> None:
-        """Without a gradient only the version goes on."""
-        place = self._place[index]
-        if gradient is not None:
-            start, stop = self._bounds[index]
-            states = [state[start:stop] for state in self.states]
-            scalars = self.rule.scalars(step, lr_scale)
-            self._sequence[place] = 2 * step + 1
-            self.rule.update(self.weights[start:stop], states, gradient, scalars, self._runs[index])
-        self._sequence[place] = 2 * step + 2
+    def apply(self, updates: Sequence[Update]) -> list[Bad]:
+        """Carries updates of different slices out, and returns for each which parts were left out."""
+        by_scalars: dict[tuple[int, float, int], list[tuple[int, Update, _Segment]]] = {}
+        for number, update in enumerate(updates):
+            if update.parts:
+                self._sequence[self._place[update.index]] = 2 * update.step + 1
+                for segment in self._segments[update.index]:
+                    key = (update.step, update.lr_scale, segment.group)
+                    by_scalars.setdefault(key, []).append((number, update, segment))
+        bad: list[set[int]] = [set() for _ in updates]
+        for (step, lr_scale, group), jobs in by_scalars.items():
+            scalars = self.rule.scalars(step, lr_scale)[group]
+            if scalars is not None:
+                for row, parts in self._run(jobs, scalars):
+                    bad[jobs[row][0]].update(parts)
+        for update in updates:
+            self._sequence[self._place[update.index]] = 2 * update.step + 2
+        return [tuple(sorted(parts)) for parts in bad]
 
-    def _scratch_for(self, size: int) -> Array:
-        """A buffer of this kernel thread, so that the steady state allocates nothing."""
-        buffer: Array | None = getattr(self._scratch, "buffer", None)
-        if buffer is None or buffer.size < size:
-            buffer = self._scratch.buffer = np.empty(self.slicing.slice_elements, np.float32)
-        return buffer[:size]
+    def _run(
+        self, jobs: Sequence[tuple[int, Update, _Segment]], scalars: tuple[np.float32, ...]
+    ) -> list[tuple[int, list[int]]]:
+        """Runs the kernel on segments with the same scalars; rows of those that had bad parts, and the parts."""
+        counts = [len(update.parts) for _, update, _ in jobs]
+        most = max(counts)
+        parts, codes = np.zeros((len(jobs), most), np.uintp), np.zeros((len(jobs), most), np.int64)
+        for row, (_, update, _) in enumerate(jobs):
+            for column, part in enumerate(update.parts):
+                parts[row, column] = kernels.address_of(part)
+                codes[row, column] = kernels.CODES[part.dtype]
+        divisions = [_division(update) for _, update, _ in jobs]
+        bad = np.zeros((len(jobs), most), np.uint8)
+        self.rule.fused(
+            np.array([segment.addresses for _, _, segment in jobs], np.uintp),
+            np.array([segment.size for _, _, segment in jobs], np.int64),
+            np.array([segment.start for _, _, segment in jobs], np.int64),
+            parts,
+            codes,
+            np.array(counts, np.int64),
+            np.array([divisor for divisor, _ in divisions], np.float32),
+            np.array([factor for _, factor in divisions], np.float32),
+            self._memory(),
+            bad,
+            scalars,
+        )
+        return [(row, np.flatnonzero(bad[row]).tolist()) for row in range(len(jobs))] if bad.any() else []
+
+    def _memory(self) -> Array:
+        """Working memory of this kernel thread, so that the steady state allocates none."""
+        memory: Array | None = getattr(self._thread, "memory", None)
+        if memory is None:
+            memory = self._thread.memory = np.zeros(2 * kernels.BLOCK, np.float32)
+        return memory
+
+    def _segments_of(self, index: int) -> tuple[_Segment, ...]:
+        first = self._bounds[index][0]
+        bases = [kernels.address_of(array) for array in (self.weights, *self.states)]
+        return tuple(
+            _Segment(start, stop - start, group, tuple(base + 4 * (first + start) for base in bases))
+            for start, stop, group in self._runs[index]
+        )
+
+
+def _division(update: Update) -> tuple[np.float32, np.float32]:
+    if update.factor is not None:
+        return np.float32(0.0), np.float32(update.factor)
+    return kernels.division_by(len(update.parts))
 
 
 def _make_arena(slices: int, elements: int) -> tuple[WeightsArena | None, str]:

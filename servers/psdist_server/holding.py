@@ -32,7 +32,7 @@ from psdist.v1 import server_pb2
 from psdist.wire import frames
 from psdist_server import kernels, memory
 from psdist_server.calls import Answer, Call
-from psdist_server.dense import Bad, DenseParameters, Gradient, gradient_of
+from psdist_server.dense import Bad, DenseParameters, Gradient, Update, gradient_of
 from psdist_server.events import (
     Aggregate,
     Apply,
@@ -92,7 +92,7 @@ class Holding:
         self,
         entry: ParametersEntry,
         server_id: str,
-        pool: KernelPool[Outcome],
+        pool: KernelPool[Apply | Aggregate, Outcome],
         on_aggregated: Callable[[Holding, int], None],
     ) -> None:
         self.entry = entry
@@ -352,28 +352,35 @@ class Holding:
             else:
                 self._finish_kernel(effect, outcome)
             return
-        self._pool.submit(
-            effect.index,
-            lambda: self._run_kernel(effect),
-            lambda outcome, error: self._kernel_done(effect, outcome, error),
-        )
+        self._pool.submit(effect.index, self._run_kernels, effect, self._kernel_done)
+
+    def _run_kernels(self, effects: Sequence[Apply | Aggregate]) -> list[Outcome]:
+        """Runs in a kernel thread."""
+        if self._clipping or len(effects) == 1:
+            return [self._run_kernel(effect) for effect in effects]
+        started = time.perf_counter()
+        left_out = self.dense.apply([self._update(effect) for effect in effects if isinstance(effect, Apply)])
+        seconds = (time.perf_counter() - started) / len(effects)
+        return [Outcome(seconds, 0.0, bad) for bad in left_out]
 
     def _run_kernel(self, effect: Apply | Aggregate) -> Outcome:
-        """Runs in a kernel thread."""
+        """Runs in a kernel thread, or on the loop."""
         started = time.perf_counter()
-        parts = [self._parts[token] for token in effect.parts]
-        values = [part.values for part in parts]
         square, bad = 0.0, Bad()
         if isinstance(effect, Aggregate):
-            square, bad = self.dense.aggregate(effect.index, values)
+            square, bad = self.dense.aggregate(effect.index, [self._parts[token].values for token in effect.parts])
         elif self._clipping and not self._asynchronous:
             self.dense.apply_aggregated(effect.index, effect.step, self._norm_by_step[effect.step])
-        elif self._clipping and parts:
-            norm = parts[0].call.grad_norm
-            bad = self.dense.apply_clipped(effect.index, effect.step, values[0], norm, effect.lr_scale)
+        elif self._clipping and effect.parts:
+            part = self._parts[effect.parts[0]]
+            norm = part.call.grad_norm
+            bad = self.dense.apply_clipped(effect.index, effect.step, part.values, norm, effect.lr_scale)
         else:
-            bad = self.dense.apply(effect.index, effect.step, values, effect.lr_scale)
+            (bad,) = self.dense.apply([self._update(effect)])
         return Outcome(time.perf_counter() - started, square, bad)
+
+    def _update(self, effect: Apply) -> Update:
+        return Update(effect.index, effect.step, [self._parts[token].values for token in effect.parts], effect.lr_scale)
 
     def _kernel_done(self, effect: Apply | Aggregate, outcome: Outcome | None, error: BaseException | None) -> None:
         if outcome is not None:

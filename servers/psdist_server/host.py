@@ -20,6 +20,7 @@ from psdist.v1 import server_pb2, server_pb2_grpc
 from psdist.wire import auth, channels
 from psdist_server import kernels, memory
 from psdist_server.calls import Call
+from psdist_server.events import Aggregate, Apply
 from psdist_server.holding import Holding, Outcome, fenced
 from psdist_server.norms import global_norm
 from psdist_server.pool import KernelPool
@@ -47,7 +48,7 @@ class Host:
         self.server_id = server_id
         self.map = ClusterMap(run_id, 0)
         self._token = token
-        self._pool: KernelPool[Outcome] = KernelPool(kernel_threads)
+        self._pool: KernelPool[Apply | Aggregate, Outcome] = KernelPool(kernel_threads)
         self._kernels_ready = self._pool.prepare(compile_kernels)
         self._holdings: dict[str, Holding] = {}
         #: Incarnation of each live worker.

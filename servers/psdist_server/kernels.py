@@ -47,9 +47,9 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
 #: ``sum_squares`` adds in this many lanes, element i in lane i % SUM_LANES.
 SUM_LANES: Final = 256
 
-_BLOCK = 4096  # elements; 16 KiB of float32 stay in the first-level cache while contributions are added to them
+BLOCK = 4096  # elements; 16 KiB of float32 stay in the first-level cache while contributions are added to them
 _FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
-_CODES = {DTYPES["float32"]: _FLOAT32, DTYPES["float16"]: _FLOAT16, DTYPES["bfloat16"]: _BFLOAT16}
+CODES = {DTYPES["float32"]: _FLOAT32, DTYPES["float16"]: _FLOAT16, DTYPES["bfloat16"]: _BFLOAT16}
 
 _U = np.uint32
 
@@ -79,40 +79,40 @@ def _type_pointer(_context: Any, _address: Any) -> Any:
     return types.voidptr(types.uintp), generate
 
 
-_pointer = intrinsic(_type_pointer)
+pointer = intrinsic(_type_pointer)
 
 
-def _part_of_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+def part_of_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled into the kernels that call it."""
     return numba.njit(error_model="numpy")(function)  # type: ignore[no-any-return]
 
 
-@_part_of_kernel
-def _add(block: Any, address: Any, code: Any, start: Any, first: Any) -> None:
+@part_of_kernel
+def add_to_block(block: Any, address: Any, code: Any, start: Any, first: Any) -> None:
     """One part's block: copied for the first part, added for the others."""
     size = block.size
     if code == _FLOAT32:
-        floats = carray(_pointer(address + np.uintp(4 * start)), (size,), np.float32)
+        floats = carray(pointer(address + np.uintp(4 * start)), (size,), np.float32)
         for i in range(size):
             block[i] = floats[i] if first else block[i] + floats[i]
     elif code == _BFLOAT16:
-        brains = carray(_pointer(address + np.uintp(2 * start)), (size,), np.uint16)
+        brains = carray(pointer(address + np.uintp(2 * start)), (size,), np.uint16)
         for i in range(size):
             block[i] = widen_brain_one(brains[i]) if first else block[i] + widen_brain_one(brains[i])
     else:
-        halves = carray(_pointer(address + np.uintp(2 * start)), (size,), np.uint16)
+        halves = carray(pointer(address + np.uintp(2 * start)), (size,), np.uint16)
         for i in range(size):
             block[i] = widen_half_one(halves[i]) if first else block[i] + widen_half_one(halves[i])
 
 
-@_part_of_kernel
+@part_of_kernel
 def _add_last(block: Any, one: Any, other: Any, start: Any, first: Any, divisor: Any, factor: Any) -> Any:
     """The last two parts, float32 both, with division and check in the same pass; 0 where all is finite."""
     size = block.size
-    ones = carray(_pointer(one + np.uintp(4 * start)), (size,), np.float32)
-    others = carray(_pointer(other + np.uintp(4 * start)), (size,), np.float32)
+    ones = carray(pointer(one + np.uintp(4 * start)), (size,), np.float32)
+    others = carray(pointer(other + np.uintp(4 * start)), (size,), np.float32)
     bad = _U(0)
-    if factor != np.float32(0.0):
+    if divisor == np.float32(0.0):
         for i in range(size):
             value = np.float32(((ones[i] if first else block[i] + ones[i]) + others[i]) * factor)
             block[i] = value
@@ -125,10 +125,10 @@ def _add_last(block: Any, one: Any, other: Any, start: Any, first: Any, divisor:
     return bad
 
 
-@_part_of_kernel
+@part_of_kernel
 def _take_one(block: Any, address: Any, start: Any, factor: Any) -> Any:
     """The only part, float32, multiplied and checked; 0 where all is finite."""
-    values = carray(_pointer(address + np.uintp(4 * start)), (block.size,), np.float32)
+    values = carray(pointer(address + np.uintp(4 * start)), (block.size,), np.float32)
     bad = _U(0)
     for i in range(block.size):
         value = np.float32(values[i] * factor)
@@ -137,11 +137,11 @@ def _take_one(block: Any, address: Any, start: Any, factor: Any) -> Any:
     return bad
 
 
-@_part_of_kernel
+@part_of_kernel
 def _divide(block: Any, divisor: Any, factor: Any) -> Any:
     """Division and check of a block that holds its sum; 0 where all is finite."""
     bad = _U(0)
-    if factor != np.float32(0.0):
+    if divisor == np.float32(0.0):
         for i in range(block.size):
             block[i] = block[i] * factor
     else:
@@ -153,23 +153,27 @@ def _divide(block: Any, divisor: Any, factor: Any) -> Any:
     return bad
 
 
+@part_of_kernel
+def mean_of_block(block: Any, addresses: Any, codes: Any, count: Any, start: Any, divisor: Any, factor: Any) -> Any:
+    """``block`` = the sum of ``count`` parts' elements from ``start`` on, over ``divisor``, or times ``factor`` where
+    the divisor is 0; 0 where all is finite. Parts come as addresses because they differ in number and type, and a
+    compiled function for each combination would not do."""
+    if count == 1 and codes[0] == _FLOAT32 and divisor == np.float32(0.0):
+        return _take_one(block, addresses[0], start, factor)
+    paired = count >= 2 and codes[count - 2] == _FLOAT32 and codes[count - 1] == _FLOAT32
+    for part in range(count - 2 if paired else count):
+        add_to_block(block, addresses[part], codes[part], start, part == 0)
+    if paired:
+        return _add_last(block, addresses[count - 2], addresses[count - 1], start, count == 2, divisor, factor)
+    return _divide(block, divisor, factor)
+
+
 @kernel(OUT, types.Array(types.uintp, 1, "C"), types.Array(types.int64, 1, "C"), FLOAT, FLOAT, result=types.boolean)
 def _combine(out: Any, addresses: Any, codes: Any, divisor: Any, factor: Any) -> Any:
-    # Block by block, so that ``out`` goes to memory once for any number of parts. Parts come as addresses because they
-    # differ in number and type, and a compiled function for each combination would not do.
-    count, bad = codes.size, _U(0)
-    paired = count >= 2 and codes[count - 2] == _FLOAT32 and codes[count - 1] == _FLOAT32
-    for start in range(0, out.size, _BLOCK):
-        block = out[start : start + _BLOCK]
-        if count == 1 and codes[0] == _FLOAT32 and factor != np.float32(0.0):
-            bad |= _take_one(block, addresses[0], start, factor)
-            continue
-        for part in range(count - 2 if paired else count):
-            _add(block, addresses[part], codes[part], start, part == 0)
-        if paired:
-            bad |= _add_last(block, addresses[count - 2], addresses[count - 1], start, count == 2, divisor, factor)
-        else:
-            bad |= _divide(block, divisor, factor)
+    # Block by block, so that ``out`` goes to memory once for any number of parts.
+    bad = _U(0)
+    for start in range(0, out.size, BLOCK):
+        bad |= mean_of_block(out[start : start + BLOCK], addresses, codes, codes.size, start, divisor, factor)
     return bad == _U(0)
 
 
@@ -190,13 +194,25 @@ def combine(out: Floats, parts: Sequence[AnyArray], divisor: int) -> bool:
     check_output("out", out)
     for part in parts:
         check_vector("part", part, part.dtype, out.size)
-        if part.dtype not in _CODES:
+        if part.dtype not in CODES:
             raise DTypeMismatchError(f"part has dtype {part.dtype}: use one of {', '.join(DTYPES)}", dtype=part.dtype)
-    addresses = np.array([part.__array_interface__["data"][0] for part in parts], np.uintp)
-    codes = np.array([_CODES[part.dtype] for part in parts], np.int64)
-    # To multiply by a power of two's inverse is to divide by it, bit for bit, and cheaper.
-    exact = divisor & (divisor - 1) == 0 and divisor < 1 << 64
-    return bool(_combine(out, addresses, codes, np.float32(divisor), np.float32(1.0 / divisor if exact else 0.0)))
+    addresses = np.array([address_of(part) for part in parts], np.uintp)
+    codes = np.array([CODES[part.dtype] for part in parts], np.int64)
+    return bool(_combine(out, addresses, codes, *division_by(divisor)))
+
+
+def address_of(array: AnyArray) -> int:
+    """Where the array's memory begins."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def division_by(count: int) -> tuple[np.float32, np.float32]:
+    """Divisor and factor by which kernels divide by ``count``: to multiply by a power of two's inverse is to divide by
+    it, bit for bit, and cheaper."""
+    if count & (count - 1) == 0 and count < 1 << 64:
+        return np.float32(0.0), np.float32(1.0 / count)
+    return np.float32(count), np.float32(0.0)
 
 
 # --- sums, scaling, checks --------------------------------------------------------------------------------------------
@@ -246,8 +262,8 @@ def scale(values: Floats, factor: float | np.float32) -> None:
 
 @kernel(IN_BITS32, types.uint32, result=types.boolean)
 def _all_finite32(bits: Any, exponent: Any) -> Any:
-    for start in range(0, bits.size, _BLOCK):
-        block = bits[start : start + _BLOCK]
+    for start in range(0, bits.size, BLOCK):
+        block = bits[start : start + BLOCK]
         bad = _U(0)
         for i in range(block.size):
             bad |= _U(_U(block[i] & exponent) == exponent)
@@ -258,8 +274,8 @@ def _all_finite32(bits: Any, exponent: Any) -> Any:
 
 @kernel(IN_BITS16, types.uint16, result=types.boolean)
 def _all_finite16(bits: Any, exponent: Any) -> Any:
-    for start in range(0, bits.size, _BLOCK):
-        block = bits[start : start + _BLOCK]
+    for start in range(0, bits.size, BLOCK):
+        block = bits[start : start + BLOCK]
         bad = np.uint16(0)
         for i in range(block.size):
             bad |= np.uint16(np.uint16(block[i] & exponent) == exponent)
@@ -274,7 +290,7 @@ def all_finite(values: AnyArray) -> bool:
     Stops at the first block of 4096 elements that holds one. Raises DTypeMismatchError.
     """
     check_vector("values", values, values.dtype, values.size)
-    code = _CODES.get(values.dtype)
+    code = CODES.get(values.dtype)
     if code is None:
         raise DTypeMismatchError(f"values have dtype {values.dtype}: use one of {', '.join(DTYPES)}")
     if code == _FLOAT32:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from psdist.compression.compiled import Kernel
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
 from psdist.optim import Optimizer
-from psdist_server import kernels
+from psdist_server import fused, kernels
 
 Floats = NDArray[np.float32]
 Values = Mapping[str, float]
@@ -50,6 +50,8 @@ class Rule:
     def __init__(self, spec: Optimizer) -> None:
         self.spec = spec
         self._kernel, self.state_names = _plan(spec)
+        #: Updates several slices by the mean of contributions; see ``psdist_server.fused``.
+        self.fused: Kernel = fused.OF[self._kernel]
         self._scalars = _SCALARS[spec.kind]
         self._groups = tuple(spec.group_values(group) for group in range(len(spec.overrides) + 1))
         self._scalars_kept: tuple[tuple[int, float], Scalars] | None = None
@@ -92,9 +94,13 @@ class Rule:
         """
         if step < 0:
             raise InvalidArgumentError(f"step={step} is out of range: steps count from 0", step=step)
-        self.update(
-            weights, states, gradient, self.scalars(step, lr_scale), self._check(weights, states, gradient, runs)
-        )
+        runs = self._check(weights, states, gradient, runs)
+        scalars = self.scalars(step, lr_scale)
+        for start, stop, group in runs:
+            values = scalars[group]
+            if values is not None:
+                part = slice(start, stop)
+                self._kernel(weights[part], *(state[part] for state in states), gradient[part], *values)
 
     def scalars(self, step: int, lr_scale: float) -> Scalars:
         """The kernel's float32 arguments for each group at this step; None where the update is left out. The last are
@@ -111,24 +117,9 @@ class Rule:
         self._scalars_kept = ((step, lr_scale), made)
         return made
 
-    def update(
-        self,
-        weights: Floats,
-        states: Sequence[Floats],
-        gradient: Floats,
-        scalars: Scalars,
-        runs: Sequence[Run],
-    ) -> None:
-        """``apply`` without its checks, for a caller that made the arrays and runs itself."""
-        for start, stop, group in runs:
-            values = scalars[group]
-            if values is not None:
-                part = slice(start, stop)
-                self._kernel(weights[part], *(state[part] for state in states), gradient[part], *values)
-
     def warm_up(self) -> None:
-        """Compiles the kernel, or loads it from the cache. Up to a second; run it in a thread."""
-        self._kernel.compile()
+        """Compiles the fused kernel, or loads it from the cache. Up to seconds; run it in a thread."""
+        self.fused.compile()
 
     def _check(
         self, weights: Floats, states: Sequence[Floats], gradient: Floats, runs: Sequence[Run] | None

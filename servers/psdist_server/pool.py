@@ -1,8 +1,9 @@
 """The kernel pool: threads that run updates, those of the lowest slices first, and tell the event loop what came of it.
 
 Not a ThreadPoolExecutor, because that has no order and makes a future, a lock and a wake-up of the loop for each piece
-of work; here everything that ended meanwhile is told in one wake-up. Forward passes read low slices first, so an update
-of a low slice that is asked for later still comes before those of higher ones.
+of work; here a thread takes several at once where many wait, and everything that ended meanwhile is told in one
+wake-up. Forward passes read low slices first, so an update of a low slice that is asked for later still comes before
+those of higher ones.
 
 Invariants: each piece of work is told once, on the loop that made the pool, in the order in which it ended; nothing is
 told after ``close``.
@@ -14,17 +15,23 @@ import asyncio
 import heapq
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
+W = TypeVar("W")
 R = TypeVar("R")
+#: Carries several pieces of work out and returns what came of each.
+Run = Callable[[Sequence[W]], Sequence[R]]
 #: What a piece of work returned, or the error that it ended with.
-Told = Callable[[R | None, BaseException | None], None]
+Told = Callable[[W, R | None, BaseException | None], None]
+
+#: At most so many pieces of work at once: more would keep the other threads from helping, and answers waiting.
+BATCH_MAX: Final = 8
 
 
-class KernelPool(Generic[R]):
+class KernelPool(Generic[W, R]):
     """``threads`` threads for kernels, and one more that prepares (compiles) while they are at work.
 
     Made on the event loop that it shall tell.
@@ -32,13 +39,13 @@ class KernelPool(Generic[R]):
 
     def __init__(self, threads: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._work: list[tuple[int, int, Callable[[], R], Told[R]]] = []
+        self._waiting: list[tuple[int, int, Run[W, R], W, Told[W, R]]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
-        self._ended: list[tuple[Told[R], R | None, BaseException | None]] = []
+        self._ended: list[tuple[Told[W, R], W, R | None, BaseException | None]] = []
         self._closed = False
         self._preparing = ThreadPoolExecutor(1, "compile")
-        self._threads = [threading.Thread(target=self._run, name=f"kernel-{i}", daemon=True) for i in range(threads)]
+        self._threads = [threading.Thread(target=self._serve, name=f"kernel-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
 
@@ -46,10 +53,11 @@ class KernelPool(Generic[R]):
         """Runs ``work`` in the thread that is not for kernels."""
         return self._preparing.submit(work)
 
-    def submit(self, priority: int, work: Callable[[], R], told: Told[R]) -> None:
-        """Runs ``work`` when nothing of a lower ``priority`` is left to run; then calls ``told`` on the loop."""
+    def submit(self, priority: int, run: Run[W, R], work: W, told: Told[W, R]) -> None:
+        """Carries ``work`` out by ``run``, perhaps with other work that names the same ``run``, when nothing of a lower
+        ``priority`` is left; then calls ``told`` on the loop."""
         with self._changed:
-            heapq.heappush(self._work, (priority, next(self._order), work, told))
+            heapq.heappush(self._waiting, (priority, next(self._order), run, work, told))
             self._changed.notify()
 
     def close(self) -> None:
@@ -61,33 +69,37 @@ class KernelPool(Generic[R]):
         for thread in self._threads:
             thread.join()
 
-    def _run(self) -> None:
-        while (item := self._next()) is not None:
-            work, told = item
-            result: R | None = None
+    def _serve(self) -> None:
+        while batch := self._next():
+            run = batch[0][0]
+            results: Sequence[R | None] = [None] * len(batch)
             error: BaseException | None = None
             try:
-                result = work()
+                results = run([work for _, work, _ in batch])
             except BaseException as caught:  # The loop is told of everything; a thread that died would be missed.
                 error = caught
-            self._tell(told, result, error)
-            del item, work, told, result, error  # Else an idle thread would keep the last payloads alive.
+            self._tell([(told, work, result, error) for (_, work, told), result in zip(batch, results, strict=True)])
+            del batch, run, results, error  # Else an idle thread would keep the last payloads alive.
 
-    def _next(self) -> tuple[Callable[[], R], Told[R]] | None:
+    def _next(self) -> list[tuple[Run[W, R], W, Told[W, R]]]:
+        """What one thread shall do next; nothing at the end."""
         with self._changed:
-            while not self._work and not self._closed:
+            while not self._waiting and not self._closed:
                 self._changed.wait()
             if self._closed:
-                return None
-            _, _, work, told = heapq.heappop(self._work)
-            return work, told
+                return []
+            share = min(BATCH_MAX, max(1, len(self._waiting) // (2 * len(self._threads))))
+            batch = [heapq.heappop(self._waiting)[2:]]
+            while len(batch) < share and self._waiting and self._waiting[0][2] == batch[0][0]:
+                batch.append(heapq.heappop(self._waiting)[2:])
+            return batch
 
-    def _tell(self, told: Told[R], result: R | None, error: BaseException | None) -> None:
+    def _tell(self, ended: list[tuple[Told[W, R], W, R | None, BaseException | None]]) -> None:
         with self._changed:
             if self._closed:
                 return
-            self._ended.append((told, result, error))
-            if len(self._ended) > 1:
+            self._ended += ended
+            if len(self._ended) > len(ended):
                 return  # The loop has been woken already.
         self._loop.call_soon_threadsafe(self._tell_all)
 
@@ -95,5 +107,5 @@ class KernelPool(Generic[R]):
         with self._changed:
             ended, self._ended = self._ended, []
         if not self._closed:
-            for told, result, error in ended:
-                self._loop.call_soon(told, result, error)  # So that an error in one does not swallow the others.
+            for told, work, result, error in ended:
+                self._loop.call_soon(told, work, result, error)  # So that an error in one does not swallow the others.

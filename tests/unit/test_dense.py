@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from psdist import BSP, optim
 from psdist.types import ParametersEntry, ParametersSpec
 from psdist_server import kernels
-from psdist_server.dense import DenseParameters
+from psdist_server.dense import DenseParameters, Update
 
 ELEMENTS = 10_000
 
@@ -45,28 +45,28 @@ def test_a_part_that_is_not_finite_is_left_out(dense: DenseParameters, poison: f
     bad = part(0.0)
     bad[1234] = poison
     parts.insert(place, bad)
-    assert dense.apply(0, 0, parts, 1.0) == (place,)
-    assert (weights(dense, 0) == np.float32(1.0 - 0.375)).all()  # the mean is over those that count
+    assert dense.apply([Update(0, 0, parts)]) == [(place,)]
+    # The mean is over those that count.
+    assert (weights(dense, 0) == np.float32(1.0 - 0.375)).all()
 
 
 def test_without_a_finite_part_nothing_is_updated_but_the_version(dense: DenseParameters) -> None:
-    assert dense.apply(1, 0, [part(np.nan), part(np.inf)], 1.0) == (0, 1)
+    assert dense.apply([Update(1, 0, [part(np.nan), part(np.inf)])]) == [(0, 1)]
     assert (weights(dense, 1) == 1.0).all()
     assert dense.arena is not None and dense.arena.sequence[1] == 2
 
 
 def test_an_overflow_of_finite_parts_is_not_their_fault(dense: DenseParameters) -> None:
     huge = part(3e38)
-    assert dense.apply(0, 0, [huge, huge], 1.0) == ()
+    assert dense.apply([Update(0, 0, [huge, huge])]) == [()]
     assert np.isinf(weights(dense, 0)).all()
 
 
 def test_the_arena_tells_twice_the_version_of_each_slice(dense: DenseParameters) -> None:
     assert dense.arena is not None
     assert dense.arena.sequence.tolist() == [0, 0, 0]
-    dense.apply(1, 0, [part(1.0)], 1.0)
-    dense.apply(1, 1, [], 1.0)
-    dense.apply(2, 0, [part(1.0, ELEMENTS - 2 * 4096)], 1.0)
+    dense.apply([Update(1, 0, [part(1.0)]), Update(2, 0, [part(1.0, ELEMENTS - 2 * 4096)])])
+    dense.apply([Update(1, 1, [])])
     assert dense.arena.sequence.tolist() == [0, 4, 2]
     assert (dense.arena.weights[:4096] == 1.0).all() and (dense.arena.weights[4096:8192] == 0.0).all()
 

@@ -4,89 +4,112 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 
 import pytest
 
-from psdist_server.pool import KernelPool
+from psdist_server.pool import BATCH_MAX, KernelPool
+
+Told = asyncio.Queue[tuple[int, int | None, BaseException | None]]
+
+
+class Work:
+    """Work for a pool: numbers, squared. It holds its first thread until it is released."""
+
+    def __init__(self) -> None:
+        self.begun, self.release = threading.Event(), threading.Event()
+        self.batches: list[list[int]] = []
+        self.told: Told = asyncio.Queue()
+
+    def run(self, numbers: Sequence[int]) -> list[int]:
+        self.begun.set()
+        self.release.wait()
+        self.batches.append(list(numbers))
+        if 13 in numbers:
+            raise ValueError("thirteen")
+        return [number**2 for number in numbers]
+
+    def tell(self, number: int, square: int | None, error: BaseException | None) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        self.told.put_nowait((number, square, error))
 
 
 async def test_low_slices_are_updated_first() -> None:
-    pool: KernelPool[int] = KernelPool(1)
-    begun, release = threading.Event(), threading.Event()
-    order: list[int] = []
-    told = asyncio.Event()
-
-    def hold() -> int:
-        begun.set()
-        release.wait()
-        return -1
-
-    def tell(result: int | None, error: BaseException | None) -> None:
-        assert error is None and result is not None
-        order.append(result)
-        if len(order) == 5:
-            told.set()
-
-    pool.submit(0, hold, tell)
-    await asyncio.to_thread(begun.wait)
+    pool: KernelPool[int, int] = KernelPool(1)
+    work = Work()
+    pool.submit(0, work.run, 99, work.tell)
+    await asyncio.to_thread(work.begun.wait)
     for priority in (3, 1, 2, 0):
-        pool.submit(priority, lambda priority=priority: priority, tell)  # type: ignore[misc]
-    release.set()
-    await told.wait()
+        pool.submit(priority, work.run, priority, work.tell)
+    work.release.set()
+    assert [(await work.told.get())[:2] for _ in range(5)] == [(99, 9801), (0, 0), (1, 1), (2, 4), (3, 9)]
     pool.close()
-    assert order == [-1, 0, 1, 2, 3]
+
+
+async def test_where_many_wait_several_are_taken_at_once() -> None:
+    pool: KernelPool[int, int] = KernelPool(1)
+    work = Work()
+    pool.submit(0, work.run, 0, work.tell)
+    await asyncio.to_thread(work.begun.wait)
+    for number in range(100, 200):
+        pool.submit(number, work.run, number, work.tell)
+    work.release.set()
+    assert [(await work.told.get())[0] for _ in range(101)] == [0, *range(100, 200)]
+    pool.close()
+    assert max(map(len, work.batches)) == BATCH_MAX and len(work.batches[-1]) == 1
+
+
+async def test_what_is_run_differently_is_not_mixed() -> None:
+    pool: KernelPool[int, int] = KernelPool(1)
+    one, other = Work(), Work()
+    other.release.set()
+    pool.submit(0, one.run, 0, one.tell)
+    await asyncio.to_thread(one.begun.wait)
+    for number in range(40):
+        work = (one, other)[number % 2]
+        pool.submit(number, work.run, number, work.tell)
+    one.release.set()
+    assert sorted([(await one.told.get())[0] for _ in range(21)]) == sorted([0, *range(0, 40, 2)])
+    assert [(await other.told.get())[0] for _ in range(20)] == list(range(1, 40, 2))
+    pool.close()
 
 
 async def test_everything_is_told_once_by_any_number_of_threads() -> None:
-    pool: KernelPool[int] = KernelPool(4)
-    results: list[int] = []
-    all_told = asyncio.Event()
-
-    def tell(result: int | None, error: BaseException | None) -> None:
-        assert threading.current_thread() is threading.main_thread() and result is not None
-        results.append(result)
-        if len(results) == 500:
-            all_told.set()
-
-    for number in range(500):
-        pool.submit(0, lambda number=number: number, tell)  # type: ignore[misc]
-    await all_told.wait()
+    pool: KernelPool[int, int] = KernelPool(4)
+    work = Work()
+    work.release.set()
+    for number in range(1000, 1500):
+        pool.submit(0, work.run, number, work.tell)
+    told = [await work.told.get() for _ in range(500)]
     pool.close()
-    assert sorted(results) == list(range(500))
+    assert sorted(told) == [(number, number**2, None) for number in range(1000, 1500)] and work.told.empty()
 
 
 async def test_an_error_is_told_and_the_thread_goes_on() -> None:
-    pool: KernelPool[int] = KernelPool(1)
-    told: asyncio.Queue[tuple[int | None, BaseException | None]] = asyncio.Queue()
-
-    def tell(result: int | None, error: BaseException | None) -> None:
-        told.put_nowait((result, error))
-
-    pool.submit(0, lambda: 1 // 0, tell)
-    pool.submit(1, lambda: 7, tell)
-    result, error = await told.get()
-    assert result is None and isinstance(error, ZeroDivisionError)
-    assert await told.get() == (7, None)
+    pool: KernelPool[int, int] = KernelPool(1)
+    work = Work()
+    work.release.set()
+    pool.submit(0, work.run, 13, work.tell)
+    number, result, error = await work.told.get()
+    assert number == 13 and result is None and isinstance(error, ValueError)
+    pool.submit(1, work.run, 7, work.tell)
+    assert await work.told.get() == (7, 49, None)
     pool.close()
 
 
 async def test_closing_drops_what_has_not_begun() -> None:
-    pool: KernelPool[None] = KernelPool(1)
-    begun, release = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        begun.set()
-        release.wait()
+    pool: KernelPool[int, int] = KernelPool(1)
+    work = Work()
 
     def fail(*_: object) -> None:
         pytest.fail("told after close")
 
-    pool.submit(0, hold, fail)
-    pool.submit(1, lambda: None, fail)
-    await asyncio.to_thread(begun.wait)
+    pool.submit(0, work.run, 0, fail)
+    await asyncio.to_thread(work.begun.wait)
+    pool.submit(1, work.run, 1, fail)
     closing = threading.Thread(target=pool.close)
     closing.start()
-    release.set()
+    work.release.set()
     await asyncio.to_thread(closing.join)
     await asyncio.sleep(0)
     assert not any(thread.name.startswith("kernel-") for thread in threading.enumerate())

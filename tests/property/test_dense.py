@@ -1,0 +1,128 @@
+"""Batches of fused updates give the bytes of the numpy reference: the mean of contributions, then the optimizer, slice
+by slice, whatever is updated together, in whatever types contributions come, and where some of them are not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from psdist import BSP, optim
+from psdist.types import GroupRange, ParametersEntry, ParametersSpec
+from psdist_server import kernels, reference
+from psdist_server.dense import DenseParameters, Update
+
+#: One for each kernel; the first groups of two have hyperparameters of their own.
+SPECS: list[optim.Optimizer] = [
+    optim.SGD(lr=0.1, weight_decay=0.1),
+    optim.SGD(lr=0.1, momentum=0.9, dampening=0.3, overrides=(optim.override("*", lr=0.5),)),
+    optim.SGD(lr=0.1, momentum=0.9, nesterov=True),
+    optim.Adam(lr=0.1, schedule=optim.Linear(5, warmup_steps=2), overrides=(optim.override("*", eps=0.1),)),
+    optim.AdamW(lr=0.1),
+    optim.Adagrad(lr=0.1, lr_decay=0.1),
+    optim.RMSprop(),
+    optim.RMSprop(momentum=0.9),
+    optim.RMSprop(centered=True),
+    optim.RMSprop(centered=True, momentum=0.5),
+    optim.Lion(lr=0.1, weight_decay=0.1),
+    optim.FTRL(lr=0.5, l1=0.3, l2=0.2),
+]
+SLICE = 5000  # more than a block, and no multiple of one
+TOTAL = 4 * SLICE - 700
+
+
+def make(spec: optim.Optimizer) -> tuple[DenseParameters, tuple[GroupRange, ...]]:
+    ranges = (GroupRange(100, 6000, 1), GroupRange(9000, 9001, 1)) if spec.overrides else ()
+    entry = ParametersEntry(
+        spec=ParametersSpec("p", spec, BSP(), slice_elements=SLICE),
+        total=TOTAL,
+        shards=("server-0",),
+        ranges=ranges,
+        ready=True,
+    )
+    dense = DenseParameters(entry, "server-0")
+    for index in dense.indices:
+        start, stop = dense.slicing.bounds(index)
+        dense.install(index, np.linspace(-1, 1, TOTAL, dtype=np.float32)[start:stop])
+    return dense, ranges
+
+
+def groups_of(ranges: tuple[GroupRange, ...]) -> NDArray[np.int64]:
+    groups = np.zeros(TOTAL, np.int64)
+    for item in ranges:
+        groups[item.start : item.stop] = item.group
+    return groups
+
+
+class Reference:
+    """The same parameters in plain numpy, element by element's group."""
+
+    def __init__(self, spec: optim.Optimizer, dense: DenseParameters, ranges: tuple[GroupRange, ...]) -> None:
+        self.spec, self.groups = spec, groups_of(ranges)
+        self.weights = dense.weights.copy()
+        self.states = [state.copy() for state in dense.states]
+
+    def update(self, start: int, stop: int, step: int, parts: list[NDArray[Any]], lr_scale: float) -> None:
+        gradient = np.empty(stop - start, np.float32)
+        reference.combine(gradient, parts, len(parts))
+        for group in range(len(self.spec.overrides) + 1):
+            chosen = start + np.flatnonzero(self.groups[start:stop] == group)
+            weights, states = self.weights[chosen], [state[chosen] for state in self.states]
+            values = self.spec.group_values(group)
+            reference.update(self.spec, values, weights, states, gradient[chosen - start], step, lr_scale)
+            self.weights[chosen] = weights
+            for state, new in zip(self.states, states, strict=True):
+                state[chosen] = new
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{len(spec.values())}")
+@settings(max_examples=8)
+@given(seed=st.integers(0, 2**32 - 1), data=st.data())
+def test_batches_give_the_bytes_of_the_reference(spec: optim.Optimizer, seed: int, data: st.DataObject) -> None:
+    dense, ranges = make(spec)
+    expected = Reference(spec, dense, ranges)
+    rng = np.random.default_rng(seed)
+    for step in range(3):
+        chosen = data.draw(st.permutations(dense.indices))
+        updates = []
+        for index in chosen:
+            size = dense.slicing.size(index)
+            dtypes = data.draw(st.lists(st.sampled_from(list(kernels.DTYPES)), min_size=1, max_size=5))
+            parts = [rng.standard_normal(size).astype(kernels.DTYPES[dtype]) for dtype in dtypes]
+            lr_scale = data.draw(st.sampled_from([1.0, 0.5, 1 / 3]))
+            updates.append(Update(index, step, parts, lr_scale))
+            expected.update(*dense.slicing.bounds(index), step, parts, lr_scale)
+        cut = data.draw(st.integers(0, len(updates)))
+        assert dense.apply(updates[:cut]) + dense.apply(updates[cut:]) == [()] * len(updates)
+        assert dense.weights.tobytes() == expected.weights.tobytes()
+        for state, theirs in zip(dense.states, expected.states, strict=True):
+            assert state.tobytes() == theirs.tobytes()
+    dense.close()
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 4), data=st.data())
+def test_a_block_is_the_mean_of_what_is_finite(seed: int, count: int, data: st.DataObject) -> None:
+    spec = optim.SGD(lr=1.0)
+    dense, ranges = make(spec)
+    expected = Reference(spec, dense, ranges)
+    rng = np.random.default_rng(seed)
+    size = dense.slicing.size(1)
+    dtypes = [data.draw(st.sampled_from(list(kernels.DTYPES))) for _ in range(count)]
+    parts = [rng.standard_normal(size).astype(kernels.DTYPES[dtype]) for dtype in dtypes]
+    poisoned = data.draw(st.dictionaries(st.integers(0, count - 1), st.integers(0, size - 1)))
+    for part, position in poisoned.items():
+        parts[part][position] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    (bad,) = dense.apply([Update(1, 0, parts)])
+    assert bad == tuple(sorted(poisoned))
+    for begin in range(0, size, kernels.BLOCK):
+        stop = min(size, begin + kernels.BLOCK)
+        good = [part[begin:stop] for part in parts if np.isfinite(part[begin:stop].astype(np.float32)).all()]
+        if good:
+            expected.update(SLICE + begin, SLICE + stop, 0, good, 1.0)
+    assert dense.weights.tobytes() == expected.weights.tobytes()
+    dense.close()
