@@ -153,8 +153,10 @@ class Sharing:
                 )
                 call = self._data.method(route.address, "Share")(metadata=self._link.metadata)
                 try:
-                    weights = await attach(call, attaching, arena, held, loss, route.peer)
-                    return SharedStream(call, route, arena, weights, held, loss, stable=self._stable)
+                    weights, connection = await attach(call, attaching, arena, held, loss, route.peer)
+                    stream = SharedStream(call, route, arena, weights, held, loss, stable=self._stable)
+                    await stream.open(connection)
+                    return stream
                 except StaleEpochError:
                     call.cancel()
                     await self._link.watch.newer_than(epoch, _NEWER_MAP_SECONDS)

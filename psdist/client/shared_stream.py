@@ -1,11 +1,11 @@
 """One Share stream: calls to one server whose payloads lie in memory that both processes have.
 
-``attach`` opens it, ``SharedStream.attempt`` carries one job out for one route. A reader task takes all answers and
-gives each to the call that waits for it, so several calls may be under way.
+``attach`` opens it, ``SharedStream.attempt`` carries one job out for one route. Calls go over the line that stays from
+the handover (``psdist.wire.line``), several at once if need be. The gRPC stream says who attached, and why it ended.
 
 Invariants: what is in the arena is not touched between the request and its answer. Weights that may change are read
-under the sequence lock: copied, and copied again if the slice was written meanwhile. A stream that broke ends all of
-its calls at once, and is not used again.
+under the sequence lock: copied, and copied again if the slice was written meanwhile. A stream whose line or gRPC
+stream ended ends all of its calls at once, and is not used again.
 
 Not here: which servers are attached, why not (``share``), what is sent again after a break (``transfer``).
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
@@ -37,7 +37,8 @@ from psdist.errors import (
 )
 from psdist.types import ITEM_BYTES, Slicing
 from psdist.v1 import server_pb2
-from psdist.wire import convert, handover, status
+from psdist.wire import convert, frames, handover, status
+from psdist.wire.line import Line
 from psdist.wire.shm import GradientArena, WeightsArena
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 #: A slice that is being written is looked at again so often before the loop goes on with other things for a while.
 _SPINS: Final = 4
 _SPIN_SECONDS: Final = 0.0005
+#: Where the line ended, the stream is given so long to say why.
+_REASON_SECONDS: Final = 2.0
 
 Loss = asyncio.Future[PsdistError]
 
@@ -68,36 +71,43 @@ class Held:
 
 async def attach(
     call: Any, attaching: server_pb2.Attach, arena: GradientArena, held: Held, loss: Loss, peer: str
-) -> WeightsArena:
-    """Attaches on ``call``, a Share stream that was just opened; the server's weights arena.
+) -> tuple[WeightsArena, socket.socket]:
+    """Attaches on ``call``, a Share stream that was just opened; the server's weights arena, and the connection for
+    calls, which the caller closes.
 
     attaching: the request, without the socket.
     Raises SharingUnavailableError, and what else the server refuses with.
     """
-    with handover.listening() as (attaching.socket, listener):
-        exchange = asyncio.ensure_future(_exchange(listener, arena, held))
-        answer = asyncio.ensure_future(_ask(call, attaching, peer))
-        try:
-            # The server says so if the exchange fails.
-            ends: set[asyncio.Future[Any]] = {answer, loss}
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise again(loss.result())
-            attached = answer.result()
-            weights = await exchange
-        finally:
-            answer.cancel()
-            exchange.cancel()
-            await asyncio.gather(answer, exchange, return_exceptions=True)
-    if attached.nonce != arena.nonce:
-        raise SharingUnavailableError(f"{peer} did not see this worker's memory: it tells another nonce")
-    if attached.weights_nonce != weights.nonce:
-        raise SharingUnavailableError(f"the memory that came over the socket is not that of {peer}")
-    return weights
+    with ExitStack() as opened:
+        with handover.listening() as (attaching.socket, listener):
+            exchange = asyncio.ensure_future(_exchange(listener, arena, held, opened))
+            answer = asyncio.ensure_future(_ask(call, attaching, peer))
+            try:
+                # The server says so if the exchange fails.
+                ends: set[asyncio.Future[Any]] = {answer, loss}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if not answer.done():
+                    raise again(loss.result())
+                attached = answer.result()
+                weights, connection = await exchange
+            finally:
+                answer.cancel()
+                exchange.cancel()
+                await asyncio.gather(answer, exchange, return_exceptions=True)
+        if attached.nonce != arena.nonce:
+            raise SharingUnavailableError(f"{peer} did not see this worker's memory: it tells another nonce")
+        if attached.weights_nonce != weights.nonce:
+            raise SharingUnavailableError(f"the memory that came over the socket is not that of {peer}")
+        opened.pop_all()
+        return weights, connection
 
 
-async def _exchange(listener: socket.socket, arena: GradientArena, held: Held) -> WeightsArena:
-    return WeightsArena.open(await handover.exchange(listener, arena.fd), held.count, held.total)
+async def _exchange(
+    listener: socket.socket, arena: GradientArena, held: Held, opened: ExitStack
+) -> tuple[WeightsArena, socket.socket]:
+    fd, connection = await handover.exchange(listener, arena.fd)
+    opened.enter_context(connection)
+    return WeightsArena.open(fd, held.count, held.total), connection
 
 
 async def _ask(call: Any, attaching: server_pb2.Attach, peer: str) -> server_pb2.Attached:
@@ -141,10 +151,13 @@ class SharedStream:
         self._last_id = 0
         #: Calls under way: what gets their answer, and the wait that it ends.
         self._calls: dict[int, tuple[asyncio.Future[server_pb2.ShareResponse | PsdistError], Wait]] = {}
-        self._writing = asyncio.Lock()
-        self._cancels: set[asyncio.Task[None]] = set()
-        self._reader = asyncio.create_task(self._read(), name="psdist share")
+        self._line = Line(self._hear, self._line_ended)
+        self._watcher = asyncio.create_task(self._watch(), name="psdist share")
         loss.add_done_callback(self._lost)
+
+    async def open(self, connection: socket.socket) -> None:
+        """Begins, on the connection that ``attach`` gave."""
+        await self._line.open(connection)
 
     @property
     def is_open(self) -> bool:
@@ -219,24 +232,12 @@ class SharedStream:
         ended: asyncio.Future[server_pb2.ShareResponse | PsdistError] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = ended, wait
         try:
-            await self._write(request)
+            self._line.send(request.SerializeToString())
             return await ended
         finally:
-            if self._calls.pop(call_id, None) is not None and self.broken is None:
-                self._cancel(call_id)
-
-    def _cancel(self, call_id: int) -> None:
-        """Tells the server that nobody waits for a call any more."""
-        request = server_pb2.ShareRequest(call_id=call_id, cancel=server_pb2.SharedCancel())
-        task = asyncio.create_task(self._write(request))
-        self._cancels.add(task)
-        task.add_done_callback(self._cancels.discard)
-
-    async def _write(self, request: server_pb2.ShareRequest) -> None:
-        """One message at a time. A stream that breaks meanwhile is left for its reader to report."""
-        async with self._writing:
-            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                await self._call.write(request.SerializeToString())
+            if self._calls.pop(call_id, None) is not None:  # Nobody waits for it any more.
+                cancel = server_pb2.ShareRequest(call_id=call_id, cancel=server_pb2.SharedCancel())
+                self._line.send(cancel.SerializeToString())
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -287,23 +288,31 @@ class SharedStream:
                 raise again(self.broken)
             await asyncio.sleep(_SPIN_SECONDS)
 
-    # --- the stream ---------------------------------------------------------------------------------------------------
+    # --- line and stream ----------------------------------------------------------------------------------------------
 
-    async def _read(self) -> None:
-        """Gives each answer to its call, until the stream ends."""
+    async def _watch(self) -> None:
+        """Waits for the end of the stream, which is the end of everything here."""
         try:
-            while (data := await self._call.read()) is not grpc.aio.EOF:
-                self._hear(server_pb2.ShareResponse.FromString(data))
+            data = await self._call.read()
             error: PsdistError = ServerUnreachableError(f"{self._peer} ended the stream")
+            if data is not grpc.aio.EOF:
+                error = InternalError(f"{self._peer} sent an answer on the stream after it was attached")
         except grpc.aio.AioRpcError as failure:
             error = status.from_call(failure, self._peer)
         except asyncio.CancelledError:
             error = ClosedError(f"the stream to {self._peer} was closed")
-        except Exception as defect:  # Its calls must not wait for a reader that is gone.
-            error = InternalError(f"what {self._peer} sent cannot be read: {defect!r}")
         self._break(error)
 
-    def _hear(self, response: server_pb2.ShareResponse) -> None:
+    def _line_ended(self, error: PsdistError | None) -> None:
+        if error is not None:
+            self._break(InternalError(f"what {self._peer} sent cannot be read: {error.message}"))
+        else:
+            # The server says why by the stream; but it may hang, or be gone.
+            reason = ServerUnreachableError(f"{self._peer} closed the connection")
+            asyncio.get_running_loop().call_later(_REASON_SECONDS, self._break, reason)
+
+    def _hear(self, data: bytes) -> None:
+        response = frames.parse(server_pb2.ShareResponse, data)
         waiting = self._calls.get(response.call_id)
         if waiting is None:  # It was cancelled.
             return
@@ -335,16 +344,17 @@ class SharedStream:
             if not ended.done():
                 ended.set_result(again(error))
         self._calls.clear()
+        self._line.close()
         self._call.cancel()
 
     def close(self) -> None:
         """Ends the stream; the weights may still be read."""
         self._break(ClosedError(f"the stream to {self._peer} was closed"))
-        self._reader.cancel()
+        self._watcher.cancel()
 
     async def ended(self) -> None:
         """Waits until nothing of it runs any more."""
-        await asyncio.gather(self._reader, *self._cancels, return_exceptions=True)
+        await asyncio.gather(self._watcher, return_exceptions=True)
 
 
 def _pull_dtype(job: PushPullJob | PullJob) -> str:

@@ -104,8 +104,9 @@ class ServerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Share(self, request_iterator, context):
-        """Shared memory between a worker and this server on one host, for one parameters: the first request attaches, the
-        others are calls whose payloads lie in the arenas. The attachment lasts as long as the stream. See docs/wire.md.
+        """Shared memory between a worker and this server on one host, for one parameters: the only request attaches. Calls,
+        whose payloads lie in the arenas, are the same messages on the unix socket by which that was done. The attachment
+        lasts as long as both, the stream and the socket. See docs/wire.md.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

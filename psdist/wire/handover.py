@@ -3,7 +3,8 @@
 The worker listens on a socket of a random name in the host's shared-memory file system, which is what two processes or
 containers see together if they can share memory at all, and tells the server the name over gRPC. The server connects,
 takes the worker's file and gives its own. Each side checks that the other runs as the same user. That the two are who
-they were on gRPC is proved by the nonces in the files, which come back over gRPC.
+they were on gRPC is proved by the nonces in the files, which come back over gRPC. The connection stays, for the calls
+(``line``).
 
 Invariants: the socket's file is removed as soon as the handover ended, either way. What a process that was killed in
 the middle of one left behind is removed by ``sweep``: nobody answers there.
@@ -18,8 +19,8 @@ import secrets
 import socket
 import stat
 import struct
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -52,33 +53,32 @@ def listening() -> Iterator[tuple[str, socket.socket]]:
                 path.unlink()
 
 
-async def exchange(listener: socket.socket, fd: int) -> int:
-    """The worker's side: gives ``fd`` and returns the file that it got, which the caller closes. Waits for as long as
-    it takes: that the server cannot, it says over gRPC. Raises SharingUnavailableError."""
+async def exchange(listener: socket.socket, fd: int) -> tuple[int, socket.socket]:
+    """The worker's side: gives ``fd`` and returns the file that it got, and the connection, both for the caller to
+    close. Waits for as long as it takes: that the server cannot, it says over gRPC. Raises SharingUnavailableError."""
     try:
         await _readable(listener)  # Not the loop's own accept, which loses the connection if it is cancelled then.
         peer, _ = listener.accept()
-        with peer:
+        with _closed_on_error(peer):
             peer.setblocking(False)
             _check_user(peer, "server")
             socket.send_fds(peer, [b"\0"], [fd])
-            return await _take(peer)
+            return await _take(peer), peer
     except OSError as error:
         raise SharingUnavailableError(f"no exchange with the server: {error.strerror or error}") from None
 
 
-@asynccontextmanager
-async def connected(name: str) -> AsyncIterator[tuple[int, socket.socket]]:
-    """The server's side: the worker's file, which the caller closes, and a connection for ``give``. Raises
+async def connect(name: str) -> tuple[int, socket.socket]:
+    """The server's side: the worker's file, and the connection, for ``give``; both for the caller to close. Raises
     SharingUnavailableError."""
     if not _NAME.fullmatch(name):
         raise SharingUnavailableError(f"{name!r:.60} is not the name of a worker's socket")
-    with _connection() as connection:
+    with _closed_on_error(_connection()) as connection:
         try:
             async with asyncio.timeout(HANDOVER_SECONDS):
                 connection.connect(str(DIRECTORY / name))
                 _check_user(connection, "worker")
-                fd = await _take(connection)
+                return await _take(connection), connection
         except FileNotFoundError:
             raise SharingUnavailableError(
                 f"worker and server do not see the same {DIRECTORY}: they run on two hosts, or in containers that do "
@@ -88,7 +88,6 @@ async def connected(name: str) -> AsyncIterator[tuple[int, socket.socket]]:
             raise SharingUnavailableError(f"the worker gave no file within {HANDOVER_SECONDS:.0f} s") from None
         except OSError as error:
             raise SharingUnavailableError(f"the worker gave no file: {error.strerror or error}") from None
-        yield fd, connection
 
 
 def give(connection: socket.socket, fd: int) -> None:
@@ -131,6 +130,15 @@ def _connection() -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     made.setblocking(False)
     return made
+
+
+@contextmanager
+def _closed_on_error(connection: socket.socket) -> Iterator[socket.socket]:
+    try:
+        yield connection
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _check_user(peer: socket.socket, who: str) -> None:

@@ -26,6 +26,8 @@ WORLD_MAX: Final = 4096
 
 #: Slices of one stream that a server holds and has not applied; more are left in the network.
 HELD_SLICES_MAX: Final = 2
+#: Largest message on the line of an attachment, which carries no payloads: it is a list of slices.
+SHARED_MESSAGE_BYTES: Final = DATA_MESSAGE_BYTES
 #: Calls of one Share stream that are not answered may name each slice of the server so many times on average.
 SHARED_ROUNDS_MAX: Final = 4
 CONCURRENT_CALLS_MAX: Final = 4096

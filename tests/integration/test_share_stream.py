@@ -1,4 +1,5 @@
-"""The server's Share stream over real gRPC, spoken by hand: what it does, what it refuses, that it survives it all."""
+"""The server's Share stream and the connection for its calls, spoken by hand: what it does, what it refuses, that it
+survives it all."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import asyncio
 import fcntl
 import gc
 import os
+import socket
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -39,7 +42,7 @@ COUNT = -(-TOTAL // SLICE)
 
 
 class Worker:
-    """One Share stream, and the arenas of both sides."""
+    """One Share stream and its connection, and the arenas of both sides."""
 
     def __init__(self, bench: Bench, worker: int = 0) -> None:
         self.bench = bench
@@ -51,6 +54,7 @@ class Worker:
         )(metadata=auth.metadata(TOKEN))
         self.arena = GradientArena.create(TOTAL, "float32")
         self.weights: WeightsArena | None = None
+        self.connection: socket.socket | None = None
         self._ids = 0
 
     async def attach(self, fd: int | None = None, **changes: object) -> pb.Attached:
@@ -59,30 +63,66 @@ class Worker:
             exchange = asyncio.ensure_future(handover.exchange(listener, self.arena.fd if fd is None else fd))
             try:
                 given = {"identity": self.bench.identity(self.worker), "socket": name, "dtype": cpb.DTYPE_FLOAT32}
-                response = await self.say(pb.ShareRequest(attach=pb.Attach(**(given | changes))))  # type: ignore[arg-type]
-                self.weights = WeightsArena.open(await exchange, COUNT, TOTAL)
+                attached = await self.ask(pb.ShareRequest(attach=pb.Attach(**(given | changes))))  # type: ignore[arg-type]
+                taken, self.connection = await exchange
+                self.weights = WeightsArena.open(taken, COUNT, TOTAL)
             finally:
                 exchange.cancel()
                 with suppress(asyncio.CancelledError, SharingUnavailableError):
                     await exchange
+        return attached
+
+    async def ask(self, request: pb.ShareRequest | bytes) -> pb.Attached:
+        """Sends the stream's request and returns the answer. Raises what the stream ends with."""
+        await self.call.write(request)
+        response = await self.hear_stream()
         return response.attached
 
-    async def say(self, *requests: pb.ShareRequest | bytes) -> pb.ShareResponse:
-        """Sends requests and returns the next message. Raises what the stream or the call ends with."""
+    async def hear_stream(self) -> pb.ShareResponse:
+        """The stream's next message. Raises what it ends with."""
         try:
-            for request in requests:
-                await self.call.write(request)
             response = await self.call.read()
-            if response is grpc.aio.EOF:
-                raise ConnectionError("the stream ended")
         except grpc.aio.AioRpcError as error:
             raise status.from_call(error, "server") from None
-        except asyncio.InvalidStateError:
-            raise ConnectionError("the stream had ended") from None
-        if response.WhichOneof("kind") == "error":
-            raise status.from_detail(response.error)
+        if response is grpc.aio.EOF:
+            raise ConnectionError("the stream ended")
         assert isinstance(response, pb.ShareResponse)
         return response
+
+    async def send(self, *requests: pb.ShareRequest | bytes) -> None:
+        """Sends requests on the connection."""
+        assert self.connection is not None
+        for request in requests:
+            message = request if isinstance(request, bytes) else request.SerializeToString()
+            data = struct.pack("<I", len(message)) + message
+            await asyncio.get_running_loop().sock_sendall(self.connection, data)
+
+    async def say(self, *requests: pb.ShareRequest | bytes) -> pb.ShareResponse:
+        """Sends requests on the connection and returns the next message. Raises what the stream or the call ends
+        with."""
+        await self.send(*requests)
+        try:
+            (size,) = struct.unpack("<I", await self._receive(4))
+            response = pb.ShareResponse.FromString(await self._receive(size))
+        except (EOFError, ConnectionResetError):
+            return await self.hear_stream()
+        if response.WhichOneof("kind") == "error":
+            raise status.from_detail(response.error)
+        return response
+
+    async def _receive(self, size: int) -> bytes:
+        assert self.connection is not None
+        data = b""
+        while len(data) < size:
+            part = await asyncio.get_running_loop().sock_recv(self.connection, size - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    def __del__(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
 
     def push(self, step: int, slices: Sequence[int] = range(COUNT), **changes: object) -> pb.ShareRequest:
         self._ids += 1
@@ -152,8 +192,8 @@ async def test_calls_of_one_step_may_be_several_and_end_in_any_order(bench: Benc
     await bench.create(workers=2)
     first, second = await attached(bench), await attached(bench, 1)
     early, late = first.push(0, [0, 2]), first.push(0, [1])
-    await first.call.write(early)
-    await first.call.write(late)
+    await first.send(early)
+    await first.send(late)
     assert sorted((await second.say(second.push(0, [1]))).answers.slices) == [1]
     response = await first.say()
     assert (response.call_id, list(response.answers.slices)) == (late.call_id, [1])
@@ -166,10 +206,10 @@ async def test_a_pull_waits_for_its_version(bench: Bench) -> None:
     await bench.create(workers=2)
     peers = [await attached(bench, rank) for rank in (0, 1)]
     waiting = peers[0].pull(version=1)
-    await peers[0].call.write(waiting)
+    await peers[0].send(waiting)
     assert list((await peers[1].say(peers[1].pull())).answers.versions) == [0]
-    await peers[1].call.write(peers[1].push(0))
-    await peers[0].call.write(pushed := peers[0].push(0))
+    await peers[1].send(peers[1].push(0))
+    await peers[0].send(pushed := peers[0].push(0))
     told = {response.call_id: response for response in [await peers[0].say(), await peers[0].say()]}
     assert told.keys() == {waiting.call_id, pushed.call_id}
     assert list(told[waiting.call_id].answers.versions) == [1]
@@ -264,7 +304,7 @@ async def test_base_versions_must_be_one_or_as_many_as_slices(bench: Bench) -> N
 async def test_what_is_not_finite_is_left_out_and_told(bench: Bench) -> None:
     await bench.create(workers=2)
     good, bad = await attached(bench), await attached(bench, 1, np.full(TOTAL, np.inf, np.float32))
-    await good.call.write(good.push(0))
+    await good.send(good.push(0))
     with pytest.raises(NonFiniteGradientError):
         await bad.say(bad.push(0))
     assert list((await good.say()).answers.versions) == [1]
@@ -275,15 +315,15 @@ async def test_calls_under_way_are_bounded(bench: Bench) -> None:
     await bench.create(workers=2)
     peer = await attached(bench)
     for _ in range(4):
-        await peer.call.write(peer.pull(version=1))
+        await peer.send(peer.pull(version=1))
     with pytest.raises(LimitExceededError):
         await peer.say(peer.pull(version=1))
     cancelled = pb.ShareRequest(call_id=2, cancel=pb.SharedCancel())
-    await peer.call.write(cancelled)
+    await peer.send(cancelled)
     other = await attached(bench, 1)
-    await other.call.write(other.push(0))
+    await other.send(other.push(0))
     ended = set()
-    await peer.call.write(pushed := peer.push(0))
+    await peer.send(pushed := peer.push(0))
     while pushed.call_id not in ended:
         ended.add((await peer.say()).call_id)
     assert ended == {1, 3, 4, pushed.call_id}
@@ -294,9 +334,10 @@ async def test_calls_under_way_are_bounded(bench: Bench) -> None:
 
 async def test_bytes_that_are_no_message(bench: Bench) -> None:
     await bench.create()
-    for peer in (Worker(bench), await attached(bench)):
-        with pytest.raises(InvalidArgumentError, match="not a valid"):
-            await peer.say(b"\xff\xff")
+    with pytest.raises(InvalidArgumentError, match="not a valid"):
+        await Worker(bench).ask(b"\xff\xff")
+    with pytest.raises(InvalidArgumentError, match="not a valid"):
+        await (await attached(bench)).say(b"\xff\xff")
     await still_serves(bench)
 
 
@@ -304,11 +345,58 @@ async def test_calls_come_after_attaching_and_it_comes_once(bench: Bench) -> Non
     await bench.create()
     peer = Worker(bench)
     with pytest.raises(InvalidArgumentError, match="must be attach"):
-        await peer.say(peer.push(0))
+        await peer.ask(peer.push(0))
     for request in (pb.ShareRequest(), pb.ShareRequest(call_id=1, attach=pb.Attach())):
         with pytest.raises(InvalidArgumentError, match="must be push, pull or cancel"):
             await (await attached(bench)).say(request)
     await still_serves(bench)
+
+
+async def test_the_stream_is_not_for_calls(bench: Bench) -> None:
+    await bench.create()
+    peer = await attached(bench)
+    with pytest.raises(InvalidArgumentError, match="go over the connection"):
+        await peer.ask(peer.pull())
+    with pytest.raises(InvalidArgumentError, match="go over the connection"):  # and the connection is closed
+        await peer.say()
+    await still_serves(bench)
+
+
+async def test_a_message_that_is_too_long(bench: Bench) -> None:
+    await bench.create()
+    peer = await attached(bench)
+    assert peer.connection is not None
+    peer.connection.send(struct.pack("<I", limits.SHARED_MESSAGE_BYTES + 1))
+    with pytest.raises(LimitExceededError, match="more than"):
+        await peer.say()
+    await still_serves(bench)
+
+
+async def test_the_end_of_the_connection_ends_the_stream(bench: Bench) -> None:
+    await bench.create(workers=2)
+    peer = await attached(bench)
+    await peer.send(peer.push(0))
+    await peer.say(peer.pull())
+    assert peer.connection is not None
+    peer.connection.close()
+    peer.connection = None
+    with pytest.raises(ConnectionError, match="the stream ended"):
+        await peer.hear_stream()
+
+
+async def test_a_call_by_a_newer_map_waits_for_it_and_those_after_it_too(bench: Bench) -> None:
+    await bench.create()
+    peer = await attached(bench)
+    bench.epoch += 1
+    early = peer.push(0)
+    bench.epoch -= 1
+    await peer.send(early, late := peer.pull())
+    assert await bench.pull(bench.identity()) == INITIAL.tobytes()
+    await bench.follow(entry(1, ready=True))
+    assert (await peer.say()).call_id == early.call_id
+    with pytest.raises(StaleEpochError):  # by then it is out of date
+        await peer.say()
+    assert list((await peer.say(peer.pull())).answers.versions) == [1] and late.call_id == 2
 
 
 @pytest.mark.parametrize("call_id", [0, 1])
@@ -326,7 +414,7 @@ async def test_call_ids_ascend(bench: Bench, call_id: int) -> None:
 async def test_a_cancel_of_no_call_means_nothing(bench: Bench) -> None:
     await bench.create()
     peer = await attached(bench)
-    await peer.call.write(pb.ShareRequest(call_id=77, cancel=pb.SharedCancel()))
+    await peer.send(pb.ShareRequest(call_id=77, cancel=pb.SharedCancel()))
     assert list((await peer.say(peer.push(0))).answers.versions) == [1]
 
 
@@ -384,7 +472,7 @@ async def test_who_attaches_is_checked(bench: Bench) -> None:
 async def test_a_fenced_workers_calls_end(bench: Bench) -> None:
     await bench.create(workers=2)
     peer = await attached(bench)
-    await peer.call.write(peer.push(0))
+    await peer.send(peer.push(0))
     await (other := await attached(bench, 1)).say(other.pull())
     await bench.follow(entry(2, ready=True), live=0)
     with pytest.raises(FencedError):
@@ -399,7 +487,7 @@ async def test_what_was_pushed_counts_when_the_stream_and_the_memory_are_gone(be
     await bench.create(workers=2)
     gone = await attached(bench)
     other = await attached(bench, 1)
-    await gone.call.write(gone.push(0, [0, 2]))
+    await gone.send(gone.push(0, [0, 2]))
     # The server has taken it: a later call of the same stream is answered.
     await gone.say(gone.pull())
     if how == "ends":
@@ -411,7 +499,7 @@ async def test_what_was_pushed_counts_when_the_stream_and_the_memory_are_gone(be
     del gone
     gc.collect()
     again = await attached(bench)
-    await again.call.write(again.push(0, [1]))
+    await again.send(again.push(0, [1]))
     await other.say(other.push(0))
     expected = INITIAL - np.float32(0.5) * ((GRADIENT + GRADIENT) / np.float32(2))
     assert np.array_equal(other.values(), expected)

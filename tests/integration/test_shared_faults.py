@@ -26,7 +26,7 @@ import pytest
 import psdist
 from psdist import AsyncClient, AsyncParameters
 from psdist.client.shared_stream import Held, attach
-from psdist.errors import ServerLostError, SharingUnavailableError, WaitTimeoutError
+from psdist.errors import InvalidArgumentError, ServerLostError, SharingUnavailableError, WaitTimeoutError
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.types import Slicing
 from psdist.v1 import common_pb2
@@ -169,7 +169,8 @@ class Liar:
             attach = pb.ShareRequest.FromString(data).attach
             weights = WeightsArena.create(1, 100 if self.lie != "size" else 5000)
             other = WeightsArena.create(1, 100)
-            async with handover.connected(attach.socket) as (fd, connection):
+            fd, connection = await handover.connect(attach.socket)
+            with connection:
                 nonce = GradientArena.open(fd, 100, "float32").nonce
                 if self.lie != "silence":
                     handover.give(connection, weights.fd)
@@ -208,9 +209,39 @@ async def test_a_server_that_lies_is_not_shared_with(lie: str, reason: str) -> N
             with pytest.raises(SharingUnavailableError, match=reason):
                 await attaching
         else:
-            assert (await attaching).weights.size == 100
+            theirs, connection = await attaching
+            connection.close()
+            assert theirs.weights.size == 100
         call.cancel()
     await server.stop(0)
+
+
+async def test_why_a_server_ended_the_stream_is_told_to_calls_under_way(cluster: EmbeddedCluster) -> None:
+    async with members(cluster, {"transport": "shm"}, {"transport": "shm"}) as clients:
+        handles = await opened(clients, "reason")
+        await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
+        waiting = asyncio.create_task(handles[0].push_pull(gradient()))
+        await until(lambda: under_way(handles[0]))
+        for stream in handles[0]._exchange.sharing._streams.values():
+            stream._line.send(b"no message")
+        with pytest.raises(InvalidArgumentError, match="not a valid"):
+            await waiting
+        # It attaches again.
+        results = await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
+        assert set(results[0]["w"].tolist()) == {2.0}
+
+
+async def test_a_connection_that_breaks_is_made_again_and_the_step_counts_once(cluster: EmbeddedCluster) -> None:
+    async with members(cluster, {"transport": "shm"}, {"transport": "shm"}) as clients:
+        handles = await opened(clients, "broken-line")
+        await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
+        waiting = asyncio.create_task(handles[0].push_pull(gradient()))
+        await until(lambda: under_way(handles[0]))
+        for stream in handles[0]._exchange.sharing._streams.values():
+            assert stream._line._transport is not None
+            stream._line._transport.abort()
+        results = await asyncio.gather(waiting, handles[1].push_pull(gradient()))
+        assert set(results[0]["w"].tolist()) == set(results[1]["w"].tolist()) == {2.0}
 
 
 # --- pushes that do not end well --------------------------------------------------------------------------------------

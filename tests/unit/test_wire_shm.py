@@ -265,12 +265,15 @@ async def test_both_sides_get_the_file_of_the_other() -> None:
         path = handover.DIRECTORY / name
         assert path.stat().st_mode & 0o777 == 0o600
         worker = asyncio.create_task(handover.exchange(listener, gradients.fd))
-        async with handover.connected(name) as (fd, connection):
-            theirs = GradientArena.open(fd, 10, "float32")
-            handover.give(connection, weights.fd)
-        mine = WeightsArena.open(await worker, 1, 10)
+        fd, theirs = await handover.connect(name)
+        handover.give(theirs, weights.fd)
+        taken, mine = await worker
     assert not path.exists()
-    assert (theirs.nonce, mine.nonce) == (gradients.nonce, weights.nonce)
+    assert GradientArena.open(fd, 10, "float32").nonce == gradients.nonce
+    assert WeightsArena.open(taken, 1, 10).nonce == weights.nonce
+    with mine, theirs:  # The connection is there for both still.
+        mine.send(b"call")
+        assert theirs.recv(9) == b"call"
 
 
 @pytest.mark.parametrize(
@@ -278,14 +281,12 @@ async def test_both_sides_get_the_file_of_the_other() -> None:
 )
 async def test_only_names_of_sockets_are_connected_to(name: str) -> None:
     with pytest.raises(SharingUnavailableError, match="is not the name"):
-        async with handover.connected(name):
-            pass
+        await handover.connect(name)
 
 
 async def test_a_socket_that_is_not_there_is_another_host() -> None:
     with pytest.raises(SharingUnavailableError, match="do not see the same"):
-        async with handover.connected("psdist-" + "0" * 32):
-            pass
+        await handover.connect("psdist-" + "0" * 32)
 
 
 async def test_a_worker_that_hangs_up_or_gives_no_file() -> None:
@@ -299,24 +300,23 @@ async def test_a_worker_that_hangs_up_or_gives_no_file() -> None:
 
             task = asyncio.create_task(answer())
             with pytest.raises(SharingUnavailableError, match=reason):
-                async with handover.connected(name):
-                    pass
+                await handover.connect(name)
             await task
 
 
 async def test_a_worker_that_is_silent_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handover, "HANDOVER_SECONDS", 0.05)
     with handover.listening() as (name, _), pytest.raises(SharingUnavailableError, match="within"):
-        async with handover.connected(name):
-            pass
+        await handover.connect(name)
 
 
 async def test_a_server_that_hangs_up() -> None:
     arena = GradientArena.create(10, "float32")
     with handover.listening() as (name, listener):
         worker = asyncio.create_task(handover.exchange(listener, arena.fd))
-        async with handover.connected(name) as (fd, _):
-            os.close(fd)
+        fd, connection = await handover.connect(name)
+        os.close(fd)
+        connection.close()
         with pytest.raises(SharingUnavailableError, match="hung up"):
             await worker
 
@@ -328,8 +328,7 @@ async def test_another_users_process_gets_nothing(monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
             with pytest.raises(SharingUnavailableError, match="only one user"):
-                async with handover.connected(name):
-                    pass
+                await handover.connect(name)
             with pytest.raises(SharingUnavailableError, match="only one user"):
                 await worker
 
