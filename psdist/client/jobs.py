@@ -109,12 +109,12 @@ class PushJob:
         self.traffic.sent += len(payload)
         return payload
 
-    def messages(self, route: Route) -> Iterator[bytes]:
+    def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
         """One message per slice that is not answered yet; the first has the header."""
         header: server_pb2.PushHeader | None = self.header(route)
         for index in self.request.unanswered(route.slices):
             message = server_pb2.PushRequest(header=header, slice=index, base_version=self.versions[index])
-            yield frames.pack(message, self._payload(index))
+            yield index, frames.pack(message, self._payload(index))
             header = None
 
     def take(self, route: Route, data: bytes) -> str:
@@ -139,12 +139,12 @@ class PushPullJob(PushJob):
     in_place: bool = False
     received: set[int] = field(default_factory=set)
 
-    def messages(self, route: Route) -> Iterator[bytes]:
+    def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
         """One message per slice that is not answered yet; the first has the header."""
         header: server_pb2.PushHeader | None = self.header(route, convert.dtype_to_proto(self.pull_dtype))
         for index in self.request.unanswered(route.slices):
             message = server_pb2.PushPullRequest(header=header, slice=index, base_version=self.versions[index])
-            yield frames.pack(message, self._payload(index))
+            yield index, frames.pack(message, self._payload(index))
             header = None
 
     def take(self, route: Route, data: bytes) -> str:
@@ -176,7 +176,7 @@ class PullJob:
     in_place: bool = False
     received: set[int] = field(default_factory=set)
 
-    def messages(self, route: Route) -> Iterator[bytes]:
+    def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
         """One request."""
         message = server_pb2.PullRequest(
             identity=self.sender.identity(route.epoch),
@@ -184,7 +184,7 @@ class PullJob:
             min_version=self.request.number,
             slices=self.request.unanswered(route.slices),
         )
-        yield message.SerializeToString()
+        yield 0, message.SerializeToString()
 
     def take(self, route: Route, data: bytes) -> str:
         """Weights of one slice."""
@@ -210,13 +210,13 @@ class InstallJob:
     method: str = "Install"
     sharing: Sharing | None = None
 
-    def messages(self, route: Route) -> Iterator[bytes]:
+    def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
         """One message per slice of the route; after a break all of them come again."""
         identity: server_pb2.Identity | None = self.sender.identity(route.epoch)
         for index in route.slices:
             start, stop = self.slicing.bounds(index)
             payload = self.flat[start:stop].view(np.uint8).data
-            yield frames.pack(server_pb2.InstallRequest(identity=identity, slice=index), payload)
+            yield index, frames.pack(server_pb2.InstallRequest(identity=identity, slice=index), payload)
             identity = None
 
     def take(self, route: Route, data: bytes) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -26,6 +26,7 @@ from psdist.client.jobs import Sender
 from psdist.client.retry import Backoff
 from psdist.client.routing import Route
 from psdist.client.session import Request
+from psdist.client.turns import Turns
 from psdist.client.waits import Wait
 from psdist.errors import ClosedError, PsdistError, ServerUnreachableError, StaleEpochError
 from psdist.wire import channels, memory, status
@@ -57,8 +58,8 @@ class Job(Protocol):
     #: The memory shared with servers, for jobs that can use it.
     sharing: Sharing | None
 
-    def messages(self, route: Route) -> Iterator[bytes]:
-        """The requests for the slices of ``route``, in their order."""
+    def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
+        """The requests for the slices of ``route``, in their order, each with the slice it is for."""
 
     def take(self, route: Route, data: bytes) -> str:
         """An answer of the route's server. Returns its reason if all it says is that it waits."""
@@ -72,6 +73,7 @@ class DataPath:
         self._link = link
         self._methods: dict[tuple[str, str], Any] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._turns: defaultdict[str, Turns] = defaultdict(Turns)
         #: Slices that were asked for more than once, by parameters' name.
         self.resent: Counter[str] = Counter()
         #: What the last call waited for when it was given up.
@@ -141,7 +143,7 @@ class DataPath:
         if job.sharing is not None and (stream := job.sharing.stream_to(route)) is not None:
             return await stream.attempt(job, route, wait)
         call = self.method(route.address, job.method)(metadata=self._link.metadata)
-        send = asyncio.create_task(_send(call, job, route))
+        send = asyncio.create_task(_send(call, job, route, self._turns[route.address]))
         receive = asyncio.create_task(_receive(call, job, route, wait))
         try:
             await _until_received(receive, send, loss)
@@ -172,11 +174,15 @@ class DataPath:
         return method
 
 
-async def _send(call: Any, job: Job, route: Route) -> None:
+async def _send(call: Any, job: Job, route: Route, turns: Turns) -> None:
     """Writes all messages. A stream that breaks meanwhile is left for its reader to report."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        for message in job.messages(route):
-            await call.write(message)
+        for index, message in job.messages(route):
+            turn = await turns.take(index)
+            try:
+                await call.write(message)
+            finally:
+                turns.give(turn)
         await call.done_writing()
 
 
