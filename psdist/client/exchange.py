@@ -51,6 +51,7 @@ class Exchange:
         self._link = link
         self._data = data
         self._holders = ready.holders
+        self._every = range(self.slicing.count)
         self._planned: tuple[ClusterMap, tuple[Route, ...]] | None = None
         self._sender = Sender(mine.run_id, mine.worker_id, mine.incarnation, spec.name)
         # Between its own pushes a member's weights stand still, if nobody goes on without it.
@@ -67,9 +68,12 @@ class Exchange:
     async def open(self) -> None:
         """Before each call: raises if this client is out, and shares memory with servers where that was not tried."""
         self._link.raise_if_out()
+        routes = self._plan(self._every)
+        if not self.sharing.is_missing(routes):
+            return
         try:
             async with asyncio.timeout(self.options.request_timeout):
-                await self.sharing.ensure(self._plan(range(self.slicing.count)))
+                await self.sharing.ensure(routes)
         except TimeoutError:
             raise WaitTimeoutError(
                 f"sharing memory for {self._name!r} took longer than request_timeout={self.options.request_timeout:g} s"
@@ -118,6 +122,9 @@ class Exchange:
             raise
 
     async def _deliver(self, job: Job) -> None:
+        if self.options.request_timeout is None:
+            await self._data.deliver(job, self._plan)
+            return
         try:
             async with asyncio.timeout(self.options.request_timeout):
                 await self._data.deliver(job, self._plan)

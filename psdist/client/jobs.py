@@ -88,15 +88,18 @@ class PushJob:
 
     def header(self, route: Route, pull_dtype: common_pb2.DType | None = None) -> server_pb2.PushHeader:
         """Who pushes what, for a request to the server of ``route``."""
-        return server_pb2.PushHeader(
+        header = server_pb2.PushHeader(
             pull_dtype=pull_dtype,
             identity=self.sender.identity(route.epoch),
-            step=self.request.number,
             codec=common_pb2.CODEC_RAW,
             dtype=convert.dtype_to_proto(self.codec.dtype),
-            abstain=self.flat is None,
-            grad_norm=self.grad_norm,
         )
+        self.number(header)
+        return header
+
+    def number(self, header: server_pb2.PushHeader) -> None:
+        """Writes into a header what differs from push to push."""
+        header.step, header.abstain, header.grad_norm = self.request.number, self.flat is None, self.grad_norm
 
     def _payload(self, index: int) -> memoryview:
         if self.flat is None:

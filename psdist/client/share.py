@@ -86,15 +86,17 @@ class Sharing:
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 
+    def is_missing(self, routes: Sequence[Route]) -> bool:
+        """Whether ``ensure`` would do anything."""
+        return any(self._is_missing(route) for route in routes)
+
     async def ensure(self, routes: Sequence[Route]) -> None:
         """Attaches to the servers of ``routes`` where that was not tried yet, or broke.
 
         Raises SharingUnavailableError where the transport is "shm" and a server cannot be shared with.
         """
-        if self._transport == "grpc" or not any(self._is_open(route) for route in routes):
-            return
         async with self._turn:
-            missing = [route for route in routes if self._is_open(route)]
+            missing = [route for route in routes if self._is_missing(route)]
             if missing and (reason := await self._prepare()):
                 for route in missing:
                     self._refuse(route, SharingUnavailableError(reason))
@@ -107,9 +109,13 @@ class Sharing:
                 for error in filter(None, outcomes):
                     raise error
 
-    def _is_open(self, route: Route) -> bool:
+    def _is_missing(self, route: Route) -> bool:
         """Whether it is to be tried to share with the server of ``route``."""
-        return (route.server_id, route.incarnation) not in self._refused and self.stream_to(route) is None
+        return (
+            self._transport != "grpc"
+            and self.stream_to(route) is None
+            and (route.server_id, route.incarnation) not in self._refused
+        )
 
     async def _prepare(self) -> str:
         """Makes the arena; why that cannot be, or "" if it is there."""

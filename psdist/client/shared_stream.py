@@ -149,6 +149,8 @@ class SharedStream:
         self._stable = stable
         self._loss = loss
         self._last_id = 0
+        #: Kind of the last push, and its request: the next is mostly the same but for its numbers, and is made of it.
+        self._pushed: tuple[tuple[type[PushJob], int, tuple[int, ...]], server_pb2.ShareRequest] | None = None
         #: Calls under way: what gets their answer, and the wait that it ends.
         self._calls: dict[int, tuple[asyncio.Future[server_pb2.ShareResponse | PsdistError], Wait]] = {}
         self._line = Line(self._hear, self._line_ended)
@@ -192,18 +194,21 @@ class SharedStream:
             return ServerUnreachableError(f"{self._peer} did not answer all slices")
         return None
 
-    def _push(self, job: PushJob, route: Route, slices: Sequence[int]) -> server_pb2.ShareRequest:
+    def _push(self, job: PushJob, route: Route, slices: tuple[int, ...]) -> server_pb2.ShareRequest:
         """The request, after the gradient is where the server will read it."""
         self._stage(job, slices)
+        kind = (type(job), route.epoch, slices)
+        if self._pushed is None or self._pushed[0] != kind:
+            pull_dtype = convert.dtype_to_proto(job.pull_dtype) if isinstance(job, PushPullJob) else None
+            push = server_pb2.SharedPush(
+                header=job.header(route, pull_dtype), wants_weights=isinstance(job, PushPullJob), slices=slices
+            )
+            self._pushed = kind, server_pb2.ShareRequest(push=push)
+        request = self._pushed[1]
+        job.number(request.push.header)
         bases = [job.versions[index] for index in slices]
-        pull_dtype = convert.dtype_to_proto(job.pull_dtype) if isinstance(job, PushPullJob) else None
-        push = server_pb2.SharedPush(
-            header=job.header(route, pull_dtype),
-            wants_weights=isinstance(job, PushPullJob),
-            slices=slices,
-            base_versions=bases if min(bases) != max(bases) else bases[:1],
-        )
-        return server_pb2.ShareRequest(push=push)
+        request.push.base_versions[:] = bases if min(bases) != max(bases) else bases[:1]
+        return request
 
     def _stage(self, job: PushJob, slices: Sequence[int]) -> None:
         if job.flat is None:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Final
+from typing import Final, Self
 
 from psdist.wire import limits
 
@@ -23,14 +21,23 @@ _SENTENCES_MAX: Final = 16
 
 
 class Wait:
-    """One wait. Made by ``Waits.open``."""
+    """One wait, which lasts as long as its ``with`` block. Made by ``Waits.open``."""
 
-    def __init__(self, reason: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, reason: str, open_waits: dict[int, Wait], loop: asyncio.AbstractEventLoop) -> None:
         self.reason = reason
+        self._open = open_waits
         self._loop = loop
         self._since = loop.time()
         self._told: set[str] = set()
         self._timer = loop.call_later(limits.REPORT_WAIT_SECONDS, self._tell)
+
+    def __enter__(self) -> Self:
+        self._open[id(self)] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        del self._open[id(self)]
 
     @property
     def seconds(self) -> float:
@@ -57,10 +64,6 @@ class Wait:
         self._since = self._loop.time()
         self._told.clear()
 
-    def close(self) -> None:
-        """The wait is over."""
-        self._timer.cancel()
-
     def _tell(self) -> None:
         left = limits.REPORT_WAIT_SECONDS - self.seconds
         if left > 0.001:  # there was progress meanwhile
@@ -82,16 +85,9 @@ class Waits:
     def __init__(self) -> None:
         self._open: dict[int, Wait] = {}
 
-    @contextmanager
-    def open(self, reason: str) -> Iterator[Wait]:
-        """A wait that lasts as long as the block, at first for ``reason``."""
-        wait = Wait(reason, asyncio.get_running_loop())
-        self._open[id(wait)] = wait
-        try:
-            yield wait
-        finally:
-            wait.close()
-            del self._open[id(wait)]
+    def open(self, reason: str) -> Wait:
+        """A wait for a ``with`` block, at first for ``reason``."""
+        return Wait(reason, self._open, asyncio.get_running_loop())
 
     def sentences(self) -> list[str]:
         """The reason of each wait that has lasted, and for how long, longest first. Who reads it knows who waits."""

@@ -285,7 +285,7 @@ class _Stream:
         holding.check_norm(call)
         slices = self._check_slices(call, push.slices)
         bases = _one_for_each(push.base_versions, slices, "base_versions")
-        slicing = holding.entry.slicing
+        slicing = holding.slicing
         counters = holding.counters.of(call.identity.worker_id)
         for index, base in zip(slices, bases, strict=True):
             values = self._attachment.arena.part(*slicing.bounds(index))
@@ -327,7 +327,7 @@ class _Stream:
 
     def _count_pulled(self, call: _SharedCall) -> None:
         if call.wants_weights and call.error is None:
-            slicing = self._attachment.holding.entry.slicing
+            slicing = self._attachment.holding.slicing
             elements = sum(slicing.size(answer.index) for answer in call.answers)
             counters = self._attachment.holding.counters.of(call.identity.worker_id)
             counters.pull_bytes += elements * ITEM_BYTES[call.pull_dtype]
