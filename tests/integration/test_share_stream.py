@@ -384,6 +384,19 @@ async def test_the_end_of_the_connection_ends_the_stream(bench: Bench) -> None:
         await peer.hear_stream()
 
 
+async def test_who_was_admitted_is_looked_at_again_by_each_map(bench: Bench) -> None:
+    await bench.create()
+    peer = await attached(bench)
+    await peer.say(peer.push(0))
+    early = peer.push(1)
+    await bench.follow(entry(1, ready=True))
+    with pytest.raises(StaleEpochError):
+        await peer.say(early)
+    await bench.follow(entry(1, ready=True), live=0)
+    with pytest.raises(FencedError):
+        await peer.say(peer.push(1))
+
+
 async def test_a_call_by_a_newer_map_waits_for_it_and_those_after_it_too(bench: Bench) -> None:
     await bench.create()
     peer = await attached(bench)
