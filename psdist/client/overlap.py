@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from psdist.client import partition
 from psdist.client.buckets import Cut, Ready, StepPlan
@@ -50,7 +50,7 @@ class AsyncBucket:
 
         Raises WaitTimeoutError after ``timeout`` seconds (waiting again goes on), InvalidArgumentError where it would
         wait for ever: the slices of these tensors hold parts of others, which were not given; and whatever the sending
-        failed with. After that, give the bucket's tensors again.
+        failed with. After that, give the bucket's tensors again, and those of the buckets that were under way with it.
         """
         return await self._step.wait(self, timeout)
 
@@ -89,6 +89,8 @@ class BucketStep:
         self._plan = StepPlan(cut, whole=whole)
         self._waiting: list[AsyncBucket] = []
         self._failures: list[PsdistError] = []
+        #: What ends the buckets under way, while it does.
+        self._broken: PsdistError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._abstained = False
         self._changed = asyncio.Event()
@@ -123,7 +125,7 @@ class BucketStep:
         try:
             await all_or_first_error([self._exchange.push_pull(part, flat, 0.0, self._arrival) for part, flat in parts])
         except asyncio.CancelledError:
-            bucket.error = ClosedError("the client was closed before the bucket was answered")
+            bucket.error = self._broken or ClosedError("the client was closed before the bucket was answered")
             raise
         except Exception as error:
             bucket.error = error if isinstance(error, PsdistError) else InternalError(f"a bucket failed: {error!r}")
@@ -169,7 +171,7 @@ class BucketStep:
         except TimeoutError:
             raise WaitTimeoutError(f"the new weights of {names} did not come within {timeout:g} s") from None
         if bucket.error is not None:
-            raise self._tell(bucket.error)
+            await self._tell(bucket.error)
         assert bucket.weights is not None
         return bucket.weights
 
@@ -188,7 +190,7 @@ class BucketStep:
         Raises InvalidArgumentError if tensors are missing, and the failure of a bucket that was not told yet.
         """
         while not self._plan.finished:
-            self.raise_failure()
+            await self.raise_failure()
             if missing := self._plan.missing_names():
                 raise InvalidArgumentError(
                     f"step {self._request.number} was begun in buckets and misses {missing}: give them by "
@@ -196,23 +198,31 @@ class BucketStep:
                 )
             await self._changed.wait()
 
-    def raise_failure(self) -> None:
+    async def raise_failure(self) -> None:
         """Raises what a bucket failed with, if nobody was told yet."""
         if self._failures:
-            raise self._tell(self._failures[0])
+            await self._tell(self._failures[0])
 
-    def _tell(self, error: PsdistError) -> PsdistError:
-        """The error to raise. A server may read the bucket still, from memory that the user may write to once told."""
+    async def _tell(self, error: PsdistError) -> NoReturn:
+        """Raises the error of a bucket. The user may write to its memory then, which slices of other buckets may lie in
+        too; so those under way end with the same error, and what a server may read still is not shared any more."""
         if error in self._failures:
-            self._failures.remove(error)
+            self._broken = error
+            await self._end_tasks()
+            self._broken = None
+            self._failures.clear()
             self._exchange.sharing.renew()
-        return again(error)
+        raise again(error)
 
-    async def close(self) -> None:
-        """Ends what is under way."""
+    async def _end_tasks(self) -> None:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if tasks:
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        under_way = bool(self._tasks)
+        await self._end_tasks()
+        if under_way:
             self._exchange.sharing.renew()  # the memory is the user's again, as in _tell

@@ -2,8 +2,9 @@
 
 One call at a time: calls of several tasks on the same handle queue up, so that steps stay in order. What is wrong with
 an input is raised before anything is sent. A call that fails or is cancelled does not advance the step: calling again
-sends again under the same number, and the servers take only what they do not have yet. Not here: jobs (``exchange``),
-a step that is given in buckets (``overlap``).
+sends again under the same number, and the servers take only what they do not have yet. So give the same gradient again:
+of another one those slices count that had not arrived. Not here: jobs (``exchange``), a step that is given in buckets
+(``overlap``).
 """
 
 from __future__ import annotations
@@ -297,6 +298,7 @@ class AsyncParameters:
 
     def _pushed(self, request: Request, *, seen: bool, abstained: bool) -> None:
         self._session.end_push(request, seen=seen)
+        self._exchange.sharing.settle()
         self._pushes += 1
         self._pulls += seen
         self._abstained += abstained
@@ -331,7 +333,7 @@ class AsyncParameters:
         if self._viewed is None or self._viewed[0] is not vector or self._vectors.converted:
             every = range(len(self.layout.tensors))
             self._viewed = vector, partition.views(self.layout, every, vector, self._vectors.converted)
-        return dict(self._viewed[1])
+        return {name: array.view() for name, array in self._viewed[1].items()}
 
     # --- buckets ---
 
@@ -347,7 +349,7 @@ class AsyncParameters:
         """The step that the next bucket belongs to. A new one is kept only with its first bucket."""
         await self._exchange.open()
         if self._step is not None:
-            self._step.raise_failure()
+            await self._step.raise_failure()
             if self._step.open:
                 return self._step
         await self._end_step()

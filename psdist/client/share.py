@@ -72,6 +72,7 @@ class Sharing:
         self._transport = transport
         self._elements = entry.total if member else 0
         self._stable = stable
+        self._settled = True
         self._arena: GradientArena | None = None
         self._streams: dict[str, SharedStream] = {}
         self._weights: Flat | None = None
@@ -140,10 +141,11 @@ class Sharing:
         except PsdistError as error:  # That is for the data path to handle, and sharing is tried again then.
             self._reasons[route.server_id] = f"attaching failed: {error.message}"
         else:
-            if (old := self._streams.get(route.server_id)) is not None:
-                await old.ended()
+            old = self._streams.get(route.server_id)
             self._streams[route.server_id] = stream
             self._reasons.pop(route.server_id, None)
+            if old is not None:
+                await old.ended()
             logger.debug("sharing memory of %r with %s", self.parameters, route.peer)
 
     async def _attached(self, route: Route, arena: GradientArena) -> SharedStream:
@@ -160,7 +162,7 @@ class Sharing:
                 call = self._data.method(route.address, "Share")(metadata=self._link.metadata)
                 try:
                     weights, connection = await attach(call, attaching, arena, held, loss, route.peer)
-                    stream = SharedStream(call, route, arena, weights, held, loss, stable=self._stable)
+                    stream = SharedStream(call, route, arena, weights, held, loss, stable=self.stable)
                     await stream.open(connection)
                     return stream
                 except StaleEpochError:
@@ -202,7 +204,7 @@ class Sharing:
     def _stitched(self) -> Flat | None:
         streams = {holder: self._streams[holder] for holder in self._holders if holder in self._streams}
         if (
-            not self._stable
+            not self.stable
             or len(streams) < len(self._holders)
             or not all(stream.is_open for stream in streams.values())
         ):
@@ -241,9 +243,24 @@ class Sharing:
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
+    @property
+    def stable(self) -> bool:
+        """Whether weights stand still now. After a push that did not end well they may not: others can go on with what
+        of it reached the servers, until this worker knows that all of it did."""
+        return self._stable and self._settled
+
+    def settle(self) -> None:
+        """A push ended well: all of it is in the weights."""
+        if not self._settled:
+            self._settled = True
+            for stream in self._streams.values():
+                stream.stable = self._stable
+            self._weights = self._stitched()
+
     def renew(self) -> None:
         """Puts memory that no server has in the place of the gradient arena, with the same content at the same address:
         after a push that did not end well a server may read the old one for as long as it likes."""
+        self._settled = False
         if self._arena is not None and self._offered:
             self._offered = False
             for stream in self._streams.values():

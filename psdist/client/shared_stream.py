@@ -146,7 +146,7 @@ class SharedStream:
         self._call = call
         self._arena = arena
         self._held = held
-        self._stable = stable
+        self.stable = stable
         self._loss = loss
         self._last_id = 0
         #: Kind of the last push, and its request: the next is mostly the same but for its numbers, and is made of it.
@@ -258,7 +258,7 @@ class SharedStream:
                 raise InternalError(f"{self._peer} answered slice {index}, which is not asked for")
             if isinstance(job, PushPullJob | PullJob):
                 job.traffic.received += self._held.slicing.size(index) * ITEM_BYTES[_pull_dtype(job)]
-                if not (job.in_place and self._stable):
+                if not (job.in_place and self.stable):
                     version = await self._copy(job, index, version)
             job.request.answer(index, version, behind, index in ignored)
 
@@ -267,7 +267,7 @@ class SharedStream:
         assert job.target is not None
         start, stop = self._held.slicing.bounds(index)
         target, dtype = job.target[start:stop], _pull_dtype(job)
-        if self._stable:
+        if self.stable:
             target[...] = self.view(index)
         else:
             version = await self._copy_moving(index, target)

@@ -150,8 +150,11 @@ class GradientArena:
         return fd
 
     def close(self) -> None:
-        """Closes the file. The memory stays as long as arrays look into it."""
+        """Closes the file. The memory stays as long as arrays look into it, and is only this process's own from then
+        on: whoever has the file keeps its bytes as they are."""
         if self._closing is not None:
+            if self.fd >= 0 and self._region.writable:
+                self._region.place(self.fd, private=True)
             self._closing()
         self.fd = -1
 
@@ -254,6 +257,7 @@ class _Region:
 
     def __init__(self, size: int, *, writable: bool) -> None:
         self._size = size
+        self.writable = writable
         self._prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         # Reserves addresses only. Arrays refer to this object, whose end unmaps whatever is there by then.

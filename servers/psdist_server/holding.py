@@ -112,6 +112,8 @@ class Holding:
         self._encoded: dict[tuple[Answer, int, str], bytes] = {}
         self._effects: deque[Effect] = deque()
         self._carrying_out = False
+        #: An update failed: its slice never goes on, so nobody is to wait for it.
+        self._defect: InternalError | None = None
         self._readers: dict[int, list[tuple[asyncio.Future[tuple[int, bytes]], str]]] = {}
         #: Done when the update kernel is compiled.
         self.ready = pool.prepare(self._compile)
@@ -133,7 +135,9 @@ class Holding:
     # --- what the service asks --------------------------------------------------------------------------------------
 
     def check_installed(self) -> None:
-        """Raises UnknownParametersError while initial values are missing."""
+        """Raises UnknownParametersError while initial values are missing, InternalError once an update failed."""
+        if self._defect is not None:
+            raise InternalError(self._defect.message)
         if not self.entry.ready or len(self.dense.installed) < len(self.dense.indices):
             raise UnknownParametersError(
                 f"{self.entry.spec.name!r} is not ready: {len(self.dense.installed)} of {len(self.dense.indices)} "
@@ -389,10 +393,11 @@ class Holding:
             self.fail(f"the update of slice {effect.index}", error)
 
     def fail(self, what: str, error: BaseException) -> None:
-        """A defect: everybody who waits for something here is told, and the log has the traceback."""
+        """A defect: everybody who waits for something here is told, or will ask, and the log has the traceback."""
         _log.error("failed", parameters=self.entry.spec.name, what=what, exc_info=error)
+        self._defect = InternalError(f"{what} of {self.entry.spec.name!r} failed: {error!r}")
         for call in {id(call): call for call in self._calls.values()}.values():
-            call.fail(InternalError(f"{what} of {self.entry.spec.name!r} failed: {error!r}"))
+            call.fail(self._defect)
 
     def _finish_kernel(self, effect: Apply | Aggregate, outcome: Outcome) -> None:
         for place in outcome.bad:

@@ -5,8 +5,8 @@ of work; here a thread takes several at once where many wait, and everything tha
 wake-up. Forward passes read low slices first, so an update of a low slice that is asked for later still comes before
 those of higher ones.
 
-Invariants: each piece of work is told once, on the loop that made the pool, in the order in which it ended; nothing is
-told after ``close``.
+Invariants: each piece of work is told once, on the loop that made the pool, in the order in which it ended; what ends
+after ``close`` is not told.
 """
 
 from __future__ import annotations

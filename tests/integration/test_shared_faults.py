@@ -26,7 +26,7 @@ import pytest
 import psdist
 from psdist import AsyncClient, AsyncParameters
 from psdist.client.shared_stream import Held, attach
-from psdist.errors import InvalidArgumentError, ServerLostError, SharingUnavailableError, WaitTimeoutError
+from psdist.errors import ClosedError, InvalidArgumentError, ServerLostError, SharingUnavailableError, WaitTimeoutError
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.types import Slicing
 from psdist.v1 import common_pb2
@@ -268,6 +268,45 @@ async def test_what_a_given_up_push_left_in_the_arena_is_not_changed_by_what_is_
         buffer["w"][...] = -5.0
         results = await asyncio.gather(handles[0].push_pull(buffer), handles[1].push_pull(gradient()))
         assert set(results[0]["w"].tolist()) == {6.0}
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+async def test_what_is_written_after_closing_in_the_middle_of_a_push_reaches_nobody(
+    cluster: EmbeddedCluster, transport: str
+) -> None:
+    async with members(cluster, {"transport": transport}, {}) as clients:
+        handles = await opened(clients, f"closed-{transport}")
+        buffer = await handles[0].gradient_buffers()
+        buffer["w"][...] = -3.0
+        pushing = asyncio.create_task(handles[0].push(buffer))
+        await until_pushed(clients[1], f"closed-{transport}")
+        await clients[0].close()
+        with pytest.raises(ClosedError):
+            await pushing
+        buffer["w"][...] = 1e6
+        values = set((await handles[1].push_pull(gradient()))["w"].tolist())
+        # Over gRPC some slices may not have arrived before the end.
+        assert values == {2.0} if transport == "shm" else values <= {1.0, 2.0}
+
+
+async def test_weights_after_a_given_up_push_stand_still_for_their_reader(cluster: EmbeddedCluster) -> None:
+    """The others can finish the step that the given-up push left at the servers, and write the weights."""
+    async with members(cluster, {"request_timeout": 0.5, "transport": "shm"}, {}) as clients:
+        handles = await opened(clients, "moving")
+        await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
+        buffer = await handles[0].gradient_buffers()
+        buffer["w"][...] = -3.0
+        with pytest.raises(WaitTimeoutError):
+            await handles[0].push(buffer)
+        seen = (await handles[0].pull(copy=False))["w"]
+        assert set(seen.tolist()) == {1.0}
+        assert set((await handles[1].push_pull(gradient()))["w"].tolist()) == {3.0}
+        assert set(seen.tolist()) == {1.0}
+        await handles[0].push(buffer)  # was taken already
+        # Once a push ended well, weights are read in place again.
+        seen = (await handles[0].pull(copy=False))["w"]
+        shared = handles[0]._exchange.sharing.weights
+        assert set(seen.tolist()) == {3.0} and shared is not None and np.shares_memory(seen, shared)
 
 
 async def test_a_worker_that_unmaps_its_arena_in_the_middle_of_a_step(cluster: EmbeddedCluster) -> None:

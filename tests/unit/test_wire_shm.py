@@ -152,11 +152,12 @@ def test_views_outlive_their_arena() -> None:
     mine = GradientArena.create(5000, "float32")
     theirs = GradientArena.open(os.dup(mine.fd), 5000, "float32")
     written, read = mine.flat, theirs.part(10, 20)
+    written[15] = 3.0
     mine.close()
     del mine, theirs
     gc.collect()
-    written[15] = 3.0
-    assert read[5] == 3.0
+    written[16] = 4.0  # the file is no longer what is written to
+    assert read[5] == written[15] == 3.0 and read[6] == 0.0 and written[16] == 4.0
 
 
 # --- renewing ---------------------------------------------------------------------------------------------------------
