@@ -35,9 +35,6 @@ _log = structlog.get_logger("psdist.server")
 EXIT_UNAVAILABLE: Final = 69
 EXIT_FENCED: Final = 70
 _GRACE_SECONDS: Final = 1.0
-#: How soon a thread gets the interpreter's lock from one that does not let go of it: the loop waits for kernel threads
-#: that begin or end a piece of work, and the transport's threads for the loop. Python's default is 5 ms.
-SWITCH_SECONDS: Final = 0.0005
 
 T = TypeVar("T")
 
@@ -45,7 +42,6 @@ T = TypeVar("T")
 def main(settings: ServerSettings) -> int:
     """Runs a server until it is told to stop; the exit status."""
     memory.keep_buffers(one_heap=True)
-    sys.setswitchinterval(SWITCH_SECONDS)
     logs.configure("server", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
         address = settings.scheduler_address()

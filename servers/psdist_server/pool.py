@@ -28,7 +28,7 @@ Run = Callable[[Sequence[W]], Sequence[R]]
 Told = Callable[[W, R | None, BaseException | None], None]
 
 #: At most so many pieces of work at once: more would keep the other threads from helping, and answers waiting.
-BATCH_MAX: Final = 8
+BATCH_MAX: Final = 16
 
 
 class KernelPool(Generic[W, R]):
