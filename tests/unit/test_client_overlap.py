@@ -148,6 +148,23 @@ async def test_two_buckets_break_at_once(setup: Setup) -> None:
     assert setup.handle.step == 1
 
 
+async def test_a_failure_ends_the_buckets_under_way_before_their_memory_may_be_written(setup: Setup) -> None:
+    never = asyncio.Event()
+    setup.servers[0].breaks = [Break(0, hang=never), Break(0, REFUSAL)]
+    under_way = await setup.give("b")
+    await setup.servers[0].hanging.wait()
+    failed = await setup.give("a")
+    with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
+        await failed
+    assert under_way.done() and not setup.handle._step._tasks and setup.renewed == 1
+    with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
+        await under_way
+    again = [await setup.give("b"), await setup.give("a")]
+    assert [set(value) for bucket in again for value in (await bucket).values()] == [{1.0}, {1.0}]
+    assert setup.handle.step == 1 and setup.renewed == 1
+    never.set()
+
+
 async def test_a_bucket_takes_no_longer_than_a_request_may() -> None:
     setup = await Setup().start(request_timeout=0.3)
     try:
