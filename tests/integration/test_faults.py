@@ -18,14 +18,16 @@ import psutil
 import pytest
 
 _SCRIPT = """
-import os, signal, sys
+import asyncio, os, signal, sys
 import numpy as np
 import psdist
-from psdist.client import jobs, shared_stream
+from psdist.client import jobs
+from psdist.v1 import server_pb2
+from psdist.wire import line
 
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dying, how, first = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
-sent, payload, write = 0, jobs.PushJob._payload, shared_stream.SharedStream._write
+sent, payload, send = 0, jobs.PushJob._payload, line.Line.send
 
 def die_in_time(slices):
     global sent
@@ -37,12 +39,14 @@ def payload_or_die(job, index):
     die_in_time(1)
     return payload(job, index)
 
-async def write_or_die(stream, request):
-    await write(stream, request)
-    die_in_time(len(request.push.slices))
+def send_or_die(connection, message):
+    send(connection, message)
+    slices = len(server_pb2.ShareRequest.FromString(message).push.slices)
+    loop = asyncio.get_running_loop()
+    loop.call_soon(loop.call_soon, die_in_time, slices)  # uvloop writes at the end of a turn
 
 jobs.PushJob._payload = payload_or_die
-shared_stream.SharedStream._write = write_or_die
+line.Line.send = send_or_die
 client = psdist.init().client
 clip = 1e9 if how == "clip" else 0.0
 sgd = psdist.optim.SGD(lr=1.0, max_grad_norm=clip)
