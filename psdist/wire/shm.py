@@ -78,6 +78,8 @@ class GradientArena:
         self.fd = fd
         self.nonce = self._region.nonce()
         self._closing = weakref.finalize(self, os.close, fd) if fd >= 0 else None
+        if self._closing is not None:
+            self._closing.atexit = False  # Clients are closed at exit too, and need it.
 
     @staticmethod
     def size(elements: int, dtype: str) -> int:
