@@ -96,6 +96,7 @@ class LoopThread:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = _new_loop()
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name="psdist", daemon=True)
         self._thread.start()
 
@@ -111,6 +112,9 @@ class LoopThread:
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise ClosedError("a synchronous psdist call was made on psdist's own loop thread: use AsyncClient there")
+        if self._stopped:
+            coroutine.close()
+            raise ClosedError("psdist has ended in this process, which is about to exit: make calls before")
         call = _Call(coroutine, self.loop)
         try:
             self.loop.call_soon_threadsafe(call.begin)
@@ -123,6 +127,7 @@ class LoopThread:
 
     def stop(self) -> None:
         """Closes the clients on the loop and ends it."""
+        self._stopped = True
         mine = [client for client, owner in list(_claims.values()) if owner is self.loop]
         with suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             asyncio.run_coroutine_threadsafe(_close_all(mine), self.loop).result(_EXIT_SECONDS)

@@ -73,6 +73,8 @@ class Sharing:
         self._elements = entry.total if member else 0
         self._stable = stable
         self._settled = True
+        #: Counts the files that were in the place of the arena, so that who waited can see that it is another.
+        self._generation = 0
         self._arena: GradientArena | None = None
         self._streams: dict[str, SharedStream] = {}
         self._weights: Flat | None = None
@@ -134,13 +136,23 @@ class Sharing:
     async def _attach(self, route: Route) -> None:
         assert self._arena is not None
         self._offered = True
+        generation = self._generation
+        stream: SharedStream | None = None
         try:
             stream = await self._attached(route, self._arena)
         except SharingUnavailableError as error:
-            self._refuse(route, error)
+            if generation == self._generation:
+                self._refuse(route, error)
         except PsdistError as error:  # That is for the data path to handle, and sharing is tried again then.
             self._reasons[route.server_id] = f"attaching failed: {error.message}"
-        else:
+        if generation != self._generation:
+            # The arena is another one since, or gone: what was attached, or refused, is not it. The next call tries
+            # again; until then gRPC is used.
+            self._reasons[route.server_id] = "the memory was replaced while it was offered"
+            if stream is not None:
+                stream.close()
+                await stream.ended()
+        elif stream is not None:
             old = self._streams.get(route.server_id)
             self._streams[route.server_id] = stream
             self._reasons.pop(route.server_id, None)
@@ -263,6 +275,7 @@ class Sharing:
         self._settled = False
         if self._arena is not None and self._offered:
             self._offered = False
+            self._generation += 1
             for stream in self._streams.values():
                 stream.close()
             self._weights = None
@@ -270,6 +283,7 @@ class Sharing:
 
     async def close(self) -> None:
         """Ends the streams."""
+        self._generation += 1
         if self in self._link.sharings:
             self._link.sharings.remove(self)
         for stream in self._streams.values():

@@ -13,6 +13,7 @@ Not here: which servers are attached, why not (``share``), what is sent again af
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -105,7 +106,14 @@ async def attach(
 async def _exchange(
     listener: socket.socket, arena: GradientArena, held: Held, opened: ExitStack
 ) -> tuple[WeightsArena, socket.socket]:
-    fd, connection = await handover.exchange(listener, arena.fd)
+    try:
+        mine = os.dup(arena.fd)  # The arena may be renewed meanwhile, and the number be another file's.
+    except OSError as error:
+        raise SharingUnavailableError(f"the memory is not shared any more: {error.strerror}") from None
+    try:
+        fd, connection = await handover.exchange(listener, mine)
+    finally:
+        os.close(mine)
     opened.enter_context(connection)
     return WeightsArena.open(fd, held.count, held.total), connection
 
@@ -189,7 +197,10 @@ class SharedStream:
                 return response
             raise response
         wait.progress()
-        await self._take(job, response.answers)
+        try:
+            await self._take(job, response.answers)
+        except (ServerUnreachableError, ClosedError) as error:  # Broken while weights were read.
+            return error
         if job.request.unanswered(slices):
             return ServerUnreachableError(f"{self._peer} did not answer all slices")
         return None

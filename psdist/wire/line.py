@@ -45,6 +45,7 @@ class Line(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._holds = 0
+        self._closed = False
         #: Whether the other side does not read what was sent.
         self.is_full = False
 
@@ -71,7 +72,8 @@ class Line(asyncio.Protocol):
             self._deliver()
 
     def close(self) -> None:
-        """Ends the line, after what was sent."""
+        """Ends the line, after what was sent; one that has not begun will not."""
+        self._closed = True
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -79,7 +81,10 @@ class Line(asyncio.Protocol):
     # --- what the loop calls ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        if self._closed:
+            transport.close()
+        else:
+            self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
