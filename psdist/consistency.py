@@ -11,12 +11,14 @@ et
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from psdist.errors import InvalidArgumentError
 
 StalenessLr = Literal["none", "inverse"]
+ResizeLr = Literal["none", "linear", "sqrt"]
 _COUNT_MAX = 1 << 20
 
 
@@ -36,12 +38,25 @@ class BSP:
 
     backup_workers: so many members need not be waited for in a step; their late contributions are dropped (Chen et al.
         2016, "Revisiting Distributed Synchronous SGD"). With more than 0 the result depends on who is late.
+    resize_lr: what the learning rate of a step is multiplied by when other than the number of workers that began takes
+        part in it, n of m: "none" 1, "linear" n / m (Goyal et al. 2017), "sqrt" (n / m) ** 0.5 (Krizhevsky 2014).
     """
 
     backup_workers: int = 0
+    resize_lr: ResizeLr = "none"
 
     def __post_init__(self) -> None:
         _check_count("backup_workers", self.backup_workers)
+        if self.resize_lr not in ("none", "linear", "sqrt"):
+            raise InvalidArgumentError(f"resize_lr={self.resize_lr!r} is unknown: use 'none', 'linear' or 'sqrt'")
+
+    def lr_scale(self, contributors: int, reference: int) -> float:
+        """Factor on the learning rate of a step with so many contributors; ``reference`` is how many there were at the
+        beginning."""
+        if self.resize_lr == "none" or not contributors or not reference:
+            return 1.0
+        ratio = contributors / reference
+        return ratio if self.resize_lr == "linear" else math.sqrt(ratio)
 
 
 @dataclass(frozen=True)

@@ -207,8 +207,29 @@ class SharingUnavailableError(PsdistError):
     status = "FAILED_PRECONDITION"
 
 
+class StaleTermError(PsdistError):
+    """A server acted as the primary of a shard that has a newer one."""
+
+    code = "stale_term"
+    status = "ABORTED"
+
+
+class ReplicaMismatchError(PsdistError):
+    """Two copies of a slice that must be byte-identical are not. The shard is stopped: nobody knows which is right."""
+
+    code = "replica_mismatch"
+    status = "DATA_LOSS"
+
+
+class DataRangeFailedError(PsdistError):
+    """A range of a data set was handed out as often as it may be, and each time its worker died."""
+
+    code = "data_range_failed"
+    status = "FAILED_PRECONDITION"
+
+
 class ServerLostError(PsdistError):
-    """A server that held a part of the parameters is gone, and with it what it held."""
+    """A server that held the only copy of a part of the parameters is gone, and with it what it held."""
 
     code = "server_lost"
     status = "DATA_LOSS"

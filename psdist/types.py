@@ -179,18 +179,58 @@ class GroupRange:
     group: int
 
 
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One life of a server, which holds a copy of a shard."""
+
+    server_id: str
+    incarnation: int
+
+    def __str__(self) -> str:
+        return self.server_id
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Who holds a shard. Only the scheduler changes it, and each change is a new epoch.
+
+    primary: serves workers. It answers a push when it has applied it and all of ``backups`` have acknowledged it.
+    term: counts the primaries; an update of a lower term is refused by whoever knows a higher one.
+    backups: have everything that was ever acknowledged; one of them is promoted when the primary is lost.
+    filling: are being filled by the primary, and become backups when it says that they are complete.
+    lost: the primary is gone and there was no backup.
+    """
+
+    primary: Replica
+    term: int = 1
+    backups: tuple[Replica, ...] = ()
+    filling: tuple[Replica, ...] = ()
+    lost: bool = False
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """All that hold a copy or will: the primary first."""
+        return (self.primary, *self.backups, *self.filling)
+
+
 @dataclass(frozen=True)
 class ParametersEntry:
     """Parameters as the cluster map shows them. Slice i is in shard ``i % len(shards)``."""
 
     spec: ParametersSpec
     total: int
-    #: Primary server's id by shard number.
-    shards: tuple[str, ...]
+    shards: tuple[Shard, ...]
     members: tuple[ParametersMember, ...] = ()
     ranges: tuple[GroupRange, ...] = ()
     ready: bool = False
     layout_digest: bytes = b""
+    #: Members when the parameters were placed; what ``BSP.resize_lr`` compares with.
+    reference_workers: int = 0
+
+    @property
+    def primaries(self) -> tuple[str, ...]:
+        """Id of the primary by shard number."""
+        return tuple(shard.primary.server_id for shard in self.shards)
 
     @property
     def slicing(self) -> Slicing:
@@ -200,7 +240,7 @@ class ParametersEntry:
     def slices_of(self, server_id: str) -> tuple[int, ...]:
         """Ascending slices that ``server_id`` is the primary of."""
         shards = len(self.shards)
-        mine = {number for number, owner in enumerate(self.shards) if owner == server_id}
+        mine = {number for number, owner in enumerate(self.primaries) if owner == server_id}
         return tuple(index for index in range(self.slicing.count) if index % shards in mine)
 
 

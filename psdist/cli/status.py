@@ -193,7 +193,7 @@ def _parameters(
     one: scheduler_pb2.ParametersStatus, statistics: dict[tuple[str, str], server_pb2.ParametersStatistics]
 ) -> dict[str, Any]:
     entry, name = one.entry, one.entry.spec.name
-    servers = list(dict.fromkeys(entry.shards))
+    servers = list(dict.fromkeys(shard.primary.server_id for shard in entry.shards))
     counted = {server: statistics[server, name] for server in servers if (server, name) in statistics}
     return {
         "name": name,
@@ -208,7 +208,7 @@ def _parameters(
         "servers": [
             {
                 "id": server,
-                "shards": list(entry.shards).count(server),
+                "shards": sum(shard.primary.server_id == server for shard in entry.shards),
                 "weight_bytes": _weight_bytes(entry, server),
                 "waiting_bytes": counted[server].bytes_held if server in counted else None,
             }

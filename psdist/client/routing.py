@@ -41,7 +41,7 @@ def find_entry(cluster: ClusterMap, parameters: str) -> ParametersEntry:
 
 def holders_of(cluster: ClusterMap, entry: ParametersEntry) -> dict[str, int]:
     """Incarnation of each live server that holds a shard of the parameters."""
-    servers = ((server_id, cluster.server(server_id)) for server_id in dict.fromkeys(entry.shards))
+    servers = ((server_id, cluster.server(server_id)) for server_id in dict.fromkeys(entry.primaries))
     return {server_id: server.incarnation for server_id, server in servers if server is not None}
 
 
@@ -57,8 +57,9 @@ def plan(
     """
     entry = find_entry(cluster, parameters)
     by_server: dict[str, list[int]] = {}
+    primaries = entry.primaries
     for index in range(entry.slicing.count) if wanted is None else wanted:
-        by_server.setdefault(entry.shards[index % len(entry.shards)], []).append(index)
+        by_server.setdefault(primaries[index % len(primaries)], []).append(index)
     routes = []
     for server_id, slices in by_server.items():
         server = cluster.server(server_id)

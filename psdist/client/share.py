@@ -67,7 +67,7 @@ class Sharing:
         self._sender = sender
         self._entry = entry
         #: The servers that have slices; a shard of few slices may have none.
-        self._holders = tuple(dict.fromkeys(entry.shards[: entry.slicing.count]))
+        self._holders = tuple(dict.fromkeys(entry.primaries[: entry.slicing.count]))
         self._dtype: DType = dtype
         self._transport = transport
         self._elements = entry.total if member else 0
@@ -221,7 +221,7 @@ class Sharing:
             or not all(stream.is_open for stream in streams.values())
         ):
             return None
-        slicing, shards = self._entry.slicing, self._entry.shards
+        slicing, shards = self._entry.slicing, self._entry.primaries
         pieces = (
             Piece(slicing.bounds(index)[0], stream.weights, stream.start_of(index), slicing.size(index))
             for index in range(slicing.count)
@@ -235,7 +235,7 @@ class Sharing:
 
     def copy_weights(self, slices: Iterable[int], target: Flat) -> None:
         """Copies slices that are shared and stand still into their places in ``target``."""
-        shards = self._entry.shards
+        shards = self._entry.primaries
         for index in slices:
             start, stop = self._entry.slicing.bounds(index)
             target[start:stop] = self._streams[shards[index % len(shards)]].view(index)

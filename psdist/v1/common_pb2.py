@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16psdist/v1/common.proto\x12\tpsdist.v1\"F\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x1f\n\x05\x64type\x18\x03 \x01(\x0e\x32\x10.psdist.v1.DType\",\n\x06Layout\x12\"\n\x07tensors\x18\x01 \x03(\x0b\x32\x11.psdist.v1.Tensor\"x\n\x08Schedule\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12/\n\x06values\x18\x02 \x03(\x0b\x32\x1f.psdist.v1.Schedule.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"{\n\x08Override\x12\x0f\n\x07pattern\x18\x01 \x01(\t\x12/\n\x06values\x18\x02 \x03(\x0b\x32\x1f.psdist.v1.Override.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xe0\x01\n\tOptimizer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x30\n\x06values\x18\x02 \x03(\x0b\x32 .psdist.v1.Optimizer.ValuesEntry\x12%\n\x08schedule\x18\x03 \x01(\x0b\x32\x13.psdist.v1.Schedule\x12\x15\n\rmax_grad_norm\x18\x04 \x01(\x01\x12&\n\toverrides\x18\x05 \x03(\x0b\x32\x13.psdist.v1.Override\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"t\n\x0b\x43onsistency\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x16\n\x0e\x62\x61\x63kup_workers\x18\x02 \x01(\r\x12\x11\n\tstaleness\x18\x03 \x01(\r\x12,\n\x0cstaleness_lr\x18\x04 \x01(\x0e\x32\x16.psdist.v1.StalenessLr\"\xbc\x01\n\x0eParametersSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\'\n\toptimizer\x18\x02 \x01(\x0b\x32\x14.psdist.v1.Optimizer\x12+\n\x0b\x63onsistency\x18\x03 \x01(\x0b\x32\x16.psdist.v1.Consistency\x12.\n\nnon_finite\x18\x04 \x01(\x0e\x32\x1a.psdist.v1.NonFinitePolicy\x12\x16\n\x0eslice_elements\x18\x05 \x01(\x04\"\\\n\x10ParametersMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nfirst_step\x18\x04 \x01(\x04\"8\n\nGroupRange\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0c\n\x04stop\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\"\xd4\x01\n\x0fParametersEntry\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.psdist.v1.ParametersSpec\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x0e\n\x06shards\x18\x03 \x03(\t\x12,\n\x07members\x18\x04 \x03(\x0b\x32\x1b.psdist.v1.ParametersMember\x12%\n\x06ranges\x18\x05 \x03(\x0b\x32\x15.psdist.v1.GroupRange\x12\r\n\x05ready\x18\x06 \x01(\x08\x12\x15\n\rlayout_digest\x18\x07 \x01(\x0c\"F\n\x0bServerEntry\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"C\n\x0bWorkerEntry\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\xad\x01\n\nClusterMap\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\'\n\x07servers\x18\x03 \x03(\x0b\x32\x16.psdist.v1.ServerEntry\x12.\n\nparameters\x18\x04 \x03(\x0b\x32\x1a.psdist.v1.ParametersEntry\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.psdist.v1.WorkerEntry\"\x92\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x34\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32#.psdist.v1.ErrorDetail.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*k\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT16\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x12\x11\n\rDTYPE_FLOAT64\x10\x04*-\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\r\n\tCODEC_RAW\x10\x01*n\n\x0fNonFinitePolicy\x12!\n\x1dNON_FINITE_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n\x18NON_FINITE_POLICY_REJECT\x10\x01\x12\x1a\n\x16NON_FINITE_POLICY_SKIP\x10\x02*\\\n\x0bStalenessLr\x12\x1c\n\x18STALENESS_LR_UNSPECIFIED\x10\x00\x12\x15\n\x11STALENESS_LR_NONE\x10\x01\x12\x18\n\x14STALENESS_LR_INVERSE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16psdist/v1/common.proto\x12\tpsdist.v1\"F\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x1f\n\x05\x64type\x18\x03 \x01(\x0e\x32\x10.psdist.v1.DType\",\n\x06Layout\x12\"\n\x07tensors\x18\x01 \x03(\x0b\x32\x11.psdist.v1.Tensor\"x\n\x08Schedule\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12/\n\x06values\x18\x02 \x03(\x0b\x32\x1f.psdist.v1.Schedule.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"{\n\x08Override\x12\x0f\n\x07pattern\x18\x01 \x01(\t\x12/\n\x06values\x18\x02 \x03(\x0b\x32\x1f.psdist.v1.Override.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xe0\x01\n\tOptimizer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x30\n\x06values\x18\x02 \x03(\x0b\x32 .psdist.v1.Optimizer.ValuesEntry\x12%\n\x08schedule\x18\x03 \x01(\x0b\x32\x13.psdist.v1.Schedule\x12\x15\n\rmax_grad_norm\x18\x04 \x01(\x01\x12&\n\toverrides\x18\x05 \x03(\x0b\x32\x13.psdist.v1.Override\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x87\x01\n\x0b\x43onsistency\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x16\n\x0e\x62\x61\x63kup_workers\x18\x02 \x01(\r\x12\x11\n\tstaleness\x18\x03 \x01(\r\x12,\n\x0cstaleness_lr\x18\x04 \x01(\x0e\x32\x16.psdist.v1.StalenessLr\x12\x11\n\tresize_lr\x18\x05 \x01(\t\"\xbc\x01\n\x0eParametersSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\'\n\toptimizer\x18\x02 \x01(\x0b\x32\x14.psdist.v1.Optimizer\x12+\n\x0b\x63onsistency\x18\x03 \x01(\x0b\x32\x16.psdist.v1.Consistency\x12.\n\nnon_finite\x18\x04 \x01(\x0e\x32\x1a.psdist.v1.NonFinitePolicy\x12\x16\n\x0eslice_elements\x18\x05 \x01(\x04\"\\\n\x10ParametersMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nfirst_step\x18\x04 \x01(\x04\"8\n\nGroupRange\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0c\n\x04stop\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\"1\n\x07Replica\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x92\x01\n\x05Shard\x12#\n\x07primary\x18\x01 \x01(\x0b\x32\x12.psdist.v1.Replica\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12#\n\x07\x62\x61\x63kups\x18\x03 \x03(\x0b\x32\x12.psdist.v1.Replica\x12#\n\x07\x66illing\x18\x04 \x03(\x0b\x32\x12.psdist.v1.Replica\x12\x0c\n\x04lost\x18\x05 \x01(\x08\"\x81\x02\n\x0fParametersEntry\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.psdist.v1.ParametersSpec\x12\r\n\x05total\x18\x02 \x01(\x04\x12 \n\x06shards\x18\x03 \x03(\x0b\x32\x10.psdist.v1.Shard\x12,\n\x07members\x18\x04 \x03(\x0b\x32\x1b.psdist.v1.ParametersMember\x12%\n\x06ranges\x18\x05 \x03(\x0b\x32\x15.psdist.v1.GroupRange\x12\r\n\x05ready\x18\x06 \x01(\x08\x12\x15\n\rlayout_digest\x18\x07 \x01(\x0c\x12\x19\n\x11reference_workers\x18\x08 \x01(\r\"F\n\x0bServerEntry\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"C\n\x0bWorkerEntry\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\xad\x01\n\nClusterMap\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\'\n\x07servers\x18\x03 \x03(\x0b\x32\x16.psdist.v1.ServerEntry\x12.\n\nparameters\x18\x04 \x03(\x0b\x32\x1a.psdist.v1.ParametersEntry\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.psdist.v1.WorkerEntry\"\x92\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x34\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32#.psdist.v1.ErrorDetail.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*k\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT16\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x12\x11\n\rDTYPE_FLOAT64\x10\x04*-\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\r\n\tCODEC_RAW\x10\x01*n\n\x0fNonFinitePolicy\x12!\n\x1dNON_FINITE_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n\x18NON_FINITE_POLICY_REJECT\x10\x01\x12\x1a\n\x16NON_FINITE_POLICY_SKIP\x10\x02*\\\n\x0bStalenessLr\x12\x1c\n\x18STALENESS_LR_UNSPECIFIED\x10\x00\x12\x15\n\x11STALENESS_LR_NONE\x10\x01\x12\x18\n\x14STALENESS_LR_INVERSE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,14 +39,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPTIMIZER_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_ERRORDETAIL_DETAILSENTRY']._loaded_options = None
   _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_options = b'8\001'
-  _globals['_DTYPE']._serialized_start=1771
-  _globals['_DTYPE']._serialized_end=1878
-  _globals['_CODEC']._serialized_start=1880
-  _globals['_CODEC']._serialized_end=1925
-  _globals['_NONFINITEPOLICY']._serialized_start=1927
-  _globals['_NONFINITEPOLICY']._serialized_end=2037
-  _globals['_STALENESSLR']._serialized_start=2039
-  _globals['_STALENESSLR']._serialized_end=2131
+  _globals['_DTYPE']._serialized_start=2036
+  _globals['_DTYPE']._serialized_end=2143
+  _globals['_CODEC']._serialized_start=2145
+  _globals['_CODEC']._serialized_end=2190
+  _globals['_NONFINITEPOLICY']._serialized_start=2192
+  _globals['_NONFINITEPOLICY']._serialized_end=2302
+  _globals['_STALENESSLR']._serialized_start=2304
+  _globals['_STALENESSLR']._serialized_end=2396
   _globals['_TENSOR']._serialized_start=37
   _globals['_TENSOR']._serialized_end=107
   _globals['_LAYOUT']._serialized_start=109
@@ -63,24 +63,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPTIMIZER']._serialized_end=627
   _globals['_OPTIMIZER_VALUESENTRY']._serialized_start=230
   _globals['_OPTIMIZER_VALUESENTRY']._serialized_end=275
-  _globals['_CONSISTENCY']._serialized_start=629
-  _globals['_CONSISTENCY']._serialized_end=745
-  _globals['_PARAMETERSSPEC']._serialized_start=748
-  _globals['_PARAMETERSSPEC']._serialized_end=936
-  _globals['_PARAMETERSMEMBER']._serialized_start=938
-  _globals['_PARAMETERSMEMBER']._serialized_end=1030
-  _globals['_GROUPRANGE']._serialized_start=1032
-  _globals['_GROUPRANGE']._serialized_end=1088
-  _globals['_PARAMETERSENTRY']._serialized_start=1091
-  _globals['_PARAMETERSENTRY']._serialized_end=1303
-  _globals['_SERVERENTRY']._serialized_start=1305
-  _globals['_SERVERENTRY']._serialized_end=1375
-  _globals['_WORKERENTRY']._serialized_start=1377
-  _globals['_WORKERENTRY']._serialized_end=1444
-  _globals['_CLUSTERMAP']._serialized_start=1447
-  _globals['_CLUSTERMAP']._serialized_end=1620
-  _globals['_ERRORDETAIL']._serialized_start=1623
-  _globals['_ERRORDETAIL']._serialized_end=1769
-  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_start=1723
-  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_end=1769
+  _globals['_CONSISTENCY']._serialized_start=630
+  _globals['_CONSISTENCY']._serialized_end=765
+  _globals['_PARAMETERSSPEC']._serialized_start=768
+  _globals['_PARAMETERSSPEC']._serialized_end=956
+  _globals['_PARAMETERSMEMBER']._serialized_start=958
+  _globals['_PARAMETERSMEMBER']._serialized_end=1050
+  _globals['_GROUPRANGE']._serialized_start=1052
+  _globals['_GROUPRANGE']._serialized_end=1108
+  _globals['_REPLICA']._serialized_start=1110
+  _globals['_REPLICA']._serialized_end=1159
+  _globals['_SHARD']._serialized_start=1162
+  _globals['_SHARD']._serialized_end=1308
+  _globals['_PARAMETERSENTRY']._serialized_start=1311
+  _globals['_PARAMETERSENTRY']._serialized_end=1568
+  _globals['_SERVERENTRY']._serialized_start=1570
+  _globals['_SERVERENTRY']._serialized_end=1640
+  _globals['_WORKERENTRY']._serialized_start=1642
+  _globals['_WORKERENTRY']._serialized_end=1709
+  _globals['_CLUSTERMAP']._serialized_start=1712
+  _globals['_CLUSTERMAP']._serialized_end=1885
+  _globals['_ERRORDETAIL']._serialized_start=1888
+  _globals['_ERRORDETAIL']._serialized_end=2034
+  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_start=1988
+  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_end=2034
 # @@protoc_insertion_point(module_scope)

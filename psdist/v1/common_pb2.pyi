@@ -113,16 +113,18 @@ class Optimizer(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., values: _Optional[_Mapping[str, float]] = ..., schedule: _Optional[_Union[Schedule, _Mapping]] = ..., max_grad_norm: _Optional[float] = ..., overrides: _Optional[_Iterable[_Union[Override, _Mapping]]] = ...) -> None: ...
 
 class Consistency(_message.Message):
-    __slots__ = ("kind", "backup_workers", "staleness", "staleness_lr")
+    __slots__ = ("kind", "backup_workers", "staleness", "staleness_lr", "resize_lr")
     KIND_FIELD_NUMBER: _ClassVar[int]
     BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     STALENESS_LR_FIELD_NUMBER: _ClassVar[int]
+    RESIZE_LR_FIELD_NUMBER: _ClassVar[int]
     kind: str
     backup_workers: int
     staleness: int
     staleness_lr: StalenessLr
-    def __init__(self, kind: _Optional[str] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ..., staleness_lr: _Optional[_Union[StalenessLr, str]] = ...) -> None: ...
+    resize_lr: str
+    def __init__(self, kind: _Optional[str] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ..., staleness_lr: _Optional[_Union[StalenessLr, str]] = ..., resize_lr: _Optional[str] = ...) -> None: ...
 
 class ParametersSpec(_message.Message):
     __slots__ = ("name", "optimizer", "consistency", "non_finite", "slice_elements")
@@ -160,8 +162,30 @@ class GroupRange(_message.Message):
     group: int
     def __init__(self, start: _Optional[int] = ..., stop: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
 
+class Replica(_message.Message):
+    __slots__ = ("server_id", "incarnation")
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    server_id: str
+    incarnation: int
+    def __init__(self, server_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Shard(_message.Message):
+    __slots__ = ("primary", "term", "backups", "filling", "lost")
+    PRIMARY_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    BACKUPS_FIELD_NUMBER: _ClassVar[int]
+    FILLING_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    primary: Replica
+    term: int
+    backups: _containers.RepeatedCompositeFieldContainer[Replica]
+    filling: _containers.RepeatedCompositeFieldContainer[Replica]
+    lost: bool
+    def __init__(self, primary: _Optional[_Union[Replica, _Mapping]] = ..., term: _Optional[int] = ..., backups: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., filling: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., lost: _Optional[bool] = ...) -> None: ...
+
 class ParametersEntry(_message.Message):
-    __slots__ = ("spec", "total", "shards", "members", "ranges", "ready", "layout_digest")
+    __slots__ = ("spec", "total", "shards", "members", "ranges", "ready", "layout_digest", "reference_workers")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -169,14 +193,16 @@ class ParametersEntry(_message.Message):
     RANGES_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_WORKERS_FIELD_NUMBER: _ClassVar[int]
     spec: ParametersSpec
     total: int
-    shards: _containers.RepeatedScalarFieldContainer[str]
+    shards: _containers.RepeatedCompositeFieldContainer[Shard]
     members: _containers.RepeatedCompositeFieldContainer[ParametersMember]
     ranges: _containers.RepeatedCompositeFieldContainer[GroupRange]
     ready: bool
     layout_digest: bytes
-    def __init__(self, spec: _Optional[_Union[ParametersSpec, _Mapping]] = ..., total: _Optional[int] = ..., shards: _Optional[_Iterable[str]] = ..., members: _Optional[_Iterable[_Union[ParametersMember, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[GroupRange, _Mapping]]] = ..., ready: _Optional[bool] = ..., layout_digest: _Optional[bytes] = ...) -> None: ...
+    reference_workers: int
+    def __init__(self, spec: _Optional[_Union[ParametersSpec, _Mapping]] = ..., total: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., members: _Optional[_Iterable[_Union[ParametersMember, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[GroupRange, _Mapping]]] = ..., ready: _Optional[bool] = ..., layout_digest: _Optional[bytes] = ..., reference_workers: _Optional[int] = ...) -> None: ...
 
 class ServerEntry(_message.Message):
     __slots__ = ("server_id", "incarnation", "address")

@@ -63,7 +63,7 @@ class RegisterResponse(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., psdist_version: _Optional[str] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat", "join_answer")
+    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable")
     class Hello(_message.Message):
         __slots__ = ("member_id", "incarnation")
         MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -94,13 +94,43 @@ class SessionRequest(_message.Message):
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     JOIN_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FILLED_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     hello: SessionRequest.Hello
     heartbeat: SessionRequest.Heartbeat
     join_answer: SessionRequest.JoinAnswer
-    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ...) -> None: ...
+    replica_filled: ReplicaFilled
+    replica_unreachable: ReplicaUnreachable
+    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ...) -> None: ...
+
+class ReplicaFilled(_message.Message):
+    __slots__ = ("parameters", "shard", "term", "replica")
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    parameters: str
+    shard: int
+    term: int
+    replica: _common_pb2.Replica
+    def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ...) -> None: ...
+
+class ReplicaUnreachable(_message.Message):
+    __slots__ = ("parameters", "shard", "term", "replica", "reason")
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    parameters: str
+    shard: int
+    term: int
+    replica: _common_pb2.Replica
+    reason: str
+    def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost")
+    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost")
     class JoinProposal(_message.Message):
         __slots__ = ("proposal_id", "parameters", "member")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -128,15 +158,30 @@ class SessionResponse(_message.Message):
         role: Role
         reason: str
         def __init__(self, member_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+    class ShardsLost(_message.Message):
+        __slots__ = ("parameters", "shards", "server_id", "version", "text")
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        SHARDS_FIELD_NUMBER: _ClassVar[int]
+        SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        TEXT_FIELD_NUMBER: _ClassVar[int]
+        parameters: str
+        shards: _containers.RepeatedScalarFieldContainer[int]
+        server_id: str
+        version: int
+        text: str
+        def __init__(self, parameters: _Optional[str] = ..., shards: _Optional[_Iterable[int]] = ..., server_id: _Optional[str] = ..., version: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
     MAP_FIELD_NUMBER: _ClassVar[int]
     JOIN_PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     JOIN_WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_LOST_FIELD_NUMBER: _ClassVar[int]
     map: _common_pb2.ClusterMap
     join_proposal: SessionResponse.JoinProposal
     join_withdrawn: SessionResponse.JoinWithdrawn
     member_lost: SessionResponse.MemberLost
-    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ...) -> None: ...
+    shards_lost: SessionResponse.ShardsLost
+    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("member_id", "incarnation", "reason")
@@ -312,12 +357,220 @@ class Connections(_message.Message):
     connections: _containers.RepeatedCompositeFieldContainer[Connection]
     def __init__(self, connections: _Optional[_Iterable[_Union[Connection, _Mapping]]] = ...) -> None: ...
 
+class DrainRequest(_message.Message):
+    __slots__ = ("run_id", "server_id")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    server_id: str
+    def __init__(self, run_id: _Optional[str] = ..., server_id: _Optional[str] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("waiting_for", "shards_left", "shards_total", "drained")
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    waiting_for: str
+    shards_left: int
+    shards_total: int
+    drained: bool
+    def __init__(self, waiting_for: _Optional[str] = ..., shards_left: _Optional[int] = ..., shards_total: _Optional[int] = ..., drained: _Optional[bool] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("run_id", "servers")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    servers: int
+    def __init__(self, run_id: _Optional[str] = ..., servers: _Optional[int] = ...) -> None: ...
+
+class ScaleResponse(_message.Message):
+    __slots__ = ("servers_before", "drained", "missing", "launchers")
+    SERVERS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    LAUNCHERS_FIELD_NUMBER: _ClassVar[int]
+    servers_before: int
+    drained: _containers.RepeatedScalarFieldContainer[str]
+    missing: int
+    launchers: int
+    def __init__(self, servers_before: _Optional[int] = ..., drained: _Optional[_Iterable[str]] = ..., missing: _Optional[int] = ..., launchers: _Optional[int] = ...) -> None: ...
+
+class WatchScaleRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class WatchScaleResponse(_message.Message):
+    __slots__ = ("servers_wanted", "stop")
+    SERVERS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    servers_wanted: int
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, servers_wanted: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class OpenDatasetRequest(_message.Message):
+    __slots__ = ("run_id", "worker_id", "incarnation", "spec")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    worker_id: str
+    incarnation: int
+    spec: DatasetSpec
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., spec: _Optional[_Union[DatasetSpec, _Mapping]] = ...) -> None: ...
+
+class DatasetSpec(_message.Message):
+    __slots__ = ("name", "size", "range_size", "shuffle", "seed", "data_epochs", "retries_max")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    RANGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHUFFLE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    DATA_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_MAX_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size: int
+    range_size: int
+    shuffle: bool
+    seed: int
+    data_epochs: int
+    retries_max: int
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., range_size: _Optional[int] = ..., shuffle: _Optional[bool] = ..., seed: _Optional[int] = ..., data_epochs: _Optional[int] = ..., retries_max: _Optional[int] = ...) -> None: ...
+
+class RangeSpan(_message.Message):
+    __slots__ = ("first", "count")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    count: int
+    def __init__(self, first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class DataPosition(_message.Message):
+    __slots__ = ("data_epoch", "done", "repeated_ranges", "failed_ranges")
+    DATA_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    REPEATED_RANGES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_RANGES_FIELD_NUMBER: _ClassVar[int]
+    data_epoch: int
+    done: _containers.RepeatedCompositeFieldContainer[RangeSpan]
+    repeated_ranges: int
+    failed_ranges: int
+    def __init__(self, data_epoch: _Optional[int] = ..., done: _Optional[_Iterable[_Union[RangeSpan, _Mapping]]] = ..., repeated_ranges: _Optional[int] = ..., failed_ranges: _Optional[int] = ...) -> None: ...
+
+class OpenDatasetResponse(_message.Message):
+    __slots__ = ("spec", "position")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    spec: DatasetSpec
+    position: DataPosition
+    def __init__(self, spec: _Optional[_Union[DatasetSpec, _Mapping]] = ..., position: _Optional[_Union[DataPosition, _Mapping]] = ...) -> None: ...
+
+class LeaseRangeRequest(_message.Message):
+    __slots__ = ("run_id", "worker_id", "incarnation", "dataset", "done")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    worker_id: str
+    incarnation: int
+    dataset: str
+    done: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., dataset: _Optional[str] = ..., done: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LeaseRangeResponse(_message.Message):
+    __slots__ = ("waiting_for", "lease_id", "data_epoch", "range", "attempt", "finished")
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    DATA_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANGE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    waiting_for: str
+    lease_id: int
+    data_epoch: int
+    range: int
+    attempt: int
+    finished: bool
+    def __init__(self, waiting_for: _Optional[str] = ..., lease_id: _Optional[int] = ..., data_epoch: _Optional[int] = ..., range: _Optional[int] = ..., attempt: _Optional[int] = ..., finished: _Optional[bool] = ...) -> None: ...
+
+class EndRangesRequest(_message.Message):
+    __slots__ = ("run_id", "worker_id", "incarnation", "dataset", "done", "returned")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    worker_id: str
+    incarnation: int
+    dataset: str
+    done: _containers.RepeatedScalarFieldContainer[int]
+    returned: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., dataset: _Optional[str] = ..., done: _Optional[_Iterable[int]] = ..., returned: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class EndRangesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetDataPositionRequest(_message.Message):
+    __slots__ = ("run_id", "dataset")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    dataset: str
+    def __init__(self, run_id: _Optional[str] = ..., dataset: _Optional[str] = ...) -> None: ...
+
+class GetDataPositionResponse(_message.Message):
+    __slots__ = ("spec", "position", "leased")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    spec: DatasetSpec
+    position: DataPosition
+    leased: int
+    def __init__(self, spec: _Optional[_Union[DatasetSpec, _Mapping]] = ..., position: _Optional[_Union[DataPosition, _Mapping]] = ..., leased: _Optional[int] = ...) -> None: ...
+
+class SetDataPositionRequest(_message.Message):
+    __slots__ = ("run_id", "worker_id", "incarnation", "dataset", "position")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    worker_id: str
+    incarnation: int
+    dataset: str
+    position: DataPosition
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., dataset: _Optional[str] = ..., position: _Optional[_Union[DataPosition, _Mapping]] = ...) -> None: ...
+
+class SetDataPositionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DatasetStatus(_message.Message):
+    __slots__ = ("spec", "position", "leased")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    spec: DatasetSpec
+    position: DataPosition
+    leased: int
+    def __init__(self, spec: _Optional[_Union[DatasetSpec, _Mapping]] = ..., position: _Optional[_Union[DataPosition, _Mapping]] = ..., leased: _Optional[int] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("member_id", "role", "incarnation", "rank", "address", "host", "pid", "state", "reason", "heartbeat_age_seconds", "epoch", "statistics", "waiting_for", "connections")
+    __slots__ = ("member_id", "role", "incarnation", "rank", "address", "host", "pid", "state", "reason", "heartbeat_age_seconds", "epoch", "statistics", "waiting_for", "connections", "draining")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +585,7 @@ class MemberStatus(_message.Message):
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     role: Role
     incarnation: int
@@ -346,7 +600,8 @@ class MemberStatus(_message.Message):
     statistics: _server_pb2.GetStatisticsResponse
     waiting_for: _containers.RepeatedScalarFieldContainer[str]
     connections: _containers.RepeatedCompositeFieldContainer[Connection]
-    def __init__(self, member_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., heartbeat_age_seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Iterable[_Union[Connection, _Mapping]]] = ...) -> None: ...
+    draining: bool
+    def __init__(self, member_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., heartbeat_age_seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Iterable[_Union[Connection, _Mapping]]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class ParametersStatus(_message.Message):
     __slots__ = ("entry", "state", "tensors")
@@ -367,7 +622,7 @@ class EventStatus(_message.Message):
     def __init__(self, time: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("run_id", "psdist_version", "epoch", "phase", "uptime_seconds", "workers_min", "servers_min", "members", "parameters", "waiting_for", "events")
+    __slots__ = ("run_id", "psdist_version", "epoch", "phase", "uptime_seconds", "workers_min", "servers_min", "members", "parameters", "waiting_for", "events", "replicas", "servers_wanted", "datasets")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PSDIST_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -379,6 +634,9 @@ class GetStatusResponse(_message.Message):
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    DATASETS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     psdist_version: str
     epoch: int
@@ -390,4 +648,7 @@ class GetStatusResponse(_message.Message):
     parameters: _containers.RepeatedCompositeFieldContainer[ParametersStatus]
     waiting_for: _containers.RepeatedScalarFieldContainer[str]
     events: _containers.RepeatedCompositeFieldContainer[EventStatus]
-    def __init__(self, run_id: _Optional[str] = ..., psdist_version: _Optional[str] = ..., epoch: _Optional[int] = ..., phase: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., workers_min: _Optional[int] = ..., servers_min: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., events: _Optional[_Iterable[_Union[EventStatus, _Mapping]]] = ...) -> None: ...
+    replicas: int
+    servers_wanted: int
+    datasets: _containers.RepeatedCompositeFieldContainer[DatasetStatus]
+    def __init__(self, run_id: _Optional[str] = ..., psdist_version: _Optional[str] = ..., epoch: _Optional[int] = ..., phase: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., workers_min: _Optional[int] = ..., servers_min: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., events: _Optional[_Iterable[_Union[EventStatus, _Mapping]]] = ..., replicas: _Optional[int] = ..., servers_wanted: _Optional[int] = ..., datasets: _Optional[_Iterable[_Union[DatasetStatus, _Mapping]]] = ...) -> None: ...

@@ -79,6 +79,46 @@ class SchedulerServiceStub:
                 request_serializer=psdist_dot_v1_dot_scheduler__pb2.RendezvousRequest.SerializeToString,
                 response_deserializer=psdist_dot_v1_dot_scheduler__pb2.RendezvousResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/psdist.v1.SchedulerService/Drain',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.DrainRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/psdist.v1.SchedulerService/Scale',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.ScaleResponse.FromString,
+                _registered_method=True)
+        self.WatchScale = channel.unary_stream(
+                '/psdist.v1.SchedulerService/WatchScale',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.WatchScaleRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.WatchScaleResponse.FromString,
+                _registered_method=True)
+        self.OpenDataset = channel.unary_unary(
+                '/psdist.v1.SchedulerService/OpenDataset',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.OpenDatasetRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.OpenDatasetResponse.FromString,
+                _registered_method=True)
+        self.LeaseRange = channel.unary_stream(
+                '/psdist.v1.SchedulerService/LeaseRange',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.LeaseRangeRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.LeaseRangeResponse.FromString,
+                _registered_method=True)
+        self.EndRanges = channel.unary_unary(
+                '/psdist.v1.SchedulerService/EndRanges',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.EndRangesRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.EndRangesResponse.FromString,
+                _registered_method=True)
+        self.GetDataPosition = channel.unary_unary(
+                '/psdist.v1.SchedulerService/GetDataPosition',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.GetDataPositionRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.GetDataPositionResponse.FromString,
+                _registered_method=True)
+        self.SetDataPosition = channel.unary_unary(
+                '/psdist.v1.SchedulerService/SetDataPosition',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.SetDataPositionRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.SetDataPositionResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/psdist.v1.SchedulerService/GetStatus',
                 request_serializer=psdist_dot_v1_dot_scheduler__pb2.GetStatusRequest.SerializeToString,
@@ -152,6 +192,61 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Moves everything away from a server while training goes on; progress until it holds nothing and may be stopped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """How many servers the run shall have: launchers start the missing ones, the surplus is drained.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchScale(self, request, context):
+        """For launchers: the number of servers wanted and those that are to be stopped, at once and after every change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenDataset(self, request, context):
+        """Opens a data set whose ranges are leased to workers; the first to open it decides, the others must agree.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaseRange(self, request, context):
+        """Reports ranges as done and asks for the next one. Progress while there is none to give.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndRanges(self, request, context):
+        """Reports ranges as done, or gives them back unused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetDataPosition(self, request, context):
+        """Where a data set stands, and setting that, which voids all leases.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetDataPosition(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -205,6 +300,46 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Rendezvous,
                     request_deserializer=psdist_dot_v1_dot_scheduler__pb2.RendezvousRequest.FromString,
                     response_serializer=psdist_dot_v1_dot_scheduler__pb2.RendezvousResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.DrainRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.DrainResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.ScaleRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.ScaleResponse.SerializeToString,
+            ),
+            'WatchScale': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchScale,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.WatchScaleRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.WatchScaleResponse.SerializeToString,
+            ),
+            'OpenDataset': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenDataset,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.OpenDatasetRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.OpenDatasetResponse.SerializeToString,
+            ),
+            'LeaseRange': grpc.unary_stream_rpc_method_handler(
+                    servicer.LeaseRange,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.LeaseRangeRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.LeaseRangeResponse.SerializeToString,
+            ),
+            'EndRanges': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndRanges,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.EndRangesRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.EndRangesResponse.SerializeToString,
+            ),
+            'GetDataPosition': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDataPosition,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.GetDataPositionRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.GetDataPositionResponse.SerializeToString,
+            ),
+            'SetDataPosition': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDataPosition,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.SetDataPositionRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.SetDataPositionResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -455,6 +590,222 @@ class SchedulerService:
             '/psdist.v1.SchedulerService/Rendezvous',
             psdist_dot_v1_dot_scheduler__pb2.RendezvousRequest.SerializeToString,
             psdist_dot_v1_dot_scheduler__pb2.RendezvousResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/Drain',
+            psdist_dot_v1_dot_scheduler__pb2.DrainRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/Scale',
+            psdist_dot_v1_dot_scheduler__pb2.ScaleRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchScale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/WatchScale',
+            psdist_dot_v1_dot_scheduler__pb2.WatchScaleRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.WatchScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenDataset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/OpenDataset',
+            psdist_dot_v1_dot_scheduler__pb2.OpenDatasetRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.OpenDatasetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaseRange(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/LeaseRange',
+            psdist_dot_v1_dot_scheduler__pb2.LeaseRangeRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.LeaseRangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndRanges(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/EndRanges',
+            psdist_dot_v1_dot_scheduler__pb2.EndRangesRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.EndRangesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDataPosition(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/GetDataPosition',
+            psdist_dot_v1_dot_scheduler__pb2.GetDataPositionRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.GetDataPositionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDataPosition(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/SetDataPosition',
+            psdist_dot_v1_dot_scheduler__pb2.SetDataPositionRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.SetDataPositionResponse.FromString,
             options,
             channel_credentials,
             insecure,

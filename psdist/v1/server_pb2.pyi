@@ -247,6 +247,184 @@ class FetchNormsResponse(_message.Message):
     squares: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, slices: _Optional[_Iterable[int]] = ..., squares: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class Life(_message.Message):
+    __slots__ = ("worker_id", "incarnation")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class ReplicateRequest(_message.Message):
+    __slots__ = ("shard", "term", "hello", "begin", "state", "end", "update", "digest", "confirm", "padding", "payload")
+    class Hello(_message.Message):
+        __slots__ = ("run_id", "server_id", "incarnation", "epoch", "parameters")
+        RUN_ID_FIELD_NUMBER: _ClassVar[int]
+        SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+        INCARNATION_FIELD_NUMBER: _ClassVar[int]
+        EPOCH_FIELD_NUMBER: _ClassVar[int]
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        run_id: str
+        server_id: str
+        incarnation: int
+        epoch: int
+        parameters: str
+        def __init__(self, run_id: _Optional[str] = ..., server_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
+    class Begin(_message.Message):
+        __slots__ = ("lsn",)
+        LSN_FIELD_NUMBER: _ClassVar[int]
+        lsn: int
+        def __init__(self, lsn: _Optional[int] = ...) -> None: ...
+    class SliceState(_message.Message):
+        __slots__ = ("slice", "array", "arrays", "version", "contributors", "producers")
+        SLICE_FIELD_NUMBER: _ClassVar[int]
+        ARRAY_FIELD_NUMBER: _ClassVar[int]
+        ARRAYS_FIELD_NUMBER: _ClassVar[int]
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+        PRODUCERS_FIELD_NUMBER: _ClassVar[int]
+        slice: int
+        array: int
+        arrays: int
+        version: int
+        contributors: _containers.RepeatedCompositeFieldContainer[Life]
+        producers: _containers.RepeatedCompositeFieldContainer[ReplicateRequest.Producer]
+        def __init__(self, slice: _Optional[int] = ..., array: _Optional[int] = ..., arrays: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Life, _Mapping]]] = ..., producers: _Optional[_Iterable[_Union[ReplicateRequest.Producer, _Mapping]]] = ...) -> None: ...
+    class Producer(_message.Message):
+        __slots__ = ("life", "next")
+        LIFE_FIELD_NUMBER: _ClassVar[int]
+        NEXT_FIELD_NUMBER: _ClassVar[int]
+        life: Life
+        next: int
+        def __init__(self, life: _Optional[_Union[Life, _Mapping]] = ..., next: _Optional[int] = ...) -> None: ...
+    class End(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class Update(_message.Message):
+        __slots__ = ("lsn", "slice", "version", "dtype", "has_gradient", "lr_scale", "factor", "contributors", "sequence", "square")
+        LSN_FIELD_NUMBER: _ClassVar[int]
+        SLICE_FIELD_NUMBER: _ClassVar[int]
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        DTYPE_FIELD_NUMBER: _ClassVar[int]
+        HAS_GRADIENT_FIELD_NUMBER: _ClassVar[int]
+        LR_SCALE_FIELD_NUMBER: _ClassVar[int]
+        FACTOR_FIELD_NUMBER: _ClassVar[int]
+        CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+        SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+        SQUARE_FIELD_NUMBER: _ClassVar[int]
+        lsn: int
+        slice: int
+        version: int
+        dtype: _common_pb2.DType
+        has_gradient: bool
+        lr_scale: float
+        factor: float
+        contributors: _containers.RepeatedCompositeFieldContainer[Life]
+        sequence: int
+        square: float
+        def __init__(self, lsn: _Optional[int] = ..., slice: _Optional[int] = ..., version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., has_gradient: _Optional[bool] = ..., lr_scale: _Optional[float] = ..., factor: _Optional[float] = ..., contributors: _Optional[_Iterable[_Union[Life, _Mapping]]] = ..., sequence: _Optional[int] = ..., square: _Optional[float] = ...) -> None: ...
+    class Digest(_message.Message):
+        __slots__ = ("slice", "version", "digest")
+        SLICE_FIELD_NUMBER: _ClassVar[int]
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        DIGEST_FIELD_NUMBER: _ClassVar[int]
+        slice: int
+        version: int
+        digest: bytes
+        def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    class Confirm(_message.Message):
+        __slots__ = ("number", "shards", "terms")
+        NUMBER_FIELD_NUMBER: _ClassVar[int]
+        SHARDS_FIELD_NUMBER: _ClassVar[int]
+        TERMS_FIELD_NUMBER: _ClassVar[int]
+        number: int
+        shards: _containers.RepeatedScalarFieldContainer[int]
+        terms: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, number: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., terms: _Optional[_Iterable[int]] = ...) -> None: ...
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CONFIRM_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    term: int
+    hello: ReplicateRequest.Hello
+    begin: ReplicateRequest.Begin
+    state: ReplicateRequest.SliceState
+    end: ReplicateRequest.End
+    update: ReplicateRequest.Update
+    digest: ReplicateRequest.Digest
+    confirm: ReplicateRequest.Confirm
+    padding: bytes
+    payload: bytes
+    def __init__(self, shard: _Optional[int] = ..., term: _Optional[int] = ..., hello: _Optional[_Union[ReplicateRequest.Hello, _Mapping]] = ..., begin: _Optional[_Union[ReplicateRequest.Begin, _Mapping]] = ..., state: _Optional[_Union[ReplicateRequest.SliceState, _Mapping]] = ..., end: _Optional[_Union[ReplicateRequest.End, _Mapping]] = ..., update: _Optional[_Union[ReplicateRequest.Update, _Mapping]] = ..., digest: _Optional[_Union[ReplicateRequest.Digest, _Mapping]] = ..., confirm: _Optional[_Union[ReplicateRequest.Confirm, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class ReplicateResponse(_message.Message):
+    __slots__ = ("welcome", "ack", "filled", "confirmed", "refused")
+    class Welcome(_message.Message):
+        __slots__ = ("held",)
+        HELD_FIELD_NUMBER: _ClassVar[int]
+        held: _containers.RepeatedCompositeFieldContainer[ReplicateResponse.Held]
+        def __init__(self, held: _Optional[_Iterable[_Union[ReplicateResponse.Held, _Mapping]]] = ...) -> None: ...
+    class Held(_message.Message):
+        __slots__ = ("shard", "term", "lsn", "complete")
+        SHARD_FIELD_NUMBER: _ClassVar[int]
+        TERM_FIELD_NUMBER: _ClassVar[int]
+        LSN_FIELD_NUMBER: _ClassVar[int]
+        COMPLETE_FIELD_NUMBER: _ClassVar[int]
+        shard: int
+        term: int
+        lsn: int
+        complete: bool
+        def __init__(self, shard: _Optional[int] = ..., term: _Optional[int] = ..., lsn: _Optional[int] = ..., complete: _Optional[bool] = ...) -> None: ...
+    class Ack(_message.Message):
+        __slots__ = ("shard", "term", "lsn")
+        SHARD_FIELD_NUMBER: _ClassVar[int]
+        TERM_FIELD_NUMBER: _ClassVar[int]
+        LSN_FIELD_NUMBER: _ClassVar[int]
+        shard: int
+        term: int
+        lsn: int
+        def __init__(self, shard: _Optional[int] = ..., term: _Optional[int] = ..., lsn: _Optional[int] = ...) -> None: ...
+    class Filled(_message.Message):
+        __slots__ = ("shard", "term")
+        SHARD_FIELD_NUMBER: _ClassVar[int]
+        TERM_FIELD_NUMBER: _ClassVar[int]
+        shard: int
+        term: int
+        def __init__(self, shard: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
+    class Confirmed(_message.Message):
+        __slots__ = ("number",)
+        NUMBER_FIELD_NUMBER: _ClassVar[int]
+        number: int
+        def __init__(self, number: _Optional[int] = ...) -> None: ...
+    class Refused(_message.Message):
+        __slots__ = ("shard", "term", "error")
+        SHARD_FIELD_NUMBER: _ClassVar[int]
+        TERM_FIELD_NUMBER: _ClassVar[int]
+        ERROR_FIELD_NUMBER: _ClassVar[int]
+        shard: int
+        term: int
+        error: _common_pb2.ErrorDetail
+        def __init__(self, shard: _Optional[int] = ..., term: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    FILLED_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    welcome: ReplicateResponse.Welcome
+    ack: ReplicateResponse.Ack
+    filled: ReplicateResponse.Filled
+    confirmed: ReplicateResponse.Confirmed
+    refused: ReplicateResponse.Refused
+    def __init__(self, welcome: _Optional[_Union[ReplicateResponse.Welcome, _Mapping]] = ..., ack: _Optional[_Union[ReplicateResponse.Ack, _Mapping]] = ..., filled: _Optional[_Union[ReplicateResponse.Filled, _Mapping]] = ..., confirmed: _Optional[_Union[ReplicateResponse.Confirmed, _Mapping]] = ..., refused: _Optional[_Union[ReplicateResponse.Refused, _Mapping]] = ...) -> None: ...
+
 class GetStatisticsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -277,8 +455,28 @@ class WorkerStatistics(_message.Message):
     staleness_max: int
     def __init__(self, worker_id: _Optional[str] = ..., pushes: _Optional[int] = ..., pulls: _Optional[int] = ..., push_bytes: _Optional[int] = ..., pull_bytes: _Optional[int] = ..., late: _Optional[int] = ..., duplicates: _Optional[int] = ..., non_finite: _Optional[int] = ..., rejected: _Optional[int] = ..., staleness_sum: _Optional[int] = ..., staleness_max: _Optional[int] = ...) -> None: ...
 
+class ReplicaStatistics(_message.Message):
+    __slots__ = ("shard", "server_id", "state", "lag_updates", "lag_bytes", "slices_filled", "slices", "digests")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LAG_UPDATES_FIELD_NUMBER: _ClassVar[int]
+    LAG_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FILLED_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    server_id: str
+    state: str
+    lag_updates: int
+    lag_bytes: int
+    slices_filled: int
+    slices: int
+    digests: int
+    def __init__(self, shard: _Optional[int] = ..., server_id: _Optional[str] = ..., state: _Optional[str] = ..., lag_updates: _Optional[int] = ..., lag_bytes: _Optional[int] = ..., slices_filled: _Optional[int] = ..., slices: _Optional[int] = ..., digests: _Optional[int] = ...) -> None: ...
+
 class ParametersStatistics(_message.Message):
-    __slots__ = ("parameters", "version_min", "version_max", "applied_slices", "apply_seconds", "bytes_held", "workers", "waiting_for")
+    __slots__ = ("parameters", "version_min", "version_max", "applied_slices", "apply_seconds", "bytes_held", "workers", "waiting_for", "replicas", "primary_of", "backup_of")
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
     VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +485,9 @@ class ParametersStatistics(_message.Message):
     BYTES_HELD_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    PRIMARY_OF_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_OF_FIELD_NUMBER: _ClassVar[int]
     parameters: str
     version_min: int
     version_max: int
@@ -295,7 +496,10 @@ class ParametersStatistics(_message.Message):
     bytes_held: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatistics]
     waiting_for: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, parameters: _Optional[str] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., applied_slices: _Optional[int] = ..., apply_seconds: _Optional[float] = ..., bytes_held: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatistics, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatistics]
+    primary_of: _containers.RepeatedScalarFieldContainer[int]
+    backup_of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, parameters: _Optional[str] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., applied_slices: _Optional[int] = ..., apply_seconds: _Optional[float] = ..., bytes_held: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatistics, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatistics, _Mapping]]] = ..., primary_of: _Optional[_Iterable[int]] = ..., backup_of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetStatisticsResponse(_message.Message):
     __slots__ = ("server_id", "epoch", "resident_bytes", "parameters")

@@ -64,6 +64,11 @@ class ServerServiceStub:
                 request_serializer=psdist_dot_v1_dot_server__pb2.FetchNormsRequest.SerializeToString,
                 response_deserializer=psdist_dot_v1_dot_server__pb2.FetchNormsResponse.FromString,
                 _registered_method=True)
+        self.Replicate = channel.stream_stream(
+                '/psdist.v1.ServerService/Replicate',
+                request_serializer=psdist_dot_v1_dot_server__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_server__pb2.ReplicateResponse.FromString,
+                _registered_method=True)
         self.GetStatistics = channel.unary_unary(
                 '/psdist.v1.ServerService/GetStatistics',
                 request_serializer=psdist_dot_v1_dot_server__pb2.GetStatisticsRequest.SerializeToString,
@@ -120,6 +125,14 @@ class ServerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replicate(self, request_iterator, context):
+        """Primary to backup: copies of shards, and then every update before the worker hears of it. One stream for each
+        parameters and peer. See docs/wire.md.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatistics(self, request, context):
         """Counters of this server.
         """
@@ -159,6 +172,11 @@ def add_ServerServiceServicer_to_server(servicer, server):
                     servicer.FetchNorms,
                     request_deserializer=psdist_dot_v1_dot_server__pb2.FetchNormsRequest.FromString,
                     response_serializer=psdist_dot_v1_dot_server__pb2.FetchNormsResponse.SerializeToString,
+            ),
+            'Replicate': grpc.stream_stream_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=psdist_dot_v1_dot_server__pb2.ReplicateRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_server__pb2.ReplicateResponse.SerializeToString,
             ),
             'GetStatistics': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatistics,
@@ -328,6 +346,33 @@ class ServerService:
             '/psdist.v1.ServerService/FetchNorms',
             psdist_dot_v1_dot_server__pb2.FetchNormsRequest.SerializeToString,
             psdist_dot_v1_dot_server__pb2.FetchNormsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replicate(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/psdist.v1.ServerService/Replicate',
+            psdist_dot_v1_dot_server__pb2.ReplicateRequest.SerializeToString,
+            psdist_dot_v1_dot_server__pb2.ReplicateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Final, cast
 
-from psdist.consistency import ASP, BSP, SSP, Consistency, StalenessLr
+from psdist.consistency import ASP, BSP, SSP, Consistency, ResizeLr, StalenessLr
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, LimitExceededError
 from psdist.optim import Optimizer, Override, optimizer_from_values, schedule_from_values
 from psdist.types import (
@@ -22,7 +22,9 @@ from psdist.types import (
     ParametersEntry,
     ParametersMember,
     ParametersSpec,
+    Replica,
     ServerEntry,
+    Shard,
     TensorSpec,
     WorkerEntry,
     check_name,
@@ -106,8 +108,8 @@ def optimizer_from_proto(message: pb.Optimizer) -> Optimizer:
 def consistency_to_proto(consistency: Consistency) -> pb.Consistency:
     """A consistency as kind and numbers."""
     match consistency:
-        case BSP(backup_workers):
-            return pb.Consistency(kind="bsp", backup_workers=backup_workers)
+        case BSP(backup_workers, resize_lr):
+            return pb.Consistency(kind="bsp", backup_workers=backup_workers, resize_lr=resize_lr)
         case SSP(staleness, staleness_lr):
             return pb.Consistency(kind="ssp", staleness=staleness, staleness_lr=_STALENESS_LR[staleness_lr])
         case ASP(staleness_lr):
@@ -120,7 +122,7 @@ def consistency_from_proto(message: pb.Consistency) -> Consistency:
     staleness_lr: StalenessLr = "inverse" if inverse else "none"
     match message.kind:
         case "bsp":
-            return BSP(message.backup_workers)
+            return BSP(message.backup_workers, cast(ResizeLr, message.resize_lr or "none"))
         case "ssp":
             return SSP(message.staleness, staleness_lr)
         case "asp":
@@ -164,16 +166,49 @@ def member_from_proto(message: pb.ParametersMember) -> ParametersMember:
     return ParametersMember(message.worker_id, message.incarnation, message.rank, message.first_step)
 
 
+def replica_to_proto(replica: Replica) -> pb.Replica:
+    """One life of a server as a message."""
+    return pb.Replica(server_id=replica.server_id, incarnation=replica.incarnation)
+
+
+def replica_from_proto(message: pb.Replica) -> Replica:
+    """One life of a server."""
+    return Replica(message.server_id, message.incarnation)
+
+
+def shard_to_proto(shard: Shard) -> pb.Shard:
+    """Who holds a shard, as a message."""
+    return pb.Shard(
+        primary=replica_to_proto(shard.primary),
+        term=shard.term,
+        backups=[replica_to_proto(replica) for replica in shard.backups],
+        filling=[replica_to_proto(replica) for replica in shard.filling],
+        lost=shard.lost,
+    )
+
+
+def shard_from_proto(message: pb.Shard) -> Shard:
+    """Who holds a shard."""
+    return Shard(
+        primary=replica_from_proto(message.primary),
+        term=message.term,
+        backups=tuple(replica_from_proto(replica) for replica in message.backups),
+        filling=tuple(replica_from_proto(replica) for replica in message.filling),
+        lost=message.lost,
+    )
+
+
 def entry_to_proto(entry: ParametersEntry) -> pb.ParametersEntry:
     """An entry of the cluster map as a message."""
     return pb.ParametersEntry(
         spec=spec_to_proto(entry.spec),
         total=entry.total,
-        shards=entry.shards,
+        shards=[shard_to_proto(shard) for shard in entry.shards],
         members=[member_to_proto(member) for member in entry.members],
         ranges=[pb.GroupRange(start=r.start, stop=r.stop, group=r.group) for r in entry.ranges],
         ready=entry.ready,
         layout_digest=entry.layout_digest,
+        reference_workers=entry.reference_workers,
     )
 
 
@@ -182,11 +217,12 @@ def entry_from_proto(message: pb.ParametersEntry) -> ParametersEntry:
     return ParametersEntry(
         spec=spec_from_proto(message.spec),
         total=message.total,
-        shards=tuple(message.shards),
+        shards=tuple(shard_from_proto(shard) for shard in message.shards),
         members=tuple(member_from_proto(member) for member in message.members),
         ranges=tuple(GroupRange(r.start, r.stop, r.group) for r in message.ranges),
         ready=message.ready,
         layout_digest=message.layout_digest,
+        reference_workers=message.reference_workers,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 #: Registration refuses another number. Raised when an older peer could misread a message.
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 #: Largest message on the data path: a slice of 1 MiB and its header, with room for slices in float64 one day.
 DATA_MESSAGE_BYTES: Final = 4 << 20

@@ -273,7 +273,7 @@ class Cluster:
 
     def _held_by(self, ids: list[str]) -> list[Effect]:
         """What is lost with servers that are about to go. Where no worker is left, nobody misses it."""
-        names = {i: [e.spec.name for e in self.registry.entries if i in e.shards] for i in ids}
+        names = {i: [e.spec.name for e in self.registry.entries if i in e.primaries] for i in ids}
         missed = bool(self.members.workers)
         return [
             Note(f"lost: {id_} held shards of {', '.join(map(repr, held))}; restart the run", "warning")

@@ -47,7 +47,7 @@ def held_elements(entries: Iterable[ParametersEntry]) -> dict[str, int]:
     held: dict[str, int] = {}
     for entry in entries:
         if entry.shards:
-            for owner, elements in zip(entry.shards, shard_elements(entry.slicing, len(entry.shards)), strict=True):
+            for owner, elements in zip(entry.primaries, shard_elements(entry.slicing, len(entry.shards)), strict=True):
                 held[owner] = held.get(owner, 0) + elements
     return held
 

@@ -67,12 +67,10 @@ class Member:
 
 @dataclass(frozen=True)
 class ParametersRecord:
-    """Parameters that were placed. ``owners`` has the incarnation of ``entry.shards``' servers at that moment: a server
-    of the same id and a later life does not hold what the earlier one held."""
+    """Parameters that were placed."""
 
     entry: ParametersEntry
     layout: Layout
-    owners: tuple[int, ...]
     #: The worker that was last asked for the initial values; empty if all creators went away before.
     uploader: str
 

@@ -27,7 +27,7 @@ from psdist.errors import (
     SettingsMismatchError,
     UnknownParametersError,
 )
-from psdist.types import Layout, ParametersEntry, ParametersMember, ParametersSpec, check_name
+from psdist.types import Layout, ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard, check_name
 from psdist.wire.limits import PARAMETERS_MAX
 from psdist_scheduler import placement
 from psdist_scheduler.events import (
@@ -131,16 +131,17 @@ class Registry:
 
     def owners(self) -> frozenset[str]:
         """Ids of servers that the map names as owners of shards."""
-        return frozenset(owner for entry in self.entries for owner in entry.shards)
+        return frozenset(owner for entry in self.entries for owner in entry.primaries)
 
     def lost(self, p: Parameters, members: Membership) -> str:
         """A sentence about the shards that are lost with their servers; empty if none are."""
         if p.record is None:
             return ""
         gone: dict[str, list[str]] = {}
-        for number, (owner, incarnation) in enumerate(zip(p.entry.shards, p.record.owners, strict=True)):
-            if not members.is_live(owner, incarnation):
-                gone.setdefault(owner, []).append(str(number))
+        for number, shard in enumerate(p.entry.shards):
+            owner = shard.primary
+            if not members.is_live(owner.server_id, owner.incarnation):
+                gone.setdefault(owner.server_id, []).append(str(number))
         held = (
             f"{owner} held shard{'s' if numbers[1:] else ''} {', '.join(numbers)} of {p.name!r}"
             for owner, numbers in gone.items()
@@ -209,7 +210,7 @@ class Registry:
         """Highest versions by parameters, from a server's heartbeat."""
         for name, version in versions:
             p = self._all.get(name)
-            if p is not None and p.record is not None and server in p.entry.shards:
+            if p is not None and p.record is not None and server in p.entry.primaries:
                 p.versions[server] = version
 
     def server_session(self, server: str, members: Membership) -> list[Effect]:
@@ -274,8 +275,8 @@ class Registry:
             assert all(members.is_live(m.worker_id, m.incarnation) for m in entry.members), f"{p.name}: a dead member"
             assert len(set(ids)) == len(ids), f"{p.name}: one member twice"
             assert [m.rank for m in entry.members] == sorted(m.rank for m in entry.members), f"{p.name}: order"
-            assert all(members.get(owner) is not None for owner in entry.shards), f"{p.name}: an unknown owner"
-            assert len(p.record.owners) == len(entry.shards) and entry.spec.slice_elements > 0
+            assert all(members.get(owner) is not None for owner in entry.primaries), f"{p.name}: an unknown owner"
+            assert entry.spec.slice_elements > 0
             assert entry.ready or p.record.uploader in ("", *ids), f"{p.name}: uploader {p.record.uploader}"
         for join in self._joins:
             assert members.is_live(join.worker.member_id, join.worker.incarnation), "a dead worker joins"
@@ -317,7 +318,8 @@ class Registry:
             return []
         servers = {server.member_id: server.incarnation for server in members.servers}
         slicing = placement.choose_slicing(p.layout.total, p.spec.slice_elements)
-        shards = placement.place(slicing, list(servers), placement.held_elements(self.entries))
+        owners = placement.place(slicing, list(servers), placement.held_elements(self.entries))
+        shards = tuple(Shard(Replica(owner, servers[owner])) for owner in owners)
         creators = sorted(p.creators.values(), key=lambda worker: worker.rank)
         entry = ParametersEntry(
             spec=replace(p.spec, slice_elements=slicing.slice_elements),
@@ -326,13 +328,13 @@ class Registry:
             members=tuple(ParametersMember(w.member_id, w.incarnation, w.rank) for w in creators),
             ranges=placement.group_ranges(p.layout, p.spec.optimizer.overrides),
             layout_digest=p.layout.digest,
+            reference_workers=len(creators),
         )
-        owners = tuple(servers[owner] for owner in shards)
-        p.record = ParametersRecord(entry, p.layout, owners, creators[0].member_id)
+        p.record = ParametersRecord(entry, p.layout, creators[0].member_id)
         p.spec, p.since = entry.spec, now
         self.changed[p.name] = None
         text = (
-            f"{p.layout.total} elements in {slicing.count} slices, {len(shards)} shards on {len(set(shards))} servers"
+            f"{p.layout.total} elements in {slicing.count} slices, {len(shards)} shards on {len(set(owners))} servers"
         )
         return [Note(f"parameters {p.name!r} placed: {text}, {len(creators)} members")]
 
@@ -370,7 +372,7 @@ class Registry:
         if isinstance(consistency, ASP) or not p.entry.shards:
             member = ParametersMember(worker.member_id, worker.incarnation, worker.rank)
             return [self._admit(p, member, worker)]
-        servers = tuple(dict.fromkeys(p.entry.shards))
+        servers = tuple(dict.fromkeys(p.entry.primaries))
         # Without members nobody moves the slices on: the joiner begins as early as it can.
         distance = FIRST_DISTANCE if p.entry.members else 1
         # Clocks are known to the servers alone: the first to refuse says where the slowest is.

@@ -24,7 +24,7 @@ from psdist_scheduler.events import Persist
 from psdist_scheduler.records import Member, Node, ParametersRecord, Stored
 
 #: Raised when an older program could misread the file.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _SCHEMA = """
 CREATE TABLE run (id INTEGER PRIMARY KEY CHECK (id = 1), run_id TEXT NOT NULL, epoch INTEGER NOT NULL);
@@ -33,7 +33,7 @@ CREATE TABLE members (
   world_size INTEGER NOT NULL, address TEXT NOT NULL, host TEXT NOT NULL, pid INTEGER NOT NULL, state TEXT NOT NULL,
   reason TEXT NOT NULL);
 CREATE TABLE parameters (
-  number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, entry BLOB NOT NULL, owners TEXT NOT NULL,
+  number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, entry BLOB NOT NULL,
   uploader TEXT NOT NULL, layout BLOB NOT NULL);
 CREATE TABLE nodes (
   agent_id TEXT PRIMARY KEY, host TEXT NOT NULL, processes INTEGER NOT NULL, node_rank INTEGER NOT NULL,
@@ -98,9 +98,7 @@ class SqliteStore:
                 members=tuple(Member(*row) for row in self._rows("members", Member)),
                 parameters=tuple(
                     _parameters(*row)
-                    for row in self._db.execute(
-                        "SELECT entry, owners, uploader, layout FROM parameters ORDER BY number"
-                    )
+                    for row in self._db.execute("SELECT entry, uploader, layout FROM parameters ORDER BY number")
                 ),
                 nodes=tuple(Node(*row) for row in self._rows("nodes", Node)),
             )
@@ -156,16 +154,15 @@ class SqliteStore:
         name = record.entry.spec.name
         row = (
             convert.entry_to_proto(record.entry).SerializeToString(),
-            ",".join(map(str, record.owners)),
             record.uploader,
         )
         if name in self._known_layouts:
             # A layout never changes, and may be large.
-            self._db.execute("UPDATE parameters SET entry = ?, owners = ?, uploader = ? WHERE name = ?", (*row, name))
+            self._db.execute("UPDATE parameters SET entry = ?, uploader = ? WHERE name = ?", (*row, name))
         else:
             layout = convert.layout_to_proto(record.layout).SerializeToString()
             self._db.execute(
-                "INSERT INTO parameters (entry, owners, uploader, name, layout) VALUES (?, ?, ?, ?, ?)",
+                "INSERT INTO parameters (entry, uploader, name, layout) VALUES (?, ?, ?, ?)",
                 (*row, name, layout),
             )
 
@@ -204,10 +201,9 @@ def _upsert(table: str, cls: type) -> str:
     return f"INSERT INTO {table} ({_columns(cls)}) VALUES ({marks}) ON CONFLICT ({key}) DO UPDATE SET {updates}"
 
 
-def _parameters(entry: bytes, owners: str, uploader: str, layout: bytes) -> ParametersRecord:
+def _parameters(entry: bytes, uploader: str, layout: bytes) -> ParametersRecord:
     return ParametersRecord(
         entry=convert.entry_from_proto(common_pb2.ParametersEntry.FromString(entry)),
         layout=convert.layout_from_proto(common_pb2.Layout.FromString(layout)),
-        owners=tuple(int(number) for number in owners.split(",") if number),
         uploader=uploader,
     )

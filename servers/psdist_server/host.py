@@ -68,7 +68,7 @@ class Host:
             name = entry.spec.name
             if name in self._holdings:
                 self._holdings[name].update(entry)
-            elif self.server_id in entry.shards:
+            elif self.server_id in entry.primaries:
                 self._holdings[name] = Holding(entry, self.server_id, self._pool, self._share_norm)
                 _log.info("holding", parameters=name, elements=self._holdings[name].dense.total, epoch=cluster.epoch)
         for gone in self._holdings.keys() - {entry.spec.name for entry in cluster.parameters}:
@@ -184,7 +184,7 @@ class Host:
 
     async def _find_norm(self, holding: Holding, step: int) -> None:
         """Asks the other servers for their squares, then lets the step be applied."""
-        others = sorted(set(holding.entry.shards) - {self.server_id})
+        others = sorted(set(holding.entry.primaries) - {self.server_id})
         fetched = await asyncio.gather(*(self._fetch_squares(other, holding, step) for other in others))
         squares = await holding.norms.wait_complete(step)
         for part in fetched:

@@ -82,7 +82,7 @@ def routes(cluster):
     addresses = {server.server_id: server.address for server in cluster.servers}
     found = {}
     for index in range(count):
-        address = addresses[entry.shards[index % len(entry.shards)]]
+        address = addresses[entry.shards[index % len(entry.shards)].primary.server_id]
         found.setdefault(address, []).append((index, slice(index * size, min((index + 1) * size, entry.total))))
     return found
 

@@ -145,7 +145,7 @@ class Peer:
         cluster = await self.map()
         entry = next(entry for entry in cluster.parameters if entry.spec.name == "model")
         client, index = self.training.clients[0], slice_.get("slice", 0)
-        owner = entry.shards[index % len(entry.shards)]
+        owner = entry.shards[index % len(entry.shards)].primary.server_id
         who = {"worker_id": client.worker_id, "incarnation": client.incarnation, "epoch": cluster.epoch}
         raw = {"codec": common.CODEC_RAW, "dtype": common.DTYPE_FLOAT32, "pull_dtype": common.DTYPE_FLOAT32}
         message = server_pb2.PushPullRequest(
@@ -276,7 +276,7 @@ async def test_a_second_client_with_the_same_worker_id(training: Training) -> No
 
 async def test_another_protocol_version(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PROTOCOL_VERSION", 99)
-    with pytest.raises(errors.ProtocolMismatchError, match=r"99.*scheduler speaks 1.*same release"):
+    with pytest.raises(errors.ProtocolMismatchError, match=r"99.*scheduler speaks 2.*same release"):
         await training.join()
     await training.goes_on()
 
@@ -284,7 +284,7 @@ async def test_another_protocol_version(training: Training, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("program", "flags", "token", "words"),
     [
-        (_OLDER_SERVER, [], "", "protocol version 99, this scheduler speaks 1"),
+        (_OLDER_SERVER, [], "", "protocol version 99, this scheduler speaks 2"),
         ("", ["--server-id", "server-0"], "", "'server-0' is taken by server-0, process"),
         ("", ["--run-id", "another"], "", "not 'another'"),
         ("", [], "wrong", "the token is missing or wrong"),

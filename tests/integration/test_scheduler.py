@@ -200,7 +200,7 @@ async def test_a_run_from_registration_to_a_restarted_scheduler(start: Start, pe
     assert (await workers[1].register(world_size=2)).rank == 1
     second_call = workers[1].create()
     upload = await until(first_call, STATE.STATE_UPLOAD)
-    assert sorted(set(upload.map.parameters[0].shards)) == ["server-0", "server-1"]
+    assert sorted({shard.primary.server_id for shard in upload.map.parameters[0].shards}) == ["server-0", "server-1"]
     barrier = workers[0].stub.Barrier(
         pb.BarrierRequest(worker_id="worker-0", incarnation=1, name="go"), metadata=workers[0].metadata
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from psdist import BSP, optim
-from psdist.types import GroupRange, ParametersEntry, ParametersSpec
+from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server import kernels, reference
 from psdist_server.dense import DenseParameters, Update
 
@@ -40,7 +40,7 @@ def make(spec: optim.Optimizer) -> tuple[DenseParameters, tuple[GroupRange, ...]
     entry = ParametersEntry(
         spec=ParametersSpec("p", spec, BSP(), slice_elements=SLICE),
         total=TOTAL,
-        shards=("server-0",),
+        shards=(Shard(Replica("server-0", 1)),),
         ranges=ranges,
         ready=True,
     )

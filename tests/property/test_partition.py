@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from psdist.client import partition, routing
 from psdist.consistency import BSP
 from psdist.optim import SGD
-from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, ServerEntry
+from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
 
 DTYPES = [np.dtype("f4"), np.dtype("f8"), np.dtype("f2"), np.dtype(">f4"), np.dtype(ml_dtypes.bfloat16)]
 names = st.text(alphabet="abcXYZ019._/-", min_size=1, max_size=12)
@@ -79,7 +79,7 @@ def test_views_of_one_vector_are_not_copied(sides: list[tuple[int, ...]], data: 
 @given(st.integers(0, 500), st.integers(1, 64), st.lists(st.sampled_from("abcde"), min_size=1, max_size=12), st.data())
 def test_routes_cover_each_slice_once(total: int, elements: int, shards: list[str], data: st.DataObject) -> None:
     spec = ParametersSpec("p", SGD(), BSP(), slice_elements=elements)
-    entry = ParametersEntry(spec, total, tuple(shards), ready=True)
+    entry = ParametersEntry(spec, total, tuple(Shard(Replica(name, 1)) for name in shards), ready=True)
     servers = tuple(ServerEntry(name, 1, f"{name}:1") for name in sorted(set(shards)))
     cluster = ClusterMap("run", 7, servers, parameters=(entry,))
     count = entry.slicing.count

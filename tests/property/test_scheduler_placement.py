@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from psdist.consistency import ASP
 from psdist.optim import SGD, override
-from psdist.types import SHARDS_PER_SERVER, Layout, ParametersEntry, ParametersSpec, Slicing, TensorSpec
+from psdist.types import SHARDS_PER_SERVER, Layout, ParametersEntry, ParametersSpec, Replica, Shard, Slicing, TensorSpec
 from psdist_scheduler.placement import group_ranges, held_elements, place, shard_elements
 
 slicings = st.builds(Slicing, st.integers(0, 5000), st.integers(1, 64))
@@ -19,7 +19,7 @@ server_ids = st.lists(st.integers(0, 99).map("server-{}".format), min_size=1, ma
 
 def entry(slicing: Slicing, shards: tuple[str, ...]) -> ParametersEntry:
     spec = ParametersSpec("p", SGD(lr=0.1), ASP(), slice_elements=slicing.slice_elements)
-    return ParametersEntry(spec, slicing.total, shards)
+    return ParametersEntry(spec, slicing.total, tuple(Shard(Replica(name, 1)) for name in shards))
 
 
 @given(slicings, server_ids)

@@ -158,11 +158,18 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             spec = common_pb2.ParametersSpec()
             spec.CopyFrom(self.created)
             spec.slice_elements = SLICE
-            entries.append(common_pb2.ParametersEntry(spec=spec, total=total, shards=self.shards, ready=True))
+            entries.append(common_pb2.ParametersEntry(spec=spec, total=total, shards=self._placed(), ready=True))
         servers = [
             common_pb2.ServerEntry(server_id=s.name, incarnation=s.incarnation, address=s.address) for s in self.servers
         ]
         return common_pb2.ClusterMap(run_id=RUN, epoch=self.epoch, servers=servers, parameters=entries)
+
+    def _placed(self) -> list[common_pb2.Shard]:
+        lives = {server.name: server.incarnation for server in self.servers}
+        return [
+            common_pb2.Shard(primary=common_pb2.Replica(server_id=name, incarnation=lives.get(name, 1)), term=1)
+            for name in self.shards
+        ]
 
     def publish(self) -> None:
         """A new epoch, sent down the session."""

@@ -12,6 +12,7 @@ from client_fakes import FakeScheduler
 import psdist
 from psdist import errors
 from psdist.client import loop
+from psdist.wire import limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -62,7 +63,7 @@ async def test_the_file_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path:
     await connecting
     assert connected.exists()
     request = scheduler.registrations[0]
-    assert (request.rank, request.world_size, request.protocol_version) == (3, 8, 1)
+    assert (request.rank, request.world_size, request.protocol_version) == (3, 8, limits.PROTOCOL_VERSION)
     assert repr(client) == "<AsyncClient worker-0 (rank 0) of run 'fake-run'>"
     await client.close()
     await scheduler.stop()

@@ -12,7 +12,7 @@ from psdist.client.session import Request, Session
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import InternalError, ServerLostError, UnknownParametersError
 from psdist.optim import SGD
-from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, ServerEntry
+from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
 
 
 def _answer_all(request: Request, version: int, **more: int) -> None:
@@ -108,7 +108,8 @@ def test_backoff_doubles_with_jitter_and_ends_at_a_second() -> None:
 
 def _cluster(*servers: ServerEntry) -> ClusterMap:
     spec = ParametersSpec("p", SGD(), BSP(), slice_elements=10)
-    return ClusterMap("run", 3, servers, parameters=(ParametersEntry(spec, 55, ("a", "b", "a")),))
+    a, b = Shard(Replica("a", 1)), Shard(Replica("b", 2))
+    return ClusterMap("run", 3, servers, parameters=(ParametersEntry(spec, 55, (a, b, a)),))
 
 
 def test_routes_name_servers_and_ascending_slices() -> None:

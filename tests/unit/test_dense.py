@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from psdist import BSP, optim
-from psdist.types import ParametersEntry, ParametersSpec
+from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server import kernels
 from psdist_server.dense import DenseParameters, Update
 
@@ -18,7 +18,7 @@ ELEMENTS = 10_000
 
 def entry(optimizer: optim.Optimizer) -> ParametersEntry:
     spec = ParametersSpec("p", optimizer, BSP(), slice_elements=4096)
-    return ParametersEntry(spec=spec, total=ELEMENTS, shards=("server-0",), ready=True)
+    return ParametersEntry(spec=spec, total=ELEMENTS, shards=(Shard(Replica("server-0", 1)),), ready=True)
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def test_a_returning_worker_has_its_rank_and_a_new_incarnation() -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [
-        ({"protocol_version": 7}, errors.ProtocolMismatchError, "7.*speaks 1"),
+        ({"protocol_version": 7}, errors.ProtocolMismatchError, "7.*speaks"),
         ({"run_id": "other"}, errors.WrongRunError, "'run', not 'other'"),
         ({"member_id": "a b"}, errors.InvalidNameError, "'a b'"),
         ({"member_id": "worker-0"}, errors.DuplicateMemberError, "process 42 on box.*2 s"),
@@ -212,7 +212,7 @@ def test_parameters_wait_for_everybody_in_any_order() -> None:
     assert entry.members == (ParametersMember("worker-0", 1, 0), ParametersMember("worker-1", 1, 1))
     assert entry.total == LAYOUT.total
     assert entry.layout_digest == LAYOUT.digest
-    assert set(entry.shards) == {"server-0", "server-1"}
+    assert set(entry.primaries) == {"server-0", "server-1"}
     commit = d.ask(ev.Commit, zero)
     assert d.state(commit) == ev.Done()
     assert d.state(call) == d.state(upload) == ev.Ready(0)
@@ -343,7 +343,7 @@ def test_a_lost_server_loses_its_shards_and_everybody_hears_it() -> None:
     d, workers, _, server_sessions = trained()
     d.on(ev.SessionClosed(server_sessions[1], "its session broke"))
     assert [s.server_id for s in d.map.servers] == ["server-0"]
-    assert "server-1" in d.map.parameters[0].shards
+    assert "server-1" in d.map.parameters[0].primaries
     assert d.cluster.phase.startswith("lost: server-1 held shard")
     assert "'mlp'" in d.cluster.phase and d.cluster.phase.endswith("restart the run")
     assert d.lost[0].role == "server"

@@ -11,7 +11,16 @@ import pytest
 from psdist import optim
 from psdist.consistency import SSP
 from psdist.errors import ConfigurationError
-from psdist.types import GroupRange, Layout, ParametersEntry, ParametersMember, ParametersSpec, TensorSpec
+from psdist.types import (
+    GroupRange,
+    Layout,
+    ParametersEntry,
+    ParametersMember,
+    ParametersSpec,
+    Replica,
+    Shard,
+    TensorSpec,
+)
 from psdist_scheduler.events import Persist
 from psdist_scheduler.records import Member, Node, ParametersRecord, Stored
 from psdist_scheduler.store import MemoryStore, SqliteStore, open_store
@@ -20,13 +29,14 @@ LAYOUT = Layout((TensorSpec("w", (3, 4), "float16"), TensorSpec("b", ())))
 ENTRY = ParametersEntry(
     ParametersSpec("mlp", optim.Adam(lr=1e-3, overrides=(optim.override("b", lr=0.1),)), SSP(3), slice_elements=4096),
     LAYOUT.total,
-    ("server-0",),
+    (Shard(Replica("server-0", 3), 2, (Replica("server-1", 1),), (Replica("server-2", 1),)),),
     (ParametersMember("worker-0", 1, 0, 7),),
     (GroupRange(12, 13, 1),),
     True,
     LAYOUT.digest,
+    2,
 )
-RECORD = ParametersRecord(ENTRY, LAYOUT, (3,), "worker-0")
+RECORD = ParametersRecord(ENTRY, LAYOUT, "worker-0")
 MEMBER = Member("worker-0", "worker", 1, 0, 2, "", "box", 42)
 NODE = Node("agent", "box", 2, 0, 0, 1, 4)
 
