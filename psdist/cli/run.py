@@ -81,6 +81,8 @@ def local_flags() -> tuple[Flag, ...]:
     """Flags for what ``psdist run`` starts besides the workers."""
     return (
         Flag("--nservers", "servers that share the parameters", integer(1, 1024), 2, "N"),
+        Flag("--replicas", "copies of each shard, on different servers: with 2 nothing is lost when a server dies",
+             integer(1, 2), 1, "N"),
         Flag("--run-id", "name of the run", check_run_id, "", "NAME"),
         Flag("--failure-timeout", "silence after which a process is dead", seconds(0.05), 2.0, "SECONDS"),
         Flag("--kernel-threads", "threads of each server (default: cores / servers)", integer(1, 1024), None, "N"),
@@ -117,9 +119,15 @@ def hint_misplaced(line: CommandLine, command: Sequence[str]) -> str:
 
 def local_options(given: Namespace) -> LocalOptions:
     """The parsed flags of ``psdist run`` as its options. Raises ConfigurationError."""
+    if given.nservers < given.replicas:
+        raise ConfigurationError(
+            f"--replicas {given.replicas} needs at least as many servers, not --nservers {given.nservers}: copies of a "
+            "shard lie on different servers"
+        )
     return LocalOptions(
         script=tuple(given.command),
         servers=given.nservers,
+        replicas=given.replicas,
         processes=given.nproc_per_node,
         restarts_max=given.max_restarts,
         run_id=given.run_id,

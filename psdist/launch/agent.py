@@ -145,9 +145,8 @@ async def _supervise(options: AgentOptions, environ: Mapping[str, str], workers:
     output = open_output(routing, workers, lambda: runner.interrupt(signal.SIGPIPE))
     runner = Runner(
         Crew(
-            services=(),
             ranks=workers.ranks,
-            worker=lambda rank, attempt: workers.spec(rank, attempt, environ),
+            spec=lambda key, attempt: workers.spec(key.number, attempt, environ),
             connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
         ),
         output,

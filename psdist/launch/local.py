@@ -19,10 +19,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from psdist.config import START_TIMEOUT_SECONDS, find_token, read_address
+from psdist.config import START_TIMEOUT_SECONDS, find_token, parse_address, read_address
 from psdist.errors import ConfigurationError
 from psdist.launch.output import Output, Routing
 from psdist.launch.plan import SchedulerLink, ServicesPlan, WorkersPlan, python_command
+from psdist.launch.process import ProcessSpec
 from psdist.launch.runfile import DIRECTORY_PREFIX, RunNote, RunRegistry, notes_directory
 from psdist.launch.runner import Crew, Runner
 from psdist.launch.script import check_script
@@ -38,6 +39,7 @@ class LocalOptions:
 
     script: tuple[str, ...]
     servers: int = 2
+    replicas: int = 1
     processes: int = 1
     restarts_max: int = 3
     run_id: str = ""
@@ -138,6 +140,7 @@ async def _run(
         start_timeout_seconds=options.start_timeout_seconds,
         kernel_threads=options.kernel_threads or default_kernel_threads(options.servers),
         log_level=options.log_level,
+        replicas=options.replicas,
     )
     try:
         return await _supervise(options, environ, workers, services, registration)
@@ -159,12 +162,22 @@ async def _supervise(
     mute = options.log_level in ("warning", "error")
     output = open_output(routing, workers, lambda: runner.interrupt(signal.SIGPIPE), mute)
     watch = _AddressWatch(services, registration)
+
+    def spec(key: ProcessKey, attempt: int) -> ProcessSpec:
+        if key.role == "worker":
+            return workers.spec(key.number, attempt, environ)
+        if key.role == "server":
+            return services.server(key.number, environ)
+        return services.scheduler(environ, watch.port)
+
     runner = Runner(
         Crew(
-            services=(services.scheduler(environ), *(services.server(n, environ) for n in range(services.servers))),
             ranks=workers.ranks,
-            worker=lambda rank, attempt: workers.spec(rank, attempt, environ),
+            spec=spec,
             connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
+            servers=services.servers,
+            schedulers=1,
+            durable=services.replicas > 1,
             lifeline=services.lifeline,
         ),
         output,
@@ -174,8 +187,9 @@ async def _supervise(
         on_tick=watch.tick,
     )
     try:
+        copies = f", {options.replicas} copies of each shard" if options.replicas > 1 else ""
         output.say(
-            f"run {run_id}: {plural(options.servers, 'server')}, {plural(options.processes, 'worker')}; "
+            f"run {run_id}: {plural(options.servers, 'server')}, {plural(options.processes, 'worker')}{copies}; "
             f"to look at it: psdist status --run-id {run_id}"
         )
         announce(output, routing, workers, environ)
@@ -192,6 +206,8 @@ class _AddressWatch:
         self._registration = registration
         self._deadline: float | None = None
         self._found = False
+        #: Of the scheduler; 0 until it is known.
+        self.port = 0
 
     def tick(self, now: float) -> Failed | None:
         if self._found:
@@ -202,6 +218,7 @@ class _AddressWatch:
         address = read_address(self._services.link.file)
         if address:
             self._found = True
+            self.port = parse_address(address)[1]
             self._registration.listening(address)
         elif now >= self._deadline:
             self._found = True

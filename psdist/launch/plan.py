@@ -127,13 +127,15 @@ class ServicesPlan:
     start_timeout_seconds: float
     kernel_threads: int
     log_level: str
+    replicas: int = 1
 
-    def scheduler(self, base: Mapping[str, str]) -> ProcessSpec:
-        """The scheduler, which leaves its address in the link's file."""
+    def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
+        """The scheduler, which leaves its address in the link's file. Started again it needs the port that it had."""
         argv = (
             *_program("psdist_scheduler"),
-            *("--host", "127.0.0.1", "--port", "0", "--run-id", self.link.run_id),
+            *("--host", "127.0.0.1", "--port", str(port), "--run-id", self.link.run_id),
             *("--min-workers", str(self.workers), "--min-servers", str(self.servers)),
+            *(("--replicas", str(self.replicas)) if self.replicas > 1 else ()),
             *("--failure-timeout", f"{self.failure_timeout_seconds:g}", "--join-grace", "0"),
             *("--store", str(self.directory / "scheduler.sqlite"), "--address-file", str(self.link.file)),
             *self._shared(),

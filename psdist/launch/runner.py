@@ -32,13 +32,25 @@ from psdist.launch.supervisor import (
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """The processes of a run, in the order of their start. ``worker`` makes the spec of a rank's attempt anew."""
+    """The processes of a run.
 
-    services: tuple[ProcessSpec, ...]
+    spec: the command of a process's attempt. connected: whether a rank's attempt has registered. durable: whether a
+    server may die (see ``Supervisor``).
+    """
+
     ranks: range
-    worker: Callable[[int, int], ProcessSpec]
+    spec: Callable[[ProcessKey, int], ProcessSpec]
     connected: Callable[[int, int], bool]
+    servers: int = 0
+    schedulers: int = 0
+    durable: bool = False
     lifeline: int | None = None
+
+    @property
+    def keys(self) -> list[ProcessKey]:
+        """All, in the order of their start."""
+        groups = (("scheduler", range(self.schedulers)), ("server", range(self.servers)), ("worker", self.ranks))
+        return [ProcessKey(role, number) for role, numbers in groups for number in numbers]
 
 
 class Runner:
@@ -59,8 +71,7 @@ class Runner:
         self._interval = interval_seconds
         self._signals = tuple(signals)
         self._on_tick = on_tick
-        servers = sum(spec.key.role == "server" for spec in crew.services)
-        self._supervisor = Supervisor(crew.ranks, servers, len(crew.services) - servers, restarts_max)
+        self._restarts_max = restarts_max
         self._children: dict[ProcessKey, Child] = {}
         self._events: deque[Event] = deque()
         self._handling = False
@@ -71,12 +82,19 @@ class Runner:
         self._finished: asyncio.Future[Finish] = self._loop.create_future()
         for signum in self._signals:
             self._loop.add_signal_handler(signum, self._happened, Interrupted(signum))
+        crew = self._crew
+        self._supervisor = Supervisor(
+            crew.ranks,
+            crew.servers,
+            crew.schedulers,
+            self._restarts_max,
+            durable=crew.durable,
+            now=self._loop.time(),
+        )
         self._guard = Guard()
         try:
-            for spec in self._crew.services:
-                self._start(spec)
-            for rank in self._crew.ranks:
-                self._start(self._crew.worker(rank, 0))
+            for key in crew.keys:
+                self._start(crew.spec(key, 0))
             self._tick()
             finish = await self._finished
         finally:
@@ -112,7 +130,7 @@ class Runner:
             case Say(message):
                 self._output.say(message)
             case Start(key, attempt):
-                self._start(self._crew.worker(key.number, attempt))
+                self._start(self._crew.spec(key, attempt))
             case Kill(key, signum):
                 # A process whose exit is known and not yet reported ignores it.
                 if key in self._children:

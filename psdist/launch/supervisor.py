@@ -6,7 +6,11 @@ The machine knows three groups, stopped in this order: workers, servers, schedul
   first worker that had no restart left is the *cause*, whose status the run ends with.
 * A worker that ends well without ever having connected is the cause if a worker that runs is connected: that one waits
   for a peer that never comes.
-* A server or the scheduler that ends, whatever its status, is the cause.
+* The scheduler is started again, and so is a server where others have a copy of what it held (``durable``). Whoever
+  ends by its own doing ``QUICK_DEATHS_MAX`` times in a row, each time soon after its start, is the cause. Where there
+  is no copy, a server that ends, whatever its status, is the cause.
+* Servers are started, and those that were drained are stopped, as the scheduler wishes (``Scaled``). The number of a
+  server that was stopped is not given again.
 * When all workers ended well, the servers and then the scheduler are stopped, and the run ends well.
 
 Stopping is SIGTERM, then SIGKILL after ``grace_seconds``, group by group; a second signal from the user kills at once.
@@ -18,14 +22,19 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 GRACE_SECONDS: Final = 5.0
 NEVER_CONNECTED_STATUS: Final = 65
 INFRASTRUCTURE_STATUS: Final = 70
+#: A server or scheduler that ends so many times in a row, each within QUICK_SECONDS of its start, is given up.
+QUICK_DEATHS_MAX: Final = 5
+QUICK_SECONDS: Final = 10.0
 _SIGNAL_BASE: Final = 128
 _ORDER: Final = ("worker", "server", "scheduler")
+#: Nobody sends these to itself: they say nothing about whether the next life will be longer.
+_FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
 class ProcessKey(NamedTuple):
@@ -74,11 +83,19 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaled:
+    """The scheduler wants so many servers in all, and that those with the numbers ``stop`` are stopped."""
+
+    servers: int
+    stop: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed."""
 
 
-Event = Exited | Connected | Interrupted | Failed | Tick
+Event = Exited | Connected | Interrupted | Failed | Scaled | Tick
 
 
 # --- effects ----------------------------------------------------------------------------------------------------------
@@ -86,7 +103,7 @@ Event = Exited | Connected | Interrupted | Failed | Tick
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start a worker again; ``attempt`` counts from 0."""
+    """Start a process, perhaps again; ``attempt`` counts from 0."""
 
     key: ProcessKey
     attempt: int
@@ -122,22 +139,32 @@ Effect = Start | Kill | Say | Finish
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Worker:
+@dataclass(frozen=True, slots=True)
+class _Process:
+    started: float
     attempt: int = 0
     connected: bool = False
+    #: Lives before this one that ended soon, in a row.
+    quick_deaths: int = 0
 
 
 @dataclass(slots=True)
 class Supervisor:
-    """The state of one run. All of ``workers``, ``servers`` and ``schedulers`` are taken as started."""
+    """The state of one run. All of ``workers``, ``servers`` and ``schedulers`` are taken as started at ``now``.
+
+    durable: whether what a server holds outlives it, so that the run goes on without it.
+    """
 
     workers: Iterable[int]
     servers: int = 0
     schedulers: int = 0
     restarts_max: int = 3
     grace_seconds: float = GRACE_SECONDS
-    _alive: dict[ProcessKey, _Worker] = field(default_factory=dict, init=False)
+    durable: bool = False
+    now: float = 0.0
+    _alive: dict[ProcessKey, _Process] = field(default_factory=dict, init=False)
+    #: Servers that were told to stop, and when they are killed.
+    _retired: dict[ProcessKey, float] = field(default_factory=dict, init=False)
     _deserters: list[ProcessKey] = field(default_factory=list, init=False)
     _ever_connected: bool = field(default=False, init=False)
     _stage: int | None = field(default=None, init=False)
@@ -148,7 +175,7 @@ class Supervisor:
         keys = [ProcessKey("worker", rank) for rank in self.workers]
         keys += [ProcessKey("server", number) for number in range(self.servers)]
         keys += [ProcessKey("scheduler", number) for number in range(self.schedulers)]
-        self._alive = {key: _Worker() for key in keys}
+        self._alive = {key: _Process(self.now) for key in keys}
 
     @property
     def stopping(self) -> bool:
@@ -173,6 +200,8 @@ class Supervisor:
             return self._interrupted(event, now)
         if isinstance(event, Failed):
             return [] if self.stopping else self._stop(Finish(event.status, event.message, event.key), now)
+        if isinstance(event, Scaled):
+            return [] if self.stopping else self._scaled(event, now)
         return self._tick(now)
 
     def _exited(self, event: Exited, now: float) -> list[Effect]:
@@ -181,20 +210,49 @@ class Supervisor:
             self._ever_connected = True
         if self.stopping:
             return self._advance(now)
+        if event.key in self._retired:
+            del self._retired[event.key]
+            return []
         if event.key.role != "worker":
-            message = f"{event.key} died: {describe(event.returncode)}"
-            return self._stop(Finish(INFRASTRUCTURE_STATUS, message, event.key), now)
+            return self._service_died(event, process, now)
         if event.returncode != 0:
             return self._worker_failed(event, process, now)
         if not (process.connected or event.connected):
             self._deserters.append(event.key)
         return self._check_deserters(now) or self._check_done(now)
 
-    def _worker_failed(self, event: Exited, process: _Worker, now: float) -> list[Effect]:
+    def _service_died(self, event: Exited, process: _Process, now: float) -> list[Effect]:
+        key, how = event.key, f"{event.key} died: {describe(event.returncode)}"
+        if key.role == "server" and not self.durable:
+            lost = f"{how}; the only copy of what it held is lost: start the run again (--replicas 2 survives this)"
+            return self._stop(Finish(INFRASTRUCTURE_STATUS, lost, key), now)
+        quick = event.returncode not in _FROM_OUTSIDE and now - process.started < QUICK_SECONDS
+        deaths = process.quick_deaths + 1 if quick else 0
+        if deaths == QUICK_DEATHS_MAX:
+            given_up = f"{how}; the last of {deaths} times in a row within {QUICK_SECONDS:g} s of its start"
+            return self._stop(Finish(INFRASTRUCTURE_STATUS, given_up, key), now)
+        self._alive[key] = _Process(now, process.attempt + 1, quick_deaths=deaths)
+        return [Say(f"{how}; the run goes on, and it is started again"), Start(key, process.attempt + 1)]
+
+    def _scaled(self, event: Scaled, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for key in (ProcessKey("server", number) for number in event.stop):
+            if key in self._alive and key not in self._retired:
+                self._retired[key] = now + self.grace_seconds
+                effects += [Say(f"{key} holds nothing any more: stopped"), Kill(key, signal.SIGTERM)]
+        active = sum(key.role == "server" and key not in self._retired for key in self._alive)
+        for _ in range(event.servers - active):
+            key = ProcessKey("server", self.servers)
+            self.servers += 1
+            self._alive[key] = _Process(now)
+            effects += [Say(f"{key} is started: {event.servers} servers are wanted"), Start(key, 0)]
+        return effects
+
+    def _worker_failed(self, event: Exited, process: _Process, now: float) -> list[Effect]:
         how = describe(event.returncode)
         if process.attempt < self.restarts_max:
             attempt = process.attempt + 1
-            self._alive[event.key] = _Worker(attempt)
+            self._alive[event.key] = _Process(now, attempt)
             return [
                 Say(f"{event.key} failed: {how}; restart {attempt} of {self.restarts_max}"),
                 Start(event.key, attempt),
@@ -205,7 +263,7 @@ class Supervisor:
     def _connected(self, event: Connected, now: float) -> list[Effect]:
         self._ever_connected = True
         if event.key in self._alive:
-            self._alive[event.key].connected = True
+            self._alive[event.key] = replace(self._alive[event.key], connected=True)
         return [] if self.stopping else self._check_deserters(now)
 
     def _interrupted(self, event: Interrupted, now: float) -> list[Effect]:
@@ -256,12 +314,19 @@ class Supervisor:
         return [key for key in self._alive if 0 <= stage < len(_ORDER) and key.role == _ORDER[stage]]
 
     def _tick(self, now: float) -> list[Effect]:
-        if self._stage is None or now < self._deadline:
+        if self._stage is None:
+            return self._tick_retired(now)
+        if now < self._deadline:
             return []
         self._deadline = math.inf
         late = self._members(self._stage)
         said = Say(f"{_enumerate(late)} did not end within {self.grace_seconds:g} s of SIGTERM: killed")
         return [said, *(Kill(key, signal.SIGKILL) for key in late)]
+
+    def _tick_retired(self, now: float) -> list[Effect]:
+        late = [key for key, deadline in self._retired.items() if now >= deadline]
+        self._retired |= dict.fromkeys(late, math.inf)
+        return [Kill(key, signal.SIGKILL) for key in late]
 
 
 def _enumerate(keys: Iterable[ProcessKey]) -> str:

@@ -17,6 +17,7 @@ from psdist.launch.supervisor import (
     Kill,
     ProcessKey,
     Say,
+    Scaled,
     Start,
     Supervisor,
     Tick,
@@ -26,11 +27,12 @@ from psdist.launch.supervisor import (
 
 W0, W1 = ProcessKey("worker", 0), ProcessKey("worker", 1)
 S0, S1 = ProcessKey("server", 0), ProcessKey("server", 1)
+S2, S3 = ProcessKey("server", 2), ProcessKey("server", 3)
 SCHEDULER = ProcessKey("scheduler", 0)
 
 
-def supervisor(restarts: int = 0) -> Supervisor:
-    return Supervisor(range(2), servers=2, schedulers=1, restarts_max=restarts, grace_seconds=5.0)
+def supervisor(restarts: int = 0, durable: bool = False) -> Supervisor:
+    return Supervisor(range(2), servers=2, schedulers=1, restarts_max=restarts, grace_seconds=5.0, durable=durable)
 
 
 def test_all_workers_end_well() -> None:
@@ -64,14 +66,78 @@ def test_the_first_worker_without_restarts_is_the_cause() -> None:
     assert "SIGSEGV" in end.message
 
 
-def test_a_dead_server_ends_the_run_whatever_its_status() -> None:
-    for key, returncode in ((S1, 0), (SCHEDULER, 0), (S0, -9)):
+def test_a_dead_server_without_a_copy_ends_the_run_whatever_its_status() -> None:
+    for key, returncode in ((S1, 0), (S0, -9)):
         machine = supervisor(restarts=3)
         kills = machine.on(Exited(key, returncode), 1.0)
         assert kills == [Kill(W0, signal.SIGTERM), Kill(W1, signal.SIGTERM)]
         end = finish(machine, {W0, W1, S0, S1, SCHEDULER} - {key})
         assert (end.status, end.culprit) == (70, key)
-        assert str(key) in end.message
+        assert str(key) in end.message and "lost" in end.message and "--replicas 2" in end.message
+
+
+def test_a_dead_server_with_copies_elsewhere_is_started_again() -> None:
+    machine = supervisor(durable=True)
+    said, start = machine.on(Exited(S1, -9), 1.0)
+    assert isinstance(said, Say) and "server 1 died: killed by SIGKILL" in said.message
+    assert start == Start(S1, 1)
+    assert machine.on(Exited(S1, -9), 1.1)[1] == Start(S1, 2)
+    assert machine.attempt(S1) == 2 and not machine.stopping
+
+
+def test_a_dead_scheduler_is_started_again_with_or_without_copies() -> None:
+    for durable in (False, True):
+        machine = supervisor(durable=durable)
+        assert machine.on(Exited(SCHEDULER, 0), 1.0)[1] == Start(SCHEDULER, 1)
+
+
+def test_who_dies_again_and_again_by_its_own_doing_is_given_up() -> None:
+    for key in (S0, SCHEDULER):
+        machine = supervisor(durable=True)
+        for attempt in range(1, 5):
+            assert machine.on(Exited(key, 1), attempt * 9.0)[1] == Start(key, attempt)
+        assert machine.on(Exited(key, 1), 5 * 9.0) == [Kill(W0, signal.SIGTERM), Kill(W1, signal.SIGTERM)]
+        end = finish(machine, {W0, W1, S0, S1, SCHEDULER} - {key})
+        assert (end.status, end.culprit) == (70, key) and "5 times" in end.message
+
+
+def test_a_longer_life_or_a_kill_from_outside_starts_the_count_anew() -> None:
+    machine = supervisor(durable=True)
+    now = 0.0
+    for returncode, life in ((1, 1.0), (1, 1.0), (1, 1.0), (1, 1.0), (1, 10.0), (1, 1.0), (1, 1.0), (1, 1.0), (1, 1.0)):
+        now += life
+        assert isinstance(machine.on(Exited(S0, returncode), now)[1], Start)
+    for _ in range(100):
+        now += 0.5
+        assert isinstance(machine.on(Exited(S0, -9), now)[1], Start)
+
+
+def test_missing_servers_are_started_under_numbers_that_are_never_given_again() -> None:
+    machine = supervisor()
+    assert [e for e in machine.on(Scaled(3), 1.0) if isinstance(e, Start)] == [Start(S2, 0)]
+    assert machine.on(Scaled(3), 1.1) == []
+    # While it drains it still counts: the launcher starts no other in its place.
+    assert machine.on(Scaled(2), 2.0) == []
+    assert machine.on(Scaled(2, (2,)), 3.0)[1:] == [Kill(S2, signal.SIGTERM)]
+    assert machine.on(Scaled(2, (2,)), 3.1) == []
+    assert machine.on(Exited(S2, 0), 3.2) == []
+    assert machine.on(Scaled(2, (2,)), 3.3) == [] and not machine.stopping
+    assert [e for e in machine.on(Scaled(3, (2,)), 4.0) if isinstance(e, Start)] == [Start(S3, 0)]
+
+
+def test_a_drained_server_that_does_not_stop_is_killed() -> None:
+    machine = supervisor()
+    machine.on(Scaled(1, (1,)), 1.0)
+    assert machine.on(Tick(), 5.9) == []
+    assert machine.on(Tick(), 6.0) == [Kill(S1, signal.SIGKILL)]
+    assert machine.on(Tick(), 7.0) == []
+    assert machine.on(Exited(S1, -9), 7.1) == [] and not machine.stopping
+
+
+def test_nothing_is_scaled_at_the_end() -> None:
+    machine = supervisor()
+    machine.on(Interrupted(signal.SIGTERM), 1.0)
+    assert machine.on(Scaled(4, (1,)), 1.1) == []
 
 
 def finish(machine: Supervisor, alive: set[ProcessKey]) -> Finish:
@@ -166,30 +232,36 @@ ALL = (W0, W1, S0, S1, SCHEDULER)
             st.builds(Exited, st.sampled_from(ALL), st.sampled_from([0, 1, -9]), st.booleans()),
             st.builds(Connected, st.sampled_from(ALL[:2])),
             st.just(Interrupted(signal.SIGTERM)),
+            st.builds(Scaled, st.integers(1, 4), st.lists(st.integers(0, 3), max_size=2).map(tuple)),
             st.just(Tick()),
         ),
         max_size=30,
     ),
     st.integers(0, 2),
+    st.booleans(),
 )
-def test_every_history_ends_once_and_leaves_nobody(history: list[Event], restarts: int) -> None:
-    """Invariants: one Finish, when nobody is alive; only the living are signalled; restarts stay within the limit."""
-    machine = Supervisor(range(2), servers=2, schedulers=1, restarts_max=restarts)
+def test_every_history_ends_once_and_leaves_nobody(history: list[Event], restarts: int, durable: bool) -> None:
+    """Invariants: one Finish, when nobody is alive; only the living are signalled; no process runs twice at a time;
+    restarts of workers stay within the limit."""
+    machine = Supervisor(range(2), servers=2, schedulers=1, restarts_max=restarts, durable=durable)
     alive = dict.fromkeys(ALL, 0)
+    attempts: dict[ProcessKey, int] = dict.fromkeys(ALL, 0)
     ends: list[Finish] = []
-    tail: list[Event] = [Interrupted(signal.SIGTERM), *(Exited(key, -15) for key in ALL)]
+    later = [ProcessKey("server", number) for number in range(2, 64)]
+    tail: list[Event] = [Interrupted(signal.SIGTERM), *(Exited(key, -15) for key in (*ALL, *later))]
     for now, event in enumerate([*history, *tail]):
         if isinstance(event, Exited | Connected):
             if event.key not in alive:
                 continue
             if isinstance(event, Exited):
-                attempt = alive.pop(event.key)
+                del alive[event.key]
         if ends:
             continue
         for effect in machine.on(event, float(now)):
             if isinstance(effect, Start):
-                assert effect.attempt == attempt + 1 <= restarts
-                alive[effect.key] = effect.attempt
+                assert effect.key not in alive and effect.attempt == attempts.get(effect.key, -1) + 1
+                assert effect.key.role != "worker" or effect.attempt <= restarts
+                alive[effect.key] = attempts[effect.key] = effect.attempt
             elif isinstance(effect, Kill):
                 assert effect.key in alive
             elif isinstance(effect, Finish):
