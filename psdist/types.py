@@ -271,6 +271,8 @@ class ClusterMap:
     servers: tuple[ServerEntry, ...] = ()
     workers: tuple[WorkerEntry, ...] = ()
     parameters: tuple[ParametersEntry, ...] = field(default=())
+    #: Why no worker begins a step now: an elastic run has fewer workers than its minimum. Empty while they may.
+    paused: str = ""
 
     def entry(self, parameters: str) -> ParametersEntry | None:
         """The parameters of this name, if they exist."""

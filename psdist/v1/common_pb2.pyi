@@ -225,18 +225,20 @@ class WorkerEntry(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class ClusterMap(_message.Message):
-    __slots__ = ("run_id", "epoch", "servers", "parameters", "workers")
+    __slots__ = ("run_id", "epoch", "servers", "parameters", "workers", "paused")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     servers: _containers.RepeatedCompositeFieldContainer[ServerEntry]
     parameters: _containers.RepeatedCompositeFieldContainer[ParametersEntry]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., servers: _Optional[_Iterable[_Union[ServerEntry, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersEntry, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ...) -> None: ...
+    paused: str
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., servers: _Optional[_Iterable[_Union[ServerEntry, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersEntry, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., paused: _Optional[str] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("code", "message", "details")

@@ -238,6 +238,7 @@ def map_to_proto(cluster: ClusterMap) -> pb.ClusterMap:
             pb.WorkerEntry(worker_id=w.worker_id, incarnation=w.incarnation, rank=w.rank) for w in cluster.workers
         ],
         parameters=[entry_to_proto(entry) for entry in cluster.parameters],
+        paused=cluster.paused,
     )
 
 
@@ -249,6 +250,7 @@ def map_from_proto(message: pb.ClusterMap) -> ClusterMap:
         servers=tuple(ServerEntry(s.server_id, s.incarnation, s.address) for s in message.servers),
         workers=tuple(WorkerEntry(w.worker_id, w.incarnation, w.rank) for w in message.workers),
         parameters=tuple(entry_from_proto(entry) for entry in message.parameters),
+        paused=message.paused,
     )
 
 
