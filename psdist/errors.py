@@ -148,6 +148,13 @@ class UnknownParametersError(PsdistError):
     status = "NOT_FOUND"
 
 
+class UnknownDatasetError(PsdistError):
+    """No data set of this name was opened."""
+
+    code = "unknown_dataset"
+    status = "NOT_FOUND"
+
+
 class LayoutMismatchError(PsdistError):
     """Parameters of this name exist with other tensors."""
 
@@ -156,7 +163,7 @@ class LayoutMismatchError(PsdistError):
 
 
 class SettingsMismatchError(PsdistError):
-    """Parameters of this name exist with other settings."""
+    """Parameters, or a data set, of this name exist with other settings."""
 
     code = "settings_mismatch"
     status = "FAILED_PRECONDITION"
@@ -219,13 +226,6 @@ class ReplicaMismatchError(PsdistError):
 
     code = "replica_mismatch"
     status = "DATA_LOSS"
-
-
-class DataRangeFailedError(PsdistError):
-    """A range of a data set was handed out as often as it may be, and each time its worker died."""
-
-    code = "data_range_failed"
-    status = "FAILED_PRECONDITION"
 
 
 class ServerLostError(PsdistError):

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Final, Literal
 
 from psdist.consistency import Consistency
-from psdist.errors import InvalidArgumentError, InvalidNameError
+from psdist.errors import InvalidArgumentError, InvalidNameError, LimitExceededError
 from psdist.optim import Optimizer
 
 DType = Literal["float32", "float16", "bfloat16", "float64"]
@@ -29,6 +29,12 @@ SLICE_ELEMENTS_MAX: Final = 1 << 18  # 1 MiB of float32
 SLICE_ELEMENTS_MIN: Final = 1 << 12
 SHARDS_PER_SERVER: Final = 4
 _SLICES_WANTED: Final = 16
+
+SAMPLES_MAX: Final = 1 << 62
+#: Ranges of one data epoch.
+RANGES_MAX: Final = 1 << 32
+#: What goes on for ever ends after so many.
+DATA_EPOCHS_MAX: Final = (1 << 30) - 1
 
 _NAME = re.compile(r"[A-Za-z0-9._/-]{1,256}")
 
@@ -292,3 +298,82 @@ class Identity:
     incarnation: int
     epoch: int
     parameters: str
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSpec:
+    """Settings of a data set whose ranges are leased, on which all workers must agree.
+
+    size, range_size: samples, and samples of one range; the last range may be shorter.
+    shuffle, seed: whether each data epoch has an order of its own, and by what number.
+    data_epochs: how often all samples are used; 0 goes on for ever.
+    retries_max: how often a range whose worker was lost is handed out again.
+    """
+
+    name: str
+    size: int
+    range_size: int
+    shuffle: bool = True
+    seed: int = 0
+    data_epochs: int = 1
+    retries_max: int = 3
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "data set name")
+        bounds = {
+            "size": (1, SAMPLES_MAX),
+            "range_size": (1, SAMPLES_MAX),
+            "seed": (0, (1 << 63) - 1),
+            "data_epochs": (0, DATA_EPOCHS_MAX),
+            "retries_max": (0, (1 << 31) - 1),
+        }
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise InvalidArgumentError(f"{name}={value!r:.40} is out of range: use a whole number, {low} to {high}")
+        if self.ranges > RANGES_MAX:
+            raise LimitExceededError(
+                f"{self.size} samples in ranges of {self.range_size} are {self.ranges} ranges, over the limit of "
+                f"{RANGES_MAX}: use a larger range_size"
+            )
+
+    @property
+    def ranges(self) -> int:
+        """Ranges of one data epoch."""
+        return -(-self.size // self.range_size)
+
+    @property
+    def places(self) -> int:
+        """Ranges of all data epochs. Range r of data epoch e has place ``e * ranges + r``."""
+        return self.ranges * (self.data_epochs or DATA_EPOCHS_MAX)
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """First sample of range ``number`` in the data epoch's order, and the one after its last."""
+        start = number * self.range_size
+        return start, min(start + self.range_size, self.size)
+
+    def difference(self, other: DatasetSpec) -> str:
+        """One sentence about the first setting in which ``other`` differs; empty if none does."""
+        for name in ("size", "range_size", "shuffle", "seed", "data_epochs", "retries_max"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} is {theirs!r}, not {mine!r}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """Where a data set stands, as a pure value: set it, and the data goes on from there.
+
+    data_epoch: the first that is not over; the number of data epochs once all are.
+    done: stretches (first, count) of ranges that are over, ascending and apart from each other, counted from the
+        beginning of ``data_epoch``. The ranges of the data epochs after it follow its last.
+    repeated_ranges: ranges handed out again because their worker was gone, since the beginning: these may have been
+        used twice.
+    failed_ranges: ranges given up, because that happened too often.
+    """
+
+    data_epoch: int = 0
+    done: tuple[tuple[int, int], ...] = ()
+    repeated_ranges: int = 0
+    failed_ranges: int = 0

@@ -472,34 +472,40 @@ class OpenDatasetResponse(_message.Message):
     def __init__(self, spec: _Optional[_Union[DatasetSpec, _Mapping]] = ..., position: _Optional[_Union[DataPosition, _Mapping]] = ...) -> None: ...
 
 class LeaseRangeRequest(_message.Message):
-    __slots__ = ("run_id", "worker_id", "incarnation", "dataset", "done")
+    __slots__ = ("run_id", "worker_id", "incarnation", "dataset", "done", "held")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     worker_id: str
     incarnation: int
     dataset: str
     done: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., dataset: _Optional[str] = ..., done: _Optional[_Iterable[int]] = ...) -> None: ...
+    held: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., dataset: _Optional[str] = ..., done: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaseRangeResponse(_message.Message):
-    __slots__ = ("waiting_for", "lease_id", "data_epoch", "range", "attempt", "finished")
+    __slots__ = ("waiting_for", "lease_id", "data_epoch", "range", "attempt", "finished", "repeated_ranges", "failed_ranges")
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     DATA_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANGE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    REPEATED_RANGES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_RANGES_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
     lease_id: int
     data_epoch: int
     range: int
     attempt: int
     finished: bool
-    def __init__(self, waiting_for: _Optional[str] = ..., lease_id: _Optional[int] = ..., data_epoch: _Optional[int] = ..., range: _Optional[int] = ..., attempt: _Optional[int] = ..., finished: _Optional[bool] = ...) -> None: ...
+    repeated_ranges: int
+    failed_ranges: int
+    def __init__(self, waiting_for: _Optional[str] = ..., lease_id: _Optional[int] = ..., data_epoch: _Optional[int] = ..., range: _Optional[int] = ..., attempt: _Optional[int] = ..., finished: _Optional[bool] = ..., repeated_ranges: _Optional[int] = ..., failed_ranges: _Optional[int] = ...) -> None: ...
 
 class EndRangesRequest(_message.Message):
     __slots__ = ("run_id", "worker_id", "incarnation", "dataset", "done", "returned")

@@ -221,7 +221,7 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LeaseRange(self, request, context):
-        """Reports ranges as done and asks for the next one. Progress while there is none to give.
+        """Reports ranges as done and asks for the next one. One message for now: nobody is made to wait for a range.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -14,6 +14,8 @@ from psdist.errors import DTypeMismatchError, InvalidArgumentError, LimitExceede
 from psdist.optim import Optimizer, Override, optimizer_from_values, schedule_from_values
 from psdist.types import (
     ClusterMap,
+    DataPosition,
+    DatasetSpec,
     DType,
     GroupRange,
     Identity,
@@ -30,7 +32,7 @@ from psdist.types import (
     check_name,
 )
 from psdist.v1 import common_pb2 as pb
-from psdist.v1 import server_pb2
+from psdist.v1 import scheduler_pb2, server_pb2
 from psdist.wire import limits
 
 _DTYPE_TO_PROTO: Final = {
@@ -268,3 +270,51 @@ def identity_to_proto(identity: Identity) -> server_pb2.Identity:
 def identity_from_proto(message: server_pb2.Identity) -> Identity:
     """Who sends."""
     return Identity(message.run_id, message.worker_id, message.incarnation, message.epoch, message.parameters)
+
+
+def dataset_to_proto(spec: DatasetSpec) -> scheduler_pb2.DatasetSpec:
+    """Settings of a data set as a message."""
+    return scheduler_pb2.DatasetSpec(
+        name=spec.name,
+        size=spec.size,
+        range_size=spec.range_size,
+        shuffle=spec.shuffle,
+        seed=spec.seed,
+        data_epochs=spec.data_epochs,
+        retries_max=spec.retries_max,
+    )
+
+
+def dataset_from_proto(message: scheduler_pb2.DatasetSpec) -> DatasetSpec:
+    """Settings of a data set, checked."""
+    return DatasetSpec(
+        name=message.name,
+        size=message.size,
+        range_size=message.range_size,
+        shuffle=message.shuffle,
+        seed=message.seed,
+        data_epochs=message.data_epochs,
+        retries_max=message.retries_max,
+    )
+
+
+def position_to_proto(position: DataPosition) -> scheduler_pb2.DataPosition:
+    """Where a data set stands, as a message."""
+    return scheduler_pb2.DataPosition(
+        data_epoch=position.data_epoch,
+        done=[scheduler_pb2.RangeSpan(first=first, count=count) for first, count in position.done],
+        repeated_ranges=position.repeated_ranges,
+        failed_ranges=position.failed_ranges,
+    )
+
+
+def position_from_proto(message: scheduler_pb2.DataPosition) -> DataPosition:
+    """Where a data set stands. Whether that can be is for who knows the data set."""
+    if len(message.done) > limits.SPANS_MAX:
+        raise LimitExceededError(f"a position of {len(message.done)} stretches is over the limit: {limits.SPANS_MAX}")
+    return DataPosition(
+        data_epoch=message.data_epoch,
+        done=tuple((span.first, span.count) for span in message.done),
+        repeated_ranges=message.repeated_ranges,
+        failed_ranges=message.failed_ranges,
+    )

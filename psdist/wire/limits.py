@@ -23,6 +23,11 @@ ELEMENTS_MAX: Final = 1 << 40
 PARAMETERS_MAX: Final = 1024
 MEMBERS_MAX: Final = 4096
 WORLD_MAX: Final = 4096
+DATASETS_MAX: Final = 64
+#: Ranges of one data set that a worker may hold at a time.
+LEASES_MAX: Final = 64
+#: Stretches in a data set's position.
+SPANS_MAX: Final = 1 << 16
 
 #: Slices of one stream that a server holds and has not applied; more are left in the network.
 HELD_SLICES_MAX: Final = 2
