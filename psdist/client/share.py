@@ -22,7 +22,7 @@ from psdist.client.connection import SchedulerLink
 from psdist.client.jobs import Sender
 from psdist.client.partition import Flat
 from psdist.client.routing import Route
-from psdist.client.shared_stream import Held, SharedStream, attach
+from psdist.client.shared_stream import SharedStream, attach
 from psdist.config import Transport
 from psdist.errors import PsdistError, SharingUnavailableError, StaleEpochError
 from psdist.types import DType, ParametersEntry
@@ -162,7 +162,7 @@ class Sharing:
 
     async def _attached(self, route: Route, arena: GradientArena) -> SharedStream:
         """A stream to the server, by the newest map."""
-        held = Held(self._entry.slicing, self._entry.slices_of(route.server_id))
+        slicing = self._entry.slicing
         loss = self._link.watch.loss_of(route.server_id, route.incarnation)
         with self._link.waits.open(f"for {route.peer} to share memory"):
             while True:
@@ -173,8 +173,8 @@ class Sharing:
                 )
                 call = self._data.method(route.address, "Share")(metadata=self._link.metadata)
                 try:
-                    weights, connection = await attach(call, attaching, arena, held, loss, route.peer)
-                    stream = SharedStream(call, route, arena, weights, held, loss, stable=self.stable)
+                    weights, connection = await attach(call, attaching, arena, slicing, loss, route.peer)
+                    stream = SharedStream(call, route, arena, weights, slicing, loss, stable=self.stable)
                     await stream.open(connection)
                     return stream
                 except StaleEpochError:
@@ -223,7 +223,7 @@ class Sharing:
             return None
         slicing, shards = self._entry.slicing, self._entry.primaries
         pieces = (
-            Piece(slicing.bounds(index)[0], stream.weights, stream.start_of(index), slicing.size(index))
+            Piece(slicing.bounds(index)[0], stream.weights, slicing.size(index))
             for index in range(slicing.count)
             if (stream := streams[shards[index % len(shards)]])
         )

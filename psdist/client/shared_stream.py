@@ -54,24 +54,8 @@ _REASON_SECONDS: Final = 2.0
 Loss = asyncio.Future[PsdistError]
 
 
-class Held:
-    """The slices that one server holds, as its arena has them: ascending and compact."""
-
-    def __init__(self, slicing: Slicing, slices: Sequence[int]) -> None:
-        self.slicing = slicing
-        self.count = len(slices)
-        #: Number of each slice in the table of sequences.
-        self.places = {index: place for place, index in enumerate(slices)}
-        #: First element of each slice.
-        self.starts: dict[int, int] = {}
-        self.total = 0
-        for index in slices:
-            self.starts[index] = self.total
-            self.total += slicing.size(index)
-
-
 async def attach(
-    call: Any, attaching: server_pb2.Attach, arena: GradientArena, held: Held, loss: Loss, peer: str
+    call: Any, attaching: server_pb2.Attach, arena: GradientArena, slicing: Slicing, loss: Loss, peer: str
 ) -> tuple[WeightsArena, socket.socket]:
     """Attaches on ``call``, a Share stream that was just opened; the server's weights arena, and the connection for
     calls, which the caller closes.
@@ -81,7 +65,7 @@ async def attach(
     """
     with ExitStack() as opened:
         with handover.listening() as (attaching.socket, listener):
-            exchange = asyncio.ensure_future(_exchange(listener, arena, held, opened))
+            exchange = asyncio.ensure_future(_exchange(listener, arena, slicing, opened))
             answer = asyncio.ensure_future(_ask(call, attaching, peer))
             try:
                 # The server says so if the exchange fails.
@@ -104,7 +88,7 @@ async def attach(
 
 
 async def _exchange(
-    listener: socket.socket, arena: GradientArena, held: Held, opened: ExitStack
+    listener: socket.socket, arena: GradientArena, slicing: Slicing, opened: ExitStack
 ) -> tuple[WeightsArena, socket.socket]:
     try:
         mine = os.dup(arena.fd)  # The arena may be renewed meanwhile, and the number be another file's.
@@ -115,7 +99,7 @@ async def _exchange(
     finally:
         os.close(mine)
     opened.enter_context(connection)
-    return WeightsArena.open(fd, held.count, held.total), connection
+    return WeightsArena.open(fd, slicing.count, slicing.total), connection
 
 
 async def _ask(call: Any, attaching: server_pb2.Attach, peer: str) -> server_pb2.Attached:
@@ -144,7 +128,14 @@ class SharedStream:
     """
 
     def __init__(
-        self, call: Any, route: Route, arena: GradientArena, weights: WeightsArena, held: Held, loss: Loss, stable: bool
+        self,
+        call: Any,
+        route: Route,
+        arena: GradientArena,
+        weights: WeightsArena,
+        slicing: Slicing,
+        loss: Loss,
+        stable: bool,
     ) -> None:
         self.incarnation = route.incarnation
         self.weights = weights
@@ -153,7 +144,7 @@ class SharedStream:
         self._peer = route.peer
         self._call = call
         self._arena = arena
-        self._held = held
+        self._slicing = slicing
         self.stable = stable
         self._loss = loss
         self._last_id = 0
@@ -174,14 +165,10 @@ class SharedStream:
         """Whether calls can be made."""
         return self.broken is None
 
-    def start_of(self, index: int) -> int:
-        """First element of a slice in the server's arena."""
-        return self._held.starts[index]
-
     def view(self, index: int) -> Flat:
         """The weights of a slice where they lie."""
-        start = self._held.starts[index]
-        return self.weights.weights[start : start + self._held.slicing.size(index)]
+        start, stop = self._slicing.bounds(index)
+        return self.weights.weights[start:stop]
 
     # --- a call -------------------------------------------------------------------------------------------------------
 
@@ -226,7 +213,7 @@ class SharedStream:
             return
         lies_there = job.flat.__array_interface__["data"][0] == self._arena.address
         for index in slices:
-            start, stop = self._held.slicing.bounds(index)
+            start, stop = self._slicing.bounds(index)
             part = self._arena.part(start, stop)
             if not lies_there:
                 encoded = job.codec.encode(job.flat[start:stop], part)
@@ -265,10 +252,10 @@ class SharedStream:
             raise InternalError(f"{self._peer} told {len(versions)} versions of {count} slices")
         ignored = set(answers.ignored)
         for index, version, behind in zip(slices, versions, staleness, strict=True):
-            if index not in job.request.pending or index not in self._held.starts:
+            if index not in job.request.pending:
                 raise InternalError(f"{self._peer} answered slice {index}, which is not asked for")
             if isinstance(job, PushPullJob | PullJob):
-                job.traffic.received += self._held.slicing.size(index) * ITEM_BYTES[_pull_dtype(job)]
+                job.traffic.received += self._slicing.size(index) * ITEM_BYTES[_pull_dtype(job)]
                 if not (job.in_place and self.stable):
                     version = await self._copy(job, index, version)
             job.request.answer(index, version, behind, index in ignored)
@@ -276,7 +263,7 @@ class SharedStream:
     async def _copy(self, job: PushPullJob | PullJob, index: int, version: int) -> int:
         """Copies the weights of a slice into the job's target; their version."""
         assert job.target is not None
-        start, stop = self._held.slicing.bounds(index)
+        start, stop = self._slicing.bounds(index)
         target, dtype = job.target[start:stop], _pull_dtype(job)
         if self.stable:
             target[...] = self.view(index)
@@ -292,13 +279,13 @@ class SharedStream:
     async def _copy_moving(self, index: int, target: Flat) -> int:
         """Copies weights that the server may be writing; the version that they are all of. Raises why the stream
         broke."""
-        sequence, place, source = self.weights.sequence, self._held.places[index], self.view(index)
+        sequence, source = self.weights.sequence, self.view(index)
         while True:
             for _ in range(_SPINS):
-                before = int(sequence[place])
+                before = int(sequence[index])
                 if before % 2 == 0:
                     target[...] = source
-                    if int(sequence[place]) == before:
+                    if int(sequence[index]) == before:
                         return before // 2
             if self.broken is not None:
                 raise again(self.broken)

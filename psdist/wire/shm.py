@@ -2,16 +2,18 @@
 
 * ``GradientArena``: one page of header, then the flat vector of a handle's gradients in its wire dtype. The worker
   creates and writes it, the server maps it read-only.
-* ``WeightsArena``: one page of header, a table of sequence numbers (uint64, one per slice, padded to a page), then the
-  float32 weights of a server's own slices, ascending and compact. The server creates and writes it, the worker can only
-  read it, and ``stitch`` shows it the slices of several servers as one vector.
+* ``WeightsArena``: one page of header, a table of sequence numbers (uint64, one per slice of the vector, padded to a
+  page), then the whole float32 vector, of which a server's own slices have memory (``allocate``) and the others are
+  holes, so that slices come and go without a new file. The server creates and writes it, the worker gets a descriptor
+  that can only be read by, and ``stitch`` shows it the slices of several servers as one vector. A hole that is read
+  takes memory, too: a worker reads no slices but those that the server answered for.
 
 A header is 16 bytes that name the kind and 16 random ones, the nonce: who can tell it, has the file. The bytes are
 those of the host's processor; nothing of them travels.
 
-Invariants: all memory is there when an arena exists, so that writing cannot fail. A file cannot shrink (seals), so a
-mapping of it can always be read, whatever the other process does. A mapping lasts as long as any array that looks into
-it. No file has a name, so the end of all processes is the end of it.
+Invariants: all memory that is written to was there before (of a gradient arena, from its beginning), so that writing
+cannot fail. A file cannot shrink (seals), so a mapping of it can always be read, whatever the other process does. A
+mapping lasts as long as any array that looks into it. No file has a name, so the end of all processes is the end of it.
 
 Not here: how a file gets to the other process (``handover``), who may read or write when (``psdist.client.share``).
 """
@@ -25,7 +27,7 @@ import mmap
 import os
 import secrets
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -42,9 +44,11 @@ NONCE_BYTES: Final = 16
 _GRADIENTS: Final = b"psdist-gradients"
 _WEIGHTS: Final = b"psdist-weights\0\0"
 
-_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
-_GRADIENT_SEALS: Final = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
-_WEIGHTS_SEALS: Final = _GRADIENT_SEALS | _SEAL_FUTURE_WRITE
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 0x1, 0x2, 0x4
+#: Sealed against writing (F_SEAL_FUTURE_WRITE), a file could not give memory back either.
+_SEALS: Final = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
+
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
@@ -90,12 +94,13 @@ class GradientArena:
     def create(cls, elements: int, dtype: str) -> GradientArena:
         """A new one, all zeros. Raises OSError where there is no room."""
         size = cls.size(elements, dtype)
-        fd = _create_file("psdist-gradients", size)
+        fd = _create_file("psdist-gradients", size, needed=size)
         try:
+            os.posix_fallocate(fd, 0, size)
             region = _Region(size, writable=True)
             region.place(fd)
             region.write_header(_GRADIENTS)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _GRADIENT_SEALS)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:
             os.close(fd)
             raise
@@ -107,7 +112,7 @@ class GradientArena:
         should be, or cannot be mapped."""
         try:
             size = cls.size(elements, dtype)
-            region = _open_region(fd, size, _GRADIENT_SEALS, _GRADIENTS, "gradient arena")
+            region = _open_region(fd, size, _GRADIENTS, "gradient arena", sparse=False)
         finally:
             os.close(fd)
         return cls(region, elements, dtype, -1)
@@ -162,9 +167,12 @@ class GradientArena:
 
 
 class WeightsArena:
-    """A server's weights of one parameters. Made by ``create`` in the server and by ``open`` in the worker."""
+    """A server's weights of one parameters. Made by ``create`` in the server and by ``open`` in the worker.
 
-    def __init__(self, region: _Region, slices: int, elements: int, fd: int) -> None:
+    fd: a descriptor that can only be read by, for others to have.
+    """
+
+    def __init__(self, region: _Region, slices: int, elements: int, fd: int, own: int = -1) -> None:
         self.fd = fd
         self.size = self.size_of(slices, elements)
         self.nonce = region.nonce()
@@ -173,7 +181,8 @@ class WeightsArena:
         #: Bytes in the file before the weights.
         self.offset = PAGE + _padded(slices * 8)
         self.weights: NDArray[np.float32] = region.view(np.dtype(np.float32), self.offset, elements)
-        self._closing = weakref.finalize(self, os.close, fd)
+        self._own = own
+        self._closing = weakref.finalize(self, _close, fd, own)
 
     @staticmethod
     def size_of(slices: int, elements: int) -> int:
@@ -182,18 +191,20 @@ class WeightsArena:
 
     @classmethod
     def create(cls, slices: int, elements: int) -> WeightsArena:
-        """A new one, all zeros. Raises OSError where there is no room."""
+        """A new one, all zeros, whose weights have no memory yet. Raises OSError where there is no room."""
         size = cls.size_of(slices, elements)
-        fd = _create_file("psdist-weights", size)
+        own, fd = _create_file("psdist-weights", size, needed=size - _padded(elements * 4)), -1
         try:
+            os.posix_fallocate(own, 0, size - _padded(elements * 4))
+            fd = os.open(f"/proc/self/fd/{own}", os.O_RDONLY | os.O_CLOEXEC)
             region = _Region(size, writable=True)
-            region.place(fd)  # The seal spares only mappings that are there.
+            region.place(own, populate=False)
             region.write_header(_WEIGHTS)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _WEIGHTS_SEALS)
+            fcntl.fcntl(own, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:
-            os.close(fd)
+            _close(fd, own)
             raise
-        return cls(region, slices, elements, fd)
+        return cls(region, slices, elements, fd, own)
 
     @classmethod
     def open(cls, fd: int, slices: int, elements: int) -> WeightsArena:
@@ -201,11 +212,36 @@ class WeightsArena:
         should be, or cannot be mapped."""
         try:
             size = cls.size_of(slices, elements)
-            region = _open_region(fd, size, _WEIGHTS_SEALS, _WEIGHTS, "weights arena")
+            region = _open_region(fd, size, _WEIGHTS, "weights arena", sparse=True)
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+                raise SharingUnavailableError("the weights arena could be written by who should only read it")
         except BaseException:
             os.close(fd)
             raise
         return cls(region, slices, elements, fd)
+
+    def allocate(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Gives ranges of elements memory; what has some keeps it. The server's. Raises OSError where there is no room
+        for all of them, and then none has got any."""
+        _check_room(sum(stop - start for start, stop in ranges) * 4)
+        done: list[tuple[int, int]] = []
+        try:
+            for start, stop in ranges:
+                os.posix_fallocate(self._own, self.offset + start * 4, (stop - start) * 4)
+                done.append((start, stop))
+        except OSError:
+            for start, stop in done:
+                self.give_back(start, stop)
+            raise
+
+    def give_back(self, start: int, stop: int) -> None:
+        """Makes holes of the whole pages in elements [start, stop), for everybody who has them mapped. The server's."""
+        begin = _padded(self.offset + start * 4)
+        size = (self.offset + stop * 4) // PAGE * PAGE - begin
+        if size > 0:
+            mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+            if _libc.fallocate(self._own, mode, ctypes.c_long(begin), ctypes.c_long(size)):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def close(self) -> None:
         """Closes the file. The memory stays as long as arrays look into it."""
@@ -214,11 +250,10 @@ class WeightsArena:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [``start``, ``start + size``) of a vector are those of ``arena`` from ``source`` on."""
+    """Elements [``start``, ``start + size``) of a vector are those of ``arena``."""
 
     start: int
     arena: WeightsArena
-    source: int
     size: int
 
 
@@ -231,16 +266,15 @@ def stitch(total: int, pieces: Iterable[Piece]) -> NDArray[np.float32] | None:
     runs: list[Piece] = []
     for piece in pieces:
         last = runs[-1] if runs else None
-        if last is not None and last.arena is piece.arena and last.source + last.size == piece.source:
-            runs[-1] = Piece(last.start, last.arena, last.source, last.size + piece.size)
+        if last is not None and last.arena is piece.arena:
+            runs[-1] = Piece(last.start, last.arena, last.size + piece.size)
         else:
             runs.append(piece)
-    starts = [place for run in runs for place in (run.start * 4, run.arena.offset + run.source * 4)]
-    if not runs or len(runs) > _STITCHES_MAX or any(start % mmap.PAGESIZE for start in starts):
+    if not runs or len(runs) > _STITCHES_MAX or any(run.start * 4 % mmap.PAGESIZE for run in runs):
         return None
     region = _Region(_padded(total * 4), writable=False)
     for run in runs:
-        region.place(run.arena.fd, at=run.start * 4, offset=run.arena.offset + run.source * 4, size=run.size * 4)
+        region.place(run.arena.fd, at=run.start * 4, offset=run.arena.offset + run.start * 4, size=run.size * 4)
     return region.view(np.dtype(np.float32), 0, total)
 
 
@@ -266,10 +300,22 @@ class _Region:
         self._memory = mmap.mmap(-1, size, flags, self._prot)
         self.address: int = np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0]
 
-    def place(self, fd: int, *, at: int = 0, offset: int = 0, size: int | None = None, private: bool = False) -> None:
-        """Maps ``size`` bytes of a file from ``offset`` on over what is at byte ``at``. Raises OSError."""
+    def place(
+        self,
+        fd: int,
+        *,
+        at: int = 0,
+        offset: int = 0,
+        size: int | None = None,
+        private: bool = False,
+        populate: bool = True,
+    ) -> None:
+        """Maps ``size`` bytes of a file from ``offset`` on over what is at byte ``at``. Raises OSError.
+
+        populate: right away, which makes memory of holes.
+        """
         size = self._size if size is None else size
-        sharing = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | _MAP_POPULATE
+        sharing = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | (_MAP_POPULATE if populate else 0)
         address = self.address + at
         if _libc.mmap(address, size, self._prot, sharing | _MAP_FIXED, fd, offset) == _FAILED:
             number = ctypes.get_errno()
@@ -291,34 +337,46 @@ class _Region:
         return self._memory[len(_WEIGHTS) : len(_WEIGHTS) + NONCE_BYTES]
 
 
-def _create_file(name: str, size: int) -> int:
-    """A memory file whose memory is there. The caller seals it, once it is mapped."""
+def _create_file(name: str, size: int, needed: int) -> int:
+    """A memory file of ``size`` bytes without memory. The caller allocates what is needed of it, and seals it once it
+    is mapped."""
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memory files")
-    if size > (available := psutil.virtual_memory().available):  # the kernel would sooner end a process than say no
-        raise OSError(errno.ENOMEM, f"{size:,} bytes are wanted, {available:,} are available")
+    _check_room(needed)
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(fd, 0, size)
+        os.ftruncate(fd, size)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _open_region(fd: int, size: int, seals: int, kind: bytes, what: str) -> _Region:
+def _check_room(size: int) -> None:
+    """Raises OSError where the machine has no ``size`` bytes: the kernel would sooner end a process than say no."""
+    if size > (available := psutil.virtual_memory().available):
+        raise OSError(errno.ENOMEM, f"{size:,} bytes are wanted, {available:,} are available")
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _open_region(fd: int, size: int, kind: bytes, what: str, *, sparse: bool) -> _Region:
     """Maps a file that another process made, after checking that it cannot hurt."""
     try:
         present = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        if present & seals != seals:
-            raise SharingUnavailableError(f"the {what} has seals {present:#x}, and needs {seals:#x}")
+        if present & _SEALS != _SEALS:
+            raise SharingUnavailableError(f"the {what} has seals {present:#x}, and needs {_SEALS:#x}")
         status = os.fstat(fd)
         if status.st_size != size:
             raise SharingUnavailableError(f"the {what} has {status.st_size} bytes, and needs {size}")
-        if status.st_blocks * _STATUS_BLOCK_BYTES < size:  # reading a hole would take memory
+        if not sparse and status.st_blocks * _STATUS_BLOCK_BYTES < size:  # reading a hole would take memory
             raise SharingUnavailableError(f"the {what} has holes")
         region = _Region(size, writable=False)
-        region.place(fd)
+        region.place(fd, populate=not sparse)
     except OSError as error:
         raise SharingUnavailableError(f"the {what} cannot be used: {error.strerror or error}") from None
     if region.kind() != kind:

@@ -4,7 +4,8 @@ For each optimizer one kernel. It goes block by block: the contributions to a bl
 (``kernels.mean_of_block``), and from there the block's weights and state are updated. Several slices in one call,
 because between calls a thread needs the interpreter, whose memory the kernel has just driven out of the caches.
 
-A block in which contributions hold NaN or Inf is updated by the mean of the others. Each contribution's values are
+A block in which contributions hold NaN or Inf is updated by the mean of the others, one whose mean is not finite then
+(its sum overflows) is not updated. Each contribution's values are
 read once before they count, so memory that is written meanwhile cannot bring such a value in.
 
 Arguments of all kernels, for n segments (a segment is a range of one slice whose elements have the same scalars):
@@ -47,7 +48,7 @@ def _fused(scalars: int) -> Callable[[Callable[..., Any]], Kernel]:
 def _mean(
     memory: Any, size: Any, start: Any, parts: Any, codes: Any, count: Any, divisor: Any, factor: Any, bad: Any
 ) -> Any:
-    """The mean of a block's contributions into ``memory[:size]``; False where none of them is finite."""
+    """The mean of a block's contributions into ``memory[:size]``; False where none of them is finite, or it is not."""
     block = memory[:size]
     if mean_of_block(block, parts, codes, count, start, divisor, factor) == np.uint32(0):
         return True
@@ -67,9 +68,11 @@ def _mean(
         good += 1
     if good == 0:
         return False
+    finite = True
     for i in range(size):
         block[i] = block[i] * factor if divisor == np.float32(0.0) and good == count else block[i] / np.float32(good)
-    return True
+        finite = finite and np.isfinite(block[i])
+    return finite
 
 
 @part_of_kernel

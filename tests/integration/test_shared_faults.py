@@ -25,7 +25,7 @@ import pytest
 
 import psdist
 from psdist import AsyncClient, AsyncParameters
-from psdist.client.shared_stream import Held, attach
+from psdist.client.shared_stream import attach
 from psdist.errors import ClosedError, InvalidArgumentError, ServerLostError, SharingUnavailableError, WaitTimeoutError
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.types import Slicing
@@ -203,7 +203,7 @@ async def test_a_server_that_lies_is_not_shared_with(lie: str, reason: str) -> N
         arena = GradientArena.create(100, "float32")
         loss = asyncio.get_running_loop().create_future()
         attaching = attach(
-            call, pb.Attach(dtype=common_pb2.DTYPE_FLOAT32), arena, Held(Slicing(100, 4096), [0]), loss, "the server"
+            call, pb.Attach(dtype=common_pb2.DTYPE_FLOAT32), arena, Slicing(100, 4096), loss, "the server"
         )
         if lie:
             with pytest.raises(SharingUnavailableError, match=reason):

@@ -91,8 +91,9 @@ def test_the_worker_reads_weights_and_cannot_write_them() -> None:
         lambda: os.write(mine.fd, b"x"),
         lambda: os.ftruncate(mine.fd, 0),
     ):
-        with pytest.raises(PermissionError):
+        with pytest.raises(OSError, match="Permission denied|Bad file descriptor|Invalid argument"):
             attack()
+    assert mine.weights.tolist() == list(range(10))
 
 
 @pytest.mark.parametrize("size", [0, 100, 1 << 20])
@@ -142,10 +143,55 @@ def test_a_file_that_could_hurt_is_refused(offer: Callable[[], int], reason: str
         GradientArena.open(offer(), 1000, "float32")
 
 
+@pytest.mark.parametrize("size", [0, 100, 1 << 20])
+def test_the_server_cannot_change_the_size_of_its_arena_either(size: int) -> None:
+    arena = WeightsArena.create(1, 1000)
+    writable = os.open(f"/proc/self/fd/{arena.fd}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.ftruncate(writable, size)
+    os.close(writable)
+
+
 def test_weights_that_the_worker_could_write_are_refused() -> None:
-    fd = offered(WeightsArena.size_of(1, 10), SEALS, b"psdist-weights\0\0" + bytes(16))
-    with pytest.raises(SharingUnavailableError, match="seals"):
-        WeightsArena.open(fd, 1, 10)
+    for seals, reason in ((SEALS, "could be written"), (0, "seals")):
+        fd = offered(WeightsArena.size_of(1, 10), seals, b"psdist-weights\0\0" + bytes(16))
+        with pytest.raises(SharingUnavailableError, match=reason):
+            WeightsArena.open(fd, 1, 10)
+
+
+def test_weights_take_the_memory_of_slices_that_are_held() -> None:
+    arena = WeightsArena.create(4, 4 * 4096)
+    mine = WeightsArena.open(os.dup(arena.fd), 4, 4 * 4096)
+
+    def held() -> int:
+        return os.fstat(arena.fd).st_blocks * 512 - arena.offset
+
+    assert held() == 0
+    arena.allocate([(0, 4096), (8192, 16384)])
+    assert held() == 3 * 16384
+    arena.weights[8192:16384] = 1.0
+    arena.allocate([(0, 16384)])
+    assert held() == 4 * 16384 and mine.weights[8192:].tolist() == [1.0] * 8192
+    arena.give_back(8000, 12288 + 100)  # only whole pages
+    assert held() == 3 * 16384 and not arena.weights[8192:12288].any() and arena.weights[12288:].all()
+    arena.allocate([(8192, 12288)])
+    assert held() == 4 * 16384 and not mine.weights[8192:12288].any() and mine.weights[12288:].all()
+
+
+def test_where_there_is_no_room_for_all_slices_none_has_got_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = WeightsArena.create(4, 4 * 4096)
+    allocate = os.posix_fallocate
+
+    def full(fd: int, offset: int, size: int) -> None:
+        if offset > arena.offset:
+            raise OSError(errno.ENOSPC, "no space")
+        allocate(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = os.fstat(arena.fd).st_blocks
+    with pytest.raises(OSError, match="no space"):
+        arena.allocate([(0, 4096), (8192, 16384)])
+    assert os.fstat(arena.fd).st_blocks == before
 
 
 def test_views_outlive_their_arena() -> None:
@@ -183,7 +229,7 @@ def test_without_room_a_renewed_arena_is_its_process_own(monkeypatch: pytest.Mon
     mine.flat[...] = 1.0
     theirs = GradientArena.open(os.dup(mine.fd), 5000, "float32").flat
 
-    def full(name: str, size: int) -> int:
+    def full(name: str, size: int, needed: int) -> int:
         raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(shm, "_create_file", full)
@@ -199,11 +245,9 @@ def test_without_room_a_renewed_arena_is_its_process_own(monkeypatch: pytest.Mon
 
 def pieces(arenas: list[WeightsArena], sizes: list[int]) -> list[Piece]:
     """Slices of these sizes, dealt to the arenas in turn."""
-    made, filled, start = [], [0] * len(arenas), 0
+    made, start = [], 0
     for index, size in enumerate(sizes):
-        owner = index % len(arenas)
-        made.append(Piece(start, arenas[owner], filled[owner], size))
-        filled[owner] += size
+        made.append(Piece(start, arenas[index % len(arenas)], size))
         start += size
     return made
 
@@ -211,12 +255,12 @@ def pieces(arenas: list[WeightsArena], sizes: list[int]) -> list[Piece]:
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_slices_of_several_servers_are_one_vector(servers: int) -> None:
     sizes = [4096, 4096, 4096, 4096, 100]
-    theirs = [WeightsArena.create(5, sum(sizes[number::servers])) for number in range(servers)]
-    mine = [WeightsArena.open(os.dup(arena.fd), 5, arena.weights.size) for arena in theirs]
+    theirs = [WeightsArena.create(5, sum(sizes)) for _ in range(servers)]
+    mine = [WeightsArena.open(os.dup(arena.fd), 5, sum(sizes)) for arena in theirs]
     vector = stitch(sum(sizes), pieces(mine, sizes))
     assert vector is not None and vector.size == sum(sizes) and not vector.flags.writeable
     for number, piece in enumerate(pieces(theirs, sizes)):
-        piece.arena.weights[piece.source : piece.source + piece.size] = number
+        piece.arena.weights[piece.start : piece.start + piece.size] = number
     assert vector.tolist() == [float(number) for number, size in enumerate(sizes) for _ in range(size)]
     del theirs, mine
     gc.collect()
@@ -224,7 +268,7 @@ def test_slices_of_several_servers_are_one_vector(servers: int) -> None:
 
 
 def test_slices_that_do_not_begin_on_a_page_are_not_stitched() -> None:
-    arenas = [WeightsArena.create(2, 1500), WeightsArena.create(1, 1000)]
+    arenas = [WeightsArena.create(3, 2500), WeightsArena.create(3, 2500)]
     assert stitch(2500, pieces(arenas, [1000, 1000, 500])) is None
     assert stitch(0, []) is None
 
