@@ -23,7 +23,16 @@ from psdist.errors import (
     UnknownParametersError,
     WrongRunError,
 )
-from psdist.types import ClusterMap, ParametersEntry, ParametersMember, ParametersSpec, ServerEntry, WorkerEntry
+from psdist.types import (
+    ClusterMap,
+    ParametersEntry,
+    ParametersMember,
+    ParametersSpec,
+    Replica,
+    ServerEntry,
+    Shard,
+    WorkerEntry,
+)
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.v1 import server_pb2_grpc
@@ -41,7 +50,7 @@ def entry(workers: int, *, ready: bool, **settings: object) -> ParametersEntry:
     given = {"optimizer": optim.SGD(lr=0.5), "consistency": BSP()} | settings
     spec = ParametersSpec("p", slice_elements=SLICE, **given)  # type: ignore[arg-type]
     members = tuple(ParametersMember(f"worker-{rank}", 1, rank) for rank in range(workers))
-    return ParametersEntry(spec, TOTAL, ("server-0",) * 2, members, ready=ready)
+    return ParametersEntry(spec, TOTAL, (Shard(Replica("server-0", 1)),) * 2, members, ready=ready)
 
 
 def cluster_map(epoch: int, what: ParametersEntry, address: str = "", live: int | None = None) -> ClusterMap:
@@ -255,7 +264,11 @@ async def test_expelled_worker_is_fenced_in_the_middle_of_a_wait(bench: Bench) -
     while not bench.host.holding("p").counters.bytes_held:
         await grpc_turn(bench)
     gone = ParametersEntry(
-        entry(2, ready=True).spec, TOTAL, ("server-0",) * 2, entry(2, ready=True).members[1:], ready=True
+        entry(2, ready=True).spec,
+        TOTAL,
+        (Shard(Replica("server-0", 1)),) * 2,
+        entry(2, ready=True).members[1:],
+        ready=True,
     )
     bench.epoch += 1
     await bench.host.follow(cluster_map(bench.epoch, gone))

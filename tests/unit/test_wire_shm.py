@@ -91,7 +91,7 @@ def test_the_worker_reads_weights_and_cannot_write_them() -> None:
         lambda: os.write(mine.fd, b"x"),
         lambda: os.ftruncate(mine.fd, 0),
     ):
-        with pytest.raises(OSError, match="Permission denied|Bad file descriptor|Invalid argument"):
+        with pytest.raises(OSError, match=r"Permission denied|Bad file descriptor|Invalid argument"):
             attack()
     assert mine.weights.tolist() == list(range(10))
 
