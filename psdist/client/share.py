@@ -281,6 +281,12 @@ class Sharing:
             self._weights = None
             self._arena.renew()
 
+    def rejoin(self, sender: Sender, entry: ParametersEntry) -> None:
+        """This worker takes part anew, as ``sender``. What was shared ends, and servers are asked again."""
+        self.renew()
+        self._sender, self._entry = sender, entry
+        self._refused.clear()
+
     async def close(self) -> None:
         """Ends the streams."""
         self._generation += 1
