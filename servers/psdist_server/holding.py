@@ -100,7 +100,7 @@ class Holding:
         self._shard_count = max(1, len(entry.shards))
         self.dense = DenseParameters(entry, server_id)
         self.counters = Counters()
-        self.norms = NormBoard(len(self.dense.indices))
+        self.norms = NormBoard()
         self._norm_by_step: dict[int, float] = {}
         self._pool = pool
         self._on_aggregated = on_aggregated
@@ -407,7 +407,8 @@ class Holding:
         self.counters.apply_seconds += outcome.seconds
         if isinstance(effect, Aggregate):
             self._dispatch(effect.index, SliceAggregated(effect.index))
-            if self.norms.record(effect.step, effect.index, outcome.square):
+            self.norms.record(effect.step, effect.index, outcome.square)
+            if self.norms.is_complete(effect.step, self.dense.indices):
                 self._on_aggregated(self, effect.step)
             return
         self.counters.applied_slices += 1

@@ -186,7 +186,7 @@ class Host:
         """Asks the other servers for their squares, then lets the step be applied."""
         others = sorted(set(holding.entry.primaries) - {self.server_id})
         fetched = await asyncio.gather(*(self._fetch_squares(other, holding, step) for other in others))
-        squares = await holding.norms.wait_complete(step)
+        squares = await holding.norms.wait_complete(step, holding.dense.indices)
         for part in fetched:
             squares |= part
         holding.norm_known(step, global_norm(squares))

@@ -208,7 +208,7 @@ class ServerService:
             holding = await self._host.admit_server(request.run_id, request.epoch, request.parameters)
         except PsdistError as error:
             await status.abort(context, error)
-        squares = sorted((await holding.norms.wait_complete(request.step)).items())
+        squares = sorted((await holding.norms.wait_complete(request.step, holding.dense.indices)).items())
         for start in range(0, len(squares), _NORMS_PER_MESSAGE):
             part = squares[start : start + _NORMS_PER_MESSAGE]
             yield server_pb2.FetchNormsResponse(slices=[i for i, _ in part], squares=[value for _, value in part])
