@@ -31,6 +31,7 @@ from psdist.errors import (
     ClosedError,
     ConfigurationError,
     DTypeMismatchError,
+    FencedError,
     InvalidArgumentError,
     LayoutMismatchError,
     SchedulerUnreachableError,
@@ -56,6 +57,8 @@ class AsyncClient:
     request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
     transport: "auto" shares memory with the servers of this host and reaches others by gRPC, "grpc" never shares, "shm"
         raises SharingUnavailableError where memory cannot be shared; None reads ``PSDIST_TRANSPORT``, else is "auto".
+    rejoin: a client that was taken for dead, because it was frozen or cut off for longer than its lease, joins the run
+        again by itself, and so do its parameters (see ``AsyncParameters``). False: everything raises FencedError then.
     """
 
     def __init__(
@@ -69,9 +72,12 @@ class AsyncClient:
         connect_timeout: float = 60.0,
         request_timeout: float | None = None,
         transport: Transport | None = None,
+        rejoin: bool = True,
     ) -> None:
         self._arguments = (scheduler, token, run_id, worker_id, rank)
         self._transport = transport
+        self._rejoin = rejoin
+        self._rng = random.Random()
         self._connect_timeout = _positive("connect_timeout", connect_timeout)
         self._request_timeout = None if request_timeout is None else _positive("request_timeout", request_timeout)
         self._link: SchedulerLink | None = None
@@ -95,7 +101,7 @@ class AsyncClient:
         loop.claim(self)
         try:
             target = await self._find_target()
-            self._link = SchedulerLink(target, __version__, random.Random())
+            self._link = SchedulerLink(target, __version__, self._rng, rejoins=self._rejoin)
             self._data = DataPath(self._link)
             await self._link.connect(self._connect_timeout)
         except BaseException:
@@ -228,7 +234,6 @@ class AsyncClient:
         InvalidNameError, InvalidArgumentError.
         """
         link, data = self._opened()
-        link.raise_if_out()
         options = self._options(compression, pull_dtype)
         check_name(name, "parameters name")
         if init is None:
@@ -236,7 +241,7 @@ class AsyncClient:
                 raise InvalidArgumentError(f"{name!r}: an optimizer without init: pass the initial values too")
             async with self._creating.setdefault(name, asyncio.Lock()):
                 if name not in self._handles:
-                    ready = await creation.describe(link, name)
+                    ready = await link.as_member(lambda _: creation.describe(link, name))
                     self._keep(AsyncParameters(link, data, ready, options, member=False))
                 return self._handles[name]
         if optimizer is None:
@@ -248,7 +253,7 @@ class AsyncClient:
             if existing is not None and existing.member:
                 return _check_same(existing, spec, layout)
             values = partition.flatten(layout, init)
-            ready = await creation.create(link, data, spec, layout, values)
+            ready = await link.as_member(lambda _: creation.create(link, data, spec, layout, values))
             return self._keep(AsyncParameters(link, data, ready, options, member=True))
 
     def _keep(self, handle: AsyncParameters) -> AsyncParameters:
@@ -266,11 +271,11 @@ class AsyncClient:
     async def barrier(self, name: str = "default", timeout: float | None = None) -> None:
         """Returns when all live workers, and no fewer than the run's minimum, have called it with this name.
 
-        Raises WaitTimeoutError after ``timeout`` seconds; the message says who was missing.
+        Raises WaitTimeoutError after ``timeout`` seconds; the message says who was missing. FencedError if this worker
+        was taken for dead while it waited: then call it again.
         """
         link, _ = self._opened()
-        link.raise_if_out()
-        mine = link.registration
+        mine = await link.as_member(_itself)
         request = scheduler_pb2.BarrierRequest(
             run_id=mine.run_id,
             worker_id=mine.worker_id,
@@ -285,6 +290,8 @@ class AsyncClient:
             try:
                 async with asyncio.timeout(timeout):
                     await link.follow(link.stub.Barrier, request, wait, handle)
+            except FencedError as error:
+                raise FencedError(f"barrier {name!r} was not reached: {error.message}. Call it again") from None
             except TimeoutError:
                 raise WaitTimeoutError(f"barrier {name!r}: {wait.sentence}") from None
 
@@ -307,6 +314,10 @@ class AsyncClient:
         if self._link is None or self._data is None:
             raise ClosedError("the client is not connected: use it in a with block, or call connect() first")
         return self._link, self._data
+
+
+async def _itself(mine: Registration) -> Registration:
+    return mine
 
 
 def _spec(

@@ -3,6 +3,10 @@
 The session runs in a task of its own: heartbeats up, maps and news of failures down into ``cluster``. When it breaks it
 is opened again, for ever, with the same incarnation; pushes and pulls do not notice, because they go to the servers.
 
+A client that the scheduler took for dead (it was frozen for longer than its lease, or cut off) registers anew under its
+id: that is a new life, with a new incarnation. Calls of the old life end with FencedError, inside the client mostly:
+``parameters`` takes part again and goes on.
+
 Not here: the data path (``transfer``), what the calls mean (``async_client``, ``creation``).
 """
 
@@ -27,6 +31,7 @@ from psdist.client.retry import Backoff
 from psdist.client.waits import Wait, Waits
 from psdist.errors import (
     ClosedError,
+    DuplicateMemberError,
     FencedError,
     InternalError,
     ProtocolMismatchError,
@@ -79,9 +84,12 @@ class Registration:
 
 
 class SchedulerLink:
-    """One membership. ``connect`` once, ``close`` once; everything else in between."""
+    """One membership. ``connect`` once, ``close`` once; everything else in between.
 
-    def __init__(self, target: Target, version: str, rng: random.Random) -> None:
+    rejoins: whether it registers anew when it was expelled; else that is the end.
+    """
+
+    def __init__(self, target: Target, version: str, rng: random.Random, *, rejoins: bool = True) -> None:
         self.target = target
         self.waits = Waits()
         self.rng = rng
@@ -92,6 +100,9 @@ class SchedulerLink:
         self._session: asyncio.Task[None] | None = None
         self._session_broken = False
         self._leaving = False
+        self._rejoins = rejoins
+        #: Time of the last heartbeat, and the longest silence between two of this life, in seconds.
+        self._beaten = self._silence = 0.0
         #: What each open handle shares with servers; told in the heartbeats.
         self.sharings: list[Sharing] = []
         self._registration: Registration | None = None
@@ -124,7 +135,13 @@ class SchedulerLink:
         Raises SchedulerUnreachableError after ``timeout`` seconds, and what the scheduler refuses with:
         ProtocolMismatchError, WrongRunError, DuplicateMemberError, UnauthenticatedError, LimitExceededError.
         """
-        response = await self._register(timeout)
+        self._watch = ClusterWatch(self._begin_life(await self._register(timeout)))
+        self._session = asyncio.create_task(self._keep_session(), name="psdist session")
+        self._session.add_done_callback(self._session_ended)
+        _tell_launcher()
+
+    def _begin_life(self, response: scheduler_pb2.RegisterResponse) -> ClusterMap:
+        """Takes a registration over; the map that came with it."""
         self._registration = Registration(
             response.run_id,
             response.member_id,
@@ -133,12 +150,8 @@ class SchedulerLink:
             response.world_size,
             response.lease_seconds,
         )
-        self._watch = ClusterWatch(
-            convert.map_from_proto(response.map) if response.HasField("map") else ClusterMap("", 0)
-        )
-        self._session = asyncio.create_task(self._keep_session(), name="psdist session")
-        self._session.add_done_callback(self._session_ended)
-        _tell_launcher()
+        self._beaten, self._silence = asyncio.get_running_loop().time(), 0.0
+        return convert.map_from_proto(response.map) if response.HasField("map") else ClusterMap("", 0)
 
     async def _register(self, timeout: float) -> scheduler_pb2.RegisterResponse:
         attempts, last = 0, "no answer"
@@ -149,7 +162,7 @@ class SchedulerLink:
                     while True:
                         attempts += 1
                         try:
-                            return await self._register_once()
+                            return await self._register_once(self.target.worker_id, self.target.rank)
                         except ServerUnreachableError as error:
                             last = error.message
                             wait.hear(f"for {self.peer} (from {self.target.source}) to answer; last: {last}")
@@ -157,15 +170,15 @@ class SchedulerLink:
             except TimeoutError:
                 raise self._unreachable(timeout, attempts, last) from None
 
-    async def _register_once(self) -> scheduler_pb2.RegisterResponse:
+    async def _register_once(self, worker_id: str, rank: int | None) -> scheduler_pb2.RegisterResponse:
         target = self.target
         request = scheduler_pb2.RegisterRequest(
             protocol_version=limits.PROTOCOL_VERSION,
             psdist_version=self._version,
             run_id=target.run_id,
             role=scheduler_pb2.ROLE_WORKER,
-            member_id=target.worker_id,
-            rank=target.rank,
+            member_id=worker_id,
+            rank=rank,
             world_size=target.world_size,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -192,6 +205,69 @@ class SchedulerLink:
             attempts=attempts,
         )
 
+    # --- a new life ---
+
+    async def _rejoin(self, fenced: FencedError) -> PsdistError | None:
+        """Registers anew under the same id. Returns why that cannot be."""
+        mine = self.registration
+        logger.warning("%s does not count %s any more (%s): joining again", self.peer, mine.worker_id, fenced)
+        self.watch.see_fenced(fenced)
+        try:
+            response = await self._register_again()
+        except PsdistError as error:
+            return error
+        self.watch.begin_life(self._begin_life(response))
+        logger.warning("%s is in the run again, as its incarnation %d", mine.worker_id, response.incarnation)
+        return None
+
+    async def _register_again(self) -> scheduler_pb2.RegisterResponse:
+        mine = self.registration
+        rank: int | None = mine.rank
+        backoff = Backoff(self.rng)
+        with self.waits.open(f"for {self.peer} to take {mine.worker_id} back") as wait:
+            while True:
+                try:
+                    return await self._register_once(mine.worker_id, rank)
+                except (ServerUnreachableError, ClosedError) as error:
+                    wait.hear(f"for {self.peer} to take {mine.worker_id} back; last: {error.message}")
+                except DuplicateMemberError as error:
+                    holder = error.details
+                    if holder.get("member_id") != mine.worker_id:
+                        rank = None  # Another has it now.
+                    elif (holder.get("host"), holder.get("pid")) != (socket.gethostname(), str(os.getpid())):
+                        raise
+                    # Else this very process, by an answer that was lost: that life has no session and ends soon.
+                    wait.hear(f"for {self.peer} to take {mine.worker_id} back; last: {error.message}")
+                await asyncio.sleep(backoff.next_seconds())
+
+    @property
+    def silence(self) -> str:
+        """How long this client was silent at most, for a message."""
+        longest = max(self._silence, asyncio.get_running_loop().time() - self._beaten)
+        return f"silent for up to {longest:.1f} s, the lease is {self.registration.lease_seconds:g} s"
+
+    async def live_again(self, fenced: FencedError, incarnation: int) -> None:
+        """After ``fenced`` ended something that this client did in the life of ``incarnation``: returns when the next
+        has begun. Raises what ends the membership for good."""
+        if not self._rejoins:
+            raise again(fenced)
+        with self.waits.open(f"for {self.peer} to take {self.registration.worker_id} back"):
+            while self.watch.fenced is not None or self.registration.incarnation == incarnation:
+                self.raise_if_out()
+                await self.watch.changed()
+
+    async def as_member(self, work: Callable[[Registration], Awaitable[T]]) -> T:
+        """What ``work`` returns, which is done again in the next life where this one ended meanwhile."""
+        while True:
+            self.raise_if_out()
+            mine = self.registration
+            try:
+                if self.watch.fenced is not None:
+                    raise self.watch.fenced
+                return await work(mine)
+            except FencedError as error:
+                await self.live_again(error, mine.incarnation)
+
     # --- session ---
 
     async def _keep_session(self) -> None:
@@ -201,7 +277,14 @@ class SchedulerLink:
             error = await self._session_once(backoff)
             if self._leaving:  # the scheduler ends the session of one that left
                 return
-            if isinstance(error, _FINAL_ERRORS):
+            final = isinstance(error, _FINAL_ERRORS)
+            if isinstance(error, FencedError) and self._rejoins:
+                refused = await self._rejoin(error)
+                if refused is None:
+                    backoff.reset()
+                    continue
+                error = refused
+            if final:
                 logger.error("%s ended the membership of %s: %s", self.peer, self.registration.worker_id, error)
                 self.watch.see_fatal(error)
                 return
@@ -242,7 +325,10 @@ class SchedulerLink:
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await call.write(scheduler_pb2.SessionRequest(hello=hello))
             told: scheduler_pb2.Connections | None = None
+            clock = asyncio.get_running_loop().time
             while True:
+                now = clock()
+                self._beaten, self._silence = now, max(self._silence, now - self._beaten)
                 connections = self._connections()
                 beat = scheduler_pb2.SessionRequest.Heartbeat(
                     epoch=self.watch.cluster.epoch,
@@ -274,6 +360,8 @@ class SchedulerLink:
                 lost = response.member_lost
                 logger.warning("%s is lost: %s", lost.member_id, lost.reason)
                 self.watch.see_loss(lost.member_id, lost.reason)
+            case "shards_lost":
+                self.watch.see_shards_lost(response.shards_lost.parameters, response.shards_lost.text)
 
     # --- calls ---
 
@@ -314,10 +402,16 @@ class SchedulerLink:
             raise SchedulerUnreachableError(error.message, address=self.target.address) from None
         raise error from None
 
-    def raise_if_out(self) -> None:
-        """Raises why this client is out, if it is."""
+    def raise_if_out(self, incarnation: int | None = None) -> None:
+        """Raises why this client is out, if it is; FencedError if the life of ``incarnation`` is over."""
         if self.watch.fatal is not None:
             raise again(self.watch.fatal)
+        if incarnation is None:
+            return
+        if self.watch.fenced is not None:
+            raise again(self.watch.fenced)
+        if incarnation != self.registration.incarnation:
+            raise FencedError(f"incarnation {incarnation} of {self.registration.worker_id} does not count any more")
 
     async def close(self) -> None:
         """Leaves politely, if the scheduler answers within a second, and closes the channel."""

@@ -1,7 +1,8 @@
 """Creating parameters, attaching to them, describing them: the talk with the scheduler before the first pull.
 
 The scheduler gathers all creators and lets the lowest rank's values count: that one uploads them to the servers and
-commits; the others wait. Not here: what the handle does afterwards (``parameters``).
+commits; the others wait. Where a server is lost meanwhile, its slices are uploaded to whoever has them then. Not here:
+what the handle does afterwards (``parameters``).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from psdist.client import routing
 from psdist.client.connection import SchedulerLink
 from psdist.client.jobs import InstallJob, Sender
 from psdist.client.partition import Flat
-from psdist.client.routing import Route
+from psdist.client.routing import Plan
 from psdist.client.session import Request
 from psdist.client.transfer import DataPath
-from psdist.errors import SchedulerUnreachableError
-from psdist.types import Layout, ParametersEntry, ParametersSpec
+from psdist.errors import SchedulerUnreachableError, UnknownParametersError
+from psdist.types import Layout, ParametersEntry, ParametersSpec, Replica
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
 
@@ -33,16 +34,19 @@ class Ready:
 
     entry: ParametersEntry
     layout: Layout
-    holders: dict[str, int]
     first_step: int
 
 
-async def create(link: SchedulerLink, data: DataPath, spec: ParametersSpec, layout: Layout, values: Flat) -> Ready:
+async def create(
+    link: SchedulerLink, data: DataPath, spec: ParametersSpec, layout: Layout, values: Flat | None
+) -> Ready:
     """Creates the parameters, or attaches to them. Returns when they are ready.
 
+    values: None where they were ready before, and this worker takes part again.
     Raises LayoutMismatchError, SettingsMismatchError and whatever else scheduler or servers refuse with.
     """
     mine = link.registration
+    placed: dict[int, Replica] = {}
     request = pb.CreateParametersRequest(
         run_id=mine.run_id,
         worker_id=mine.worker_id,
@@ -55,7 +59,10 @@ async def create(link: SchedulerLink, data: DataPath, spec: ParametersSpec, layo
         if response.HasField("map"):
             link.watch.see_map(convert.map_from_proto(response.map))
         if response.state == pb.CreateParametersResponse.STATE_UPLOAD:
-            await _upload(link, data, spec.name, values)
+            if values is None:
+                raise UnknownParametersError(f"{link.peer} does not know {spec.name!r} any more: restart the run")
+            await _upload(link, data, spec.name, values, placed)
+            await _commit(link, spec.name)
         elif response.state == pb.CreateParametersResponse.STATE_READY:
             return _ready(link, spec.name, layout, response.first_step)
         return None
@@ -84,25 +91,35 @@ async def describe(link: SchedulerLink, name: str) -> Ready:
 def _ready(link: SchedulerLink, name: str, layout: Layout, first_step: int) -> Ready:
     cluster = link.watch.cluster
     entry = routing.find_entry(cluster, name)
-    return Ready(entry, layout, routing.holders_of(cluster, entry), first_step)
+    return Ready(entry, layout, first_step)
 
 
-async def _upload(link: SchedulerLink, data: DataPath, name: str, values: Flat) -> None:
-    entry = routing.find_entry(link.watch.cluster, name)
+async def _upload(link: SchedulerLink, data: DataPath, name: str, values: Flat, placed: dict[int, Replica]) -> None:
+    """Puts all slices on their primaries. ``placed`` says which of them have theirs, and to whom they went."""
     mine = link.registration
-    job = InstallJob(
-        sender=Sender(mine.run_id, mine.worker_id, mine.incarnation, name),
-        request=Request(0, set(range(entry.slicing.count))),
-        slicing=entry.slicing,
-        flat=values,
-        title=f"the upload of {name!r}",
-    )
 
-    def planner(slices: Sequence[int]) -> tuple[Route, ...]:
-        return routing.plan(link.watch.cluster, name, {}, slices)
+    def planner(slices: Sequence[int]) -> Plan:
+        link.raise_if_out(mine.incarnation)
+        return routing.plan(link.watch.cluster, name, slices, link.watch.news)
 
-    await data.deliver(job, planner)
-    await _commit(link, name)
+    while True:
+        entry = routing.find_entry(link.watch.cluster, name)
+        missing = [index for index in range(entry.slicing.count) if placed.get(index) != _primary(entry, index)]
+        if not missing:
+            return
+        job = InstallJob(
+            sender=Sender(mine.run_id, mine.worker_id, mine.incarnation, name),
+            request=Request(0, set(missing)),
+            slicing=entry.slicing,
+            flat=values,
+            title=f"the upload of {name!r}",
+            placed=placed,
+        )
+        await data.deliver(job, planner)
+
+
+def _primary(entry: ParametersEntry, index: int) -> Replica:
+    return entry.shards[index % len(entry.shards)].primary
 
 
 async def _commit(link: SchedulerLink, name: str) -> None:

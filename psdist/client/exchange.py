@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from psdist.client import routing
-from psdist.client.connection import SchedulerLink
+from psdist.client import creation, routing
+from psdist.client.connection import Registration, SchedulerLink
 from psdist.client.creation import Ready
 from psdist.client.jobs import PullJob, PushJob, PushPullJob, Sender, Traffic
 from psdist.client.partition import Flat
-from psdist.client.routing import Route
+from psdist.client.routing import News, Plan
 from psdist.client.session import Request, Session
 from psdist.client.share import Sharing
 from psdist.client.transfer import DataPath, Job
@@ -24,7 +24,7 @@ from psdist.client.vectors import Arrival
 from psdist.compression import Cast
 from psdist.config import Transport
 from psdist.consistency import BSP
-from psdist.errors import WaitTimeoutError
+from psdist.errors import FencedError, WaitTimeoutError
 from psdist.types import ClusterMap, DType, Slicing
 
 
@@ -42,23 +42,56 @@ class Exchange:
     """The way of one handle's calls to the servers."""
 
     def __init__(self, link: SchedulerLink, data: DataPath, ready: Ready, options: Options, *, member: bool) -> None:
-        spec, mine = ready.entry.spec, link.registration
+        spec = ready.entry.spec
         self.slicing: Slicing = ready.entry.slicing
+        #: Another one in each life of this worker.
         self.session = Session(self.slicing.count, spec.consistency if member else None, ready.first_step)
         self.options = options
         self.traffic = Traffic()
         self._name = spec.name
         self._link = link
         self._data = data
-        self._holders = ready.holders
         self._every = range(self.slicing.count)
-        self._planned: tuple[ClusterMap, tuple[Route, ...]] | None = None
-        self._sender = Sender(mine.run_id, mine.worker_id, mine.incarnation, spec.name)
+        self._planned: tuple[ClusterMap, News, Plan] | None = None
+        self._spec, self._layout, self._member = spec, ready.layout, member
+        self._sender = self._make_sender(link.registration)
         # Between its own pushes a member's weights stand still, if nobody goes on without it.
         stable = member and isinstance(spec.consistency, BSP) and not spec.consistency.backup_workers
         self.sharing = Sharing(
             link, data, self._sender, ready.entry, options.codec.dtype, options.transport, member=member, stable=stable
         )
+
+    def _make_sender(self, mine: Registration) -> Sender:
+        return Sender(mine.run_id, mine.worker_id, mine.incarnation, self._name)
+
+    async def rejoin(self, fenced: FencedError) -> None:
+        """After ``fenced`` ended a call: takes part anew, in the next life of this client. Raises what ends its
+        membership for good, and WaitTimeoutError."""
+        limit = self.options.request_timeout
+        try:
+            async with asyncio.timeout(limit):
+                await self._link.live_again(fenced, self._sender.incarnation)
+                await self._link.as_member(self._begin_life)
+        except TimeoutError:
+            raise WaitTimeoutError(
+                f"taking part in {self._name!r} again took longer than request_timeout={limit:g} s: calling again goes "
+                "on with it"
+            ) from None
+
+    async def _begin_life(self, mine: Registration) -> None:
+        if self._member:
+            ready = await creation.create(self._link, self._data, self._spec, self._layout, None)
+        else:
+            ready = await creation.describe(self._link, self._name)
+        self._sender = self._make_sender(mine)
+        self._planned = None
+        self.session = Session(self.slicing.count, self._spec.consistency if self._member else None, ready.first_step)
+        self.sharing.rejoin(self._sender, ready.entry)
+
+    @property
+    def silence(self) -> str:
+        """How long this client was silent at most, for a message."""
+        return self._link.silence
 
     @property
     def resent(self) -> int:
@@ -66,9 +99,9 @@ class Exchange:
         return self._data.resent.get(self._name, 0)
 
     async def open(self) -> None:
-        """Before each call: raises if this client is out, and shares memory with servers where that was not tried."""
-        self._link.raise_if_out()
-        routes = self._plan(self._every)
+        """Before each call: raises if this client is out (FencedError if only this life of it is over, see ``rejoin``),
+        and shares memory with servers where that was not tried."""
+        routes = self._plan(self._every).routes
         if not self.sharing.is_missing(routes):
             return
         try:
@@ -134,11 +167,13 @@ class Exchange:
                 f"{self._data.last_reason}. The step was not advanced; calling again goes on with it"
             ) from None
 
-    def _plan(self, slices: Sequence[int]) -> tuple[Route, ...]:
-        """Routes to ``slices``; those to all of them are kept as long as the map is the same."""
-        cluster = self._link.watch.cluster
+    def _plan(self, slices: Sequence[int]) -> Plan:
+        """Where ``slices`` go; for all of them that is kept as long as nothing is heard."""
+        link, watch = self._link, self._link.watch
+        link.raise_if_out(self._sender.incarnation)
         if len(slices) < self.slicing.count:
-            return routing.plan(cluster, self._name, self._holders, slices)
-        if self._planned is None or self._planned[0] is not cluster:
-            self._planned = cluster, routing.plan(cluster, self._name, self._holders, slices)
-        return self._planned[1]
+            return routing.plan(watch.cluster, self._name, slices, watch.news)
+        if self._planned is None or self._planned[0] is not watch.cluster or self._planned[1] is not watch.news:
+            plan = routing.plan(watch.cluster, self._name, slices, watch.news)
+            self._planned = watch.cluster, watch.news, plan
+        return self._planned[2]

@@ -20,7 +20,7 @@ from psdist.client.routing import Route
 from psdist.client.session import Request
 from psdist.compression import NUMPY_DTYPES, Cast, payloads
 from psdist.errors import InternalError
-from psdist.types import Identity, Slicing
+from psdist.types import Identity, Replica, Slicing
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, frames
 
@@ -84,6 +84,7 @@ class PushJob:
     traffic: Traffic
     method: str = "Push"
     sharing: Sharing | None = None
+    in_place: bool = False
     _scratch: NDArray[Any] | None = field(default=None, init=False, repr=False)
 
     def header(self, route: Route, pull_dtype: common_pb2.DType | None = None) -> server_pb2.PushHeader:
@@ -139,7 +140,6 @@ class PushPullJob(PushJob):
     method: str = "PushPull"
     target: Flat | None = None
     pull_dtype: str = "float32"
-    in_place: bool = False
     received: set[int] = field(default_factory=set)
 
     def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
@@ -203,15 +203,20 @@ class PullJob:
 
 @dataclass
 class InstallJob:
-    """Initial values, always float32. A server answers once, for all of its slices."""
+    """Initial values, always float32. A server answers once, for all of its slices.
+
+    placed: gets who has each slice.
+    """
 
     sender: Sender
     request: Request
     slicing: Slicing
     flat: Flat
     title: str
+    placed: dict[int, Replica]
     method: str = "Install"
     sharing: Sharing | None = None
+    in_place: bool = False
 
     def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
         """One message per slice of the route; after a break all of them come again."""
@@ -228,6 +233,7 @@ class InstallJob:
         if answer.slices != len(route.slices):
             raise InternalError(f"{route.peer} took {answer.slices} of {len(route.slices)} slices of initial values")
         for index in route.slices:
+            self.placed[index] = route.server
             self.request.answer(index, 0)
         return ""
 

@@ -21,7 +21,14 @@ from psdist.client.partition import Arrays, Flat
 from psdist.client.session import Request
 from psdist.client.transfer import all_or_first_error
 from psdist.client.vectors import Arrival
-from psdist.errors import ClosedError, InternalError, InvalidArgumentError, PsdistError, WaitTimeoutError
+from psdist.errors import (
+    ClosedError,
+    FencedError,
+    InternalError,
+    InvalidArgumentError,
+    PsdistError,
+    WaitTimeoutError,
+)
 
 
 class AsyncBucket:
@@ -80,6 +87,8 @@ class BucketStep:
         self.cut = cut
         #: Set by the next call on the parameters: what the buckets have is not valid any more.
         self.over = False
+        #: Whether the user knows that this worker was expelled in this step.
+        self.told_fenced = False
         self._exchange = exchange
         self._vector = vector
         self._arrival = arrival
@@ -91,7 +100,7 @@ class BucketStep:
         self._failures: list[PsdistError] = []
         #: What ends the buckets under way, while it does.
         self._broken: PsdistError | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._abstained = False
         self._changed = asyncio.Event()
 
@@ -114,11 +123,14 @@ class BucketStep:
         ready = self._plan.give(numbers, abstain=abstain)
         if ready.valued or ready.abstaining:
             task = asyncio.create_task(self._send(bucket, numbers, ready), name="psdist bucket")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = None
+            task.add_done_callback(self._forget)
         else:
             self._notice()
         return bucket
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
 
     async def _send(self, bucket: AsyncBucket, numbers: tuple[int, ...], ready: Ready) -> None:
         parts = [(self._request.part(slices), flat) for slices, flat in self._loads(ready)]
@@ -127,6 +139,9 @@ class BucketStep:
         except asyncio.CancelledError:
             bucket.error = self._broken or ClosedError("the client was closed before the bucket was answered")
             raise
+        except FencedError as error:
+            bucket.error = self.dropped(error)
+            self._failures.append(bucket.error)
         except Exception as error:
             bucket.error = error if isinstance(error, PsdistError) else InternalError(f"a bucket failed: {error!r}")
             self._failures.append(bucket.error)
@@ -171,6 +186,7 @@ class BucketStep:
         except TimeoutError:
             raise WaitTimeoutError(f"the new weights of {names} did not come within {timeout:g} s") from None
         if bucket.error is not None:
+            self.told_fenced = self.told_fenced or isinstance(bucket.error, FencedError)
             await self._tell(bucket.error)
         assert bucket.weights is not None
         return bucket.weights
@@ -219,6 +235,32 @@ class BucketStep:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def number(self) -> int:
+        """The step's number."""
+        return self._request.number
+
+    @property
+    def finished(self) -> bool:
+        """Whether all was given and answered."""
+        return self._plan.finished
+
+    def dropped(self, fenced: FencedError) -> FencedError:
+        """What the user is told where this worker was expelled in this step."""
+        return FencedError(
+            f"step {self._request.number} was dropped, with all of its buckets: {fenced.message}. Begin the next one "
+            "with new gradients: this worker takes part again"
+        )
+
+    async def drop(self, fenced: FencedError) -> None:
+        """This worker was expelled: buckets under way fail."""
+        self.over, self._broken = True, self.dropped(fenced)
+        await self._end_tasks()
+        for bucket in self._waiting:
+            bucket.error = bucket.error or self._broken
+        self._waiting.clear()
+        self._changed.set()
 
     async def close(self) -> None:
         """Ends what is under way."""

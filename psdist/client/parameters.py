@@ -3,15 +3,20 @@
 One call at a time: calls of several tasks on the same handle queue up, so that steps stay in order. What is wrong with
 an input is raised before anything is sent. A call that fails or is cancelled does not advance the step: calling again
 sends again under the same number, and the servers take only what they do not have yet. So give the same gradient again:
-of another one those slices count that had not arrived. Not here: jobs (``exchange``), a step that is given in buckets
-(``overlap``).
+of another one those slices count that had not arrived.
+
+A worker that was taken for dead while it lived (frozen, cut off) takes part again by itself at its next call, from a
+step that the others have not reached. What it pushed at that moment, or had computed, is dropped and counted: the
+others went on without it, so it belongs to no step.
+
+Not here: jobs (``exchange``), a step that is given in buckets (``overlap``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,12 +31,14 @@ from psdist.client.creation import Ready
 from psdist.client.exchange import Exchange, Options
 from psdist.client.overlap import AsyncBucket, BucketStep
 from psdist.client.partition import Arrays, Flat
-from psdist.client.session import Request
+from psdist.client.session import Request, Session
 from psdist.client.transfer import DataPath
 from psdist.client.vectors import Arrival, Vectors
 from psdist.consistency import SSP
-from psdist.errors import InvalidArgumentError, NotMemberError
+from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
 from psdist.types import Layout, ParametersSpec
+
+logger = logging.getLogger("psdist")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,7 @@ class Statistics:
 
     ignored: slices whose contribution was not used, because it had been taken before or came after its step was closed.
     resent: slices that were sent again after a break.
+    dropped: pushes that were dropped because this worker had been taken for dead.
     staleness_mean, staleness_max: over the slices of the last push, in versions.
     push_bytes, pull_bytes: payloads only, those in shared memory too.
     transport: "shm" or "grpc", "mixed" where it depends on the server.
@@ -51,6 +59,7 @@ class Statistics:
     abstained: int = 0
     ignored: int = 0
     resent: int = 0
+    dropped: int = 0
     push_bytes: int = 0
     pull_bytes: int = 0
     staleness_mean: float = 0.0
@@ -69,7 +78,6 @@ class AsyncParameters:
         #: Whether this client takes part in the training, or only reads.
         self.member = member
         self._exchange = Exchange(link, data, ready, options, member=member)
-        self._session = self._exchange.session
         self._codec_dtype = options.codec.dtype
         self._cut = Cut(self.layout, self._exchange.slicing)
         self._vectors = Vectors(self.layout)
@@ -79,8 +87,12 @@ class AsyncParameters:
         #: The step that is given in buckets, or was, until the next call.
         self._step: BucketStep | None = None
         self._turn = asyncio.Lock()
-        self._pushes = self._pulls = self._abstained = self._ignored = 0
+        self._pushes = self._pulls = self._abstained = self._ignored = self._dropped = 0
         self._staleness = (0.0, 0)
+
+    @property
+    def _session(self) -> Session:
+        return self._exchange.session
 
     # --- what there is to know ---
 
@@ -124,6 +136,7 @@ class AsyncParameters:
             abstained=self._abstained,
             ignored=self._ignored,
             resent=self._exchange.resent,
+            dropped=self._dropped,
             push_bytes=self._exchange.traffic.sent,
             pull_bytes=self._exchange.traffic.received,
             staleness_mean=self._staleness[0],
@@ -156,39 +169,34 @@ class AsyncParameters:
         InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets, and as
         ``partition.check_out`` for ``out``.
         """
-        async with self._begin():
-            arrival = self._arrival(out, copy)
-            await self._pull_into(arrival)
-            return self._result(arrival, out, copy)
+        async with self._turn:
+            return await self._pull(out, copy)
 
     async def push(self, gradients: Mapping[str, ArrayLike]) -> None:
-        """Sends the gradient of the next step; returns when it is applied.
+        """Sends the gradient of the next step; returns when it is applied, or dropped (``statistics().dropped``)
+        because this worker had been taken for dead.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
         before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError.
         """
-        async with self._begin():
-            flat, norm = self._gradient(gradients)
-            await self._reach_first_step()
-            request = self._session.begin_push()
-            with self._exchange.guarding():
-                await self._exchange.push(request, flat, norm)
-            self._pushed(request, seen=False, abstained=flat is None)
+        async with self._turn:
+            try:
+                await self._push(gradients)
+            except FencedError as error:
+                await self._drop(error)
 
     async def push_pull(
         self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True
     ) -> Arrays:
-        """One step: sends the gradient and returns the weights with it in them. Arguments and errors as in ``push`` and
-        ``pull``. The gradients may be overwritten once it returns."""
-        async with self._begin():
-            arrival = self._arrival(out, copy)
-            flat, norm = self._gradient(gradients)
-            await self._reach_first_step()
-            request = self._session.begin_push()
-            with self._exchange.guarding():
-                await self._exchange.push_pull(request, flat, norm, arrival)
-            self._pushed(request, seen=True, abstained=flat is None)
-            return self._result(arrival, out, copy)
+        """One step: sends the gradient and returns the weights with it in them, or those of its new first step where
+        the push was dropped. Arguments and errors as in ``push`` and ``pull``. The gradients may be overwritten once it
+        returns."""
+        async with self._turn:
+            try:
+                return await self._push_pull(gradients, out, copy)
+            except FencedError as error:
+                await self._drop(error)
+            return await self._pull(out, copy)
 
     async def push_pull_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str]) -> AsyncBucket:
         """One step in buckets: sends these tensors' gradients while the others are still computed. Returns at once;
@@ -204,13 +212,14 @@ class AsyncParameters:
         Raises as ``push`` before anything of the bucket is sent; the tensors may then be given again. NaN and Inf are
         looked for in each bucket: with "skip" a bucket that has some abstains, with all slices that it touches. A
         bucket that failed on its way (its ``wait`` says so, or the next call) is to be given again too: what is
-        unanswered is sent again under the same number.
+        unanswered is sent again under the same number. Where this worker was taken for dead in the middle of a step,
+        the whole step is dropped: FencedError says so, once, and the next call begins another one.
         InvalidArgumentError also for a tensor that was given before, and in SSP and ASP with ``max_grad_norm``, where
         the norm of the whole gradient is needed before anything can be sent.
         """
         async with self._turn:
             self._check_buckets()
-            step = await self._bucket_step()
+            step = await self._bucket_step_of_this_life()
             numbers = self._choose(step, gradients)
             bucket = step.give(numbers, abstain=not self._is_usable(numbers))
             self._step = step
@@ -223,7 +232,7 @@ class AsyncParameters:
         A push of other arrays, or in buckets, may overwrite them. Not to be written while a push of them is under way.
         """
         async with self._turn:
-            await self._exchange.open()
+            await self._open()
             self._buffers = self._buffers or partition.split(self.layout, self._vector)
             return dict(self._buffers)
 
@@ -235,12 +244,49 @@ class AsyncParameters:
 
     # --- their parts ---
 
-    @asynccontextmanager
-    async def _begin(self) -> AsyncIterator[None]:
-        async with self._turn:
-            await self._exchange.open()
-            await self._end_step()
-            yield
+    async def _pull(self, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
+        while True:
+            try:
+                await self._begin()
+                arrival = self._arrival(out, copy)
+                await self._pull_into(arrival)
+                return self._result(arrival, out, copy)
+            except FencedError as error:
+                await self._live_again(error)
+
+    async def _push(self, gradients: Mapping[str, ArrayLike]) -> None:
+        await self._begin()
+        flat, norm = self._gradient(gradients)
+        await self._reach_first_step()
+        request = self._session.begin_push()
+        with self._exchange.guarding():
+            await self._exchange.push(request, flat, norm)
+        self._pushed(request, seen=False, abstained=flat is None)
+
+    async def _push_pull(
+        self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None, copy: bool
+    ) -> Arrays:
+        await self._begin()
+        arrival = self._arrival(out, copy)
+        flat, norm = self._gradient(gradients)
+        await self._reach_first_step()
+        request = self._session.begin_push()
+        with self._exchange.guarding():
+            await self._exchange.push_pull(request, flat, norm, arrival)
+        self._pushed(request, seen=True, abstained=flat is None)
+        return self._result(arrival, out, copy)
+
+    async def _begin(self) -> None:
+        await self._exchange.open()
+        await self._end_step()
+
+    async def _open(self) -> None:
+        """For what belongs to no step."""
+        while True:
+            try:
+                return await self._exchange.open()
+            except FencedError as error:
+                await self._live_again(error)
 
     async def _end_step(self) -> None:
         """The step in buckets is over, once it is answered."""
@@ -254,6 +300,36 @@ class AsyncParameters:
         """Where gradients are put together: in shared memory, if there is some when it is first needed."""
         shared = self._exchange.sharing.gradients
         return np.zeros(self.layout.total, np.float32) if shared is None else shared
+
+    # --- a new life ---
+
+    async def _live_again(self, fenced: FencedError) -> None:
+        """Takes part again. A step in buckets is dropped; raises FencedError if the user does not know that yet."""
+        step = self._step if self._step is not None and not self._step.finished else None
+        if self._step is not None:
+            await self._step.drop(fenced)
+        silence = self._exchange.silence
+        await self._exchange.rejoin(fenced)
+        self._step = self._viewed = None
+        if step is not None:
+            self._count_dropped(step.number, fenced, silence)
+            if not step.told_fenced:
+                raise step.dropped(fenced)
+
+    async def _drop(self, fenced: FencedError) -> None:
+        """The push of this call is dropped."""
+        number, silence = self._session.step, self._exchange.silence
+        await self._live_again(fenced)
+        self._count_dropped(number, fenced, silence)
+
+    def _count_dropped(self, number: int, fenced: FencedError, silence: str) -> None:
+        self._dropped += 1
+        what = "step" if self._session.synchronous else "push"
+        logger.warning(
+            "%s %d of %r was dropped: %s (%s); this worker takes part again%s",
+            what, number, self.name, fenced.message, silence,
+            f" from step {self._session.first_step}" if self._session.synchronous else "",
+        )  # fmt: skip
 
     def _check_member(self) -> None:
         if not self.member:
@@ -344,6 +420,13 @@ class AsyncParameters:
                 f"{self.name!r} clips by max_grad_norm={self.spec.optimizer.max_grad_norm:g} without common steps: the "
                 "norm of the whole gradient is needed first, so use push_pull"
             )
+
+    async def _bucket_step_of_this_life(self) -> BucketStep:
+        while True:
+            try:
+                return await self._bucket_step()
+            except FencedError as error:
+                await self._live_again(error)
 
     async def _bucket_step(self) -> BucketStep:
         """The step that the next bucket belongs to. A new one is kept only with its first bucket."""

@@ -1,18 +1,31 @@
-"""Routes: which server gets which slices, read from one cluster map.
+"""Routes: which server gets which slices, read from one cluster map and the news since.
 
 Pure: frozen values in and out. Not here: connections (``connection``), what is still to be sent (``session``).
 
-Invariants: the routes of one call cover exactly the slices asked for, each once, ascending within a route, and at
-most one route goes to a server. A shard whose server is gone is an error, never a gap.
+Invariants: the plan of one call covers exactly the slices asked for, each once, ascending within a route, and at most
+one route goes to a server. A shard without a live primary gives no route: its slices wait for a newer map, because the
+scheduler alone decides who is next. A shard that the scheduler has declared lost is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from psdist.errors import ServerLostError, UnknownParametersError
-from psdist.types import ClusterMap, ParametersEntry, ServerEntry
+from psdist.types import ClusterMap, ParametersEntry, Replica, ServerEntry
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What was heard since the newest map.
+
+    gone: why a server is gone, for servers that the map still has.
+    lost: by parameters, what of them is lost for good and how to go on.
+    """
+
+    gone: Mapping[Replica, str] = field(default_factory=dict)
+    lost: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +43,25 @@ class Route:
         """The server's name for messages."""
         return f"{self.server_id} ({self.address})"
 
+    @property
+    def server(self) -> Replica:
+        """The server's life."""
+        return Replica(self.server_id, self.incarnation)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where slices go.
+
+    routes: one for each server that has some of them.
+    orphans: slices, ascending, that no live server is the primary of.
+    reason: whom the orphans wait for: "for a new primary of shard 3 of 'mlp' in place of server-1 (lost: ...)".
+    """
+
+    routes: tuple[Route, ...]
+    orphans: tuple[int, ...] = ()
+    reason: str = ""
+
 
 def find_entry(cluster: ClusterMap, parameters: str) -> ParametersEntry:
     """The entry of these parameters. Raises UnknownParametersError."""
@@ -39,42 +71,54 @@ def find_entry(cluster: ClusterMap, parameters: str) -> ParametersEntry:
     return entry
 
 
-def holders_of(cluster: ClusterMap, entry: ParametersEntry) -> dict[str, int]:
-    """Incarnation of each live server that holds a shard of the parameters."""
-    servers = ((server_id, cluster.server(server_id)) for server_id in dict.fromkeys(entry.primaries))
-    return {server_id: server.incarnation for server_id, server in servers if server is not None}
+def why_gone(cluster: ClusterMap, news: News, server: Replica) -> str:
+    """Why this life of a server is over, as far as is known here; empty if it lasts."""
+    if reason := news.gone.get(server, ""):
+        return reason
+    entry = cluster.server(server.server_id)
+    return "" if entry is not None and entry.incarnation == server.incarnation else "it left the cluster map"
 
 
-def plan(
-    cluster: ClusterMap, parameters: str, holders: Mapping[str, int], wanted: Sequence[int] | None = None
-) -> tuple[Route, ...]:
-    """Routes to the slices of ``wanted`` (ascending; None means all).
+def plan(cluster: ClusterMap, parameters: str, wanted: Sequence[int] | None = None, news: News = News()) -> Plan:
+    """Where the slices of ``wanted`` (ascending; None means all) go.
 
-    holders: the incarnation in which each server got its shards. A server that came back in another has nothing any
-        more; one that is not named is taken as the map shows it.
-
-    Raises UnknownParametersError, and ServerLostError where a shard's server is gone.
+    Raises UnknownParametersError, and ServerLostError where a shard of them is lost.
     """
     entry = find_entry(cluster, parameters)
+    if parameters in news.lost:
+        raise ServerLostError(news.lost[parameters], parameters=parameters)
+    servers = [_live_primary(cluster, news, entry, number) for number in range(len(entry.shards))]
     by_server: dict[str, list[int]] = {}
-    primaries = entry.primaries
+    orphans = []
     for index in range(entry.slicing.count) if wanted is None else wanted:
-        by_server.setdefault(primaries[index % len(primaries)], []).append(index)
-    routes = []
-    for server_id, slices in by_server.items():
-        server = cluster.server(server_id)
-        if server is None or server.incarnation != holders.get(server_id, server.incarnation):
-            raise lost(server_id, parameters, "it is not in the cluster map any more")
-        routes.append(_route(cluster, server, slices))
-    return tuple(routes)
+        server = servers[index % len(servers)]
+        if server is None:
+            orphans.append(index)
+        else:
+            by_server.setdefault(server.server_id, []).append(index)
+    live = {server.server_id: server for server in servers if server is not None}
+    routes = tuple(_route(cluster, live[server_id], slices) for server_id, slices in by_server.items())
+    return Plan(routes, tuple(orphans), _reason(cluster, news, entry, orphans) if orphans else "")
+
+
+def _live_primary(cluster: ClusterMap, news: News, entry: ParametersEntry, number: int) -> ServerEntry | None:
+    shard = entry.shards[number]
+    if shard.lost:
+        raise ServerLostError(
+            f"shard {number} of {entry.spec.name!r} is lost: {shard.primary}, which held it, is gone, and there was no "
+            "copy. Restart the run; with --replicas 2 the loss of a server loses nothing",
+            server=shard.primary,
+        )
+    return None if why_gone(cluster, news, shard.primary) else cluster.server(shard.primary.server_id)
 
 
 def _route(cluster: ClusterMap, server: ServerEntry, slices: list[int]) -> Route:
     return Route(server.server_id, server.incarnation, server.address, cluster.epoch, tuple(slices))
 
 
-def lost(server_id: str, parameters: str, reason: str) -> ServerLostError:
-    """The error for a server that is gone with the slices it held."""
-    return ServerLostError(
-        f"{server_id}, which held a part of {parameters!r}, is lost: {reason}. Restart the run", server=server_id
-    )
+def _reason(cluster: ClusterMap, news: News, entry: ParametersEntry, orphans: list[int]) -> str:
+    numbers = sorted({index % len(entry.shards) for index in orphans})
+    owners = list(dict.fromkeys(entry.shards[number].primary for number in numbers))
+    shards = f"shard{'s' if numbers[1:] else ''} {', '.join(map(str, numbers))}"
+    gone = ", ".join(f"{owner} (lost: {why_gone(cluster, news, owner)})" for owner in owners)
+    return f"for a new primary of {shards} of {entry.spec.name!r} in place of {gone}"

@@ -39,6 +39,7 @@ class Client:
         connect_timeout: float = 60.0,
         request_timeout: float | None = None,
         transport: Transport | None = None,
+        rejoin: bool = True,
     ) -> None:
         self._client = AsyncClient(
             scheduler,
@@ -49,6 +50,7 @@ class Client:
             connect_timeout=connect_timeout,
             request_timeout=request_timeout,
             transport=transport,
+            rejoin=rejoin,
         )
         self._handles: dict[int, Parameters] = {}
         loop.shared().call(self._client.connect())

@@ -2,8 +2,9 @@
 
 A ``Job`` says what is sent and what is done with an answer. ``DataPath.deliver`` keeps every slice of it on its way:
 a stream that breaks is opened again for what is unanswered, with the same step; a route that is out of date is planned
-anew; a server that is lost ends the call at once. The servers do not wait for each other here, because with clipping by
-the global norm one server's answer may depend on another's resent slice.
+anew; an attempt on a server that is gone ends at once, and its slices wait for the map that has their new primary.
+That something is lost is never concluded here: the map says it (``routing``). The servers do not wait for each other,
+because with clipping by the global norm one server's answer may depend on another's resent slice.
 
 Not here: which step or version is meant (``session``), who holds what (``routing``).
 """
@@ -24,7 +25,7 @@ from psdist.client.cluster import again
 from psdist.client.connection import SchedulerLink
 from psdist.client.jobs import Sender
 from psdist.client.retry import Backoff
-from psdist.client.routing import Route
+from psdist.client.routing import Plan, Route
 from psdist.client.session import Request
 from psdist.client.turns import Turns
 from psdist.client.waits import Wait
@@ -43,7 +44,8 @@ _NEWER_MAP_SECONDS: Final = 1.0
 _WRITE_FAILED: Final = "Internal error from Core"
 _SERVICE: Final = "/psdist.v1.ServerService/"
 
-Planner = Callable[[Sequence[int]], tuple[Route, ...]]
+#: Where slices go, by the newest map. Raises why the call cannot go on.
+Planner = Callable[[Sequence[int]], Plan]
 
 
 class Job(Protocol):
@@ -57,6 +59,8 @@ class Job(Protocol):
     sender: Sender
     #: The memory shared with servers, for jobs that can use it.
     sharing: Sharing | None
+    #: Shared weights need not be copied; not so where slices went to another server than the vector shows.
+    in_place: bool
 
     def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
         """The requests for the slices of ``route``, in their order, each with the slice it is for."""
@@ -82,10 +86,10 @@ class DataPath:
     async def deliver(self, job: Job, planner: Planner) -> None:
         """Returns when every slice of ``job`` is answered.
 
-        planner: routes to slices by the newest map.
+        planner: where slices go by the newest map.
         Raises ServerLostError, FencedError and whatever else a server refuses with; then some slices may be answered.
         """
-        await self._spread(job, planner, sorted(job.request.pending))
+        await self._spread(job, planner, planner(sorted(job.request.pending)))
 
     async def close(self) -> None:
         """Closes all channels."""
@@ -95,12 +99,28 @@ class DataPath:
         for channel in opened:
             await channel.close()
 
-    async def _spread(self, job: Job, planner: Planner, slices: Sequence[int]) -> None:
-        routes = planner(slices)
-        if len(routes) == 1:
-            await self._drive(job, planner, routes[0])
-        elif routes:
-            await all_or_first_error([self._drive(job, planner, route) for route in routes])
+    async def _spread(self, job: Job, planner: Planner, plan: Plan) -> None:
+        parts = [self._drive(job, planner, route) for route in plan.routes]
+        if plan.orphans:
+            parts.append(self._adopt(job, planner, plan))
+        if len(parts) == 1:
+            await parts[0]
+        elif parts:
+            await all_or_first_error(parts)
+
+    async def _adopt(self, job: Job, planner: Planner, plan: Plan) -> None:
+        """Waits until the scheduler says who has the orphans of ``plan`` now, and gets them answered there."""
+        orphans = plan.orphans
+        job.in_place = False
+        with self._link.waits.open(f"{plan.reason}, for {job.title}") as wait:
+            # It may have been said since the plan was made.
+            while len((plan := planner(orphans)).orphans) == len(orphans):
+                wait.hear(f"{plan.reason}, for {job.title}")
+                try:
+                    await self._link.watch.changed()
+                finally:
+                    self.last_reason = wait.reason
+        await self._spread(job, planner, plan)
 
     async def _drive(self, job: Job, planner: Planner, route: Route) -> None:
         """Gets the slices of ``route`` answered, by whoever holds them in the end."""
@@ -115,6 +135,7 @@ class DataPath:
                 if not left:
                     return
                 if isinstance(broken, StaleEpochError):
+                    wait.hear(f"for a newer cluster map, for {job.title}: {broken.message}")
                     await self._link.watch.newer_than(route.epoch, _NEWER_MAP_SECONDS)
                 elif broken is not None:
                     if len(left) < len(route.slices):
@@ -122,24 +143,23 @@ class DataPath:
                     wait.hear(f"for {route.peer} to be reachable again, for {job.title}: {broken.message}")
                     await self._pause(route, backoff.next_seconds())
                 self.resent[job.sender.parameters] += len(left)
-                routes = planner(left)
-                if len(routes) > 1 or routes[0].server_id != route.server_id:
+                plan = planner(left)
+                if plan.orphans or len(plan.routes) > 1 or plan.routes[0].server != route.server:
                     break
-                route = routes[0]
-        await self._spread(job, planner, left)
+                route = plan.routes[0]
+        job.in_place = False
+        await self._spread(job, planner, plan)
 
     async def _pause(self, route: Route, seconds: float) -> None:
-        """Waits before the next attempt, but not for a server that is lost meanwhile."""
+        """Waits before the next attempt, but not for a server that is gone meanwhile."""
         loss = self._link.watch.loss_of(route.server_id, route.incarnation)
         await asyncio.wait({loss}, timeout=seconds)
-        if loss.done():
-            raise again(loss.result())
 
     async def _attempt(self, job: Job, route: Route, wait: Wait) -> PsdistError | None:
         """One stream, to its end. Returns why it broke if it is worth another attempt; raises what is not."""
         loss = self._link.watch.loss_of(route.server_id, route.incarnation)
         if loss.done():
-            raise again(loss.result())
+            return _worth_another(loss.result())
         if job.sharing is not None and (stream := job.sharing.stream_to(route)) is not None:
             return await stream.attempt(job, route, wait)
         call = self.method(route.address, job.method)(metadata=self._link.metadata)
@@ -153,10 +173,9 @@ class DataPath:
         except grpc.aio.AioRpcError as failure:
             if failure.code() is grpc.StatusCode.INTERNAL and failure.details() == _WRITE_FAILED:
                 return ServerUnreachableError(f"{route.peer} ended the stream while it was written to")
-            error = status.from_call(failure, route.peer)
-            if isinstance(error, StaleEpochError | ServerUnreachableError | ClosedError):
-                return error
-            raise error from None
+            return _worth_another(status.from_call(failure, route.peer))
+        except ServerUnreachableError as error:  # it is gone
+            return error
         finally:
             call.cancel()
             send.cancel()
@@ -172,6 +191,13 @@ class DataPath:
                 channel = self._channels[address] = channels.open_channel(address)
             method = self._methods[address, name] = channel.stream_stream(_SERVICE + name)
         return method
+
+
+def _worth_another(error: PsdistError) -> PsdistError:
+    """The error, if another attempt may go well; else raises it."""
+    if isinstance(error, StaleEpochError | ServerUnreachableError) or type(error) is ClosedError:
+        return error
+    raise again(error) from None
 
 
 async def _send(call: Any, job: Job, route: Route, turns: Turns) -> None:

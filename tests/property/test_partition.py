@@ -80,12 +80,16 @@ def test_views_of_one_vector_are_not_copied(sides: list[tuple[int, ...]], data: 
 def test_routes_cover_each_slice_once(total: int, elements: int, shards: list[str], data: st.DataObject) -> None:
     spec = ParametersSpec("p", SGD(), BSP(), slice_elements=elements)
     entry = ParametersEntry(spec, total, tuple(Shard(Replica(name, 1)) for name in shards), ready=True)
-    servers = tuple(ServerEntry(name, 1, f"{name}:1") for name in sorted(set(shards)))
+    live = data.draw(st.sets(st.sampled_from("abcde")))
+    servers = tuple(ServerEntry(name, 1, f"{name}:1") for name in sorted(live & set(shards)))
     cluster = ClusterMap("run", 7, servers, parameters=(entry,))
     count = entry.slicing.count
     wanted = sorted(data.draw(st.sets(st.integers(0, count - 1)))) if count else []
-    routes = routing.plan(cluster, "p", {}, wanted)
-    assert sorted(index for route in routes for index in route.slices) == wanted
+    plan = routing.plan(cluster, "p", wanted)
+    routes = plan.routes
+    assert sorted([*plan.orphans, *(index for route in routes for index in route.slices)]) == wanted
+    assert all(shards[index % len(shards)] not in live for index in plan.orphans)
+    assert bool(plan.reason) == bool(plan.orphans)
     assert len({route.server_id for route in routes}) == len(routes)
     for route in routes:
         assert list(route.slices) == sorted(route.slices)

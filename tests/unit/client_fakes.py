@@ -50,6 +50,9 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
         self.requests: list[tuple[int, int]] = []
         self.hanging = asyncio.Event()
         self.pushed = asyncio.Event()
+        self.installed = asyncio.Event()
+        #: Initial values are taken once it is set.
+        self.installing: asyncio.Event | None = None
         self.address = ""
         self._server = channels.make_server("")
 
@@ -64,10 +67,13 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
 
     async def Install(self, requests: AsyncIterator[Any], context: Any) -> server_pb2.InstallResponse:
         count = 0
+        if self.installing is not None:
+            await self.installing.wait()
         async for request in requests:
             self.weights[request.slice] = np.frombuffer(request.payload, np.float32).copy()
             self.versions[request.slice] = 0
             count += 1
+        self.installed.set()
         return server_pb2.InstallResponse(slices=count)
 
     async def PushPull(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
@@ -135,6 +141,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     registrations: list[Any] = field(default_factory=list)
     address: str = ""
     left: bool = False
+    #: In which lives the primaries are, where not in those of ``servers``.
+    lives: dict[str, int] = field(default_factory=dict)
+    terms: dict[int, int] = field(default_factory=dict)
+    #: Whether shards without a live primary are lost.
+    lost: bool = False
+    commits: int = 0
 
     def __post_init__(self) -> None:
         self.news: asyncio.Queue[Any] = asyncio.Queue()
@@ -165,11 +177,32 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         return common_pb2.ClusterMap(run_id=RUN, epoch=self.epoch, servers=servers, parameters=entries)
 
     def _placed(self) -> list[common_pb2.Shard]:
-        lives = {server.name: server.incarnation for server in self.servers}
+        lives = {server.name: server.incarnation for server in self.servers} | self.lives
         return [
-            common_pb2.Shard(primary=common_pb2.Replica(server_id=name, incarnation=lives.get(name, 1)), term=1)
-            for name in self.shards
+            common_pb2.Shard(
+                primary=common_pb2.Replica(server_id=name, incarnation=lives.get(name, 1)),
+                term=self.terms.get(number, 1),
+                lost=self.lost and name not in lives,
+            )
+            for number, name in enumerate(self.shards)
         ]
+
+    def promote(self, dying: FakeServer, heir: FakeServer) -> None:
+        """``dying`` leaves the map, and ``heir``, which gets what it has, is the primary of its shards."""
+        if dying in self.servers:
+            self.servers.remove(dying)
+        heir.weights |= {index: array.copy() for index, array in dying.weights.items() if index not in heir.weights}
+        heir.versions = dying.versions | heir.versions
+        heir.taken |= dying.taken
+        for number, name in enumerate(self.shards):
+            if name == dying.name:
+                self.shards[number], self.terms[number] = heir.name, self.terms.get(number, 1) + 1
+        self.publish()
+
+    def lose_shards(self, text: str) -> None:
+        """News that shards are lost for good."""
+        lost = scheduler_pb2.SessionResponse.ShardsLost(parameters="p", shards=[1], text=text)
+        self.news.put_nowait(scheduler_pb2.SessionResponse(shards_lost=lost))
 
     def publish(self) -> None:
         """A new epoch, sent down the session."""
@@ -218,4 +251,5 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         yield response(state=response.STATE_READY, map=self.map(), first_step=0)
 
     async def CommitParameters(self, request: Any, context: Any) -> Any:
+        self.commits += 1
         return scheduler_pb2.CommitParametersResponse(epoch=self.epoch)

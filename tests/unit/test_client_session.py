@@ -106,30 +106,48 @@ def test_backoff_doubles_with_jitter_and_ends_at_a_second() -> None:
     assert backoff.next_seconds() <= 0.05 < LONGEST_SECONDS
 
 
-def _cluster(*servers: ServerEntry) -> ClusterMap:
+def _cluster(*servers: ServerEntry, lost: bool = False) -> ClusterMap:
     spec = ParametersSpec("p", SGD(), BSP(), slice_elements=10)
-    a, b = Shard(Replica("a", 1)), Shard(Replica("b", 2))
+    a, b = Shard(Replica("a", 1)), Shard(Replica("b", 2), lost=lost)
     return ClusterMap("run", 3, servers, parameters=(ParametersEntry(spec, 55, (a, b, a)),))
 
 
+A, B = ServerEntry("a", 1, "h:1"), ServerEntry("b", 2, "h:2")
+
+
 def test_routes_name_servers_and_ascending_slices() -> None:
-    cluster = _cluster(ServerEntry("a", 1, "h:1"), ServerEntry("b", 2, "h:2"))
-    routes = routing.plan(cluster, "p", {"a": 1, "b": 2})
-    assert {route.server_id: route.slices for route in routes} == {"a": (0, 2, 3, 5), "b": (1, 4)}
-    assert routes[1].peer == "b (h:2)" and routes[1].epoch == 3
+    plan = routing.plan(_cluster(A, B), "p")
+    assert {route.server_id: route.slices for route in plan.routes} == {"a": (0, 2, 3, 5), "b": (1, 4)}
+    assert plan.routes[1].peer == "b (h:2)" and plan.routes[1].epoch == 3
+    assert plan.routes[1].server == Replica("b", 2)
+    assert plan.orphans == () and plan.reason == ""
 
 
-def test_a_missing_server_is_lost() -> None:
-    with pytest.raises(ServerLostError, match="b, which held a part of 'p', is lost"):
-        routing.plan(_cluster(ServerEntry("a", 1, "h:1")), "p", {"a": 1, "b": 2})
+@pytest.mark.parametrize("servers", [(A,), (A, ServerEntry("b", 3, "h:2"))], ids=["gone", "in another life"])
+def test_slices_of_a_server_that_is_gone_wait_for_a_newer_map(servers: tuple[ServerEntry, ...]) -> None:
+    plan = routing.plan(_cluster(*servers), "p")
+    assert [route.server_id for route in plan.routes] == ["a"] and plan.orphans == (1, 4)
+    assert plan.reason == "for a new primary of shard 1 of 'p' in place of b (lost: it left the cluster map)"
+    assert routing.plan(_cluster(*servers), "p", [0, 2]).orphans == ()
 
 
-def test_a_server_that_came_back_empty_is_lost() -> None:
-    cluster = _cluster(ServerEntry("a", 1, "h:1"), ServerEntry("b", 3, "h:2"))
-    with pytest.raises(ServerLostError):
-        routing.plan(cluster, "p", {"a": 1, "b": 2})
+def test_news_of_a_loss_come_before_the_map() -> None:
+    news = routing.News(gone={Replica("a", 1): "its process was killed"})
+    plan = routing.plan(_cluster(A, B), "p", [0, 1, 2], news)
+    assert [route.slices for route in plan.routes] == [(1,)] and plan.orphans == (0, 2)
+    assert plan.reason == "for a new primary of shards 0, 2 of 'p' in place of a (lost: its process was killed)"
+    # Of another life of that server.
+    assert routing.plan(_cluster(A, B), "p", news=routing.News(gone={Replica("b", 1): "old"})).orphans == ()
+
+
+def test_only_the_scheduler_says_that_a_shard_is_lost() -> None:
+    with pytest.raises(ServerLostError, match=r"shard 1 of 'p' is lost: b, which held it.*Restart the run"):
+        routing.plan(_cluster(A, lost=True), "p")
+    with pytest.raises(ServerLostError, match="by the scheduler's word"):
+        routing.plan(_cluster(A, B), "p", news=routing.News(lost={"p": "by the scheduler's word"}))
+    assert routing.plan(_cluster(A, B), "p", news=routing.News(lost={"q": "another's"})).routes
 
 
 def test_unknown_parameters() -> None:
     with pytest.raises(UnknownParametersError, match="'q'"):
-        routing.plan(_cluster(), "q", {})
+        routing.plan(_cluster(), "q")

@@ -27,6 +27,12 @@ class Setup:
         self.scheduler = FakeScheduler(self.servers[:])
         self.client: psdist.AsyncClient
 
+    async def heard(self) -> None:
+        """Returns once the client has the newest map."""
+        watch = self.client._link.watch
+        while watch.cluster.epoch < self.scheduler.epoch:
+            await watch.changed()
+
     async def start(self) -> Setup:
         for server in self.servers:
             await server.start()
@@ -107,35 +113,120 @@ async def test_stale_routes_are_planned_anew(setup: Setup) -> None:
     assert setup.servers[1].headers[-1].identity.epoch == setup.scheduler.epoch
 
 
-@pytest.mark.parametrize("news", ["loss", "map"])
-async def test_a_lost_server_ends_the_call_at_once(setup: Setup, news: str) -> None:
+async def waits_for(setup: Setup, words: str) -> None:
+    """Returns once a call says that it waits for that."""
+    waits = setup.client._link.waits
+    while not any(words in wait.reason for wait in waits._open.values()):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("method", ["push", "push_pull"])
+@pytest.mark.parametrize("lose_answer", [False, True])
+@pytest.mark.parametrize("news", ["loss", "map", "both"])
+async def test_a_backup_takes_over_in_the_middle_of_a_push(
+    setup: Setup, method: str, lose_answer: bool, news: str
+) -> None:
+    weights = await setup.create()
+    dying, heir = setup.servers[1], setup.servers[0]
+    dying.breaks = [Break(1, hang=asyncio.Event(), lose_answer=lose_answer)]
+    call = asyncio.create_task(getattr(weights, method)(gradient()))
+    await dying.hanging.wait()
+    if news != "map":
+        setup.scheduler.lose(dying)
+        await waits_for(setup, "for a new primary of shard 1 of 'p' in place of server-1 (lost: its process was kill")
+    if news != "loss":
+        setup.scheduler.servers.remove(dying)
+        setup.scheduler.publish()
+        await waits_for(setup, "for a new primary of shard 1 of 'p' in place of server-1 (lost: ")
+    assert not call.done()
+    setup.scheduler.promote(dying, heir)
+    await call
+    assert (await weights.pull())["w"].tolist() == [1.0] * ELEMENTS
+    assert weights.step == 1
+    # The same number to the new primary, and only for what the old one had not answered.
+    assert [header.step for header in heir.headers] == [0, 0]
+    assert [index for _, index in heir.requests] == [0, 2, 4, 3, 5]
+    assert weights.statistics().ignored == lose_answer
+    assert weights.statistics().resent == 2
+
+
+async def test_a_backup_that_dies_in_its_turn_is_followed(setup: Setup) -> None:
+    weights = await setup.create()
+    first, second = setup.servers
+    second.breaks = [Break(1, hang=asyncio.Event())]
+    call = asyncio.create_task(weights.push_pull(gradient()))
+    await second.hanging.wait()
+    third = await FakeServer("server-2").start()
+    setup.servers.append(third)
+    setup.scheduler.servers.append(third)
+    first.breaks = [Break(1, hang=asyncio.Event())]
+    setup.scheduler.promote(second, first)
+    await first.hanging.wait()
+    setup.scheduler.promote(first, third)
+    assert (await call)["w"].tolist() == [1.0] * ELEMENTS
+    assert sorted(third.requests) == [(0, 5)] and len(third.weights) == 6
+
+
+async def test_a_server_without_news_is_tried_again_and_the_wait_says_why(setup: Setup) -> None:
+    weights = await setup.create()
+    setup.servers[1].breaks = [Break(1)] * 3
+    call = asyncio.create_task(weights.push_pull(gradient()))
+    await waits_for(setup, f"for server-1 ({setup.servers[1].address}) to be reachable again, for step 0 of 'p'")
+    assert (await call)["w"].tolist() == [1.0] * ELEMENTS
+
+
+async def test_a_server_that_came_back_empty_is_not_asked(setup: Setup) -> None:
+    weights = await setup.create()
+    setup.servers[1].incarnation = 2
+    setup.scheduler.lives["server-1"] = 1  # who the shard's primary is
+    setup.scheduler.publish()
+    await setup.heard()
+    call = asyncio.create_task(weights.push(gradient()))
+    await waits_for(setup, "for a new primary of shard 1 of 'p' in place of server-1")
+    setup.scheduler.promote(setup.servers[1], setup.servers[0])
+    await call
+    assert not setup.servers[1].headers
+
+
+@pytest.mark.parametrize("news", ["news", "map"])
+async def test_a_lost_shard_ends_the_call_at_once(setup: Setup, news: str) -> None:
     weights = await setup.create()
     setup.servers[1].breaks = [Break(1, hang=asyncio.Event())]
     call = asyncio.create_task(weights.push_pull(gradient()))
     await setup.servers[1].hanging.wait()
-    if news == "loss":
-        setup.scheduler.lose(setup.servers[1])
+    setup.scheduler.lose(setup.servers[1])
+    words = "shard 1 of 'p' is lost: server-1, which held it, is gone"
+    if news == "news":
+        words = "steps since 7 are lost; restore"
+        setup.scheduler.lose_shards(words)
     else:
         setup.scheduler.servers.remove(setup.servers[1])
+        setup.scheduler.lost = True
         setup.scheduler.publish()
-    with pytest.raises(errors.ServerLostError, match="server-1"):
+    with pytest.raises(errors.ServerLostError, match=words):
         await call
     assert weights.step == 0
-    with pytest.raises(errors.ServerLostError):
+    with pytest.raises(errors.ServerLostError, match=words):
         await weights.pull()
 
 
-async def test_a_server_that_came_back_is_lost_all_the_same(setup: Setup) -> None:
-    weights = await setup.create()
-    setup.servers[1].incarnation = 2
-    setup.scheduler.publish()
-    setup.servers[1].breaks = [Break(0), Break(0), Break(0), Break(0)]
-    with pytest.raises(errors.ServerLostError):
-        await weights.push(gradient())
+async def test_initial_values_go_to_the_heir_of_a_server_that_is_lost(setup: Setup) -> None:
+    dying, heir = setup.servers[1], setup.servers[0]
+    release = asyncio.Event()
+    heir.installing = release
+    creating = asyncio.create_task(setup.create())
+    await dying.installed.wait()
+    dying.weights.clear()  # it was the only one that had them
+    setup.scheduler.promote(dying, heir)
+    await setup.heard()
+    release.set()
+    weights = await creating
+    assert sorted(heir.weights) == list(range(6)) and setup.scheduler.commits == 1
+    assert (await weights.push_pull(gradient()))["w"].tolist() == [1.0] * ELEMENTS
 
 
 @pytest.mark.parametrize(
-    "error", [errors.FencedError("out"), errors.FutureStepError("step 0"), errors.InvalidArgumentError("no")]
+    "error", [errors.NotMemberError("out"), errors.FutureStepError("step 0"), errors.InvalidArgumentError("no")]
 )
 async def test_what_a_server_refuses_is_raised_and_the_step_stays(setup: Setup, error: errors.PsdistError) -> None:
     weights = await setup.create()
@@ -149,8 +240,8 @@ async def test_what_a_server_refuses_is_raised_and_the_step_stays(setup: Setup, 
 
 async def test_a_refusal_is_found_also_where_it_is_hidden_at_first(setup: Setup) -> None:
     weights = await setup.create()
-    setup.servers[0].breaks = [Break(0, errors.FencedError("out"), abrupt=True) for _ in range(100)]
-    with pytest.raises(errors.FencedError, match="out"):
+    setup.servers[0].breaks = [Break(0, errors.NotMemberError("out"), abrupt=True) for _ in range(100)]
+    with pytest.raises(errors.NotMemberError, match="out"):
         await weights.push_pull(gradient())
     assert weights.step == 0
 
@@ -167,7 +258,9 @@ async def test_a_cancelled_push_goes_on_under_the_same_step(setup: Setup) -> Non
     assert (await weights.push_pull(gradient()))["w"].tolist() == [1.0] * ELEMENTS
 
 
-async def test_a_fenced_session_ends_calls_under_way_and_to_come(setup: Setup) -> None:
+async def test_without_rejoin_a_fenced_session_ends_calls_under_way_and_to_come(setup: Setup) -> None:
+    await setup.client.close()
+    setup.client = await psdist.AsyncClient(setup.scheduler.address, rejoin=False).connect()
     weights = await setup.create()
     setup.servers[0].breaks = [Break(0, hang=asyncio.Event())]
     call = asyncio.create_task(weights.push_pull(gradient()))
