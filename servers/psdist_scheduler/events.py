@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from psdist.errors import PsdistError
-from psdist.types import ClusterMap, Layout, ParametersMember, ParametersSpec
-from psdist_scheduler.records import Member, Node, ParametersRecord, Role
+from psdist.types import ClusterMap, DataPosition, DatasetSpec, Layout, ParametersMember, ParametersSpec, Replica
+from psdist_scheduler.records import DataLease, DatasetRecord, Member, Node, ParametersRecord, Role
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
@@ -81,6 +81,29 @@ class JoinAnswered:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaFilled:
+    """A primary's word, on its session ``call``, that ``replica`` has the whole shard and every update from now on."""
+
+    call: int
+    parameters: str
+    shard: int
+    term: int
+    replica: Replica
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaUnreachable:
+    """A primary's word, on its session ``call``, that ``replica`` does not answer it."""
+
+    call: int
+    parameters: str
+    shard: int
+    term: int
+    replica: Replica
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """A member goes politely."""
 
@@ -140,6 +163,85 @@ class EnterRendezvous:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenDataset:
+    """A worker wants a data set to exist with these settings."""
+
+    call: int
+    caller: Caller
+    spec: DatasetSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRange:
+    """A worker has used the leases ``done``, holds ``held``, and wants another range."""
+
+    call: int
+    caller: Caller
+    dataset: str
+    done: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EndRanges:
+    """A worker has used the leases ``done``, and gives ``returned`` back unused."""
+
+    call: int
+    caller: Caller
+    dataset: str
+    done: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GetPosition:
+    """Somebody wants to know where a data set stands."""
+
+    call: int
+    run_id: str
+    dataset: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetPosition:
+    """A worker wants a data set to go on from there."""
+
+    call: int
+    caller: Caller
+    dataset: str
+    position: DataPosition
+
+
+DataEvent = OpenDataset | LeaseRange | EndRanges | GetPosition | SetPosition
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Somebody wants everything moved away from a server."""
+
+    call: int
+    run_id: str
+    server_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Somebody says how many servers the run shall have."""
+
+    call: int
+    run_id: str
+    servers: int
+
+
+@dataclass(frozen=True, slots=True)
+class WatchScale:
+    """A launcher wants to know how many servers to run, and which of them to stop."""
+
+    call: int
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallEnded:
     """The peer of a call that still waited is gone. Sessions end by SessionClosed instead."""
 
@@ -157,12 +259,18 @@ Event = (
     | SessionClosed
     | Heartbeat
     | JoinAnswered
+    | ReplicaFilled
+    | ReplicaUnreachable
     | Leave
     | Create
     | Describe
     | Commit
     | EnterBarrier
     | EnterRendezvous
+    | Drain
+    | Scale
+    | WatchScale
+    | DataEvent
     | CallEnded
     | Tick
 )
@@ -212,6 +320,26 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class DatasetStanding:
+    """A data set, where it stands, and how many leases are out."""
+
+    spec: DatasetSpec
+    position: DataPosition
+    leased: int
+
+
+@dataclass(frozen=True, slots=True)
+class RangeGiven:
+    """The range of this lease, or None: none is left to give."""
+
+    lease: DataLease | None
+    data_epoch: int
+    range: int
+    repeated: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Formed:
     """The agent's node has its ranks."""
 
@@ -239,6 +367,42 @@ class JoinWithdrawn:
 
 
 @dataclass(frozen=True, slots=True)
+class Draining:
+    """Not the last answer. So much of a server is not moved yet, and what that waits for."""
+
+    text: str
+    shards_left: int
+    shards_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The server holds nothing that anybody needs."""
+
+    shards_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """What follows from a wanted number of servers."""
+
+    servers_before: int
+    drained: tuple[str, ...]
+    missing: int
+    launchers: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleNews:
+    """Not the last answer. How many servers a run shall have (0: nobody said), which are to be stopped, and what is
+    lost, so that the run cannot go on."""
+
+    servers_wanted: int
+    stop: tuple[str, ...]
+    lost: str
+
+
+@dataclass(frozen=True, slots=True)
 class MemberLost:
     """To everyone: a member is gone that did not say goodbye."""
 
@@ -247,19 +411,51 @@ class MemberLost:
     reason: str
 
 
-Value = Waiting | Registered | Upload | Ready | Described | Done | Formed | JoinProposal | JoinWithdrawn
+@dataclass(frozen=True, slots=True)
+class ShardsLost:
+    """To everyone: these shards had no backup when their server went. ``text`` says what was lost and how to go on."""
+
+    parameters: str
+    shards: tuple[int, ...]
+    server_id: str
+    version: int
+    text: str
+
+
+News = MemberLost | ShardsLost
+Value = (
+    Waiting
+    | Registered
+    | Upload
+    | Ready
+    | Described
+    | Done
+    | DatasetStanding
+    | RangeGiven
+    | Formed
+    | JoinProposal
+    | JoinWithdrawn
+    | Draining
+    | Drained
+    | Scaled
+    | ScaleNews
+)
 
 # --- effects ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Persist:
-    """Make these changes durable, all or none, before the effects that follow."""
+    """Make these changes durable, all or none, before the effects that follow. The epoch is an earlier one where only
+    data sets changed, which the map does not show."""
 
     epoch: int
     members: tuple[Member, ...] = ()
     parameters: tuple[ParametersRecord, ...] = ()
     nodes: tuple[Node, ...] = ()
+    #: None leaves it as it was.
+    servers_wanted: int | None = None
+    datasets: tuple[DatasetRecord, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -280,7 +476,7 @@ class Attach:
 class Announce:
     """Send this on every attached session."""
 
-    news: MemberLost
+    news: News
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from psdist.types import Layout, ParametersEntry
+from psdist.types import DatasetSpec, Layout, ParametersEntry
 
 Role = Literal["server", "worker"]
 MemberState = Literal["live", "left", "lost"]
@@ -22,6 +22,7 @@ class ClusterSettings:
 
     run_id: name of the run.
     workers_min, servers_min: so many must be live before parameters are placed or a barrier opens.
+    replicas: copies of each shard, the primary's included.
     lease_seconds: a member that is silent for longer is lost.
     join_grace_seconds: time to wait for more of them once enough workers (or nodes) are there.
     """
@@ -31,6 +32,7 @@ class ClusterSettings:
     servers_min: int = 1
     lease_seconds: float = 2.0
     join_grace_seconds: float = 0.0
+    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Member:
     state: MemberState = "live"
     #: Why it left or was lost; empty while it lives.
     reason: str = ""
+    #: A live server from which everything is moved away.
+    draining: bool = False
 
     @property
     def live(self) -> bool:
@@ -73,6 +77,8 @@ class ParametersRecord:
     layout: Layout
     #: The worker that was last asked for the initial values; empty if all creators went away before.
     uploader: str
+    #: All initial values are on the primaries.
+    committed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,35 @@ class Node:
     nodes_max: int
 
 
+@dataclass(frozen=True, slots=True)
+class DataLease:
+    """One life of a worker has the range at ``place``; ``attempt`` workers had it before and were lost."""
+
+    lease_id: int
+    place: int
+    worker_id: str
+    incarnation: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class DatasetRecord:
+    """A data set: its ranges are free, leased, or over.
+
+    free: stretches [start, stop) of places, ascending, apart from each other.
+    attempts: (place, workers that had it and were lost), where that is not 0; of free places.
+    given: the highest lease id that was ever given.
+    """
+
+    spec: DatasetSpec
+    free: tuple[tuple[int, int], ...]
+    leases: tuple[DataLease, ...] = ()
+    attempts: tuple[tuple[int, int], ...] = ()
+    repeated: int = 0
+    failed: int = 0
+    given: int = 0
+
+
 @dataclass(frozen=True)
 class Stored:
     """All that a restarted scheduler begins with."""
@@ -97,3 +132,6 @@ class Stored:
     members: tuple[Member, ...] = ()
     parameters: tuple[ParametersRecord, ...] = ()
     nodes: tuple[Node, ...] = ()
+    datasets: tuple[DatasetRecord, ...] = ()
+    #: Servers that the run shall have; 0 if nobody said so.
+    servers_wanted: int = 0
