@@ -135,22 +135,26 @@ def fail(program: str, message: str, code: int = exit_codes.USAGE) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """A program's flags. ``script`` is the usage of what follows them, or empty where nothing may follow."""
+    """A program's flags. ``script`` is the usage of what follows them, or empty where no script may follow."""
 
     program: str
     description: str
     flags: tuple[Flag, ...]
     script: str = ""
     epilog: str = ""
+    #: What must be given besides flags, by the name that the help shows.
+    words: tuple[str, ...] = ()
 
     def parse(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-        """Values of all flags, with ``command``, what follows them, and ``explicit``, those of the command line.
+        """Values of all flags, with ``command``, the script that follows them, ``words``, and ``explicit``, those flags
+        that the command line names.
 
         Wrong input ends the program with status 2.
         """
         own, command = self.split(argv) if self.script else (list(argv), [])
         given = vars(self._parser().parse_args(own))
-        values: dict[str, Any] = {"command": command, "explicit": frozenset(given)}
+        words = [given.pop(word) for word in self.words]
+        values: dict[str, Any] = {"command": command, "words": words, "explicit": frozenset(given)}
         for flag in self.flags:
             try:
                 values[flag.dest] = _value(flag, given.get(flag.dest), environ)
@@ -183,11 +187,13 @@ class CommandLine:
     def _parser(self) -> argparse.ArgumentParser:
         parser = _Parser(
             prog=self.program,
-            usage=f"{self.program} [flags] {self.script}".rstrip(),
+            usage=" ".join(filter(None, (self.program, "[flags]", *self.words, self.script))),
             description=self.description,
             epilog=self.epilog or "Every flag can also be set by a variable: --some-flag by PSDIST_SOME_FLAG.",
             allow_abbrev=False,
         )
+        for word in self.words:
+            parser.add_argument(word, help=argparse.SUPPRESS)
         for flag in self.flags:
             for number, names in enumerate(_visible_first(flag)):
                 _add(parser, flag, names, hidden=number > 0)

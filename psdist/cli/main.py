@@ -16,7 +16,10 @@ Trains models through sharded parameter servers.
 commands:
   run      scheduler, servers and workers on this machine: psdist run --nproc-per-node 2 train.py
   status   what a run is doing
+  scale    more or fewer servers while a run trains: psdist scale servers 3
+  drain    move everything away from a server: psdist drain server-1
   bench    what a training step costs, on a cluster or on this machine
+  chaos    injects faults into a run of its own and counts what was lost
   version  the version of psdist
 
 On several machines: psdist-scheduler, psdist-server and psdist-worker. Each command has --help.
@@ -36,11 +39,17 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _end(lambda: _run(arguments[1:]))
     if word == "status":
         _end(lambda: _status(arguments[1:]))
+    if word == "scale":
+        _end(lambda: _scale(arguments[1:]))
+    if word == "drain":
+        _end(lambda: _drain(arguments[1:]))
     if word == "bench":
         _end(lambda: _bench(arguments[1:]))
+    if word == "chaos":
+        _end(lambda: _chaos(arguments[1:]))
     from psdist.cli.flags import fail
 
-    fail("psdist", f"there is no command {word!r}: the commands are run, status, bench and version")
+    fail("psdist", f"there is no command {word!r}: the commands are run, status, scale, drain, bench, chaos and version")
 
 
 def scheduler() -> NoReturn:
@@ -89,10 +98,28 @@ def _status(arguments: list[str]) -> int:
     return status.main(arguments)
 
 
+def _scale(arguments: list[str]) -> int:
+    from psdist.cli import scale
+
+    return scale.main(arguments)
+
+
+def _drain(arguments: list[str]) -> int:
+    from psdist.cli import drain
+
+    return drain.main(arguments)
+
+
 def _bench(arguments: list[str]) -> int:
     from psdist.cli import bench
 
     return bench.main(arguments)
+
+
+def _chaos(arguments: list[str]) -> int:
+    from psdist.cli import chaos
+
+    return chaos.main(arguments)
 
 
 def _worker(arguments: list[str]) -> int:

@@ -10,27 +10,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psdist.cli.exit_codes import FAILURE, OK, UNAVAILABLE, USAGE
-from psdist.cli.flags import CommandLine, Flag, fail, one_of, seconds
-from psdist.config import address_text, check_run_id, find_scheduler, find_token, read_address
-from psdist.errors import InvalidArgumentError, PsdistError, SchedulerUnreachableError
-from psdist.launch.runfile import RunNote, RunRegistry, notes_directory
+from psdist.cli.exit_codes import OK
+from psdist.cli.flags import CommandLine
+from psdist.cli.target import Target, ask, find_target, or_fail, target_flags
 
 if TYPE_CHECKING:
     from psdist.v1 import common_pb2, scheduler_pb2, server_pb2
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Whom to ask. ``origin`` says how it was found, for messages."""
-
-    address: str
-    token: str
-    origin: str
 
 
 def command_line() -> CommandLine:
@@ -38,13 +25,7 @@ def command_line() -> CommandLine:
     return CommandLine(
         "psdist status",
         "Shows what a run is doing. Without flags: the run on this machine.",
-        (
-            Flag("--scheduler", "the scheduler", address_text, "", "HOST:PORT"),
-            Flag("--run-id", "which of the runs on this machine", check_run_id, "", "NAME"),
-            Flag("--token-file", "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False),
-            Flag("--format", "table or json", one_of("table", "json"), "table", "FORMAT"),
-            Flag("--timeout", "longest wait for the answer", seconds(0.01), 5.0, "SECONDS"),
-        ),
+        target_flags(),
     )
 
 
@@ -53,15 +34,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     environ = os.environ if environ is None else environ
     line = command_line()
     given = line.parse(argv, environ)
-    try:
-        target = find_target(given.scheduler, given.run_id, given.token_file, environ)
-        answer = fetch(target, given.timeout)
-    except SchedulerUnreachableError as error:
-        fail(line.program, str(error), UNAVAILABLE)
-    except InvalidArgumentError as error:
-        fail(line.program, str(error), USAGE)
-    except PsdistError as error:
-        fail(line.program, str(error), FAILURE)
+    target = or_fail(line.program, lambda: find_target(given.scheduler, given.run_id, given.token_file, environ))
+    answer = or_fail(line.program, lambda: fetch(target, given.timeout))
     if given.format == "json":
         print(json.dumps(as_json(answer), indent=2))
     else:
@@ -71,60 +45,18 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     return OK
 
 
-def find_target(scheduler: str, run_id: str, token_file: Path | None, environ: Mapping[str, str]) -> Target:
-    """The scheduler to ask. Raises InvalidArgumentError, or SchedulerUnreachableError where there is no run."""
-    address = scheduler or find_scheduler(environ)
-    if not address and environ.get("PSDIST_SCHEDULER_FILE") and not run_id:
-        address = read_address(Path(environ["PSDIST_SCHEDULER_FILE"]))
-    if address:
-        return Target(address, find_token(environ, token_file=token_file), "--scheduler or PSDIST_SCHEDULER")
-    note = _choose(RunRegistry(notes_directory(environ)).live(), run_id)
-    token = find_token({"PSDIST_TOKEN_FILE": note.token_file}, token_file=token_file)
-    return Target(note.address, token, f"run {note.run_id} on this machine, pid {note.pid}")
-
-
-def _choose(notes: list[RunNote], run_id: str) -> RunNote:
-    names = ", ".join(note.run_id for note in notes)
-    matching = [note for note in notes if run_id in ("", note.run_id)]
-    if not matching:
-        what = f"no run named {run_id} is" if run_id else "no run is"
-        others = f"; there are {names}" if names else ""
-        raise SchedulerUnreachableError(f"{what} running on this machine{others}: pass --scheduler HOST:PORT")
-    if len(matching) > 1:
-        raise InvalidArgumentError(f"several runs are running on this machine: choose one of {names} by --run-id")
-    if not matching[0].address:
-        raise SchedulerUnreachableError(f"the scheduler of run {matching[0].run_id} is not up yet: try again")
-    return matching[0]
-
-
 def fetch(target: Target, timeout_seconds: float) -> scheduler_pb2.GetStatusResponse:
     """The scheduler's answer. Raises SchedulerUnreachableError, which says what was tried, and what it answers."""
-    import asyncio
+    from psdist.v1 import scheduler_pb2
 
-    return asyncio.run(_fetch(target, timeout_seconds))
+    async def talk(stub: Any, metadata: Any) -> scheduler_pb2.GetStatusResponse:
+        request = scheduler_pb2.GetStatusRequest()
+        answer: scheduler_pb2.GetStatusResponse = await stub.GetStatus(
+            request, metadata=metadata, timeout=timeout_seconds
+        )
+        return answer
 
-
-async def _fetch(target: Target, timeout_seconds: float) -> scheduler_pb2.GetStatusResponse:
-    import grpc
-
-    from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
-    from psdist.wire import auth, limits, status
-    from psdist.wire.channels import open_channel
-
-    unreachable = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-    async with open_channel(target.address, limits.CONTROL_MESSAGE_BYTES) as channel:
-        try:
-            answer: scheduler_pb2.GetStatusResponse = await scheduler_pb2_grpc.SchedulerServiceStub(channel).GetStatus(
-                scheduler_pb2.GetStatusRequest(), metadata=auth.metadata(target.token), timeout=timeout_seconds
-            )
-        except grpc.aio.AioRpcError as error:
-            if error.code() in unreachable:
-                raise SchedulerUnreachableError(
-                    f"no scheduler answers at {target.address} ({target.origin}; tried for {timeout_seconds:g} s): "
-                    f"{error.details()}"
-                ) from None
-            raise status.from_call(error, f"scheduler {target.address}") from None
-    return answer
+    return ask(target, timeout_seconds, talk)
 
 
 # --- the JSON form ----------------------------------------------------------------------------------------------------
@@ -141,8 +73,11 @@ def as_json(answer: scheduler_pb2.GetStatusResponse) -> dict[str, Any]:
         "uptime_seconds": round(answer.uptime_seconds, 3),
         "workers_min": answer.workers_min,
         "servers_min": answer.servers_min,
+        "servers_wanted": answer.servers_wanted,
+        "replicas": answer.replicas,
         "members": [_member(member) for member in answer.members],
         "parameters": [_parameters(one, statistics) for one in answer.parameters],
+        "datasets": [_dataset(one) for one in answer.datasets],
         "waiting_for": list(answer.waiting_for),
         "events": [{"time": event.time, "text": event.text} for event in answer.events],
     }
@@ -158,6 +93,7 @@ def _member(member: scheduler_pb2.MemberStatus) -> dict[str, Any]:
         "rank": member.rank if worker else None,
         "incarnation": member.incarnation,
         "state": member.state,
+        "draining": member.draining,
         "reason": member.reason,
         "address": member.address,
         "host": member.host,
@@ -193,8 +129,8 @@ def _parameters(
     one: scheduler_pb2.ParametersStatus, statistics: dict[tuple[str, str], server_pb2.ParametersStatistics]
 ) -> dict[str, Any]:
     entry, name = one.entry, one.entry.spec.name
-    servers = list(dict.fromkeys(shard.primary.server_id for shard in entry.shards))
-    counted = {server: statistics[server, name] for server in servers if (server, name) in statistics}
+    counted = {server: each for (server, parameters), each in statistics.items() if parameters == name}
+    primaries = [each for server, each in counted.items() if any(_is_primary(s, server) for s in entry.shards)]
     return {
         "name": name,
         "state": one.state,
@@ -203,30 +139,91 @@ def _parameters(
         "slices": _slices(entry),
         "consistency": entry.spec.consistency.kind,
         "optimizer": entry.spec.optimizer.kind,
-        "version_min": min((each.version_min for each in counted.values()), default=0),
-        "version_max": max((each.version_max for each in counted.values()), default=0),
-        "servers": [
-            {
-                "id": server,
-                "shards": sum(shard.primary.server_id == server for shard in entry.shards),
-                "weight_bytes": _weight_bytes(entry, server),
-                "waiting_bytes": counted[server].bytes_held if server in counted else None,
-            }
-            for server in servers
-        ],
+        "version_min": min((each.version_min for each in primaries), default=0),
+        "version_max": max((each.version_max for each in primaries), default=0),
+        "servers": _holders(entry, counted),
+        "shards": [_shard(number, shard) for number, shard in enumerate(entry.shards)],
+        "replicas": [_replica(server, each) for server, one in counted.items() for each in one.replicas],
         "members": [
             {"id": member.worker_id, "rank": member.rank, "first_step": member.first_step} for member in entry.members
         ],
     }
 
 
+def _is_primary(shard: common_pb2.Shard, server: str) -> bool:
+    return shard.primary.server_id == server and not shard.lost
+
+
+def _holders(
+    entry: common_pb2.ParametersEntry, counted: Mapping[str, server_pb2.ParametersStatistics]
+) -> list[dict[str, Any]]:
+    """The servers that hold something of the parameters, primaries first."""
+    primaries = [shard.primary.server_id for shard in entry.shards if not shard.lost]
+    copies = [each.server_id for shard in entry.shards for each in (*shard.backups, *shard.filling)]
+    return [
+        {
+            "id": server,
+            "shards": primaries.count(server),
+            "copies": copies.count(server),
+            "weight_bytes": _weight_bytes(entry, server),
+            "waiting_bytes": counted[server].bytes_held if server in counted else None,
+        }
+        for server in dict.fromkeys((*primaries, *copies))
+    ]
+
+
+def _shard(number: int, shard: common_pb2.Shard) -> dict[str, Any]:
+    return {
+        "number": number,
+        "primary": shard.primary.server_id,
+        "term": shard.term,
+        "backups": [each.server_id for each in shard.backups],
+        "filling": [each.server_id for each in shard.filling],
+        "lost": shard.lost,
+    }
+
+
+def _replica(primary: str, one: server_pb2.ReplicaStatistics) -> dict[str, Any]:
+    """A copy as the shard's primary sees it."""
+    return {
+        "shard": one.shard,
+        "primary": primary,
+        "server": one.server_id,
+        "state": one.state,
+        "lag_updates": one.lag_updates,
+        "lag_bytes": one.lag_bytes,
+        "slices_filled": one.slices_filled,
+        "slices": one.slices,
+        "digests": one.digests,
+    }
+
+
 def _weight_bytes(entry: common_pb2.ParametersEntry, server: str) -> int:
-    """Bytes of the weights (float32, without optimizer state) that the server holds."""
+    """Bytes of the weights (float32, without optimizer state) of all shards that the server has a copy of."""
     from psdist.wire import convert
 
+    if not entry.spec.slice_elements:
+        return 0
     parameters = convert.entry_from_proto(entry)
-    slices = parameters.slices_of(server) if entry.spec.slice_elements else ()
-    return 4 * sum(parameters.slicing.size(index) for index in slices)
+    held = [any(each.server_id == server for each in shard.replicas) for shard in parameters.shards]
+    slicing = parameters.slicing
+    return 4 * sum(slicing.size(index) for index in range(slicing.count) if held[index % len(held)])
+
+
+def _dataset(one: scheduler_pb2.DatasetStatus) -> dict[str, Any]:
+    spec, position = one.spec, one.position
+    return {
+        "name": spec.name,
+        "size": spec.size,
+        "range_size": spec.range_size,
+        "data_epochs": spec.data_epochs,
+        "data_epoch": position.data_epoch,
+        "ranges": -(-spec.size // spec.range_size) if spec.range_size else 0,
+        "done_ranges": sum(span.count for span in position.done),
+        "leased_ranges": one.leased,
+        "repeated_ranges": position.repeated_ranges,
+        "failed_ranges": position.failed_ranges,
+    }
 
 
 def _slices(entry: common_pb2.ParametersEntry) -> int:

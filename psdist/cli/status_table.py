@@ -18,11 +18,18 @@ def show(status: dict[str, Any], file: IO[str]) -> None:
     # Tables are not cut to a pipe's guessed 80 columns.
     console = Console(file=file, highlight=False, width=None if file.isatty() else 160)
     console.print(Text(f"{status['run_id']}: {status['phase']}", style="bold"))
-    console.print(Text(f"epoch {status['epoch']}, up {duration(status['uptime_seconds'])}, psdist {status['version']}"))
+    wanted = f"servers wanted {status['servers_wanted']}, copies of each shard {status['replicas']}"
+    console.print(
+        Text(f"epoch {status['epoch']}, up {duration(status['uptime_seconds'])}, psdist {status['version']}; {wanted}")
+    )
     if status["members"]:
         console.print(_members(status["members"]))
     if status["parameters"]:
         console.print(_parameters(status["parameters"]))
+    if any(len(_copies(shard)) > 0 or shard["lost"] for one in status["parameters"] for shard in one["shards"]):
+        console.print(_shards(status["parameters"]))
+    if status["datasets"]:
+        console.print(_datasets(status["datasets"]))
     if any(member["connections"] for member in status["members"]):
         console.print(_connections(status["members"]))
     waits = list(status["waiting_for"])
@@ -42,7 +49,7 @@ def _members(members: list[dict[str, Any]]) -> Table:
         table.add_row(
             Text(member["id"]),
             role,
-            _state(member["state"]),
+            _state("draining" if live and member["draining"] else member["state"]),
             f"{member['heartbeat_age_seconds']:.1f} s ago" if live else "",
             str(member["epoch"]) if live else "",
             Text(member["address"] or member["host"]),
@@ -56,7 +63,9 @@ def _parameters(parameters: list[dict[str, Any]]) -> Table:
     for one in parameters:
         low, high = one["version_min"], one["version_max"]
         held = [
-            f"{server['id']}: {server['shards']} shards, {size(server['weight_bytes'])}" for server in one["servers"]
+            f"{server['id']}: {server['shards']} shards, {f'{copies} copies, ' if (copies := server['copies']) else ''}"
+            f"{size(server['weight_bytes'])}"
+            for server in one["servers"]
         ]
         table.add_row(
             Text(f"{one['name']} ({one['optimizer']}, {one['consistency']})"),
@@ -66,6 +75,57 @@ def _parameters(parameters: list[dict[str, Any]]) -> Table:
             str(low) if low == high else f"{low}-{high}",
             str(len(one["members"])),
             Text("\n".join(held)),
+        )
+    return table
+
+
+def _copies(shard: dict[str, Any]) -> list[str]:
+    return [*shard["backups"], *(f"{server} (filling)" for server in shard["filling"])]
+
+
+def _shards(parameters: list[dict[str, Any]]) -> Table:
+    """Who holds which shard; one row for all of the same parameters that lie on the same servers."""
+    table = _table("shards", "number", "primary", "copies", "behind")
+    for one in parameters:
+        rows: dict[tuple[str, str], list[int]] = {}
+        for shard in one["shards"]:
+            primary = "lost" if shard["lost"] else shard["primary"]
+            rows.setdefault((primary, ", ".join(_copies(shard))), []).append(shard["number"])
+        for (primary, copies), numbers in rows.items():
+            table.add_row(
+                Text(one["name"]),
+                ", ".join(map(str, numbers)),
+                _state(primary) if primary == "lost" else Text(primary),
+                Text(copies),
+                Text(_behind([each for each in one["replicas"] if each["shard"] in numbers])),
+            )
+    return table
+
+
+def _behind(replicas: list[dict[str, Any]]) -> str:
+    """How far copies are behind their primaries."""
+    filling = [each for each in replicas if each["state"] == "filling"]
+    said = [f"{each['server']} does not answer" for each in replicas if each["state"] == "unreachable"]
+    if filling:
+        have, all_ = sum(each["slices_filled"] for each in filling), sum(each["slices"] for each in filling)
+        said.append(f"{have} of {all_} slices filled")
+    if updates := sum(each["lag_updates"] for each in replicas):
+        said.append(f"{updates} updates, {size(sum(each['lag_bytes'] for each in replicas))}")
+    return "; ".join(dict.fromkeys(said))
+
+
+def _datasets(datasets: list[dict[str, Any]]) -> Table:
+    table = _table("data set", "samples", "data epoch", "ranges done", "leased", "repeated", "failed")
+    for one in datasets:
+        epochs = f"{one['data_epoch']} of {one['data_epochs']}" if one["data_epochs"] else str(one["data_epoch"])
+        table.add_row(
+            Text(one["name"]),
+            f"{one['size']:,}",
+            epochs,
+            f"{one['done_ranges']} of {one['ranges']}",
+            str(one["leased_ranges"]),
+            str(one["repeated_ranges"]),
+            str(one["failed_ranges"]),
         )
     return table
 

@@ -28,6 +28,8 @@ _STOP_SECONDS: Final = 5.0
 class EmbeddedCluster:
     """A running scheduler with ``servers`` servers on free loopback ports. Closing it again does nothing.
 
+    replicas: copies of each shard, on different servers; with 2 nothing is lost when one server dies.
+
     failure_timeout: the lease in seconds. Longer than elsewhere: a script that computes on its event loop cannot send
         heartbeats meanwhile, and its death is seen at once all the same, because its connections break.
 
@@ -35,12 +37,19 @@ class EmbeddedCluster:
     """
 
     def __init__(
-        self, servers: int = 1, environ: Mapping[str, str] | None = None, failure_timeout: float = 10.0
+        self,
+        servers: int = 1,
+        environ: Mapping[str, str] | None = None,
+        failure_timeout: float = 10.0,
+        replicas: int = 1,
     ) -> None:
-        if servers < 1:
-            raise ConfigurationError(f"servers={servers} is out of range: use 1 or more")
+        if not 1 <= replicas <= servers:
+            raise ConfigurationError(
+                f"servers={servers}, replicas={replicas} are out of range: use 1 or more, and as many servers"
+            )
         environ = dict(os.environ if environ is None else environ)
         self._failure_timeout = failure_timeout
+        self._replicas = replicas
         self.token = secrets.token_urlsafe(32)
         self.run_id = f"local-{secrets.token_hex(4)}"
         self._directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
@@ -66,6 +75,7 @@ class EmbeddedCluster:
             start_timeout_seconds=START_TIMEOUT_SECONDS,
             kernel_threads=max(1, (os.cpu_count() or 1) // servers),
             log_level="error",  # the end of a server is a warning, but here it is the plan
+            replicas=self._replicas,
         )
 
     def _start(self, plan: ServicesPlan, environ: Mapping[str, str], lifeline: int) -> None:

@@ -21,16 +21,19 @@ from typing import Final
 
 from psdist.config import START_TIMEOUT_SECONDS, find_token, parse_address, read_address
 from psdist.errors import ConfigurationError
-from psdist.launch.output import Output, Routing
-from psdist.launch.plan import SchedulerLink, ServicesPlan, WorkersPlan, python_command
-from psdist.launch.process import ProcessSpec
+from psdist.launch.output import STDOUT, Output, Routing
+from psdist.launch.plan import SchedulerLink, ServicesPlan, WorkersPlan, program, python_command, server_number
+from psdist.launch.process import Child, ProcessSpec
 from psdist.launch.runfile import DIRECTORY_PREFIX, RunNote, RunRegistry, notes_directory
 from psdist.launch.runner import Crew, Runner
 from psdist.launch.script import check_script
-from psdist.launch.supervisor import INFRASTRUCTURE_STATUS, Failed, ProcessKey
+from psdist.launch.supervisor import INFRASTRUCTURE_STATUS, Event, Failed, ProcessKey, Scaled
+from psdist.launch.watch import Wish
 from psdist.wire import handover
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+#: The start of workers and servers comes first: one more program would only delay the first step.
+_LISTEN_DELAY_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +189,8 @@ async def _supervise(
         signals=options.signals,
         on_tick=watch.tick,
     )
+    wishes = _Wishes(services.link, environ, lambda event: runner.happened(event))
+    watch.on_found = wishes.start
     try:
         copies = f", {options.replicas} copies of each shard" if options.replicas > 1 else ""
         output.say(
@@ -195,7 +200,58 @@ async def _supervise(
         announce(output, routing, workers, environ)
         return (await runner.run()).status
     finally:
+        await wishes.close()
         output.close()
+
+
+class _Wishes:
+    """Hears what the scheduler wants of this launcher: servers started or stopped, or the end."""
+
+    def __init__(self, link: SchedulerLink, environ: Mapping[str, str], happened: Callable[[Event], None]) -> None:
+        self._link = link
+        self._environ = environ
+        self._happened = happened
+        self._child: Child | None = None
+        self._ended = asyncio.Event()
+        self._closed = False
+
+    def start(self, address: str) -> None:
+        """Listens, from soon on and until ``close``."""
+        asyncio.get_running_loop().call_later(_LISTEN_DELAY_SECONDS, self._start, address)
+
+    async def close(self) -> None:
+        """Listens no more."""
+        self._closed = True
+        if self._child is not None:
+            self._child.kill(signal.SIGKILL)
+            await self._ended.wait()
+
+    def _start(self, address: str) -> None:
+        if self._closed:
+            return
+        spec = ProcessSpec(
+            ProcessKey("watch", 0),
+            (*program("psdist.launch.watch"), address, self._link.run_id),
+            self._link.environment(self._environ),
+        )
+        self._ended.clear()
+        self._child = Child(spec, self._heard, lambda returncode: self._exited(address))
+
+    def _exited(self, address: str) -> None:
+        self._child = None
+        self._ended.set()
+        if not self._closed:
+            self.start(address)
+
+    def _heard(self, stream: int, lines: list[str]) -> None:
+        for wish in (Wish.from_line(line) for line in lines if stream == STDOUT):
+            if wish is None:
+                continue
+            if wish.lost:
+                self._happened(Failed(wish.lost, INFRASTRUCTURE_STATUS))
+            else:
+                stop = tuple(number for id_ in wish.stop if (number := server_number(id_)) is not None)
+                self._happened(Scaled(wish.servers, stop))
 
 
 class _AddressWatch:
@@ -208,6 +264,7 @@ class _AddressWatch:
         self._found = False
         #: Of the scheduler; 0 until it is known.
         self.port = 0
+        self.on_found: Callable[[str], None] = lambda address: None
 
     def tick(self, now: float) -> Failed | None:
         if self._found:
@@ -220,6 +277,7 @@ class _AddressWatch:
             self._found = True
             self.port = parse_address(address)[1]
             self._registration.listening(address)
+            self.on_found(address)
         elif now >= self._deadline:
             self._found = True
             waited = f"{self._services.start_timeout_seconds:g} s"

@@ -132,7 +132,7 @@ class ServicesPlan:
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
         """The scheduler, which leaves its address in the link's file. Started again it needs the port that it had."""
         argv = (
-            *_program("psdist_scheduler"),
+            *program("psdist_scheduler"),
             *("--host", "127.0.0.1", "--port", str(port), "--run-id", self.link.run_id),
             *("--min-workers", str(self.workers), "--min-servers", str(self.servers)),
             *(("--replicas", str(self.replicas)) if self.replicas > 1 else ()),
@@ -145,7 +145,7 @@ class ServicesPlan:
     def server(self, number: int, base: Mapping[str, str]) -> ProcessSpec:
         """One server."""
         argv = (
-            *_program("psdist_server"),
+            *program("psdist_server"),
             *("--scheduler-file", str(self.link.file), "--start-timeout", f"{self.start_timeout_seconds:g}"),
             *("--host", "127.0.0.1", "--port", "0", "--run-id", self.link.run_id),
             *("--server-id", f"server-{number}", "--kernel-threads", str(self.kernel_threads)),
@@ -157,7 +157,14 @@ class ServicesPlan:
         return ("--lifeline-fd", str(self.lifeline), "--log-format", "console", "--log-level", self.log_level)
 
 
-def _program(module: str) -> tuple[str, ...]:
+def server_number(server_id: str) -> int | None:
+    """The number of a server of this plan by its id; None for servers that somebody else started."""
+    number = server_id.removeprefix("server-")
+    return int(number) if number != server_id and number.isascii() and number.isdigit() else None
+
+
+def program(module: str) -> tuple[str, ...]:
+    """The command of one of our own programs, without arguments."""
     # -P: a file named like a standard module in the user's directory must not break our programs.
     return (sys.executable, "-P", "-m", module)
 

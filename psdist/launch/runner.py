@@ -81,7 +81,7 @@ class Runner:
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[Finish] = self._loop.create_future()
         for signum in self._signals:
-            self._loop.add_signal_handler(signum, self._happened, Interrupted(signum))
+            self._loop.add_signal_handler(signum, self.happened, Interrupted(signum))
         crew = self._crew
         self._supervisor = Supervisor(
             crew.ranks,
@@ -108,9 +108,10 @@ class Runner:
 
     def interrupt(self, signum: int) -> None:
         """As if the signal had come."""
-        self._loop.call_soon(self._happened, Interrupted(signum))
+        self._loop.call_soon(self.happened, Interrupted(signum))
 
-    def _happened(self, event: Event) -> None:
+    def happened(self, event: Event) -> None:
+        """Takes an event while the run lasts."""
         # An effect may cause an event at once (a process that cannot be started); it waits its turn.
         self._events.append(event)
         if self._handling:
@@ -153,7 +154,7 @@ class Runner:
         except OSError as error:
             self._output.say(f"{key} cannot be started: {spec.argv[0]}: {error.strerror}")
             # 126 and 127 are what a shell says of a program that cannot be run.
-            self._loop.call_soon(self._happened, Exited(key, 127 if isinstance(error, FileNotFoundError) else 126))
+            self._loop.call_soon(self.happened, Exited(key, 127 if isinstance(error, FileNotFoundError) else 126))
             return
         self._children[key] = child
         self._guard.add(child.pid)
@@ -162,7 +163,7 @@ class Runner:
         child = self._children.pop(key)
         self._guard.remove(child.pid)
         connected = key.role == "worker" and self._crew.connected(key.number, self._supervisor.attempt(key))
-        self._happened(Exited(key, returncode, connected))
+        self.happened(Exited(key, returncode, connected))
 
     def _tick(self) -> None:
         if self._finished.done():
@@ -170,9 +171,9 @@ class Runner:
         self._loop.call_later(self._interval, self._tick)
         for key, attempt in self._supervisor.waiting_to_connect():
             if self._crew.connected(key.number, attempt):
-                self._happened(Connected(key))
+                self.happened(Connected(key))
         failure = self._on_tick(self._loop.time())
-        self._happened(failure if failure is not None else Tick())
+        self.happened(failure if failure is not None else Tick())
 
     def _kill_all(self) -> None:
         # Only after a defect of the launcher itself is anybody left.

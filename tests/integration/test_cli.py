@@ -56,7 +56,7 @@ def test_launchers_import_nothing_heavy(module: str) -> None:
 
 
 def test_status_tells_several_runs_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from psdist.cli import status
+    from psdist.cli import target as status
     from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
     from psdist.launch.runfile import RunRegistry, notes_directory
 
