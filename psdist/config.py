@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Transport = Literal["auto", "grpc", "shm"]
 
 START_TIMEOUT_SECONDS: Final = 60.0
+#: Copies of each shard that the scheduler can be asked for.
+REPLICAS_MAX: Final = 2
 TOKEN_CHARACTERS_MAX: Final = 4096
 _ADDRESS_FILE_BYTES_MAX: Final = 512
 _POLL_SECONDS: Final = 0.02
@@ -44,6 +46,7 @@ class SchedulerSettings:
     run_id: str
     workers_min: int
     servers_min: int
+    replicas: int
     failure_timeout_seconds: float
     join_grace_seconds: float
     store_path: Path | None
@@ -287,6 +290,7 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
         run_id=given.run_id,
         workers_min=given.min_workers,
         servers_min=given.min_servers,
+        replicas=given.replicas,
         failure_timeout_seconds=given.failure_timeout,
         join_grace_seconds=given.join_grace,
         store_path=given.store,
@@ -391,6 +395,7 @@ def _scheduler_line() -> CommandLine:
             Flag("--run-id", "name of the run", check_run_id, "", "NAME"),
             Flag("--min-workers", "workers to wait for", integer(1), 1, "N", variables=("DMLC_NUM_WORKER",)),
             Flag("--min-servers", "servers to wait for", integer(1), 1, "N", variables=("DMLC_NUM_SERVER",)),
+            Flag("--replicas", "copies of each shard, each on another server", integer(1, REPLICAS_MAX), 1, "N"),
             Flag("--failure-timeout", "silence after which a member is dead", seconds(0.05), 2.0, "SECONDS"),
             Flag("--join-grace", "wait for late workers when parameters are made", seconds(), 0.0, "SECONDS"),
             Flag("--store", "SQLite file that keeps the map over a restart", Path, None, "FILE"),

@@ -102,6 +102,7 @@ def _cluster_settings(settings: SchedulerSettings, run_id: str) -> ClusterSettin
         servers_min=settings.servers_min,
         lease_seconds=settings.failure_timeout_seconds,
         join_grace_seconds=settings.join_grace_seconds,
+        replicas=settings.replicas,
     )
 
 

@@ -5,6 +5,8 @@ the map shows, or of what a restart must know, makes a new epoch: one ``Persist`
 ``Publish``, then the answers, so that nobody learns of anything that is not durable and an answer's map is not older
 than the answer.
 
+What changes of data sets alone is made durable without an epoch, because the map does not show it.
+
 Invariants: the epoch grows with every change and never otherwise; effects do not depend on the order of any set; what
 waits is told its reason when that changes, and every ``REPEAT_SECONDS``.
 """
@@ -13,9 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from psdist.errors import FencedError, LimitExceededError, PsdistError, ServerLostError
+from psdist.errors import FencedError, LimitExceededError, PsdistError
 from psdist.types import ClusterMap, ServerEntry, WorkerEntry
 from psdist.wire.limits import REPORT_WAIT_SECONDS
+from psdist_scheduler.datasets import Datasets
 from psdist_scheduler.events import (
     Announce,
     Answer,
@@ -25,32 +28,47 @@ from psdist_scheduler.events import (
     Close,
     Commit,
     Create,
+    DataEvent,
     Describe,
     Done,
+    Drain,
+    Draining,
     Effect,
+    EndRanges,
     EnterBarrier,
     EnterRendezvous,
     Event,
+    GetPosition,
     Heartbeat,
     JoinAnswered,
+    LeaseRange,
     Leave,
     MemberLost,
     Note,
+    OpenDataset,
     Persist,
     Publish,
     Refuse,
     Register,
     Registered,
+    ReplicaFilled,
+    ReplicaUnreachable,
+    Scale,
+    ScaleNews,
     SessionClosed,
     SessionOpened,
+    SetPosition,
     Tick,
     Upload,
     Waiting,
+    WatchScale,
 )
+from psdist_scheduler.keeper import Keeper
 from psdist_scheduler.membership import Membership
 from psdist_scheduler.records import ClusterSettings, Stored
 from psdist_scheduler.registry import Registry
 from psdist_scheduler.rendezvous import Barriers, Rendezvous
+from psdist_scheduler.scaling import Scaling
 
 #: A call that waits hears its reason again after so long, so that its peer can tell a wait from a dead connection.
 REPEAT_SECONDS = 2.0
@@ -83,8 +101,11 @@ class Cluster:
         stored = stored or Stored(settings.run_id, 0)
         self.settings = settings
         self.epoch = stored.epoch
-        self.members = Membership(settings, stored.members, now)
-        self.registry = Registry(stored.parameters, stored.epoch + 1, settings.join_grace_seconds, now)
+        self.members = Membership(settings, stored.members, stored.servers_wanted, now)
+        self.registry = Registry(settings, stored.parameters, stored.epoch + 1, now)
+        self._keeper = Keeper(settings, self.registry, self.members)
+        self._scaling = Scaling(settings, self.registry, self.members)
+        self.datasets = Datasets(stored.datasets)
         self._barriers = Barriers()
         self._rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, now)
         self._ticked = now
@@ -119,14 +140,14 @@ class Cluster:
     @property
     def phase(self) -> str:
         """One sentence about where the run stands, with the reason if it does not go on."""
-        lost = [text for p in self.registry.all if (text := self.registry.lost(p, self.members))]
-        if lost:
-            return f"lost: {'; '.join(lost)}; restart the run"
+        if lost := self.registry.lost_text:
+            return lost
         training = [
             f"{p.name!r} at version {p.version}" for p in self.registry.all if p.state == "ready" and p.entry.members
         ]
         if training:
-            return f"training {', '.join(training)}"
+            also = [self._keeper.degraded(), self.members.shortage()]
+            return "; ".join([f"training {', '.join(training)}", *(text for text in also if text)])
         if shortage := self.members.shortage():
             everyone_left = not self.members.workers and self.members.workers_known
             return "all workers are gone" if everyone_left else f"waiting {shortage}"
@@ -156,7 +177,8 @@ class Cluster:
         self.members.validate()
         self.registry.validate(self.members)
         self._rendezvous.validate()
-        assert not self.members.changed and not self.registry.changed and not self._rendezvous.changed
+        self.datasets.validate()
+        assert not self._has_changed() and not self.datasets.changed
         assert self._told.keys() <= self._waiters.keys(), "a call was told to wait that does not wait"
 
     # --- inner --------------------------------------------------------------------------------------------------------
@@ -177,9 +199,21 @@ class Cluster:
                 return self._leave(event)
             case JoinAnswered():
                 return self._join_answered(event)
+            case ReplicaFilled():
+                return self._keeper.filled(event)
+            case ReplicaUnreachable():
+                return self._keeper.unreachable(event, now)
+            case Drain():
+                return self._scaling.drain(event)
+            case Scale():
+                return self._scaling.scale(event)
+            case WatchScale():
+                return self._scaling.watch(event)
             case Commit():
                 worker = self.members.check_caller(event.caller)
                 return self.registry.commit(event.call, worker, event.parameters, now)
+            case OpenDataset() | LeaseRange() | EndRanges() | GetPosition() | SetPosition():
+                return self._data(event)
             case CallEnded():
                 self._forget(event.call)
                 return []
@@ -198,33 +232,37 @@ class Cluster:
             raise LimitExceededError(f"{worker} waits in {WAITS_PER_MEMBER_MAX} calls already, which is the limit")
         match event:
             case Create():
-                effects = self.registry.create(event, worker, self.members, now)
+                effects = self.registry.create(event, worker, now)
             case Describe():
-                effects = self.registry.describe(event, worker, self.members, now)
+                effects = self.registry.describe(event, worker, now)
             case EnterBarrier():
                 effects = self._barriers.enter(event.call, worker, event.name)
         self._waiters[event.call] = worker.member_id
         return effects
 
+    def _data(self, event: DataEvent) -> list[Effect]:
+        """Whatever is about data sets."""
+        if isinstance(event, GetPosition):
+            self.members.check_run(event.run_id)
+            return self.datasets.get_position(event)
+        worker = self.members.check_caller(event.caller)
+        match event:
+            case OpenDataset():
+                return self.datasets.open(event)
+            case LeaseRange():
+                return self.datasets.lease(event, worker)
+            case EndRanges():
+                return self.datasets.end(event, worker)
+            case SetPosition():
+                return self.datasets.set_position(event, worker)
+
     def _register(self, event: Register, now: float) -> list[Effect]:
-        if event.role == "server" and event.member_id in self.registry.owners():
-            self._check_returning(event.member_id)
-        member = self.members.register(event, self.registry.owners(), now)
+        member = self.members.register(event, self.registry.lost_owners, now)
         world_size = max(self.members.workers_min, member.rank + 1) if member.role == "worker" else 0
         life = f", incarnation {member.incarnation}" if member.incarnation > 1 else ""
         where = f" at {member.address}" if member.address else f" on {member.host or 'an unknown host'}"
         registered = Registered(member, world_size, self.settings.lease_seconds)
         return [Note(f"{member} registered{where}{life}"), Answer(event.call, registered)]
-
-    def _check_returning(self, server_id: str) -> None:
-        """A server that held shards cannot come back without them under the id that the map names as their owner."""
-        member = self.members.get(server_id)
-        if member is not None and not member.live:
-            raise ServerLostError(
-                f"{server_id} held shards in an earlier life, and they are gone with it: restart the run, or start "
-                "this server under another id",
-                member_id=server_id,
-            )
 
     def _open_session(self, event: SessionOpened, now: float) -> list[Effect]:
         caller = Caller("", event.member_id, event.incarnation)
@@ -253,35 +291,21 @@ class Cluster:
 
     def _leave(self, event: Leave) -> list[Effect]:
         member = self.members.check_caller(event.caller, role=None)
-        lost = self._held_by([member.member_id])
         gone, session = self.members.end(member.member_id, "left", event.reason or "done")
-        effects: list[Effect] = [Note(f"{gone} left: {gone.reason}"), *lost, Answer(event.call, Done())]
+        effects: list[Effect] = [Note(f"{gone} left: {gone.reason}"), Answer(event.call, Done())]
         return [*effects, Close(session)] if session else effects
 
     def _lose(self, gone: list[tuple[str, str]]) -> list[Effect]:
         """Members are lost, each for its reason."""
         notes: list[Effect] = []
         news: list[Effect] = []
-        held = self._held_by([member_id for member_id, _ in gone])
         for member_id, reason in gone:
             member, session = self.members.end(member_id, "lost", reason)
             notes.append(Note(f"{member} is lost: {reason}", "warning"))
             news.append(Announce(MemberLost(member_id, member.role, reason)))
             if session:
                 news.append(Close(session))
-        return [*notes, *held, *news]
-
-    def _held_by(self, ids: list[str]) -> list[Effect]:
-        """What is lost with servers that are about to go. Where no worker is left, nobody misses it."""
-        names = {i: [e.spec.name for e in self.registry.entries if i in e.primaries] for i in ids}
-        missed = bool(self.members.workers)
-        return [
-            Note(f"lost: {id_} held shards of {', '.join(map(repr, held))}; restart the run", "warning")
-            if missed
-            else Note(f"{id_} takes its shards of {', '.join(map(repr, held))} with it; no worker is left")
-            for id_, held in names.items()
-            if held
-        ]
+        return [*notes, *news]
 
     def _tick(self, now: float) -> list[Effect]:
         late = now - self._ticked - self.tick_seconds
@@ -296,14 +320,21 @@ class Cluster:
         self.registry.end(call)
         self._barriers.end(call)
         self._rendezvous.end(call)
+        self._scaling.end(call)
 
     def _commit(self, effects: list[Effect], now: float, changed: bool = False) -> list[Effect]:
         """Lets everything go on that can, and puts what became of it in the order that the module's text promises."""
         effects += self._end_calls_of_the_gone()
+        effects += self._keeper.lose() + self._keeper.plan(now)
         effects += self.registry.progress(self.members, now)
+        # What was placed just now gets its backups in the same epoch.
+        effects += self._keeper.plan(now) + self._scaling.progress(now)
         effects += self._barriers.progress(self.members) + self._rendezvous.progress(now)
-        changed = changed or bool(self.members.changed or self.registry.changed or self._rendezvous.changed)
-        first = [self._take_changes()] if changed else []
+        if changed or self.members.changed:
+            effects += self.datasets.lose(self.members.is_live)
+        changed = changed or self._has_changed()
+        self.epoch += changed
+        first = [self._take_changes()] if changed or self.datasets.changed else []
         news = [effect for effect in effects if isinstance(effect, Announce)]
         rest: list[Effect] = [effect for effect in effects if not isinstance(effect, Announce)]
         published = [Publish(self.map)] if changed else []
@@ -320,23 +351,32 @@ class Cluster:
                 self._forget(call)
         return effects
 
+    def _has_changed(self) -> bool:
+        members = self.members
+        return bool(members.changed or members.scaled or self.registry.changed or self._rendezvous.changed)
+
     def _take_changes(self) -> Effect:
-        self.epoch += 1
         persist = Persist(
             epoch=self.epoch,
             members=tuple(m for id_ in self.members.changed if (m := self.members.get(id_)) is not None),
             parameters=tuple(self.registry.record(name) for name in self.registry.changed),
             nodes=tuple(self._rendezvous.changed),
+            datasets=tuple(self.datasets.record(name) for name in self.datasets.changed),
+            servers_wanted=self.members.servers_wanted if self.members.scaled else None,
         )
         self.members.changed.clear()
+        self.members.scaled = False
         self.registry.changed.clear()
         self._rendezvous.changed.clear()
+        self.datasets.changed.clear()
         return persist
 
     def _settle(self, effects: list[Effect]) -> None:
         """Calls that were answered for good do not wait any more."""
         for effect in effects:
-            if isinstance(effect, Refuse) or (isinstance(effect, Answer) and not isinstance(effect.value, Upload)):
+            if isinstance(effect, Refuse) or (
+                isinstance(effect, Answer) and not isinstance(effect.value, Upload | Draining | ScaleNews)
+            ):
                 self._waiters.pop(effect.call, None)
                 self._told.pop(effect.call, None)
 
@@ -348,6 +388,7 @@ class Cluster:
             self.registry.waits(self.members, now),
             self._barriers.waits(self.members),
             self._rendezvous.waits(now),
+            self._scaling.waits(),
         )
         for key, calls, text in (wait for source in sources for wait in source):
             wait = waits[key] = self._waits.get(key) or _Wait(now, text)

@@ -6,6 +6,10 @@ the first refusal the proposal is withdrawn everywhere and a later T is proposed
 growing twofold with each attempt. In SSP, T is the clock that the joiner's pushes are counted from, the same on all
 servers; one accepts where its slowest worker is not past T, and holds nothing.
 
+Those asked are the primaries of the map's epoch. Where a shard has another primary while a proposal is open, that one
+knows nothing of it and may pass T: the proposal is withdrawn, and T or a later step proposed to the primaries as they
+are. Once all have accepted, the map shows the member no later than the next change of a primary, so none can miss it.
+
 Not here: who may join, and what a finished join changes (``registry``).
 """
 
@@ -14,11 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from psdist.types import ParametersMember
+from psdist.types import ParametersMember, Replica
 from psdist_scheduler.events import Answer, Effect, JoinProposal, JoinWithdrawn
 from psdist_scheduler.membership import Membership
 from psdist_scheduler.records import Member
 
+#: Primary and term of each shard.
+Route = tuple[tuple[Replica, int], ...]
 #: Steps between the highest version known and the first proposal: room for what happens while it travels.
 FIRST_DISTANCE = 2
 DISTANCE_MAX = 1024
@@ -30,12 +36,17 @@ class Join:
 
     parameters: str
     worker: Member
-    servers: tuple[str, ...]
+    route: Route
     first_step: int
     proposal_id: int
     since: float
     attempt: int = 0
     accepted: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Ids of those that must accept."""
+        return tuple(dict.fromkeys(primary.server_id for primary, _ in self.route))
 
     @property
     def member(self) -> ParametersMember:
@@ -83,13 +94,13 @@ class Joins:
         self,
         parameters: str,
         worker: Member,
-        servers: tuple[str, ...],
+        route: Route,
         first_step: int,
         members: Membership,
         now: float,
     ) -> list[Effect]:
         """Begins with a proposal of ``first_step``."""
-        join = Join(parameters, worker, servers, first_step, self._take_id(), now)
+        join = Join(parameters, worker, route, first_step, self._take_id(), now)
         self._by_worker[parameters, worker.member_id] = join
         return join.propose(members)
 
@@ -108,20 +119,28 @@ class Joins:
         del self._by_worker[join.parameters, join.worker.member_id]
         return join, []
 
+    def reroute(self, join: Join, route: Route, version: int, members: Membership) -> list[Effect]:
+        """Shards have other primaries: those are asked."""
+        withdrawn = join.withdraw(members)
+        join.route = route
+        return withdrawn + self._propose_later(join, version, members)
+
     def stop(self, join: Join, members: Membership) -> list[Effect]:
         """The joiner is gone, or does not want any more."""
         del self._by_worker[join.parameters, join.worker.member_id]
         return join.withdraw(members)
 
     def _again(self, join: Join, version_max: int, members: Membership) -> list[Effect]:
-        withdrawn = join.withdraw(members)
+        return join.withdraw(members) + self._propose_later(join, version_max, members)
+
+    def _propose_later(self, join: Join, version_max: int, members: Membership) -> list[Effect]:
         join.attempt += 1
         # The cap holds for the exponent too: an attempt that never succeeds must not grow numbers without end.
         distance = min(DISTANCE_MAX, 1 << min(join.attempt, DISTANCE_MAX.bit_length()))
         join.first_step = max(version_max, join.first_step - FIRST_DISTANCE) + distance
         join.proposal_id = self._take_id()
         join.accepted.clear()
-        return withdrawn + join.propose(members)
+        return join.propose(members)
 
     def _take_id(self) -> int:
         self._next_id += 1

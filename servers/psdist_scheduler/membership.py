@@ -28,7 +28,7 @@ from psdist_scheduler.records import ClusterSettings, Member, Role
 #: Ids that are remembered, so that their incarnations are never given twice.
 KNOWN_IDS_MAX = 4 * MEMBERS_MAX
 #: Leases that members have to come back after the scheduler was restarted.
-RESTART_LEASES = 10
+RESTART_LEASES = 3
 _WAITS_KEPT = 16
 _TEXT_CHARACTERS = 500
 
@@ -49,13 +49,17 @@ class Presence:
 class Membership:
     """The members of one run."""
 
-    def __init__(self, settings: ClusterSettings, members: tuple[Member, ...], now: float) -> None:
+    def __init__(self, settings: ClusterSettings, members: tuple[Member, ...], servers_wanted: int, now: float) -> None:
         self._settings = settings
         self._members = {member.member_id: member for member in members}
         grace = now + RESTART_LEASES * settings.lease_seconds
         self._presence = {member.member_id: Presence(now, grace) for member in members if member.live}
         self._sessions: dict[int, str] = {}
         self._count()
+        #: Servers that the run shall have; 0 if nobody said so.
+        self.servers_wanted = servers_wanted
+        #: Whether that changed since the cluster last asked.
+        self.scaled = False
         #: Changed since the cluster last took them, in the order of the changes.
         self.changed: dict[str, None] = {}
         #: When the last worker registered.
@@ -90,8 +94,15 @@ class Membership:
 
     @property
     def servers_min(self) -> int:
-        """Servers that the run needs."""
-        return self._settings.servers_min
+        """Servers that the run needs: what the scheduler was told, or fewer if fewer are wanted by now, and one for
+        each copy of a shard."""
+        wanted = min(self._settings.servers_min, self.servers_wanted or self._settings.servers_min)
+        return max(wanted, self._settings.replicas)
+
+    @property
+    def staying(self) -> list[Member]:
+        """Live servers by id that nobody wants to stop."""
+        return [server for server in self._servers if not server.draining]
 
     @property
     def sessions(self) -> dict[int, str]:
@@ -118,7 +129,7 @@ class Membership:
 
     def shortage(self) -> str:
         """What is missing before anything can begin, as a sentence that begins with "for"; empty if nothing is."""
-        counts = (("server", self.servers_min, len(self.servers)), ("worker", self.workers_min, len(self.workers)))
+        counts = (("server", self.servers_min, len(self.staying)), ("worker", self.workers_min, len(self.workers)))
         for role, wanted, there in counts:
             if there < wanted:
                 return f"for {f'{wanted - there} of {wanted} {role}s' if wanted > 1 else f'a {role}'} to register"
@@ -156,7 +167,7 @@ class Membership:
     # --- changes ------------------------------------------------------------------------------------------------------
 
     def register(self, event: Register, reserved: frozenset[str], now: float) -> Member:
-        """A new life of a member. ``reserved`` has ids of servers that are gone but still named as owners of shards.
+        """A new life of a member. ``reserved`` has ids of servers that are named as owners of lost shards.
 
         Raises ProtocolMismatchError, WrongRunError, InvalidArgumentError, DuplicateMemberError, LimitExceededError.
         """
@@ -212,11 +223,21 @@ class Membership:
         member = self._members[member_id]
         if not member.live:
             raise InvalidArgumentError(f"{member_id} is not live, it {self._fate(member)}")
-        gone = replace(member, state="left" if state == "left" else "lost", reason=reason[:_TEXT_CHARACTERS])
+        gone = replace(
+            member, state="left" if state == "left" else "lost", reason=reason[:_TEXT_CHARACTERS], draining=False
+        )
         session = self._presence.pop(member_id).session
         self._sessions.pop(session, None)
         self._put(gone)
         return gone, session
+
+    def want_servers(self, servers: int) -> None:
+        """The run shall have so many servers."""
+        self.servers_wanted, self.scaled = servers, True
+
+    def drain(self, member_id: str) -> None:
+        """Everything is to be moved away from a live server."""
+        self._put(replace(self._members[member_id], draining=True))
 
     def expired(self, now: float) -> list[tuple[str, str]]:
         """Ids of live members whose lease is over, and why each is taken for lost."""
@@ -250,6 +271,7 @@ class Membership:
         assert held == self._sessions, "sessions and members disagree"
         assert all(member_id == member.member_id for member_id, member in self._members.items())
         assert all(member.incarnation >= 1 for member in self._members.values())
+        assert all(member.live and member.role == "server" for member in self._members.values() if member.draining)
         assert all(bool(member.reason) <= (not member.live) for member in self._members.values())
 
     # --- inner --------------------------------------------------------------------------------------------------------

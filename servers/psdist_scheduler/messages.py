@@ -6,7 +6,7 @@ texts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from psdist.config import parse_address
@@ -15,19 +15,30 @@ from psdist.types import ClusterMap
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
+from psdist.wire.limits import LEASES_MAX
 from psdist_scheduler.events import (
     Caller,
+    DatasetStanding,
     Described,
     Done,
+    Drained,
+    Draining,
     EnterRendezvous,
     Formed,
     Heartbeat,
     JoinProposal,
     JoinWithdrawn,
     MemberLost,
+    News,
+    RangeGiven,
     Ready,
     Register,
     Registered,
+    ReplicaFilled,
+    ReplicaUnreachable,
+    Scaled,
+    ScaleNews,
+    ShardsLost,
     Upload,
     Value,
     Waiting,
@@ -100,10 +111,30 @@ def rendezvous_event(call: int, request: pb.RendezvousRequest) -> EnterRendezvou
     )
 
 
+def leases(ids: Sequence[int]) -> tuple[int, ...]:
+    """Lease ids of a request. Raises LimitExceededError."""
+    if len(ids) > LEASES_MAX:
+        raise LimitExceededError(f"{len(ids)} lease ids in one request are over the limit of {LEASES_MAX}")
+    return tuple(ids)
+
+
 def heartbeat_event(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> Heartbeat:
     """A sign of life; of the statistics, what the machine decides by."""
     versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
     return Heartbeat(call, heartbeat.epoch, versions, tuple(heartbeat.waiting_for))
+
+
+def replica_filled(call: int, message: pb.ReplicaFilled) -> ReplicaFilled:
+    """A copy that is complete."""
+    replica = convert.replica_from_proto(message.replica)
+    return ReplicaFilled(call, message.parameters, message.shard, message.term, replica)
+
+
+def replica_unreachable(call: int, message: pb.ReplicaUnreachable) -> ReplicaUnreachable:
+    """A copy that does not answer."""
+    replica = convert.replica_from_proto(message.replica)
+    reason = message.reason[:TEXT_CHARACTERS_MAX]
+    return ReplicaUnreachable(call, message.parameters, message.shard, message.term, replica, reason)
 
 
 def connections(message: pb.Connections) -> list[pb.Connection]:
@@ -186,7 +217,53 @@ def rendezvous(value: Value, maps: MapCache) -> tuple[pb.RendezvousResponse, boo
     raise AssertionError(f"{value} is no answer to Rendezvous")
 
 
-def command(value: Value | MemberLost) -> pb.SessionResponse:
+def dataset(value: Value) -> pb.DatasetStatus:
+    """Where a data set stands."""
+    assert isinstance(value, DatasetStanding)
+    return pb.DatasetStatus(
+        spec=convert.dataset_to_proto(value.spec),
+        position=convert.position_to_proto(value.position),
+        leased=value.leased,
+    )
+
+
+def range_given(value: Value, maps: MapCache) -> tuple[pb.LeaseRangeResponse, bool]:
+    """The answer to LeaseRange, which is the last."""
+    assert isinstance(value, RangeGiven)
+    answer = pb.LeaseRangeResponse(repeated_ranges=value.repeated, failed_ranges=value.failed)
+    if value.lease is None:
+        answer.finished = True
+    else:
+        answer.lease_id, answer.attempt = value.lease.lease_id, value.lease.attempt
+        answer.data_epoch, answer.range = value.data_epoch, value.range
+    return answer, True
+
+
+def drained(value: Value, maps: MapCache) -> tuple[pb.DrainResponse, bool]:
+    """The answer to Drain, and whether it is the last."""
+    match value:
+        case Draining(text, left, total):
+            return pb.DrainResponse(waiting_for=text, shards_left=left, shards_total=total), False
+        case Drained(total):
+            return pb.DrainResponse(shards_total=total, drained=True), True
+    raise AssertionError(f"{value} is no answer to Drain")
+
+
+def scaled(value: Value) -> pb.ScaleResponse:
+    """The answer to Scale."""
+    assert isinstance(value, Scaled)
+    return pb.ScaleResponse(
+        servers_before=value.servers_before, drained=value.drained, missing=value.missing, launchers=value.launchers
+    )
+
+
+def scale_news(value: Value, maps: MapCache) -> tuple[pb.WatchScaleResponse, bool]:
+    """An answer to WatchScale, which has no last."""
+    assert isinstance(value, ScaleNews)
+    return pb.WatchScaleResponse(servers_wanted=value.servers_wanted, stop=value.stop, lost=value.lost), False
+
+
+def command(value: Value | News) -> pb.SessionResponse:
     """What a session is told, apart from maps."""
     match value:
         case JoinProposal(proposal_id, parameters, member):
@@ -202,6 +279,11 @@ def command(value: Value | MemberLost) -> pb.SessionResponse:
         case MemberLost(member_id, role, reason):
             lost = pb.SessionResponse.MemberLost(member_id=member_id, role=ROLES[role], reason=reason)
             return pb.SessionResponse(member_lost=lost)
+        case ShardsLost(parameters, shards, server_id, version, text):
+            shards_lost = pb.SessionResponse.ShardsLost(
+                parameters=parameters, shards=shards, server_id=server_id, version=version, text=text
+            )
+            return pb.SessionResponse(shards_lost=shards_lost)
     raise AssertionError(f"{value} is no command of a session")
 
 

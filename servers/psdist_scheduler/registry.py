@@ -2,19 +2,19 @@
 
 * gathering: nothing is placed. Callers wait until the run's servers and workers are there and every live worker has
   asked for these parameters, so that "the lowest rank's values count" means the same in every order of arrival.
-* uploading: placed and in the map; the creator of the lowest rank puts its values on the servers. If it is lost, the
-  next.
+* uploading: placed and in the map; the creator of the lowest rank puts its values on the servers and commits. If it is
+  lost, the next. Then every shard gets its backups.
 * ready: later creators join: in ASP at once, else at a step or clock that all servers agree on (``joins``).
 
-Parameters whose shards lay on a server that is gone are lost; their callers are told so.
+Parameters with a lost shard are lost; their callers are told so.
 
-Invariants: the settings and layout of all that wait are the same; members are live workers; once placed, owners of
-shards never change; ``ready`` never goes back. Not here: epochs and durability (``cluster``).
+Invariants: the settings and layout of all that wait are the same; members are live workers; ``committed`` and ``ready``
+never go back. Not here: who holds a shard (``replicas``, ``keeper``), epochs and durability (``cluster``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from psdist.consistency import ASP, BSP
@@ -29,7 +29,7 @@ from psdist.errors import (
 )
 from psdist.types import Layout, ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard, check_name
 from psdist.wire.limits import PARAMETERS_MAX
-from psdist_scheduler import placement
+from psdist_scheduler import placement, replicas
 from psdist_scheduler.events import (
     Answer,
     Create,
@@ -42,11 +42,13 @@ from psdist_scheduler.events import (
     Refuse,
     Upload,
 )
-from psdist_scheduler.joins import FIRST_DISTANCE, Join, Joins
+from psdist_scheduler.joins import FIRST_DISTANCE, Join, Joins, Route
 from psdist_scheduler.membership import Membership
-from psdist_scheduler.records import Member, ParametersRecord
+from psdist_scheduler.records import ClusterSettings, Member, ParametersRecord
 from psdist_scheduler.rendezvous import name_some
 
+#: How to go on when shards are lost.
+REMEDY = "restart the run; with --replicas 2 a lost server costs nothing"
 #: A restarted scheduler numbers its proposals from its epoch on, so that no earlier number comes again.
 _PROPOSALS_PER_EPOCH = 1 << 20
 
@@ -102,13 +104,16 @@ class Registry:
     """All parameters of the run."""
 
     def __init__(
-        self, records: tuple[ParametersRecord, ...], epoch: int, join_grace_seconds: float, now: float
+        self, settings: ClusterSettings, records: tuple[ParametersRecord, ...], epoch: int, now: float
     ) -> None:
         self._all: dict[str, Parameters] = {}
         for record in records:
             name = record.entry.spec.name
             self._all[name] = Parameters(name, now, record, record.entry.spec, record.layout)
-        self._join_grace = join_grace_seconds
+        #: In the order in which they were placed, which is the map's and the store's.
+        self._placed = [record.entry.spec.name for record in records]
+        self._join_grace = settings.join_grace_seconds
+        self._replicas = settings.replicas
         self._joins = Joins(epoch * _PROPOSALS_PER_EPOCH)
         #: Names of placed parameters that changed since the cluster last took them.
         self.changed: dict[str, None] = {}
@@ -123,39 +128,51 @@ class Registry:
     @property
     def entries(self) -> tuple[ParametersEntry, ...]:
         """What the cluster map shows."""
-        return tuple(p.entry for p in self._all.values() if p.record is not None)
+        return tuple(self._all[name].entry for name in self._placed)
+
+    def get(self, name: str) -> Parameters | None:
+        """The parameters of this name, if anybody asked for them."""
+        return self._all.get(name)
 
     def record(self, name: str) -> ParametersRecord:
         """The record of placed parameters."""
         return self._all[name].placed
 
-    def owners(self) -> frozenset[str]:
-        """Ids of servers that the map names as owners of shards."""
-        return frozenset(owner for entry in self.entries for owner in entry.primaries)
-
-    def lost(self, p: Parameters, members: Membership) -> str:
+    def lost(self, p: Parameters) -> str:
         """A sentence about the shards that are lost with their servers; empty if none are."""
-        if p.record is None:
-            return ""
-        gone: dict[str, list[str]] = {}
-        for number, shard in enumerate(p.entry.shards):
-            owner = shard.primary
-            if not members.is_live(owner.server_id, owner.incarnation):
-                gone.setdefault(owner.server_id, []).append(str(number))
-        held = (
-            f"{owner} held shard{'s' if numbers[1:] else ''} {', '.join(numbers)} of {p.name!r}"
-            for owner, numbers in gone.items()
-        )
-        return "; ".join(held)
+        gone: dict[str, list[int]] = {}
+        for number, shard in enumerate(p.entry.shards if p.record else ()):
+            if shard.lost:
+                gone.setdefault(shard.primary.server_id, []).append(number)
+        return "; ".join(f"{owner} held {name_shards(numbers)} of {p.name!r} alone" for owner, numbers in gone.items())
+
+    @property
+    def lost_text(self) -> str:
+        """One sentence about all that is lost and how to go on; empty if nothing is."""
+        lost = [text for p in self._all.values() if (text := self.lost(p))]
+        return f"lost: {'; '.join(lost)}; {REMEDY}" if lost else ""
+
+    @property
+    def lost_owners(self) -> frozenset[str]:
+        """Ids of servers that lost shards lay on."""
+        return frozenset(shard.primary.server_id for entry in self.entries for shard in entry.shards if shard.lost)
+
+    def shorthanded(self, p: Parameters) -> dict[str, list[int]]:
+        """Shards with fewer complete copies than wanted, by the server that is to hold the next; "" if none is."""
+        short: dict[str, list[int]] = {}
+        for number, shard in enumerate(p.entry.shards if p.record else ()):
+            if not shard.lost and len(replicas.complete(shard)) < self._replicas:
+                short.setdefault(shard.filling[0].server_id if shard.filling else "", []).append(number)
+        return short
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def create(self, event: Create, worker: Member, members: Membership, now: float) -> list[Effect]:
+    def create(self, event: Create, worker: Member, now: float) -> list[Effect]:
         """A worker wants to take part. Raises LayoutMismatchError, SettingsMismatchError, LimitExceededError,
         ServerLostError."""
         p = self._all.get(event.spec.name)
         if p is not None:
-            self._check_lost(p, members)
+            self._check_lost(p)
             _check_same(p, event)
         else:
             placement.choose_slicing(event.layout.total, event.spec.slice_elements)
@@ -166,12 +183,12 @@ class Registry:
         p.creators[event.call] = worker
         return effects
 
-    def describe(self, event: Describe, worker: Member, members: Membership, now: float) -> list[Effect]:
+    def describe(self, event: Describe, worker: Member, now: float) -> list[Effect]:
         """A worker wants to know the parameters. Raises InvalidNameError, LimitExceededError, ServerLostError."""
         name = check_name(event.parameters, "parameters name")
         p = self._all.get(name)
         if p is not None:
-            self._check_lost(p, members)
+            self._check_lost(p)
         else:
             p = self._open(name, now)
         effects = _end_older(p.describers, worker)
@@ -188,11 +205,16 @@ class Registry:
                 f"{worker} was not asked for the values of {name!r}: {p.record.uploader or 'nobody'} was", name=name
             )
         effects: list[Effect] = [Answer(call, Done())]
-        if not p.entry.ready:
-            self._change(p, ready=True)
+        if not p.record.committed:
+            p.record = replace(p.record, committed=True)
+            self.changed[p.name] = None
             p.since = now
-            effects.append(Note(f"parameters {name!r} are ready: {p.record.uploader} uploaded their values"))
+            effects.append(Note(f"{worker} uploaded the values of {name!r}"))
         return effects
+
+    def set_shards(self, name: str, shards: tuple[Shard, ...]) -> None:
+        """Other servers hold what the parameters have."""
+        self._change(self._all[name], shards=shards)
 
     def end(self, call: int) -> None:
         """The call does not wait any more."""
@@ -239,14 +261,15 @@ class Registry:
         for p in list(self._all.values()):
             if members.changed:
                 self._drop_members(p, members)
-            if lost := self.lost(p, members):
+            if lost := self.lost(p):
                 effects += self._refuse_all(p, lost)
             elif p.record is None:
                 effects += self._gather(p, members, now)
-        effects += self._stop_joins(members)
+        effects += self._check_joins(members)
         for p in self._all.values():
-            if p.record is not None:
-                effects += self._upload(p) if not p.entry.ready else self._serve(p, members, now)
+            if p.record is not None and not self.lost(p):
+                effects += self._complete(p)
+                effects += self._serve(p, members, now) if p.entry.ready else self._upload(p)
         return effects
 
     def waits(self, members: Membership, now: float) -> Iterator[tuple[str, list[int], str]]:
@@ -255,6 +278,8 @@ class Registry:
             calls = [call for call in (*p.creators, *p.describers) if call != p.upload_call]
             if p.record is None:
                 yield f"parameters {p.name}", calls, self._missing(p, members, now)
+            elif p.record.committed and not p.entry.ready:
+                yield f"parameters {p.name}", [*p.creators, *p.describers], self._copies_text(p)
             elif not p.entry.ready and calls:
                 who = p.record.uploader or "a worker"
                 yield f"parameters {p.name}", calls, f"for {who} to upload the initial values of {p.name!r}"
@@ -275,9 +300,10 @@ class Registry:
             assert all(members.is_live(m.worker_id, m.incarnation) for m in entry.members), f"{p.name}: a dead member"
             assert len(set(ids)) == len(ids), f"{p.name}: one member twice"
             assert [m.rank for m in entry.members] == sorted(m.rank for m in entry.members), f"{p.name}: order"
-            assert all(members.get(owner) is not None for owner in entry.primaries), f"{p.name}: an unknown owner"
             assert entry.spec.slice_elements > 0
-            assert entry.ready or p.record.uploader in ("", *ids), f"{p.name}: uploader {p.record.uploader}"
+            assert p.record.committed or not entry.ready, f"{p.name}: ready without values"
+            assert p.record.committed or p.record.uploader in ("", *ids), f"{p.name}: uploader {p.record.uploader}"
+            assert (p.name in self._placed) == (p.record is not None)
         for join in self._joins:
             assert members.is_live(join.worker.member_id, join.worker.incarnation), "a dead worker joins"
             assert self._all[join.parameters].entry.ready and join.missing, "a join that is over"
@@ -289,8 +315,8 @@ class Registry:
             raise LimitExceededError(f"{PARAMETERS_MAX} parameters exist, which is the limit: put tensors together")
         return self._all.setdefault(name, Parameters(name, now))
 
-    def _check_lost(self, p: Parameters, members: Membership) -> None:
-        if lost := self.lost(p, members):
+    def _check_lost(self, p: Parameters) -> None:
+        if lost := self.lost(p):
             raise _lost_error(lost)
 
     def _change(self, p: Parameters, *, uploader: str | None = None, **changes: object) -> None:
@@ -316,7 +342,7 @@ class Registry:
     def _gather(self, p: Parameters, members: Membership, now: float) -> list[Effect]:
         if p.spec is None or p.layout is None or self._missing(p, members, now):
             return []
-        servers = {server.member_id: server.incarnation for server in members.servers}
+        servers = {server.member_id: server.incarnation for server in members.staying}
         slicing = placement.choose_slicing(p.layout.total, p.spec.slice_elements)
         owners = placement.place(slicing, list(servers), placement.held_elements(self.entries))
         shards = tuple(Shard(Replica(owner, servers[owner])) for owner in owners)
@@ -332,6 +358,7 @@ class Registry:
         )
         p.record = ParametersRecord(entry, p.layout, creators[0].member_id)
         p.spec, p.since = entry.spec, now
+        self._placed.append(p.name)
         self.changed[p.name] = None
         text = (
             f"{p.layout.total} elements in {slicing.count} slices, {len(shards)} shards on {len(set(owners))} servers"
@@ -339,6 +366,19 @@ class Registry:
         return [Note(f"parameters {p.name!r} placed: {text}, {len(creators)} members")]
 
     # --- inner: uploading and after -----------------------------------------------------------------------------------
+
+    def _complete(self, p: Parameters) -> list[Effect]:
+        """Ready is what has its values, and these in as many copies as wanted."""
+        if p.entry.ready or not p.placed.committed or self.shorthanded(p):
+            return []
+        self._change(p, ready=True)
+        return [Note(f"parameters {p.name!r} are ready")]
+
+    def _copies_text(self, p: Parameters) -> str:
+        short = self.shorthanded(p)
+        server, numbers = next(iter(short.items()), ("", []))
+        who = server or "another server"
+        return f"for {who} to hold a copy of {name_shards(numbers)} of {p.name!r}"
 
     def _upload(self, p: Parameters) -> list[Effect]:
         """Nothing was trained yet: whoever comes now is a member from the first step on."""
@@ -349,7 +389,7 @@ class Registry:
                 self._change(p, members=_with(p.entry.members, member))
             if not p.placed.uploader:
                 self._change(p, uploader=p.entry.members[0].worker_id)
-            if worker.member_id == p.placed.uploader and call != p.upload_call:
+            if worker.member_id == p.placed.uploader and call != p.upload_call and not p.placed.committed:
                 p.upload_call = call
                 effects.append(Answer(call, Upload()))
         return effects
@@ -372,23 +412,26 @@ class Registry:
         if isinstance(consistency, ASP) or not p.entry.shards:
             member = ParametersMember(worker.member_id, worker.incarnation, worker.rank)
             return [self._admit(p, member, worker)]
-        servers = tuple(dict.fromkeys(p.entry.primaries))
+        route = _route(p.entry)
         # Without members nobody moves the slices on: the joiner begins as early as it can.
         distance = FIRST_DISTANCE if p.entry.members else 1
         # Clocks are known to the servers alone: the first to refuse says where the slowest is.
         first_step = p.version + distance if isinstance(consistency, BSP) else 0
-        return self._joins.start(p.name, worker, servers, first_step, members, now)
+        return self._joins.start(p.name, worker, route, first_step, members, now)
 
     def _admit(self, p: Parameters, member: ParametersMember, worker: Member) -> Note:
         self._change(p, members=_with(p.entry.members, member))
         return Note(f"{worker} joins {p.name!r} at step {member.first_step}")
 
-    def _stop_joins(self, members: Membership) -> list[Effect]:
-        """Joins whose worker is gone, or asks no more, are withdrawn."""
+    def _check_joins(self, members: Membership) -> list[Effect]:
+        """Joins whose worker is gone, or asks no more, are withdrawn; those whose shards have other primaries now begin
+        anew: what the old primary accepted, the new one does not know."""
         effects: list[Effect] = []
         for join in self._joins:
             if not self._wanted(join, members):
                 effects += self._joins.stop(join, members)
+            elif join.route != (route := _route(self._all[join.parameters].entry)):
+                effects += self._joins.reroute(join, route, self._all[join.parameters].version, members)
         return effects
 
     def _wanted(self, join: Join, members: Membership) -> bool:
@@ -410,13 +453,17 @@ class Registry:
             return
         gone = p.placed.uploader not in {m.worker_id for m in left}
         next_uploader = left[0].worker_id if left else ""
-        self._change(p, members=left, uploader=next_uploader if gone and not p.entry.ready else None)
+        self._change(p, members=left, uploader=next_uploader if gone and not p.placed.committed else None)
 
     def _refuse_all(self, p: Parameters, lost: str) -> list[Effect]:
         effects: list[Effect] = [Refuse(call, _lost_error(lost)) for call in (*p.creators, *p.describers)]
         p.creators.clear()
         p.describers.clear()
         return effects
+
+
+def _route(entry: ParametersEntry) -> Route:
+    return tuple((shard.primary, shard.term) for shard in entry.shards)
 
 
 def _with(members: tuple[ParametersMember, ...], member: ParametersMember) -> tuple[ParametersMember, ...]:
@@ -445,4 +492,11 @@ def _check_same(p: Parameters, event: Create) -> None:
 
 
 def _lost_error(lost: str) -> ServerLostError:
-    return ServerLostError(f"{lost} and is gone, and with it what it held: restart the run")
+    return ServerLostError(f"{lost} and is gone, and with it what it held: {REMEDY}")
+
+
+def name_shards(numbers: Sequence[int]) -> str:
+    """ "shard 3", "shards 1, 2", "shards 0, 1, 2, 3 and 12 more"."""
+    some = ", ".join(str(number) for number in numbers[:4])
+    more = f" and {len(numbers) - 4} more" if numbers[4:] else ""
+    return f"shard{'s' if numbers[1:] else ''} {some}{more}"

@@ -8,6 +8,7 @@ from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert
+from psdist_scheduler import messages
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.messages import ROLES
 from psdist_scheduler.records import Member
@@ -39,6 +40,8 @@ def status(
         uptime_seconds=uptime_seconds,
         workers_min=cluster.members.workers_min,
         servers_min=cluster.members.servers_min,
+        servers_wanted=cluster.members.servers_wanted,
+        replicas=cluster.settings.replicas,
         members=[
             _member(
                 cluster,
@@ -58,6 +61,7 @@ def status(
             for p in registry.all
         ],
         waiting_for=cluster.waits,
+        datasets=[messages.dataset(standing) for standing in cluster.datasets.standings],
         events=[pb.EventStatus(time=time, text=text) for time, text in events],
     )
 
@@ -89,4 +93,5 @@ def _member(
         statistics=statistics,
         waiting_for=presence.waiting_for if presence else (),
         connections=connections,
+        draining=member.draining,
     )

@@ -42,21 +42,30 @@ from psdist_scheduler.events import (
     Commit,
     Create,
     Describe,
+    Drain,
     Effect,
+    EndRanges,
     EnterBarrier,
     Event,
+    GetPosition,
     JoinAnswered,
+    LeaseRange,
     Leave,
     MemberLost,
+    News,
     Note,
+    OpenDataset,
     Persist,
     Publish,
     Refuse,
+    Scale,
     SessionClosed,
     SessionOpened,
+    SetPosition,
     Tick,
     Value,
     Waiting,
+    WatchScale,
 )
 from psdist_scheduler.outbox import Outbox
 from psdist_scheduler.store import Store
@@ -181,7 +190,7 @@ class Scheduler:
                     self._attached.add(number)
                     self._sessions[number].put(pb.SessionResponse(map=self.maps.message), "map")
             case Announce(news):
-                self._lost(news)
+                self._announce(news)
             case Answer(number, value):
                 self._answer(number, value)
             case Refuse(number, error):
@@ -200,9 +209,10 @@ class Scheduler:
         elif number in self._sessions:
             self._sessions[number].put(messages.command(value))
 
-    def _lost(self, news: MemberLost) -> None:
-        self.statistics.pop(news.member_id, None)
-        self.connections.pop(news.member_id, None)
+    def _announce(self, news: News) -> None:
+        if isinstance(news, MemberLost):
+            self.statistics.pop(news.member_id, None)
+            self.connections.pop(news.member_id, None)
         self._broadcast(messages.command(news))
 
     def _broadcast(self, message: pb.SessionResponse, kind: str = "") -> None:
@@ -220,7 +230,16 @@ def _merge(changes: list[Persist]) -> Persist:
     members = {member.member_id: member for change in changes for member in change.members}
     parameters = {record.entry.spec.name: record for change in changes for record in change.parameters}
     nodes = {node.agent_id: node for change in changes for node in change.nodes}
-    return Persist(changes[-1].epoch, tuple(members.values()), tuple(parameters.values()), tuple(nodes.values()))
+    datasets = {record.spec.name: record for change in changes for record in change.datasets}
+    wanted = next((c.servers_wanted for c in reversed(changes) if c.servers_wanted is not None), None)
+    return Persist(
+        changes[-1].epoch,
+        members=tuple(members.values()),
+        parameters=tuple(parameters.values()),
+        nodes=tuple(nodes.values()),
+        servers_wanted=wanted,
+        datasets=tuple(datasets.values()),
+    )
 
 
 def _typed(handler: Handler) -> Handler:
@@ -339,6 +358,65 @@ class Service:
         await self._stream(context, lambda call: messages.rendezvous_event(call, request), messages.rendezvous)
 
     @_typed
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> None:
+        """Waits until a server holds nothing."""
+        await self._stream(context, lambda call: Drain(call, request.run_id, request.server_id), messages.drained)
+
+    @_typed
+    async def Scale(self, request: pb.ScaleRequest, context: grpc.aio.ServicerContext) -> pb.ScaleResponse:
+        """A number of servers is wanted."""
+        return messages.scaled(await self._ask(lambda call: Scale(call, request.run_id, request.servers)))
+
+    @_typed
+    async def WatchScale(self, request: pb.WatchScaleRequest, context: grpc.aio.ServicerContext) -> None:
+        """News of the wanted number until the launcher has heard enough."""
+        await self._stream(context, lambda call: WatchScale(call, request.run_id), messages.scale_news)
+
+    @_typed
+    async def OpenDataset(
+        self, request: pb.OpenDatasetRequest, context: grpc.aio.ServicerContext
+    ) -> pb.OpenDatasetResponse:
+        """Makes a data set, or checks that all agree."""
+        spec = convert.dataset_from_proto(request.spec)
+        value = await self._ask(lambda call: OpenDataset(call, messages.caller(request), spec))
+        standing = messages.dataset(value)
+        return pb.OpenDatasetResponse(spec=standing.spec, position=standing.position)
+
+    @_typed
+    async def LeaseRange(self, request: pb.LeaseRangeRequest, context: grpc.aio.ServicerContext) -> None:
+        """Ends what is done and gives the next range."""
+        who, done, held = messages.caller(request), messages.leases(request.done), messages.leases(request.held)
+        await self._stream(
+            context, lambda call: LeaseRange(call, who, request.dataset, done, held), messages.range_given
+        )
+
+    @_typed
+    async def EndRanges(self, request: pb.EndRangesRequest, context: grpc.aio.ServicerContext) -> pb.EndRangesResponse:
+        """Ends leases, used or not."""
+        who, done = messages.caller(request), messages.leases(request.done)
+        returned = messages.leases(request.returned)
+        await self._ask(lambda call: EndRanges(call, who, request.dataset, done, returned))
+        return pb.EndRangesResponse()
+
+    @_typed
+    async def GetDataPosition(
+        self, request: pb.GetDataPositionRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetDataPositionResponse:
+        """Where a data set stands, durably."""
+        value = await self._ask(lambda call: GetPosition(call, request.run_id, request.dataset))
+        standing = messages.dataset(value)
+        return pb.GetDataPositionResponse(spec=standing.spec, position=standing.position, leased=standing.leased)
+
+    @_typed
+    async def SetDataPosition(
+        self, request: pb.SetDataPositionRequest, context: grpc.aio.ServicerContext
+    ) -> pb.SetDataPositionResponse:
+        """A data set goes on from another place."""
+        position = convert.position_from_proto(request.position)
+        await self._ask(lambda call: SetPosition(call, messages.caller(request), request.dataset, position))
+        return pb.SetDataPositionResponse()
+
+    @_typed
     async def GetStatus(self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext) -> pb.GetStatusResponse:
         """The status report."""
         return self._scheduler.status()
@@ -371,10 +449,12 @@ class Service:
                 case "join_answer":
                     answer = request.join_answer
                     self._scheduler.post(JoinAnswered(number, answer.proposal_id, answer.accepted, answer.version_max))
+                case "replica_filled":
+                    self._scheduler.post(messages.replica_filled(number, request.replica_filled))
+                case "replica_unreachable":
+                    self._scheduler.post(messages.replica_unreachable(number, request.replica_unreachable))
                 case other:
-                    raise InvalidArgumentError(
-                        f"a session's later messages are heartbeats or join answers, not {other}"
-                    )
+                    raise InvalidArgumentError(f"a session's later messages are heartbeats and answers, not {other}")
 
     def _heartbeat(self, number: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
         self._scheduler.post(messages.heartbeat_event(number, heartbeat))

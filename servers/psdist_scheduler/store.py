@@ -4,41 +4,47 @@
 commit is on the disk when it returns), ``MemoryStore`` nowhere, for runs that need not outlive their scheduler. A
 file has one scheduler at a time: it is locked for as long as it is open, by the process, so that a crash frees it.
 
-Entries and layouts are kept as the protobuf messages of the wire, which have rules for growing. What does not parse
-is refused, not repaired.
+Entries, layouts and settings are kept as the protobuf messages of the wire, which have rules for growing. What does not
+parse is refused, not repaired.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 
 from psdist.errors import ConfigurationError
-from psdist.v1 import common_pb2
+from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.wire import convert
 from psdist_scheduler.events import Persist
-from psdist_scheduler.records import Member, Node, ParametersRecord, Stored
+from psdist_scheduler.records import DataLease, DatasetRecord, Member, Node, ParametersRecord, Stored
 
 #: Raised when an older program could misread the file.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _SCHEMA = """
-CREATE TABLE run (id INTEGER PRIMARY KEY CHECK (id = 1), run_id TEXT NOT NULL, epoch INTEGER NOT NULL);
+CREATE TABLE run (
+  id INTEGER PRIMARY KEY CHECK (id = 1), run_id TEXT NOT NULL, epoch INTEGER NOT NULL,
+  servers_wanted INTEGER NOT NULL);
 CREATE TABLE members (
   member_id TEXT PRIMARY KEY, role TEXT NOT NULL, incarnation INTEGER NOT NULL, rank INTEGER NOT NULL,
   world_size INTEGER NOT NULL, address TEXT NOT NULL, host TEXT NOT NULL, pid INTEGER NOT NULL, state TEXT NOT NULL,
-  reason TEXT NOT NULL);
+  reason TEXT NOT NULL, draining INTEGER NOT NULL);
 CREATE TABLE parameters (
   number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, entry BLOB NOT NULL,
-  uploader TEXT NOT NULL, layout BLOB NOT NULL);
+  uploader TEXT NOT NULL, committed INTEGER NOT NULL, layout BLOB NOT NULL);
 CREATE TABLE nodes (
   agent_id TEXT PRIMARY KEY, host TEXT NOT NULL, processes INTEGER NOT NULL, node_rank INTEGER NOT NULL,
   first_rank INTEGER NOT NULL, nodes_min INTEGER NOT NULL, nodes_max INTEGER NOT NULL);
+CREATE TABLE datasets (name TEXT PRIMARY KEY, spec BLOB NOT NULL, state TEXT NOT NULL);
 """
+#: Of a data set's settings nothing ever changes.
+_WRITE_DATASET = "INSERT INTO datasets VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET state = excluded.state"
 
 
 class Store(Protocol):
@@ -88,30 +94,40 @@ class SqliteStore:
 
     def load(self) -> Stored | None:
         """What was kept; None in a new file. Raises ConfigurationError where it can't be read."""
-        (epoch,) = self._db.execute("SELECT epoch FROM run").fetchone()
+        epoch, servers_wanted = self._db.execute("SELECT epoch, servers_wanted FROM run").fetchone()
         if epoch == 0:
             return None
         try:
             return Stored(
                 run_id=self.run_id,
                 epoch=epoch,
-                members=tuple(Member(*row) for row in self._rows("members", Member)),
+                members=tuple(_member(*row) for row in self._rows("members", Member)),
                 parameters=tuple(
                     _parameters(*row)
-                    for row in self._db.execute("SELECT entry, uploader, layout FROM parameters ORDER BY number")
+                    for row in self._db.execute(
+                        "SELECT entry, uploader, committed, layout FROM parameters ORDER BY number"
+                    )
                 ),
                 nodes=tuple(Node(*row) for row in self._rows("nodes", Node)),
+                datasets=tuple(
+                    _dataset(*row) for row in self._db.execute("SELECT spec, state FROM datasets ORDER BY rowid")
+                ),
+                servers_wanted=servers_wanted,
             )
-        except (sqlite3.Error, DecodeError, ValueError) as error:
+        except (sqlite3.Error, DecodeError, ValueError, LookupError, TypeError) as error:
             raise _unusable(self._path, error) from None
 
     def write(self, changes: Persist) -> None:
         """Commits the changes."""
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute("UPDATE run SET epoch = ?", (changes.epoch,))
+            self._db.execute(
+                "UPDATE run SET epoch = ?, servers_wanted = coalesce(?, servers_wanted)",
+                (changes.epoch, changes.servers_wanted),
+            )
             self._db.executemany(_upsert("members", Member), [astuple(member) for member in changes.members])
             self._db.executemany(_upsert("nodes", Node), [astuple(node) for node in changes.nodes])
+            self._db.executemany(_WRITE_DATASET, [_dataset_row(dataset) for dataset in changes.datasets])
             for record in changes.parameters:
                 self._write_parameters(record)
         self._known_layouts.update(record.entry.spec.name for record in changes.parameters)
@@ -131,7 +147,7 @@ class SqliteStore:
         if version == 0:
             for statement in _SCHEMA.split(";"):
                 self._db.execute(statement)
-            self._db.execute("INSERT INTO run VALUES (1, ?, 0)", (run_id,))
+            self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0)", (run_id,))
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self._db.execute("COMMIT")
         if version not in (0, SCHEMA_VERSION):
@@ -155,14 +171,17 @@ class SqliteStore:
         row = (
             convert.entry_to_proto(record.entry).SerializeToString(),
             record.uploader,
+            record.committed,
         )
         if name in self._known_layouts:
             # A layout never changes, and may be large.
-            self._db.execute("UPDATE parameters SET entry = ?, uploader = ? WHERE name = ?", (*row, name))
+            self._db.execute(
+                "UPDATE parameters SET entry = ?, uploader = ?, committed = ? WHERE name = ?", (*row, name)
+            )
         else:
             layout = convert.layout_to_proto(record.layout).SerializeToString()
             self._db.execute(
-                "INSERT INTO parameters (entry, uploader, name, layout) VALUES (?, ?, ?, ?)",
+                "INSERT INTO parameters (entry, uploader, committed, name, layout) VALUES (?, ?, ?, ?, ?)",
                 (*row, name, layout),
             )
 
@@ -201,9 +220,35 @@ def _upsert(table: str, cls: type) -> str:
     return f"INSERT INTO {table} ({_columns(cls)}) VALUES ({marks}) ON CONFLICT ({key}) DO UPDATE SET {updates}"
 
 
-def _parameters(entry: bytes, uploader: str, layout: bytes) -> ParametersRecord:
+def _dataset_row(record: DatasetRecord) -> tuple[str, bytes, str]:
+    spec = convert.dataset_to_proto(record.spec).SerializeToString()
+    state = {"free": record.free, "leases": [astuple(lease) for lease in record.leases], "attempts": record.attempts}
+    counts = {"repeated": record.repeated, "failed": record.failed, "given": record.given}
+    return record.spec.name, spec, json.dumps(state | counts, separators=(",", ":"))
+
+
+def _dataset(spec: bytes, text: str) -> DatasetRecord:
+    state = json.loads(text)
+    return DatasetRecord(
+        spec=convert.dataset_from_proto(scheduler_pb2.DatasetSpec.FromString(spec)),
+        free=tuple((start, stop) for start, stop in state["free"]),
+        leases=tuple(DataLease(*lease) for lease in state["leases"]),
+        attempts=tuple((place, count) for place, count in state["attempts"]),
+        repeated=state["repeated"],
+        failed=state["failed"],
+        given=state["given"],
+    )
+
+
+def _member(*row: Any) -> Member:
+    member = Member(*row)
+    return replace(member, draining=bool(member.draining))
+
+
+def _parameters(entry: bytes, uploader: str, committed: int, layout: bytes) -> ParametersRecord:
     return ParametersRecord(
         entry=convert.entry_from_proto(common_pb2.ParametersEntry.FromString(entry)),
         layout=convert.layout_from_proto(common_pb2.Layout.FromString(layout)),
         uploader=uploader,
+        committed=bool(committed),
     )

@@ -1,0 +1,353 @@
+"""Copies of shards: placed, filled, promoted, replaced, moved and lost, event by event."""
+
+from __future__ import annotations
+
+import pytest
+
+from psdist import errors
+from psdist.types import Replica, Shard
+from psdist_scheduler import events as ev
+from psdist_scheduler.records import Member
+from tests.unit.scheduler_driver import Driver, caller
+
+
+class Run:
+    """A driver with live members and parameters "mlp", created and (``ready``) filled."""
+
+    def __init__(self, servers: int = 3, replicas: int = 2, workers: int = 1, ready: bool = True) -> None:
+        self.d = Driver(workers_min=workers, replicas=replicas)
+        self.sessions: dict[str, int] = {}
+        self.servers = [self.server() for _ in range(servers)]
+        joined = [self.d.join() for _ in range(workers)]
+        self.workers = [member for member, _ in joined]
+        self.beats = [session for _, session in joined]
+        self.calls = [self.d.create(worker, slice_elements=400) for worker in self.workers]
+        if ready:
+            self.d.ask(ev.Commit, self.workers[0])
+            self.d.fill()
+            assert self.d.map.parameters[0].ready
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return self.d.map.parameters[0].shards
+
+    def server(self, **fields: object) -> Member:
+        member, session = self.d.join("server", **fields)
+        self.sessions[member.member_id] = session
+        return member
+
+    def kill(self, server_id: str) -> None:
+        self.d.on(ev.SessionClosed(self.sessions.pop(server_id), "its session broke"))
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(round(seconds / 0.5)):
+            self.d.beat(*self.sessions.values(), *self.beats)
+            self.d.tick(0.5)
+
+    def drain(self, server_id: str) -> int:
+        call = self.d.number()
+        self.d.on(ev.Drain(call, "run", server_id))
+        return call
+
+    def scale(self, servers: int) -> int:
+        call = self.d.number()
+        self.d.on(ev.Scale(call, "run", servers))
+        return call
+
+    def unreachable(self, number: int, replica: Replica) -> None:
+        shard = self.shards[number]
+        session = self.sessions[shard.primary.server_id]
+        self.d.on(ev.ReplicaUnreachable(session, "mlp", number, shard.term, replica, "silent for 2 s"))
+
+    def load(self) -> dict[str, tuple[int, int]]:
+        """Shards by server: as primary, and in all."""
+        return {
+            s.server_id: (
+                sum(shard.primary.server_id == s.server_id for shard in self.shards),
+                sum(s.server_id in [r.server_id for r in shard.replicas] for shard in self.shards),
+            )
+            for s in self.d.map.servers
+        }
+
+
+def whole(shards: tuple[Shard, ...], copies: int = 2) -> bool:
+    """Whether each shard has so many copies on so many servers, and nothing is under way."""
+    return all(len({r.server_id for r in (s.primary, *s.backups)}) == copies and not s.filling for s in shards)
+
+
+# --- creation ---------------------------------------------------------------------------------------------------------
+
+
+def test_backups_are_filled_before_anything_is_ready() -> None:
+    run = Run(servers=2, ready=False)
+    assert all(shard.filling and not shard.backups for shard in run.shards)
+    assert all(shard.filling[0].server_id != shard.primary.server_id for shard in run.shards)
+    run.d.ask(ev.Commit, run.workers[0])
+    assert run.d.map.parameters[0].ready is False
+    assert run.d.state(run.calls[0]).text.startswith("for server-")
+    assert "to hold a copy of shard" in run.d.state(run.calls[0]).text
+    run.d.fill()
+    assert run.d.map.parameters[0].ready
+    assert run.d.state(run.calls[0]) == ev.Ready(0)
+    assert run.load() == {"server-0": (4, 8), "server-1": (4, 8)}
+
+
+def test_the_run_waits_for_as_many_servers_as_copies() -> None:
+    d = Driver(replicas=2)
+    d.join("server")
+    call = d.create(d.join()[0])
+    assert d.state(call) == ev.Waiting("for 1 of 2 servers to register")
+    d.join("server")
+    assert d.state(call) == ev.Upload()
+
+
+def test_copies_are_spread_evenly_and_over_hosts() -> None:
+    assert Run(servers=4).load() == dict.fromkeys([f"server-{i}" for i in range(4)], (4, 8))
+    d = Driver(replicas=2)
+    hosts = {d.join("server", host=host)[0].member_id: host for host in ("a", "a", "b", "b")}
+    d.create(d.join()[0], slice_elements=400)
+    (entry,) = d.map.parameters
+    assert all(hosts[s.primary.server_id] != hosts[s.filling[0].server_id] for s in entry.shards)
+
+
+def test_three_copies_work_as_well() -> None:
+    run = Run(servers=4, replicas=3)
+    assert whole(run.shards, 3)
+    run.kill("server-0")
+    run.d.fill()
+    assert whole(run.shards, 3)
+
+
+def test_a_commit_outlives_the_scheduler() -> None:
+    run = Run(servers=2, ready=False)
+    run.d.ask(ev.Commit, run.workers[0])
+    again = Driver(run.d.stored, workers_min=1, replicas=2)
+    for server in again.cluster.members.servers:
+        again.open(server)
+    call = again.create(run.workers[0], slice_elements=400)
+    assert "to hold a copy" in again.state(call).text
+    again.fill()
+    assert again.state(call) == ev.Ready(0)
+
+
+# --- fail-over --------------------------------------------------------------------------------------------------------
+
+
+def test_a_backup_is_promoted_in_the_epoch_that_the_server_is_gone_in() -> None:
+    run = Run()
+    before, epoch = run.shards, run.d.map.epoch
+    run.kill("server-0")
+    assert run.d.map.epoch == epoch + 1
+    for old, new in zip(before, run.shards, strict=True):
+        if old.primary.server_id == "server-0":
+            assert (new.primary, new.term) == (old.backups[0], 2)
+        else:
+            assert (new.primary, new.term) == (old.primary, 1)
+        assert "server-0" not in [replica.server_id for replica in new.replicas]
+    assert not run.d.shards_lost
+    assert "shards have fewer than 2 copies: being copied to server-" in run.d.cluster.phase
+    run.d.fill()
+    assert whole(run.shards)
+    assert run.d.cluster.phase == "training 'mlp' at version 0"
+
+
+def test_without_a_backup_a_shard_is_lost_for_good() -> None:
+    run = Run(servers=2)
+    run.kill("server-0")
+    assert not run.d.shards_lost
+    assert "waiting for a server that can hold the next" in run.d.cluster.phase
+    run.server()
+    assert all(shard.filling for shard in run.shards[:2])
+    run.kill("server-1")
+    assert all(shard.lost for shard in run.shards)
+    assert [news.shards for news in run.d.shards_lost] == [tuple(range(8))]
+
+
+def test_a_primary_fills_two_copies_at_a_time() -> None:
+    run = Run(servers=2)
+    run.kill("server-0")
+    run.server()
+    assert sum(bool(shard.filling) for shard in run.shards) == 2
+
+
+def test_reports_count_only_from_the_primary_of_the_term() -> None:
+    run = Run(servers=2)
+    run.kill("server-0")
+    run.server()
+    shard, epoch = run.shards[0], run.d.map.epoch
+    (target,) = shard.filling
+    for call, term, replica in (
+        (run.sessions["server-1"], shard.term - 1, target),
+        (run.sessions["server-1"], shard.term + 1, target),
+        (run.sessions["server-0"], shard.term, target),
+        (run.sessions["server-1"], shard.term, Replica("server-0", 1)),
+        (999, shard.term, target),
+    ):
+        run.d.on(ev.ReplicaFilled(call, "mlp", 0, term, replica))
+    assert run.d.map.epoch == epoch
+    run.d.on(ev.ReplicaFilled(run.sessions["server-1"], "mlp", 0, shard.term, target))
+    assert run.shards[0].backups == (target,)
+    epoch = run.d.map.epoch
+    run.d.on(ev.ReplicaFilled(run.sessions["server-1"], "mlp", 0, shard.term, target))
+    assert run.d.map.epoch == epoch
+
+
+def test_an_unreachable_backup_is_replaced_by_another() -> None:
+    run = Run(servers=3)
+    (backup,) = run.shards[0].backups
+    run.unreachable(0, backup)
+    assert run.shards[0].backups == ()
+    assert backup not in run.shards[0].filling and len(run.shards[0].filling) == 1
+    run.d.fill()
+    assert whole(run.shards)
+
+
+def test_the_only_other_server_is_tried_again_after_a_lease() -> None:
+    run = Run(servers=2)
+    (backup,) = run.shards[0].backups
+    run.unreachable(0, backup)
+    assert run.shards[0].replicas == (run.shards[0].primary,)
+    run.pass_time(1.5)
+    assert run.shards[0].filling == ()
+    run.pass_time(1)
+    assert run.shards[0].filling == (backup,)
+
+
+# --- moves ------------------------------------------------------------------------------------------------------------
+
+
+def steps(run: Run) -> None:
+    """Fills until nothing is under way, and checks at each step that no shard has fewer copies than it should."""
+    copies = run.d.settings.replicas
+    while any(shard.filling for shard in run.shards):
+        for number, shard in enumerate(run.shards):
+            for replica in shard.filling[:1]:
+                session = run.d.cluster.members.session_of(shard.primary.server_id)
+                run.d.on(ev.ReplicaFilled(session, "mlp", number, shard.term, replica))
+                assert all(len(s.backups) >= copies - 1 for s in run.shards)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_drained_server_ends_empty_and_no_copy_is_missed(replicas: int) -> None:
+    run = Run(servers=3, replicas=replicas)
+    call = run.drain("server-1")
+    assert isinstance(run.d.state(call), ev.Draining)
+    held = run.d.state(call).shards_total
+    assert run.d.state(call) == ev.Draining(f"for {held} shards to be moved from server-1 to other servers", held, held)
+    steps(run)
+    assert run.d.state(call) == ev.Drained(held)
+    assert run.load()["server-1"] == (0, 0)
+    assert whole(run.shards, replicas)
+    epoch = run.d.map.epoch
+    run.d.on(ev.Leave(run.d.number(), caller(run.servers[1])))
+    assert run.d.map.epoch == epoch + 1 and not run.d.shards_lost
+
+
+def test_a_drain_of_one_of_two_servers_leaves_one_copy() -> None:
+    run = Run(servers=2)
+    call = run.drain("server-0")
+    assert run.d.state(call) == ev.Drained(8)
+    assert run.load() == {"server-0": (0, 0), "server-1": (8, 8)}
+
+
+def test_a_drain_outlives_the_scheduler() -> None:
+    run = Run(servers=3)
+    run.drain("server-1")
+    again = Driver(run.d.stored, workers_min=1, replicas=2)
+    for server in again.cluster.members.servers:
+        again.open(server)
+    again.fill()
+    assert "server-1" not in [r.server_id for s in again.map.parameters[0].shards for r in s.replicas]
+
+
+def test_a_drain_that_cannot_be_is_refused_and_changes_nothing() -> None:
+    run = Run(servers=1, replicas=1)
+    epoch = run.d.map.epoch
+    error = run.d.errors[run.drain("server-0")]
+    assert isinstance(error, errors.InvalidArgumentError) and "start another one first" in str(error)
+    assert "server-0" in str(run.d.errors[run.drain("nobody")])
+    assert run.d.map.epoch == epoch
+    run.d.on(ev.Leave(run.d.number(), caller(run.workers[0])))
+    assert run.d.state(run.drain("server-0")) == ev.Drained(run.load()["server-0"][1])
+
+
+def test_a_server_that_dies_while_drained_is_a_lost_server() -> None:
+    run = Run(servers=2, replicas=1)
+    call = run.drain("server-0")
+    run.kill("server-0")
+    assert isinstance(run.d.errors[call], errors.ServerLostError)
+    run = Run(servers=3)
+    call = run.drain("server-0")
+    run.kill("server-0")
+    assert isinstance(run.d.state(call), ev.Drained)
+
+
+def test_a_new_server_gets_its_share_one_shard_at_a_time() -> None:
+    run = Run(servers=2, replicas=1)
+    assert run.load() == {"server-0": (4, 4), "server-1": (4, 4)}
+    run.server()
+    moves = 0
+    while any(shard.filling for shard in run.shards):
+        assert sum(len(shard.filling) for shard in run.shards) == 1
+        (number,) = [number for number, shard in enumerate(run.shards) if shard.filling]
+        session = run.sessions[run.shards[number].primary.server_id]
+        run.d.on(ev.ReplicaFilled(session, "mlp", number, run.shards[number].term, run.shards[number].filling[0]))
+        moves += 1
+    assert moves == 2
+    assert sorted(run.load().values()) == [(2, 2), (3, 3), (3, 3)]
+
+
+def test_a_new_server_shares_in_copies_too() -> None:
+    run = Run(servers=2)
+    run.server()
+    steps(run)
+    assert whole(run.shards)
+    primaries, held = zip(*run.load().values(), strict=True)
+    assert max(primaries) - min(primaries) <= 1
+    assert max(held) - min(held) <= 1
+
+
+def test_scaling_down_drains_the_highest_and_tells_launchers() -> None:
+    run = Run(servers=4)
+    watch = run.d.number()
+    run.d.on(ev.WatchScale(watch, "run"))
+    assert run.d.state(watch) == ev.ScaleNews(0, (), "")
+    call = run.scale(2)
+    assert run.d.state(call) == ev.Scaled(4, ("server-2", "server-3"), 0, 1)
+    assert run.d.state(watch) == ev.ScaleNews(2, (), "")
+    run.d.fill()
+    assert run.d.state(watch) == ev.ScaleNews(2, ("server-2", "server-3"), "")
+    assert run.load() == {"server-0": (8, 16), "server-1": (8, 16), "server-2": (0, 0), "server-3": (0, 0)}
+    again = Driver(run.d.stored, workers_min=1, replicas=2)
+    assert again.cluster.members.servers_wanted == 2
+
+
+def test_scaling_up_says_what_is_missing() -> None:
+    run = Run(servers=2)
+    assert run.d.state(run.scale(5)) == ev.Scaled(2, (), 3, 0)
+    assert run.d.map.epoch == run.d.cluster.epoch
+    error = run.d.errors[run.scale(1)]
+    assert isinstance(error, errors.InvalidArgumentError) and "2 is the least" in str(error)
+    assert isinstance(run.d.errors[run.scale(10**6)], errors.LimitExceededError)
+
+
+# --- joins ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_join_begins_anew_with_the_promoted_primaries() -> None:
+    run = Run(servers=3)
+    late, _ = run.d.join()
+    call = run.d.create(late, slice_elements=400)
+    first = {s: [v for v in run.d.told[c] if isinstance(v, ev.JoinProposal)][-1] for s, c in run.sessions.items()}
+    for server in ("server-1", "server-2"):
+        run.d.on(ev.JoinAnswered(run.sessions[server], first[server].proposal_id, True, 0))
+    run.kill("server-0")
+    second = {s: [v for v in run.d.told[c] if isinstance(v, ev.JoinProposal)][-1] for s, c in run.sessions.items()}
+    assert second["server-1"].member.first_step >= first["server-1"].member.first_step
+    for server in ("server-1", "server-2"):
+        values = run.d.told[run.sessions[server]]
+        withdrawn = [v for v in values if isinstance(v, ev.JoinWithdrawn)]
+        assert [w.proposal_id for w in withdrawn] == [first[server].proposal_id]
+        assert values.index(withdrawn[0]) < values.index(second[server])
+        run.d.on(ev.JoinAnswered(run.sessions[server], second[server].proposal_id, True, 0))
+    assert run.d.state(call) == ev.Ready(second["server-1"].member.first_step)
