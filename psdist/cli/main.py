@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from psdist.cli import exit_codes
 
+_COMMANDS = "run, status, scale, drain, bench, chaos and version"
 _HELP = """usage: psdist COMMAND [flags]
 
 Trains models through sharded parameter servers.
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _end(lambda: _chaos(arguments[1:]))
     from psdist.cli.flags import fail
 
-    fail("psdist", f"there is no command {word!r}: the commands are run, status, scale, drain, bench, chaos and version")
+    fail("psdist", f"there is no command {word!r}: the commands are {_COMMANDS}")
 
 
 def scheduler() -> NoReturn:

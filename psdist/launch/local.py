@@ -250,8 +250,11 @@ class _Wishes:
             if wish.lost:
                 self._happened(Failed(wish.lost, INFRASTRUCTURE_STATUS))
             else:
-                stop = tuple(number for id_ in wish.stop if (number := server_number(id_)) is not None)
-                self._happened(Scaled(wish.servers, stop))
+                self._happened(Scaled(wish.servers, _numbers(wish.draining), _numbers(wish.stop)))
+
+
+def _numbers(server_ids: list[str]) -> tuple[int, ...]:
+    return tuple(number for server_id in server_ids if (number := server_number(server_id)) is not None)
 
 
 class _AddressWatch:

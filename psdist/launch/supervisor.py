@@ -84,9 +84,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """The scheduler wants so many servers in all, and that those with the numbers ``stop`` are stopped."""
+    """The scheduler wants so many servers besides those it is ``draining``, and that those in ``stop`` are stopped."""
 
     servers: int
+    draining: tuple[int, ...] = ()
     stop: tuple[int, ...] = ()
 
 
@@ -240,7 +241,8 @@ class Supervisor:
             if key in self._alive and key not in self._retired:
                 self._retired[key] = now + self.grace_seconds
                 effects += [Say(f"{key} holds nothing any more: stopped"), Kill(key, signal.SIGTERM)]
-        active = sum(key.role == "server" and key not in self._retired for key in self._alive)
+        leaving = {*self._retired, *(ProcessKey("server", number) for number in event.draining)}
+        active = sum(key.role == "server" and key not in leaving for key in self._alive)
         for _ in range(event.servers - active):
             key = ProcessKey("server", self.servers)
             self.servers += 1

@@ -1,8 +1,8 @@
 """Hears what the scheduler wants of its launcher. A process of its own, because the launcher must not import grpc.
 
 ``python -m psdist.launch.watch SCHEDULER RUN_ID``; the token comes from the environment. Prints one JSON object per
-line, at once and after every change: ``{"servers": 3, "stop": ["server-1"], "lost": ""}`` (see ``Wish``). A scheduler
-that does not answer is asked again, until somebody ends this process.
+line, at once and after every change: a ``Wish``. A scheduler that does not answer is asked again, until somebody ends
+this process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ _RETRY_SECONDS: Final = 0.25
 class Wish:
     """What the scheduler wants.
 
-    servers: how many there shall be. stop: ids of those that hold nothing any more and shall be stopped. lost: why the
-    run cannot go on; empty while it can.
+    servers: how many there shall be. draining: ids of those that everything is moved away from, which do not count.
+    stop: ids of those of them that hold nothing any more and shall be stopped. lost: why the run cannot go on; empty
+    while it can.
     """
 
     servers: int
+    draining: list[str]
     stop: list[str]
     lost: str
 
@@ -52,7 +54,7 @@ async def _follow(scheduler: str, run_id: str, token: str) -> None:
             try:
                 request = scheduler_pb2.WatchScaleRequest(run_id=run_id)
                 async for answer in stub.WatchScale(request, metadata=auth.metadata(token)):
-                    wish = Wish(answer.servers_wanted, list(answer.stop), answer.lost)
+                    wish = Wish(answer.servers_wanted, list(answer.draining), list(answer.stop), answer.lost)
                     if wish != said:
                         said = wish
                         print(json.dumps(asdict(wish)), flush=True)

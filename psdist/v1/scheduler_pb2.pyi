@@ -404,14 +404,16 @@ class WatchScaleRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
 class WatchScaleResponse(_message.Message):
-    __slots__ = ("servers_wanted", "stop", "lost")
+    __slots__ = ("servers_wanted", "stop", "lost", "draining")
     SERVERS_WANTED_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     servers_wanted: int
     stop: _containers.RepeatedScalarFieldContainer[str]
     lost: str
-    def __init__(self, servers_wanted: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., lost: _Optional[str] = ...) -> None: ...
+    draining: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, servers_wanted: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., lost: _Optional[str] = ..., draining: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OpenDatasetRequest(_message.Message):
     __slots__ = ("run_id", "worker_id", "incarnation", "spec")

@@ -40,11 +40,26 @@ def test_version() -> None:
 
 def test_unknown_words() -> None:
     status, _, text = call("frobnicate")
-    assert status == 2 and "'frobnicate'" in text and "run, status, bench and version" in text
+    assert status == 2 and "'frobnicate'" in text and "run, status, scale, drain, bench, chaos and version" in text
     status, _, text = call()
     assert status == 2 and text.startswith("usage: psdist")
     status, _, text = call("version", "--loud")
     assert status == 2 and "--loud" in text
+
+
+def test_scale_and_drain_refuse_what_makes_no_sense() -> None:
+    for arguments, words in (
+        (("scale", "workers", "3"), ("'workers'", "psdist-worker")),
+        (("scale", "servers", "0"), ("servers", "at least 1")),
+        (("scale", "servers"), ("N",)),
+        (("drain",), ("SERVER",)),
+        (("drain", "server-1", "server-2"), ("server-2",)),
+    ):
+        status, text, error = call(*arguments)
+        assert status == 2 and not text and all(word in error for word in words), error
+    for arguments in (("scale", "servers", "3"), ("drain", "server-1")):
+        status, _, error = call(*arguments, "--scheduler", "127.0.0.1:1")
+        assert status == 69 and "127.0.0.1:1" in error, error
 
 
 @pytest.mark.parametrize("module", ["psdist.cli.run", "psdist.cli.worker", "psdist.config"])
@@ -56,7 +71,7 @@ def test_launchers_import_nothing_heavy(module: str) -> None:
 
 
 def test_status_tells_several_runs_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from psdist.cli import target as status
+    from psdist.cli import target as commands
     from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
     from psdist.launch.runfile import RunRegistry, notes_directory
 
@@ -67,13 +82,13 @@ def test_status_tells_several_runs_apart(tmp_path: Path, monkeypatch: pytest.Mon
         registry.listening(registry.claim(name, tmp_path / "token", tmp_path), f"127.0.0.1:{number + 1}")
     registry.claim("starting", tmp_path / "token", tmp_path)
     with pytest.raises(InvalidArgumentError, match="a, b, starting"):
-        status.find_target("", "", None, environ)
-    target = status.find_target("", "b", None, environ)
+        commands.find_target("", "", None, environ)
+    target = commands.find_target("", "b", None, environ)
     assert (target.address, target.token) == ("127.0.0.1:2", "secret")
     assert str(os.getpid()) in target.origin
     with pytest.raises(SchedulerUnreachableError, match="not up yet"):
-        status.find_target("", "starting", None, environ)
+        commands.find_target("", "starting", None, environ)
     with pytest.raises(SchedulerUnreachableError, match="--scheduler"):
-        status.find_target("", "c", None, environ)
-    assert status.find_target("h:1", "", None, environ).address == "h:1"
-    assert status.find_target("", "", None, {**environ, "PSDIST_SCHEDULER": "h:2"}).address == "h:2"
+        commands.find_target("", "c", None, environ)
+    assert commands.find_target("h:1", "", None, environ).address == "h:1"
+    assert commands.find_target("", "", None, {**environ, "PSDIST_SCHEDULER": "h:2"}).address == "h:2"

@@ -116,18 +116,24 @@ def test_missing_servers_are_started_under_numbers_that_are_never_given_again() 
     machine = supervisor()
     assert [e for e in machine.on(Scaled(3), 1.0) if isinstance(e, Start)] == [Start(S2, 0)]
     assert machine.on(Scaled(3), 1.1) == []
-    # While it drains it still counts: the launcher starts no other in its place.
-    assert machine.on(Scaled(2), 2.0) == []
-    assert machine.on(Scaled(2, (2,)), 3.0)[1:] == [Kill(S2, signal.SIGTERM)]
-    assert machine.on(Scaled(2, (2,)), 3.1) == []
+    assert machine.on(Scaled(2, (2,)), 2.0) == []
+    assert machine.on(Scaled(2, (2,), (2,)), 3.0)[1:] == [Kill(S2, signal.SIGTERM)]
+    assert machine.on(Scaled(2, (2,), (2,)), 3.1) == []
     assert machine.on(Exited(S2, 0), 3.2) == []
-    assert machine.on(Scaled(2, (2,)), 3.3) == [] and not machine.stopping
-    assert [e for e in machine.on(Scaled(3, (2,)), 4.0) if isinstance(e, Start)] == [Start(S3, 0)]
+    assert machine.on(Scaled(2), 3.3) == [] and not machine.stopping
+    assert [e for e in machine.on(Scaled(3), 4.0) if isinstance(e, Start)] == [Start(S3, 0)]
+
+
+def test_a_server_that_is_drained_while_as_many_are_wanted_is_replaced_at_once() -> None:
+    machine = supervisor()
+    assert [e for e in machine.on(Scaled(2, (1,)), 1.0) if isinstance(e, Start)] == [Start(S2, 0)]
+    assert machine.on(Scaled(2, (1,), (1,)), 2.0)[1:] == [Kill(S1, signal.SIGTERM)]
+    assert machine.on(Exited(S1, 0), 2.1) == []
 
 
 def test_a_drained_server_that_does_not_stop_is_killed() -> None:
     machine = supervisor()
-    machine.on(Scaled(1, (1,)), 1.0)
+    machine.on(Scaled(1, (1,), (1,)), 1.0)
     assert machine.on(Tick(), 5.9) == []
     assert machine.on(Tick(), 6.0) == [Kill(S1, signal.SIGKILL)]
     assert machine.on(Tick(), 7.0) == []
@@ -137,7 +143,7 @@ def test_a_drained_server_that_does_not_stop_is_killed() -> None:
 def test_nothing_is_scaled_at_the_end() -> None:
     machine = supervisor()
     machine.on(Interrupted(signal.SIGTERM), 1.0)
-    assert machine.on(Scaled(4, (1,)), 1.1) == []
+    assert machine.on(Scaled(4, (), (1,)), 1.1) == []
 
 
 def finish(machine: Supervisor, alive: set[ProcessKey]) -> Finish:
@@ -224,6 +230,7 @@ def test_words_and_numbers_of_an_exit() -> None:
 
 
 ALL = (W0, W1, S0, S1, SCHEDULER)
+NUMBERS = st.lists(st.integers(0, 3), max_size=2).map(tuple)
 
 
 @given(
@@ -232,7 +239,7 @@ ALL = (W0, W1, S0, S1, SCHEDULER)
             st.builds(Exited, st.sampled_from(ALL), st.sampled_from([0, 1, -9]), st.booleans()),
             st.builds(Connected, st.sampled_from(ALL[:2])),
             st.just(Interrupted(signal.SIGTERM)),
-            st.builds(Scaled, st.integers(1, 4), st.lists(st.integers(0, 3), max_size=2).map(tuple)),
+            st.builds(Scaled, st.integers(1, 4), NUMBERS, NUMBERS),
             st.just(Tick()),
         ),
         max_size=30,
