@@ -1,9 +1,18 @@
-"""Which samples a worker sees: ``DistributedSampler`` deals the indices of a data set to the ranks of a world.
+"""Which samples a worker sees: dealt beforehand by ``DistributedSampler``, or leased by ``client.dataset``.
 
-The semantics are those of torch.utils.data.DistributedSampler; nothing here needs torch, the network, or psdist's
-client. It deals indices and never touches the samples.
+Nothing here needs torch, the network, or psdist's client; it is about indices and never touches the samples.
 
-Invariants, for one (size, num_replicas, shuffle, seed, drop_last, data epoch):
+``DistributedSampler`` deals the indices of a data set to the ranks of a world, which must stay as it is. Its semantics
+are those of torch.utils.data.DistributedSampler.
+
+``client.dataset(...)`` (see ``psdist.client.datasets``) hands ranges of a data set out to whoever is there. The
+scheduler gives a data epoch and a range's number; which samples those are follows from the settings alone, by
+``RangeOrder``: with ``shuffle`` the order of a data epoch is ``default_rng((seed, data_epoch)).permutation(size)`` of
+numpy.random, the same as ``DistributedSampler``'s, else ascending, and range r is the stretch of that order from
+``r * range_size`` up to ``(r + 1) * range_size`` or its end. So the samples of the whole data set are mixed, at the
+price of 8 bytes for each sample in memory while a data epoch lasts.
+
+Invariants of ``DistributedSampler``, for one (size, num_replicas, shuffle, seed, drop_last, data epoch):
 
 * every rank gets the same number of indices, ``len(sampler)``;
 * without ``drop_last`` the ranks together cover every index; if the size is not divisible, the first indices of the
@@ -22,6 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.errors import InvalidArgumentError
+from psdist.types import DataPosition, DatasetSpec
+
+__all__ = ["DataPosition", "DatasetSpec", "DistributedSampler", "RangeOrder"]
 
 _SEED_MAX: Final = (1 << 63) - 1
 
@@ -92,7 +104,36 @@ class DistributedSampler:
     def _order(self) -> NDArray[np.int64]:
         if not self.shuffle:
             return np.arange(self.size, dtype=np.int64)
-        return np.random.default_rng((self.seed, self.epoch)).permutation(self.size).astype(np.int64, copy=False)
+        return _permutation(self.size, self.seed, self.epoch)
+
+
+class RangeOrder:
+    """The samples of each range of a data set. Keeps the orders of the two data epochs that it was last asked for."""
+
+    def __init__(self, spec: DatasetSpec) -> None:
+        self.spec = spec
+        self._orders: dict[int, NDArray[np.int64]] = {}
+
+    def knows(self, data_epoch: int) -> bool:
+        """Whether ``indices`` has nothing to shuffle first."""
+        return not self.spec.shuffle or data_epoch in self._orders
+
+    def indices(self, data_epoch: int, number: int) -> NDArray[np.int64]:
+        """The samples of range ``number``, in order."""
+        start, stop = self.spec.bounds(number)
+        if not self.spec.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        order = self._orders.pop(data_epoch, None)
+        if order is None:
+            order = _permutation(self.spec.size, self.spec.seed, data_epoch)
+        while len(self._orders) > 1:
+            del self._orders[next(iter(self._orders))]
+        self._orders[data_epoch] = order
+        return order[start:stop].copy()
+
+
+def _permutation(size: int, seed: int, data_epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng((seed, data_epoch)).permutation(size).astype(np.int64, copy=False)
 
 
 def _size_of(dataset: Sized | int) -> int:

@@ -7,9 +7,10 @@ and scheduler speak these types; protobuf messages exist only in ``psdist.wire``
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Final, Literal
 
@@ -377,3 +378,21 @@ class DataPosition:
     done: tuple[tuple[int, int], ...] = ()
     repeated_ranges: int = 0
     failed_ranges: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = [self.data_epoch, self.repeated_ranges, self.failed_ranges, *(n for pair in self.done for n in pair)]
+        if any(not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= SAMPLES_MAX for n in numbers):
+            raise InvalidArgumentError(f"{self!r:.200} is no position: all of it are whole numbers of 0 or more")
+
+    def to_json(self) -> str:
+        """As text, to be kept."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> DataPosition:
+        """What ``to_json`` gave. Raises InvalidArgumentError."""
+        try:
+            values = json.loads(text)
+            return cls(**(values | {"done": tuple((first, count) for first, count in values["done"])}))
+        except (ValueError, TypeError, KeyError):
+            raise InvalidArgumentError(f"{text!r:.100} is no position of a data set") from None

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike
 from psdist import __version__
 from psdist.client import creation, loop, partition
 from psdist.client.connection import Registration, SchedulerLink, Target
+from psdist.client.datasets import AsyncDataset
 from psdist.client.exchange import Options
 from psdist.client.parameters import AsyncParameters
 from psdist.client.transfer import DataPath
@@ -39,7 +40,7 @@ from psdist.errors import (
     WaitTimeoutError,
 )
 from psdist.optim import Optimizer
-from psdist.types import WIRE_DTYPES, DType, Layout, NonFinite, ParametersSpec, check_name
+from psdist.types import WIRE_DTYPES, DatasetSpec, DType, Layout, NonFinite, ParametersSpec, check_name
 from psdist.v1 import scheduler_pb2
 
 _POLL_SECONDS: Final = 0.02
@@ -86,6 +87,7 @@ class AsyncClient:
         #: All there ever were: one opened for reading may have been replaced.
         self._opened_handles: list[AsyncParameters] = []
         self._creating: dict[str, asyncio.Lock] = {}
+        self._datasets: dict[str, AsyncDataset] = {}
         self._closed = False
         self._pid = os.getpid()
         self.local_rank = 0
@@ -155,6 +157,8 @@ class AsyncClient:
             return
         self._closed = True
         try:
+            for data in self._datasets.values():
+                await data.close()
             for handle in self._opened_handles:
                 await handle.close()
             if self._data is not None:
@@ -265,6 +269,37 @@ class AsyncClient:
         if pull_dtype not in WIRE_DTYPES:
             raise DTypeMismatchError(f"pull_dtype={pull_dtype!r:.60} is unknown: use one of {', '.join(WIRE_DTYPES)}")
         return Options(resolve(compression), pull_dtype, self._request_timeout, self._transport or "auto")
+
+    # --- data ---
+
+    async def dataset(
+        self,
+        name: str,
+        size: int,
+        range_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        data_epochs: int = 1,
+        retries_max: int = 3,
+    ) -> AsyncDataset:
+        """A data set of ``size`` samples whose ranges are handed out to all workers that iterate over it.
+
+        range_size: samples of one range, as an array of indices; each step may use a range, or a part of it.
+        shuffle, seed: whether the samples come in another order in each data epoch, which depends on ``seed``.
+        data_epochs: how often all samples are used; 0 goes on for ever.
+        retries_max: how often a range whose worker was lost is given to another before it is left out.
+
+        All workers must agree on these. Called again for the same name it returns the same handle. Raises
+        SettingsMismatchError, InvalidNameError, InvalidArgumentError, LimitExceededError. See ``AsyncDataset``.
+        """
+        link, _ = self._opened()
+        spec = DatasetSpec(name, size, range_size, shuffle, seed, data_epochs, retries_max)
+        if name not in self._datasets:
+            data = AsyncDataset(link, spec)
+            await data.open()
+            self._datasets.setdefault(name, data)
+        self._datasets[name].check_same(spec)
+        return self._datasets[name]
 
     # --- the rest ---
 

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from psdist.client import loop
 from psdist.client.async_client import AsyncClient
+from psdist.client.datasets import Dataset
 from psdist.client.overlap import AsyncBucket
 from psdist.client.parameters import AsyncParameters, Statistics
 from psdist.client.partition import Arrays
@@ -118,6 +119,20 @@ class Client:
             )
         )
         return self._handles.setdefault(id(handle), Parameters(handle))
+
+    def dataset(
+        self,
+        name: str,
+        size: int,
+        range_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        data_epochs: int = 1,
+        retries_max: int = 3,
+    ) -> Dataset:
+        """A data set whose ranges are handed out to all workers. See ``AsyncClient.dataset``."""
+        settings = (name, size, range_size, shuffle, seed, data_epochs, retries_max)
+        return Dataset(loop.shared().call(self._client.dataset(*settings)))
 
     def barrier(self, name: str = "default", timeout: float | None = None) -> None:
         """Returns when all live workers have called it with this name. See ``AsyncClient.barrier``."""

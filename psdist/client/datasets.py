@@ -1,0 +1,302 @@
+"""Data sets whose ranges are leased: every worker that is there gets the next range, for as long as there are any.
+
+    data = client.dataset("train", size=len(images), range_size=256, data_epochs=3)
+    for indices in data:
+        values = weights.push_pull(gradients(values, images[indices]))
+
+Asking for the next range says that the samples of the one before are in the weights. What a worker holds that dies is
+given to another; ``repeated`` counts such ranges, whose samples may have been used twice, ``failed`` those that were
+given up because their workers died too often. Nothing else is used twice or left out, with one condition: somebody
+must still ask. A range whose worker dies after all others have ended their loops waits for a worker that comes back,
+the one that a launcher starts again for instance; until then the position shows it as not done.
+
+The loop ends when no range is left to give, though others may still hold some, and does not wait for them: in BSP they
+may be waiting for this worker's gradient. A worker that has ended its loop in BSP or SSP must close its client, so that
+the others' steps do not need it any more. For the same reason there is no stop between data epochs.
+
+Leaving the loop early, by ``break`` or an error, gives the last range back as unused, unless ``done()`` was called.
+Not here: which samples a range has (``psdist.data.RangeOrder``), who gets which (the scheduler).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.client import loop
+from psdist.client.connection import Registration, SchedulerLink
+from psdist.client.retry import Backoff
+from psdist.data import RangeOrder
+from psdist.errors import PsdistError, SchedulerUnreachableError, SettingsMismatchError
+from psdist.types import DataPosition, DatasetSpec
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire import convert
+
+#: How long leaving a loop or closing waits for the scheduler to hear of it.
+_LEAVE_SECONDS: Final = 1.0
+#: Larger data sets are shuffled in a thread, so that heartbeats go on.
+_SHUFFLE_HERE_MAX: Final = 1 << 16
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range that this client holds."""
+
+    lease_id: int
+    data_epoch: int
+    number: int
+    attempt: int
+    indices: NDArray[np.int64]
+
+
+class AsyncDataset:
+    """A data set that workers share. Made by ``AsyncClient.dataset``; iterate over it with ``async for``.
+
+    repeated, failed: ranges handed out again because their worker was gone, and ranges given up, by all workers, as
+        the scheduler said last.
+    data_epoch: of the range that was given last.
+    """
+
+    def __init__(self, link: SchedulerLink, spec: DatasetSpec) -> None:
+        self.spec = spec
+        self.repeated = 0
+        self.failed = 0
+        self.data_epoch = 0
+        self._link = link
+        self._order = RangeOrder(spec)
+        self._asking = asyncio.Lock()
+        #: The life of this client that the leases belong to.
+        self._incarnation = 0
+        self._held: dict[int, None] = {}
+        #: Ended, and not known to be heard of by the scheduler.
+        self._done: dict[int, None] = {}
+        self._returned: dict[int, None] = {}
+
+    @property
+    def name(self) -> str:
+        """The data set's name."""
+        return self.spec.name
+
+    async def open(self) -> None:
+        """Makes the data set, or checks that all agree. Raises SettingsMismatchError, LimitExceededError."""
+        async with self._asking:
+            await self._link.as_member(self._open)
+
+    def check_same(self, spec: DatasetSpec) -> None:
+        """Raises SettingsMismatchError where ``spec`` differs."""
+        if difference := self.spec.difference(spec):
+            raise SettingsMismatchError(f"this client has data set {self.name!r} with other settings: {difference}")
+
+    async def __aiter__(self) -> AsyncIterator[NDArray[np.int64]]:
+        held: Range | None = None
+        try:
+            while (held := await self.next(held)) is not None:
+                yield held.indices
+        finally:
+            if held is not None:
+                await self.leave(held)
+
+    async def next(self, before: Range | None = None) -> Range | None:
+        """Another range, or None at the end of the data; ``before`` is done. ``async for`` is this in a loop."""
+        async with self._asking:
+            if before is not None:
+                self._mark(before.lease_id, self._done)
+            answer = await self._link.as_member(self._lease)
+            return None if answer.finished else await self._given(answer)
+
+    def done(self) -> None:
+        """The samples of the range that was given last are in the weights, though no other is asked for yet."""
+        if self._held:
+            self._mark(next(reversed(self._held)), self._done)
+
+    async def leave(self, held: Range) -> None:
+        """Gives the range back unused, unless it is done. Not heard at once by a scheduler that is away."""
+        self._mark(held.lease_id, self._returned)
+        await self._report_soon()
+
+    async def position(self) -> DataPosition:
+        """Where the data set stands: what is done, by all workers. What they hold at the moment is not."""
+        async with self._asking:
+            await self._link.as_member(self._report)
+        request = pb.GetDataPositionRequest(run_id=self._link.registration.run_id, dataset=self.name)
+        answer = await self._ask(self._link.stub.GetDataPosition, request)
+        self._hear(answer.position)
+        return convert.position_from_proto(answer.position)
+
+    async def set_position(self, position: DataPosition) -> None:
+        """Goes on from there, in this run for all workers; what they hold is void and will not count as done.
+
+        One worker sets it, and the others begin after: by a barrier, say. Raises InvalidArgumentError.
+        """
+        async with self._asking:
+            self._forget()
+            await self._link.as_member(lambda mine: self._set_position(mine, position))
+
+    async def close(self) -> None:
+        """Gives back what is held and not done."""
+        self._returned |= self._held
+        self._held.clear()
+        await self._report_soon()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}: {self.spec.size} samples in {self.spec.ranges} ranges>"
+
+    # --- inner --------------------------------------------------------------------------------------------------------
+
+    async def _open(self, mine: Registration) -> None:
+        request = pb.OpenDatasetRequest(**_who(mine), spec=convert.dataset_to_proto(self.spec))
+        answer = await self._ask(self._link.stub.OpenDataset, request)
+        self._hear(answer.position)
+
+    async def _lease(self, mine: Registration) -> Any:
+        self._begin_life(mine)
+        if self._returned:
+            await self._report(mine)
+        done = tuple(self._done)
+        request = pb.LeaseRangeRequest(**_who(mine), dataset=self.name, done=done, held=self._held)
+
+        async def first(answer: Any) -> Any:
+            return None if answer.waiting_for else answer
+
+        with self._link.waits.open(f"for {self._link.peer} to give a range of data set {self.name!r}") as wait:
+            answer = await self._link.follow(self._link.stub.LeaseRange, request, wait, first)
+        _drop(self._done, done)
+        self.repeated, self.failed = answer.repeated_ranges, answer.failed_ranges
+        return answer
+
+    async def _given(self, answer: Any) -> Range:
+        self._held[answer.lease_id] = None
+        self.data_epoch, number = answer.data_epoch, answer.range
+        if self._order.knows(self.data_epoch) or self.spec.size <= _SHUFFLE_HERE_MAX:
+            indices = self._order.indices(self.data_epoch, number)
+        else:
+            indices = await asyncio.to_thread(self._order.indices, self.data_epoch, number)
+        return Range(answer.lease_id, self.data_epoch, number, answer.attempt, indices)
+
+    async def _report(self, mine: Registration) -> None:
+        """Tells what has ended."""
+        self._begin_life(mine)
+        done, returned = tuple(self._done), tuple(self._returned)
+        if not done and not returned:
+            return
+        request = pb.EndRangesRequest(**_who(mine), dataset=self.name, done=done, returned=returned)
+        await self._ask(self._link.stub.EndRanges, request)
+        _drop(self._done, done)
+        _drop(self._returned, returned)
+
+    async def _report_soon(self) -> None:
+        with suppress(TimeoutError, PsdistError):
+            async with asyncio.timeout(_LEAVE_SECONDS), self._asking:
+                await self._report(self._link.registration)
+
+    async def _set_position(self, mine: Registration, position: DataPosition) -> None:
+        where = convert.position_to_proto(position)
+        request = pb.SetDataPositionRequest(**_who(mine), dataset=self.name, position=where)
+        await self._ask(self._link.stub.SetDataPosition, request)
+        self._hear(where)
+
+    async def _ask(self, method: Any, request: Any) -> Any:
+        """One call, until the scheduler answers it."""
+        backoff = Backoff(self._link.rng)
+        with self._link.waits.open(f"for {self._link.peer} to answer about data set {self.name!r}") as wait:
+            while True:
+                try:
+                    return await self._link.call(method, request)
+                except SchedulerUnreachableError as error:
+                    wait.hear(f"for {self._link.peer} to be back: {error.message}")
+                self._link.raise_if_out()
+                await asyncio.sleep(backoff.next_seconds())
+
+    def _begin_life(self, mine: Registration) -> None:
+        """What an earlier life of this client held was given to others."""
+        if mine.incarnation != self._incarnation:
+            self._incarnation = mine.incarnation
+            self._forget()
+
+    def _forget(self) -> None:
+        for leases in (self._held, self._done, self._returned):
+            leases.clear()
+
+    def _mark(self, lease_id: int, ended: dict[int, None]) -> None:
+        if lease_id in self._held:
+            del self._held[lease_id]
+            ended[lease_id] = None
+
+    def _hear(self, position: pb.DataPosition) -> None:
+        self.repeated, self.failed = position.repeated_ranges, position.failed_ranges
+
+
+class Dataset:
+    """A data set that workers share. Made by ``Client.dataset``; iterate over it. See ``AsyncDataset``."""
+
+    def __init__(self, data: AsyncDataset) -> None:
+        self._data = data
+
+    @property
+    def name(self) -> str:
+        """The data set's name."""
+        return self._data.name
+
+    @property
+    def spec(self) -> DatasetSpec:
+        """The settings that all workers agree on."""
+        return self._data.spec
+
+    @property
+    def repeated(self) -> int:
+        """Ranges handed out again because their worker was gone, as the scheduler said last."""
+        return self._data.repeated
+
+    @property
+    def failed(self) -> int:
+        """Ranges given up because their workers died too often, as the scheduler said last."""
+        return self._data.failed
+
+    @property
+    def data_epoch(self) -> int:
+        """Of the range that was given last."""
+        return self._data.data_epoch
+
+    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+        held: Range | None = None
+        try:
+            while (held := loop.shared().call(self._data.next(held))) is not None:
+                yield held.indices
+        finally:
+            if held is not None:
+                # Where the client is closed, or this is the loop's own thread, closing has or will have said it.
+                with suppress(PsdistError):
+                    loop.shared().call(self._data.leave(held))
+
+    def done(self) -> None:
+        """The samples of the range that was given last are in the weights. See ``AsyncDataset.done``."""
+        loop.shared().call(self._mark_done())
+
+    def position(self) -> DataPosition:
+        """Where the data set stands. See ``AsyncDataset.position``."""
+        return loop.shared().call(self._data.position())
+
+    def set_position(self, position: DataPosition) -> None:
+        """Goes on from there. See ``AsyncDataset.set_position``."""
+        loop.shared().call(self._data.set_position(position))
+
+    def __repr__(self) -> str:
+        return repr(self._data).replace("AsyncDataset", "Dataset")
+
+    async def _mark_done(self) -> None:
+        self._data.done()
+
+
+def _who(mine: Registration) -> dict[str, Any]:
+    return {"run_id": mine.run_id, "worker_id": mine.worker_id, "incarnation": mine.incarnation}
+
+
+def _drop(leases: dict[int, None], heard: tuple[int, ...]) -> None:
+    for lease_id in heard:
+        leases.pop(lease_id, None)
