@@ -103,6 +103,7 @@ async def _upload(link: SchedulerLink, data: DataPath, name: str, values: Flat, 
         return routing.plan(link.watch.cluster, name, slices, link.watch.news)
 
     while True:
+        link.raise_if_out(mine.incarnation)
         entry = routing.find_entry(link.watch.cluster, name)
         missing = [index for index in range(entry.slicing.count) if placed.get(index) != _primary(entry, index)]
         if not missing:

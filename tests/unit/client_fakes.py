@@ -48,11 +48,16 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
         self.breaks: list[Break] = []
         self.headers: list[server_pb2.PushHeader] = []
         self.requests: list[tuple[int, int]] = []
+        self.identities: list[Any] = []
+        #: The first incarnation of the worker that is not expelled.
+        self.fenced = 0
         self.hanging = asyncio.Event()
         self.pushed = asyncio.Event()
         self.installed = asyncio.Event()
         #: Initial values are taken once it is set.
         self.installing: asyncio.Event | None = None
+        #: Pulls are answered once it is set.
+        self.pulling: asyncio.Event | None = None
         self.address = ""
         self._server = channels.make_server("")
 
@@ -89,6 +94,10 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
             yield server_pb2.PushResponse(slice=index, version=self.versions[index], ignored=ignored)
 
     async def Pull(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        await self._check(request.identity, context)
+        if self.pulling is not None:
+            await self.pulling.wait()
+            await self._check(request.identity, context)
         for index in request.slices:
             yield server_pb2.PullResponse(
                 slice=index, version=self.versions[index], payload=self.weights[index].tobytes()
@@ -102,6 +111,7 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
                 self.headers.append(request.header)
                 self.pushed.set()
                 step = request.header.step
+                await self._check(request.header.identity, context)
             if plan is not None and answers >= plan.answers and not plan.lose_answer:
                 await self._break(plan, context, requests)
             self.requests.append((step, request.slice))
@@ -115,6 +125,11 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
                 await self._break(plan, context, requests)
             answers += 1
             yield request.slice, ignored
+
+    async def _check(self, identity: Any, context: Any) -> None:
+        self.identities.append(identity)
+        if identity.incarnation < self.fenced:
+            await status.abort(context, errors.FencedError(f"incarnation {identity.incarnation} was expelled"))
 
     async def _break(self, plan: Break, context: Any, requests: AsyncIterator[Any]) -> None:
         if plan.hang is not None:
@@ -147,9 +162,17 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     #: Whether shards without a live primary are lost.
     lost: bool = False
     commits: int = 0
+    #: The worker's last life, and the first that is not expelled.
+    incarnation: int = 0
+    fenced: int = 0
+    #: Refusals of registrations to come.
+    register_errors: list[errors.PsdistError] = field(default_factory=list)
+    first_step: int = 0
 
     def __post_init__(self) -> None:
         self.news: asyncio.Queue[Any] = asyncio.Queue()
+        self.barriers: list[Any] = []
+        self.barrier = asyncio.Event()
         self.hello = asyncio.Event()
         self._server = channels.make_server("")
 
@@ -218,15 +241,26 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def Register(self, request: Any, context: Any) -> Any:
         self.registrations.append(request)
+        if self.register_errors:
+            await status.abort(context, self.register_errors.pop(0))
+        self.incarnation += 1
         return scheduler_pb2.RegisterResponse(
-            run_id=RUN, member_id="worker-0", incarnation=1, rank=0, world_size=1, lease_seconds=0.4, map=self.map()
+            run_id=RUN,
+            member_id=request.member_id or "worker-0",
+            incarnation=self.incarnation,
+            rank=request.rank,
+            world_size=1,
+            lease_seconds=0.4,
+            map=self.map(),
         )
 
     async def Session(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         self.sessions += 1
         if self.session_error is not None:
             await status.abort(context, self.session_error)
-        await anext(aiter(requests))
+        hello = (await anext(aiter(requests))).hello
+        if hello.incarnation < self.fenced:
+            await status.abort(context, errors.FencedError(f"incarnation {hello.incarnation} was silent"))
         self.hello.set()
         yield scheduler_pb2.SessionResponse(map=self.map())
         while True:
@@ -248,7 +282,31 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             self.epoch += 1
             yield response(state=response.STATE_UPLOAD, map=self.map())
         self.epoch += 1
-        yield response(state=response.STATE_READY, map=self.map(), first_step=0)
+        if request.incarnation < self.fenced:
+            await status.abort(context, errors.FencedError(f"incarnation {request.incarnation} was silent"))
+        yield response(state=response.STATE_READY, map=self.map(), first_step=self.first_step)
+
+    async def DescribeParameters(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield scheduler_pb2.DescribeParametersResponse(spec=self.created, layout=self.layout, map=self.map())
+
+    async def Barrier(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.barriers.append(request)
+        if request.incarnation < self.fenced:
+            await status.abort(context, errors.FencedError(f"incarnation {request.incarnation} was silent"))
+        yield scheduler_pb2.BarrierResponse(waiting_for="for nobody in particular")
+        await self.barrier.wait()
+        if request.incarnation < self.fenced:
+            await status.abort(context, errors.FencedError(f"incarnation {request.incarnation} was silent"))
+        yield scheduler_pb2.BarrierResponse(released=True)
+
+    def expel(self, first_step: int = 0) -> None:
+        """The worker's life is over for everybody, and its session ends. Its next begins at ``first_step``."""
+        self.fenced, self.first_step = self.incarnation + 1, first_step
+        self.hello.clear()
+        for server in self.servers:
+            server.fenced = self.fenced
+        self.epoch += 1
+        self.news.put_nowait(errors.FencedError(f"incarnation {self.incarnation} was silent"))
 
     async def CommitParameters(self, request: Any, context: Any) -> Any:
         self.commits += 1

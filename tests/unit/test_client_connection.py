@@ -64,7 +64,7 @@ async def test_the_file_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert connected.exists()
     request = scheduler.registrations[0]
     assert (request.rank, request.world_size, request.protocol_version) == (3, 8, limits.PROTOCOL_VERSION)
-    assert repr(client) == "<AsyncClient worker-0 (rank 0) of run 'fake-run'>"
+    assert repr(client) == "<AsyncClient worker-0 (rank 3) of run 'fake-run'>"
     await client.close()
     await scheduler.stop()
 

@@ -116,7 +116,7 @@ async def test_stale_routes_are_planned_anew(setup: Setup) -> None:
 async def waits_for(setup: Setup, words: str) -> None:
     """Returns once a call says that it waits for that."""
     waits = setup.client._link.waits
-    while not any(words in wait.reason for wait in waits._open.values()):
+    while not any(words in wait.reason for wait in waits._open.values()):  # noqa: ASYNC110 - yields, and no more
         await asyncio.sleep(0)
 
 
@@ -145,9 +145,10 @@ async def test_a_backup_takes_over_in_the_middle_of_a_push(
     assert weights.step == 1
     # The same number to the new primary, and only for what the old one had not answered.
     assert [header.step for header in heir.headers] == [0, 0]
-    assert [index for _, index in heir.requests] == [0, 2, 4, 3, 5]
-    assert weights.statistics().ignored == lose_answer
-    assert weights.statistics().resent == 2
+    sent = [index for _, index in heir.requests]
+    assert sent in ([0, 2, 4, 3, 5], [0, 2, 4, 1, 3, 5])  # its answer for slice 1 may have been under way
+    assert weights.statistics().ignored == lose_answer + (1 in sent)
+    assert weights.statistics().resent == len(sent) - 3
 
 
 async def test_a_backup_that_dies_in_its_turn_is_followed(setup: Setup) -> None:

@@ -1,0 +1,286 @@
+"""A client that was taken for dead while it lives: it joins again by itself, and what it pushed at that time is dropped
+and told, never counted twice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from client_fakes import Break, FakeScheduler, FakeServer
+
+import psdist
+from psdist import errors
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+ELEMENTS = 22
+
+
+class Setup:
+    """A client of two fake servers, and its parameters ``p``."""
+
+    def __init__(self) -> None:
+        self.servers = [FakeServer("server-0"), FakeServer("server-1")]
+        self.scheduler = FakeScheduler(self.servers[:])
+        self.client: psdist.AsyncClient
+        self.weights: psdist.AsyncParameters
+
+    async def start(self, **settings: object) -> Setup:
+        for server in self.servers:
+            await server.start()
+        await self.scheduler.start()
+        self.client = await psdist.AsyncClient(self.scheduler.address, rank=3).connect()
+        await self.scheduler.hello.wait()
+        init = {"v": np.zeros(8, np.float32), "w": np.zeros(ELEMENTS - 8, np.float32)}
+        self.weights = await self.client.parameters("p", init, psdist.optim.SGD(), **settings)
+        return self
+
+    def expel(self, first_step: int) -> None:
+        """The worker is taken for dead; the others go on to ``first_step``."""
+        for server in self.servers:
+            server.versions = dict.fromkeys(server.versions, first_step)
+        self.scheduler.expel(first_step)
+
+    async def expelled(self) -> None:
+        """Returns once the client is in its next life."""
+        link = self.client._link
+        while link.watch.fenced is not None or link.registration.incarnation < self.scheduler.fenced:
+            await link.watch.changed()
+        await self.scheduler.hello.wait()
+
+    async def stop(self) -> None:
+        await self.client.close()
+        for server in self.servers:
+            await server.stop()
+        await self.scheduler.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def setup() -> AsyncIterator[Setup]:
+    setup = await Setup().start()
+    yield setup
+    await setup.stop()
+
+
+def gradient(value: float = 1.0) -> dict[str, np.ndarray]:
+    return {"v": np.full(8, value, np.float32), "w": np.full(ELEMENTS - 8, value, np.float32)}
+
+
+def flat(values: dict[str, np.ndarray]) -> list[float]:
+    return np.concatenate([values["v"], values["w"]]).tolist()
+
+
+@pytest.mark.parametrize("who", ["session", "server"])
+@pytest.mark.parametrize("method", ["push", "push_pull"])
+async def test_a_push_under_way_is_dropped(
+    setup: Setup, method: str, who: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await setup.weights.push_pull(gradient())
+    hang = asyncio.Event()
+    setup.servers[1].breaks = [Break(0, hang=hang)]
+    call = asyncio.create_task(getattr(setup.weights, method)(gradient()))
+    await setup.servers[1].hanging.wait()
+    if who == "server":  # it hears of it before the client does, and says so
+        setup.servers[1].fenced = 2
+        hang.set()
+    setup.expel(first_step=5)
+    values = await call
+    # What had arrived at one server counts; nothing is sent again in the next life.
+    assert [step for step, _ in setup.servers[1].requests if step] == []
+    if method == "push_pull":
+        assert flat(values)[:8] == [2.0] * 4 + [1.0] * 4
+    assert (setup.weights.step, setup.weights.first_step) == (5, 5)
+    statistics = setup.weights.statistics()
+    assert (statistics.dropped, statistics.pushes) == (1, 1)
+    [told] = [record.getMessage() for record in caplog.records if "was dropped" in record.getMessage()]
+    assert told.startswith("step 1 of 'p' was dropped: incarnation 1 was")
+    assert "the lease is 0.4 s" in told and told.endswith("this worker takes part again from step 5")
+    # And training goes on.
+    await setup.weights.push_pull(gradient())
+    assert setup.servers[1].headers[-1].step == 5
+    assert setup.servers[1].identities[-1].incarnation == setup.client.incarnation == 2
+    assert setup.scheduler.commits == 1  # its initial values are not wanted any more
+
+
+async def test_a_gradient_computed_while_expelled_is_dropped(setup: Setup) -> None:
+    setup.expel(first_step=3)
+    await setup.expelled()
+    assert flat(await setup.weights.push_pull(gradient())) == [0.0] * ELEMENTS
+    assert setup.weights.statistics().dropped == 1 and setup.weights.version == 3
+    assert flat(await setup.weights.push_pull(gradient())) == [1.0] * ELEMENTS
+    assert setup.weights.statistics().dropped == 1
+
+
+async def test_registration_asks_for_the_same_id_and_rank(setup: Setup) -> None:
+    setup.expel(first_step=0)
+    await setup.expelled()
+    request = setup.scheduler.registrations[-1]
+    assert (request.member_id, request.rank) == ("worker-0", 3)
+    assert (setup.client.rank, setup.client.incarnation) == (3, 2)
+
+
+async def test_a_pull_under_way_begins_again_and_mixes_no_versions(setup: Setup) -> None:
+    setup.servers[1].pulling = asyncio.Event()
+    call = asyncio.create_task(setup.weights.pull())
+    while not setup.servers[1].identities:  # noqa: ASYNC110 - yields, and no more
+        await asyncio.sleep(0)
+    for server in setup.servers:
+        for index in server.weights:
+            server.weights[index] += 4.0
+    setup.expel(first_step=4)
+    await setup.expelled()
+    setup.servers[1].pulling.set()
+    assert flat(await call) == [4.0] * ELEMENTS
+    assert setup.weights.version == 4 and setup.weights.statistics().dropped == 0
+
+
+async def test_a_reader_goes_on(setup: Setup) -> None:
+    await setup.client.close()
+    setup.client = await psdist.AsyncClient(setup.scheduler.address).connect()
+    reader = await setup.client.parameters("p")
+    setup.expel(first_step=2)
+    await setup.expelled()
+    assert flat(await reader.pull()) == [0.0] * ELEMENTS
+    assert reader.version == 2
+
+
+async def test_asynchronous_pushes_count_from_0_again(setup: Setup) -> None:
+    await setup.stop()
+    setup.servers = [FakeServer("server-0"), FakeServer("server-1")]
+    setup.scheduler = FakeScheduler(setup.servers[:])
+    await setup.start(consistency=psdist.ASP())
+    for _ in range(3):
+        await setup.weights.push(gradient())
+    setup.expel(first_step=0)
+    await setup.expelled()
+    await setup.weights.push(gradient())
+    assert setup.weights.statistics().dropped == 1
+    for server in setup.servers:
+        server.taken.clear()
+    assert flat(await setup.weights.push_pull(gradient())) == [4.0] * ELEMENTS
+    assert [header.step for header in setup.servers[0].headers] == [0, 1, 2, 0]
+
+
+async def test_buckets_under_way_fail_and_the_next_call_begins_a_step(setup: Setup) -> None:
+    grads = gradient()
+    setup.servers[0].breaks = [Break(0, hang=asyncio.Event())]
+    setup.servers[1].breaks = [Break(0, hang=asyncio.Event())]
+    bucket = await setup.weights.push_pull_async({"v": grads["v"]})
+    await setup.servers[0].hanging.wait()
+    setup.expel(first_step=6)
+    with pytest.raises(errors.FencedError, match="step 0 was dropped, with all of its buckets: .*was silent"):
+        await bucket
+    buckets = [await setup.weights.push_pull_async({name: grads[name]}) for name in ("v", "w")]
+    assert (await buckets[0])["v"].tolist() == [1.0] * 8
+    assert (await buckets[1])["w"].tolist() == [1.0] * 14
+    assert {header.step for header in setup.servers[0].headers[1:]} == {6}
+    assert setup.weights.statistics().dropped == 1
+
+
+@pytest.mark.parametrize("call", ["push_pull_async", "push_pull", "pull"])
+async def test_a_step_in_buckets_is_not_dropped_silently(setup: Setup, call: str) -> None:
+    grads = gradient()
+    bucket = await setup.weights.push_pull_async({"v": grads["v"]})
+    setup.expel(first_step=6)
+    await setup.expelled()
+    arguments = {"push_pull_async": ({"w": grads["w"]},), "push_pull": (grads,), "pull": ()}[call]
+    with pytest.raises(errors.FencedError, match=r"step 0 was dropped.*Begin the next one"):
+        await getattr(setup.weights, call)(*arguments)
+    if not bucket.error:  # it was answered before
+        with pytest.raises(errors.InvalidArgumentError, match="not valid any more"):
+            await bucket
+    assert setup.weights.statistics().dropped == 1
+    assert flat(await setup.weights.push_pull(grads))[:8] in ([1.0] * 8, [2.0] * 8)
+    assert setup.weights.step == 7
+
+
+async def test_a_barrier_under_way_says_that_it_was_not_reached(setup: Setup) -> None:
+    call = asyncio.create_task(setup.client.barrier("b"))
+    while not setup.scheduler.barriers:  # noqa: ASYNC110 - yields, and no more
+        await asyncio.sleep(0)
+    setup.expel(first_step=0)
+    await setup.expelled()
+    setup.scheduler.barrier.set()
+    with pytest.raises(errors.FencedError, match="barrier 'b' was not reached: .*Call it again"):
+        await call
+    await setup.client.barrier("b")
+    assert setup.scheduler.barriers[-1].incarnation == 2
+
+
+async def test_creation_is_begun_again(setup: Setup) -> None:
+    setup.scheduler.created = None
+    release = asyncio.Event()
+    setup.servers[0].installing = release
+    creating = asyncio.create_task(setup.client.parameters("q", {"w": np.ones(5, np.float32)}, psdist.optim.SGD()))
+    while setup.scheduler.created is None:  # noqa: ASYNC110 - yields, and no more
+        await asyncio.sleep(0)
+    setup.expel(first_step=0)
+    setup.scheduler.created = None
+    await setup.expelled()
+    release.set()
+    assert (await (await creating).pull())["w"].tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.DuplicateMemberError("taken", member_id="worker-0", host="elsewhere", pid=1),
+        errors.WrongRunError("another run"),
+        errors.UnauthenticatedError("no"),
+    ],
+)
+async def test_who_is_not_taken_back_is_out(setup: Setup, error: errors.PsdistError) -> None:
+    setup.scheduler.register_errors = [error]
+    setup.expel(first_step=0)
+    for _ in range(2):
+        with pytest.raises(type(error), match=error.message):
+            await setup.weights.push_pull(gradient())
+    with pytest.raises(type(error), match=error.message):
+        await setup.client.barrier()
+    assert setup.client.incarnation == 1
+
+
+@pytest.mark.parametrize("holder", ["own half life", "another has the rank"])
+async def test_a_refusal_that_passes_is_waited_for(setup: Setup, holder: str) -> None:
+    mine = {"member_id": "worker-0", "host": socket.gethostname(), "pid": os.getpid()}
+    details = mine if holder == "own half life" else {"member_id": "worker-7", "host": "elsewhere", "pid": 1}
+    setup.scheduler.register_errors = [errors.DuplicateMemberError("taken", **details)]
+    setup.expel(first_step=0)
+    await setup.expelled()
+    request = setup.scheduler.registrations[-1]
+    assert request.member_id == "worker-0" and request.HasField("rank") == (holder == "own half life")
+    await setup.weights.push_pull(gradient())
+
+
+async def test_a_scheduler_that_is_gone_meanwhile_is_waited_for(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "psdist")
+    port = int(setup.scheduler.address.rpartition(":")[2])
+    await setup.scheduler.stop()
+    setup.scheduler.fenced = 2
+    for server in setup.servers:
+        server.fenced = 2
+    call = asyncio.create_task(setup.weights.push_pull(gradient()))
+    waits = setup.client._link.waits
+    while not any("to take worker-0 back" in wait.reason for wait in waits._open.values()):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await setup.scheduler.start(port)
+    assert flat(await call) == [0.0] * ELEMENTS
+    assert setup.weights.statistics().dropped == 1
+
+
+async def test_expelled_again_while_taking_part_again(setup: Setup) -> None:
+    setup.expel(first_step=3)
+    await setup.expelled()
+    setup.scheduler.fenced = 3  # nobody told the session yet
+    call = asyncio.create_task(setup.weights.push_pull(gradient()))
+    waits = setup.client._link.waits
+    while not any("to take worker-0 back" in wait.reason for wait in waits._open.values()):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    setup.expel(first_step=9)
+    await call
+    assert setup.weights.first_step == 9 and setup.client.incarnation == 3
