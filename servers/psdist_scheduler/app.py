@@ -14,7 +14,6 @@ import os
 import secrets
 import signal
 import sys
-import time
 from pathlib import Path
 
 import grpc.aio
@@ -55,7 +54,8 @@ def main(settings: SchedulerSettings) -> int:
 
 
 async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
-    scheduler = Scheduler(Cluster(_cluster_settings(settings, run_id), store.load(), time.monotonic()), store)
+    now = asyncio.get_running_loop().time()
+    scheduler = Scheduler(Cluster(_cluster_settings(settings, run_id), store.load(), now), store)
     server = channels.make_server(settings.token, limits.CONTROL_MESSAGE_BYTES)
     server.add_generic_rpc_handlers((Service(scheduler).handler(),))
     await _add_standard_services(server, settings.host)

@@ -1,12 +1,15 @@
 """An outbox: what one call is still to be told. Bounded, and able to replace what is out of date.
 
-One task takes, others put without waiting. A put with a ``kind`` replaces what was put with the same kind and is not
-taken yet: of maps, and of reasons to wait, only the newest counts. Not thread-safe; made for one asyncio loop.
+One task takes, others put without waiting. A put with a ``kind`` replaces the last message if that is of the same kind
+and not taken yet: of maps, and of reasons to wait, only the newest counts. Nothing overtakes anything: whoever reads a
+command has read the map that it was made by, and no news of a loss comes after the map in which the lost is back. Not
+thread-safe; made for one asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Generic, TypeVar
 
 from psdist.errors import ClosedError, LimitExceededError, PsdistError
@@ -21,8 +24,7 @@ class Outbox(Generic[T]):
     """Messages for one call, in order. Iterate to take them; the iteration ends when the outbox was closed."""
 
     def __init__(self) -> None:
-        self._queue: dict[object, T] = {}
-        self._next = 0
+        self._queue: deque[tuple[str, T]] = deque()
         self._closed = False
         self._error: PsdistError | None = None
         self._changed = asyncio.Event()
@@ -31,13 +33,12 @@ class Outbox(Generic[T]):
         """Adds a message. One that nobody reads ends the call with LimitExceededError."""
         if self._closed:
             return
-        if kind:
-            self._queue.pop(kind, None)
+        if kind and self._queue and self._queue[-1][0] == kind:
+            self._queue.pop()
         if len(self._queue) >= UNREAD_MAX:
             self.close(LimitExceededError(f"{UNREAD_MAX} messages of this call were not read, which is the limit"))
             return
-        self._next += 1
-        self._queue[kind or self._next] = message
+        self._queue.append((kind, message))
         self._changed.set()
 
     def close(self, error: PsdistError | None = None) -> None:
@@ -63,4 +64,4 @@ class Outbox(Generic[T]):
                 raise StopAsyncIteration
             self._changed.clear()
             await self._changed.wait()
-        return self._queue.pop(next(iter(self._queue)))
+        return self._queue.popleft()[1]

@@ -98,7 +98,8 @@ class Scheduler:
         self.statistics: dict[str, server_pb2.GetStatisticsResponse] = {}
         self.connections: dict[str, list[pb.Connection]] = {}
         self.events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
-        self.started = time.monotonic()
+        self._loop = asyncio.get_running_loop()
+        self.started = self._loop.time()
         self._store = store
         # sqlite3 blocks until the disk has answered.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
@@ -137,7 +138,7 @@ class Scheduler:
     def post(self, event: Event) -> None:
         """Gives the machine an event. Once the scheduler stops, ends of calls are its own doing and mean nothing."""
         if not self._stopping:
-            self._enqueue(self.cluster.on(event, time.monotonic()))
+            self._enqueue(self.cluster.on(event, self._loop.time()))
 
     async def run(self) -> None:
         """Carries effects out, for ever. Raises what the store raises."""
@@ -147,7 +148,7 @@ class Scheduler:
             batch, self._effects = self._effects, deque()
             changes = [effect for effect in batch if isinstance(effect, Persist)]
             if changes:
-                await asyncio.get_running_loop().run_in_executor(self._writer, self._store.write, _merge(changes))
+                await self._loop.run_in_executor(self._writer, self._store.write, _merge(changes))
             for effect in batch:
                 self._carry_out(effect)
 
@@ -168,7 +169,7 @@ class Scheduler:
 
     def status(self) -> pb.GetStatusResponse:
         """The status report."""
-        now = time.monotonic()
+        now = self._loop.time()
         epoch = self.maps.message.epoch
         uptime = now - self.started
         return report.status(

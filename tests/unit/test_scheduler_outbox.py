@@ -11,11 +11,12 @@ from psdist_scheduler.outbox import UNREAD_MAX, Outbox
 
 
 async def test_messages_come_in_order_and_the_newest_of_a_kind_counts() -> None:
+    """Nothing overtakes: what was made by one map comes after it, and before the next."""
     box: Outbox[str] = Outbox()
-    for message, kind in (("a", ""), ("old", "map"), ("b", ""), ("new", "map")):
+    for message, kind in (("a", ""), ("old", "map"), ("1", "map"), ("b", ""), ("2", "map"), ("3", ""), ("4", "map")):
         box.put(message, kind)
     box.close()
-    assert [message async for message in box] == ["a", "b", "new"]
+    assert [message async for message in box] == ["a", "1", "b", "2", "3", "4"]
 
 
 async def test_a_reader_is_woken() -> None:
