@@ -1,8 +1,8 @@
 """``FaultProxy``: a TCP proxy whose owner makes the connections that pass it slow, silent or broken, while they live.
 
-It stands before one address and copies bytes both ways. ``fault`` says how, and may be replaced at any time: connections
-that are open follow at once. What it is not: a model of packets (TCP below it is whole), nor for use between machines:
-it listens on loopback unless it is told otherwise.
+It stands before one address and copies bytes both ways. ``fault`` says how, and may be replaced at any time:
+connections that are open follow at once. What it is not: a model of packets (TCP below it is whole), nor for use
+between machines: it listens on loopback unless it is told otherwise.
 
 A connection that lost bytes (``drop``) can never be whole again. As with a network that comes back after the other side
 gave up, it is reset when its bytes would pass again.

@@ -1,0 +1,265 @@
+"""A real run for chaos: scheduler, servers and workers as processes of their own, started again at will.
+
+Each server can stand behind proxies: one before the address by which workers and servers reach it, one between it and
+the scheduler; or in a network namespace. What processes print goes into files of the run's directory. Nothing outlives
+``close``, nor the process that made it: a guard kills what is left, frozen or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import grpc
+import grpc.aio
+
+from psdist.chaos.faults import Network
+from psdist.chaos.proxy import FaultProxy
+from psdist.chaos.workload import WorkloadSettings
+from psdist.config import read_address
+from psdist.errors import InternalError, SchedulerUnreachableError
+from psdist.launch.plan import SchedulerLink, ServicesPlan
+from psdist.launch.process import Guard
+from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
+from psdist.wire import auth, limits
+from psdist.wire.channels import open_channel
+
+_START_SECONDS: Final = 60.0
+_STATUS_SECONDS: Final = 1.0
+_POLL_SECONDS: Final = 0.02
+_LOOPBACK: Final = "127.0.0.1"
+_SETTINGS_FILE: Final = "workload.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """What a chaos run consists of. ``lease_seconds`` is the scheduler's ``--failure-timeout``.
+
+    reach: how servers are reached: "direct"; "proxy", through a proxy of each; "namespace", in a network namespace of
+    each.
+    """
+
+    servers: int = 3
+    workers: int = 2
+    replicas: int = 2
+    lease_seconds: float = 2.0
+    reach: str = "direct"
+
+
+@dataclass(slots=True)
+class Process:
+    """One process of the run. ``starts`` counts its lives."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    starts: int = 0
+    running: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of its present life."""
+        assert self.running is not None
+        return self.running.pid
+
+    @property
+    def status(self) -> int | None:
+        """Exit status; None while it runs."""
+        return None if self.running is None else self.running.poll()
+
+
+@dataclass(slots=True)
+class Proxies:
+    """The proxies of one server: before its own address, and between it and the scheduler."""
+
+    data: FaultProxy
+    scheduler: FaultProxy
+    addresses: dict[str, str] = field(default_factory=dict)
+
+
+class ChaosCluster:
+    """The processes of one run. Made by ``start``; ``close`` ends them all."""
+
+    def __init__(self, settings: ClusterSettings, directory: Path, rng: random.Random) -> None:
+        self.settings = settings
+        self.directory = directory
+        self.processes: dict[str, Process] = {}
+        self.proxies: dict[str, Proxies] = {}
+        self.network: Network | None = None
+        self._rng = rng
+        self._token = secrets.token_urlsafe(32)
+        self._lifeline, self._lifeline_end = os.pipe()
+        self._guard = Guard()
+        self._channel: grpc.aio.Channel | None = None
+        host = _LOOPBACK
+        if settings.reach == "namespace":
+            self.network = Network(settings.servers)
+            host = self.network.gateway
+        self.address = f"{host}:{_free_port(host)}"
+
+    # --- starting ---
+
+    async def start(self, workload: WorkloadSettings) -> None:
+        """Starts everything. Raises SchedulerUnreachableError where the scheduler does not come up."""
+        for number in range(self.settings.servers):
+            await self._add_server(number)
+        self._add_scheduler()
+        workload.save(self.directory / _SETTINGS_FILE)
+        for rank in range(self.settings.workers):
+            self._add_worker(rank)
+        self.launch("scheduler")
+        await self.scheduler_up()
+        for name in self.processes:
+            if name != "scheduler":
+                self.launch(name)
+
+    def launch(self, name: str) -> Process:
+        """Starts a process, for the first time or again."""
+        process = self.processes[name]
+        log = self.directory / f"{name}.log"
+        with log.open("ab") as output:
+            process.running = subprocess.Popen(
+                process.command,
+                env=process.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(self._lifeline,),
+                start_new_session=True,
+            )
+        process.starts += 1
+        self._guard.add(process.pid)
+        return process
+
+    async def scheduler_up(self) -> None:
+        """Returns when the scheduler answers."""
+        file = self.directory / "scheduler"
+        deadline = asyncio.get_running_loop().time() + _START_SECONDS
+        while not read_address(file) or await self.fetch() is None:
+            if asyncio.get_running_loop().time() > deadline or self.processes["scheduler"].status is not None:
+                raise SchedulerUnreachableError(f"the scheduler does not come up:\n{self.tail('scheduler')}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _plan(self) -> ServicesPlan:
+        return ServicesPlan(
+            directory=self.directory,
+            link=SchedulerLink(file=self.directory / "scheduler", run_id="chaos"),
+            servers=self.settings.servers,
+            workers=self.settings.workers,
+            lifeline=self._lifeline,
+            failure_timeout_seconds=self.settings.lease_seconds,
+            start_timeout_seconds=_START_SECONDS,
+            kernel_threads=max(1, (os.cpu_count() or 1) // self.settings.servers),
+            log_level="info",
+            replicas=self.settings.replicas,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        foreign = ("PSDIST_", "DMLC_", "PET_", "RANK", "WORLD_SIZE")
+        # The mark by which the tests know their processes is no setting.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign) or "TEST" in name}
+        return kept | {"PSDIST_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
+
+    def _add_scheduler(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        spec = self._plan().scheduler(self._environment(), int(port))
+        command = (*spec.argv, "--host", host, *self._insecure())
+        self.processes["scheduler"] = Process("scheduler", command, dict(spec.environment))
+
+    async def _add_server(self, number: int) -> None:
+        name = f"server-{number}"
+        spec = self._plan().server(number, self._environment())
+        command = spec.argv
+        if self.network is not None:
+            host = self.network.address(number)
+            command = (*self.network.inside(number), *command, "--host", host, *self._insecure())
+            command = (*command, "--scheduler", self.address)
+        elif self.settings.reach == "proxy":
+            port = _free_port(_LOOPBACK)
+            proxies = self.proxies[name] = Proxies(
+                FaultProxy((_LOOPBACK, port), self._rng), FaultProxy(_split(self.address), self._rng)
+            )
+            data, scheduler = await proxies.data.start(), await proxies.scheduler.start()
+            command = (*command, "--port", str(port), "--advertise", data, "--scheduler", scheduler)
+        self.processes[name] = Process(name, command, dict(spec.environment))
+
+    def _add_worker(self, rank: int) -> None:
+        command = (sys.executable, "-m", "psdist.chaos.workload", str(self.directory / _SETTINGS_FILE), str(rank))
+        self.processes[f"worker-{rank}"] = Process(f"worker-{rank}", command, self._environment())
+
+    def _insecure(self) -> tuple[str, ...]:
+        return () if self.network is None else ("--insecure",)
+
+    # --- looking ---
+
+    async def fetch(self) -> scheduler_pb2.GetStatusResponse | None:
+        """The scheduler's report; None where it does not answer soon."""
+        if self._channel is None:
+            self._channel = open_channel(self.address, limits.CONTROL_MESSAGE_BYTES)
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
+        try:
+            answer: scheduler_pb2.GetStatusResponse = await stub.GetStatus(
+                scheduler_pb2.GetStatusRequest(), metadata=auth.metadata(self._token), timeout=_STATUS_SECONDS
+            )
+        except grpc.aio.AioRpcError:
+            return None
+        return answer
+
+    async def ended(self, name: str, seconds: float) -> int:
+        """Waits for the end of a process; its status. Raises InternalError where it goes on."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        while (status := self.processes[name].status) is None:
+            if asyncio.get_running_loop().time() > deadline:
+                raise InternalError(f"{name} did not end within {seconds:g} s:\n{self.tail(name)}")
+            await asyncio.sleep(_POLL_SECONDS)
+        self._guard.remove(self.processes[name].pid)
+        return status
+
+    def tail(self, name: str, lines: int = 12) -> str:
+        """The end of what a process printed."""
+        path = self.directory / f"{name}.log"
+        text = path.read_text("utf-8", "replace") if path.exists() else ""
+        return "\n".join(f"  {name}: {line}" for line in text.splitlines()[-lines:])
+
+    # --- the end ---
+
+    async def close(self) -> None:
+        """Kills all processes and removes what was made on the network. The directory stays."""
+        for process in self.processes.values():
+            if process.running is not None and process.status is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, 9)
+        for process in self.processes.values():
+            if process.running is not None:
+                process.running.wait()
+        for proxies in self.proxies.values():
+            await proxies.data.close()
+            await proxies.scheduler.close()
+        if self._channel is not None:
+            await self._channel.close()
+        if self.network is not None:
+            self.network.close()
+        self._guard.close()
+        os.close(self._lifeline)
+        os.close(self._lifeline_end)
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,232 @@
+"""Each kind of fault of a chaos run: how it is done, what has to happen then, and how it is undone.
+
+An injection chooses its target by the run's random numbers, does the fault, tells the run when, waits for what was
+promised, and leaves everything as it found it: all members there, all copies. It returns when its effects were over.
+What was promised and did not happen raises, or is a sentence in the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from psdist.chaos import faults
+from psdist.chaos.proxy import BLACKHOLE, HALF_OPEN, Fault, FaultProxy
+from psdist.cli.exit_codes import INFRASTRUCTURE
+
+if TYPE_CHECKING:
+    from psdist.chaos.run import ChaosRun
+
+_END_SECONDS: Final = 30.0
+#: Signals and filters that end at once what they are to end.
+_REAP_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """A kind of fault. ``reach`` is how its servers have to be reached, see ``ClusterSettings``."""
+
+    what: str
+    inject: Callable[[ChaosRun], Awaitable[float]]
+    reach: str = "direct"
+    ends_the_run: bool = False
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+async def _server_kill(run: ChaosRun) -> float:
+    name = _some_server(run)
+    moment = _signal(run, "server-kill", name, faults.kill)
+    await run.cluster.ended(name, _REAP_SECONDS)
+    await run.resumed(moment, range(run.settings.workers))
+    run.cluster.launch(name)
+    await run.recovered(since=moment)
+    return time.monotonic()
+
+
+async def _server_lost(run: ChaosRun) -> float:
+    """The only copy is gone: every worker has to end by itself and say what was lost."""
+    name = _some_server(run)
+    moment = _signal(run, "server-lost", name, faults.kill)
+    await run.cluster.ended(name, _REAP_SECONDS)
+    for rank in range(run.settings.workers):
+        status = await run.cluster.ended(f"worker-{rank}", _END_SECONDS)
+        errors = run.read()[rank].errors
+        if status != INFRASTRUCTURE or not errors or not errors[-1].startswith("server_lost "):
+            run.report.problems.append(f"worker-{rank} ended with {status}: {errors or 'no typed error'}")
+        run.report.ended += [f"worker-{rank}, {time.monotonic() - moment:.2f} s later: {text}" for text in errors[-1:]]
+    status_now = await run.cluster.fetch()
+    news = [event.text for event in status_now.events] if status_now is not None else []
+    run.report.ended += [f"scheduler: {text}" for text in news if name in text][-2:]
+    return time.monotonic()
+
+
+async def _worker_kill(run: ChaosRun) -> float:
+    rank = _some_worker(run)
+    moment = _signal(run, "worker-kill", f"worker-{rank}", faults.kill)
+    await run.cluster.ended(f"worker-{rank}", _REAP_SECONDS)
+    await run.resumed(moment, _others(run, rank))
+    run.cluster.launch(f"worker-{rank}")
+    await run.recovered(since=moment)
+    return time.monotonic()
+
+
+async def _scheduler_kill(run: ChaosRun) -> float:
+    before = await run.cluster.fetch()
+    _signal(run, "scheduler-kill", "scheduler", faults.kill)
+    await run.cluster.ended("scheduler", _REAP_SECONDS)
+    await asyncio.sleep(run.settings.down_seconds)
+    back = time.monotonic()
+    run.cluster.launch("scheduler")
+    await run.cluster.scheduler_up()
+    await run.recovered(since=back)
+    after = await run.cluster.fetch()
+    if before is not None and after is not None and after.epoch < before.epoch:
+        run.report.problems.append(f"the epoch went back from {before.epoch} to {after.epoch}")
+    return time.monotonic()
+
+
+# --- frozen -----------------------------------------------------------------------------------------------------------
+
+
+async def _server_freeze(run: ChaosRun) -> float:
+    name = _some_server(run)
+    moment = _signal(run, "server-freeze", name, faults.freeze)
+    await run.resumed(moment, range(run.settings.workers))
+    await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
+    await _zombie(run, name, lambda: faults.thaw(run.cluster.processes[name].pid))
+    await run.recovered(since=time.monotonic())
+    return time.monotonic()
+
+
+async def _zombie(run: ChaosRun, name: str, wake: Callable[[], None]) -> None:
+    """A server that was replaced comes back: it has to end by itself, and is started again."""
+    wake()
+    status = await run.cluster.ended(name, _END_SECONDS)
+    if status != INFRASTRUCTURE:
+        run.report.problems.append(f"the replaced {name} ended with {status}, not {INFRASTRUCTURE}")
+    run.cluster.launch(name)
+
+
+async def _worker_freeze(run: ChaosRun) -> float:
+    rank = _some_worker(run)
+    name = f"worker-{rank}"
+    moment = _signal(run, "worker-freeze", name, faults.freeze)
+    await run.resumed(moment, _others(run, rank))
+    await asyncio.sleep(run.settings.lease_seconds * run.rng.random())
+    back = time.monotonic()
+    faults.thaw(run.cluster.processes[name].pid)
+    await run.recovered(since=back)
+    return time.monotonic()
+
+
+# --- cut off ----------------------------------------------------------------------------------------------------------
+
+
+async def _partition(run: ChaosRun, what: faults.Cut) -> float:
+    """A server's network is cut for longer than the lease: it is replaced, and is a zombie when it comes back."""
+    name = _some_server(run)
+    number, network = int(name.rpartition("-")[2]), run.cluster.network
+    assert network is not None
+    moment = time.monotonic()
+    network.cut(number, what)
+    run.injected(f"partition-{what}", name, moment)
+    try:
+        await run.resumed(moment, range(run.settings.workers))
+        await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
+    finally:
+        network.heal(number)
+    await _zombie(run, name, lambda: None)
+    await run.recovered(since=time.monotonic())
+    return time.monotonic()
+
+
+async def _scheduler_cut(run: ChaosRun) -> float:
+    """A server loses its scheduler and nothing else: replaced while workers could still reach it."""
+    name = _some_server(run)
+    proxy = run.cluster.proxies[name].scheduler
+    moment = time.monotonic()
+    proxy.fault = BLACKHOLE
+    run.injected("proxy-scheduler", name, moment)
+    await asyncio.sleep(run.settings.lease_seconds + run.rng.random() * run.settings.down_seconds)
+    await run.resumed(time.monotonic(), range(run.settings.workers))
+    await _zombie(run, name, lambda: _heal(proxy))
+    await run.recovered(since=time.monotonic())
+    return time.monotonic()
+
+
+async def _data_fault(run: ChaosRun, kind: str, fault: Fault | None) -> float:
+    """Connections to a server are bad for a while; it is not lost, and is never replaced by that alone."""
+    name = _some_server(run)
+    proxy = run.cluster.proxies[name].data
+    moment = time.monotonic()
+    run.injected(kind, name, moment)
+    if fault is None:
+        proxy.reset()
+    else:
+        proxy.fault = fault
+        await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
+        _heal(proxy)
+    await run.recovered(since=time.monotonic())
+    return time.monotonic()
+
+
+def _heal(proxy: FaultProxy) -> None:
+    proxy.fault = Fault()
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _signal(run: ChaosRun, kind: str, name: str, send: Callable[[int], None]) -> float:
+    moment = time.monotonic()
+    send(run.cluster.processes[name].pid)
+    run.injected(kind, name, moment)
+    return moment
+
+
+def _some_server(run: ChaosRun) -> str:
+    return f"server-{run.rng.randrange(run.settings.servers)}"
+
+
+def _some_worker(run: ChaosRun) -> int:
+    return run.rng.randrange(run.settings.workers)
+
+
+def _others(run: ChaosRun, rank: int) -> list[int]:
+    return [other for other in range(run.settings.workers) if other != rank]
+
+
+def _data(what: str, kind: str, fault: Fault | None) -> Injection:
+    return Injection(what, lambda run: _data_fault(run, kind, fault), "proxy")
+
+
+def _cut(what: str, direction: faults.Cut) -> Injection:
+    return Injection(what, lambda run: _partition(run, direction), "namespace")
+
+
+FAULTS: Final[dict[str, Injection]] = {
+    "server-kill": Injection("SIGKILL of a server, which is started again", _server_kill),
+    "server-lost": Injection("SIGKILL of a server that holds the only copy", _server_lost, ends_the_run=True),
+    "server-freeze": Injection("SIGSTOP of a server until it is replaced, then SIGCONT", _server_freeze),
+    "worker-kill": Injection("SIGKILL of a worker, which is started again", _worker_kill),
+    "worker-freeze": Injection("SIGSTOP of a worker until it is fenced, then SIGCONT", _worker_freeze),
+    "scheduler-kill": Injection("SIGKILL of the scheduler, which comes back later", _scheduler_kill),
+    "partition": _cut("a server's network namespace is cut off", "both"),
+    "partition-in": _cut("nothing reaches a server, which still reaches others", "in"),
+    "partition-out": _cut("a server reaches nobody, but is reached", "out"),
+    "proxy-scheduler": Injection("a server loses its scheduler and nothing else", _scheduler_cut, "proxy"),
+    "proxy-reset": _data("all connections to a server are reset", "proxy-reset", None),
+    "proxy-blackhole": _data("a server accepts and nothing passes", "proxy-blackhole", BLACKHOLE),
+    "proxy-half-open": _data("a server's answers vanish", "proxy-half-open", HALF_OPEN),
+    "proxy-slow": _data(
+        "a server is far away: latency, jitter, little bandwidth",
+        "proxy-slow",
+        Fault(latency_seconds=0.05, jitter_seconds=0.05, bytes_per_second=4e6),
+    ),
+    "proxy-cut": _data("connections to a server break after some bytes", "proxy-cut", Fault(cut_after=300_000)),
+}

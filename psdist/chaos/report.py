@@ -1,0 +1,117 @@
+"""What a chaos run found, as values: faults with their recoveries, the verdict, and how they are shown. Pure.
+
+The keys of ``as_json`` are stable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from psdist.chaos.oracle import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Injected:
+    """One fault. at: monotonic seconds. recovery_seconds: see ``Report``; None where nobody had to recover.
+
+    pause_seconds: the longest time between two acknowledgements of one worker while the fault lasted and after it.
+    """
+
+    kind: str
+    target: str
+    at: float
+    recovery_seconds: float | None = None
+    pause_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Report:
+    """One run.
+
+    Recovery is the time from a fault to the first acknowledged push that was begun after it, of that worker for which
+    it took longest; the target of a fault is left out if it is a worker. Each push needs every server.
+
+    equal: whether the weights are byte for byte those of an undisturbed run; None where that is not to be expected.
+    problems: what else was not as promised, one sentence each.
+    ended: where the run was to end: what its processes said last.
+    """
+
+    what: str
+    settings: dict[str, Any]
+    faults: list[Injected] = field(default_factory=list)
+    verdict: Verdict | None = None
+    equal: bool | None = None
+    steps_per_second: float = 0.0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+
+    @property
+    def recoveries(self) -> list[float]:
+        """Seconds, the shortest first."""
+        return sorted(fault.recovery_seconds for fault in self.faults if fault.recovery_seconds is not None)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing was lost or repeated, weights are equal where they should be, and nothing else went wrong."""
+        counted = self.verdict is None or not (self.verdict.lost or self.verdict.repeated)
+        return counted and self.equal is not False and not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        """The report with stable keys; times in seconds."""
+        return {
+            "what": self.what,
+            "good": self.good,
+            "settings": self.settings,
+            "faults": len(self.faults),
+            **(asdict(self.verdict) if self.verdict else {}),
+            "recovery_seconds": {name: percentile(self.recoveries, part) for name, part in _PERCENTILES.items()},
+            "pause_seconds_max": round(max((fault.pause_seconds for fault in self.faults), default=0.0), 4),
+            "equal": self.equal,
+            "steps_per_second": round(self.steps_per_second, 1),
+            "seconds": round(self.seconds, 1),
+            "problems": self.problems,
+            "ended": self.ended,
+            "injected": [
+                {"kind": fault.kind, "target": fault.target, "recovery_seconds": _rounded(fault.recovery_seconds)}
+                for fault in self.faults
+            ],
+        }
+
+
+_PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+
+
+def percentile(ordered: Sequence[float], part: float) -> float | None:
+    """The nearest-rank percentile: the least value that so many are at or below. None of nothing."""
+    if not ordered:
+        return None
+    rank = -(-len(ordered) * round(part * 1000) // 1000)
+    return round(ordered[max(0, rank - 1)], 4)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def table(report: Report) -> str:
+    """The report for people."""
+    shown = report.as_json()
+    rows = [("case", report.what), ("faults", f"{len(report.faults)} in {report.seconds:.0f} s")]
+    if report.verdict is not None:
+        found = report.verdict
+        pushes = f"{found.acknowledged:,} acknowledged, {found.dropped} dropped, {found.unknown} unanswered"
+        rows += [("pushes", f"{pushes}; {report.steps_per_second:.0f} a second")]
+        rows += [("lost", str(found.lost)), ("repeated", str(found.repeated))]
+    if report.recoveries:
+        times = (f"{name} {1e3 * value:.0f} ms" for name, value in shown["recovery_seconds"].items())
+        rows += [("recovery", ", ".join(times))]
+        rows += [("longest pause", f"{1e3 * shown['pause_seconds_max']:.0f} ms")]
+    if report.equal is not None:
+        rows += [("weights", "equal to the undisturbed run" if report.equal else "NOT those of the undisturbed run")]
+    rows += [("ended", line) for line in report.ended]
+    rows += [("PROBLEM", problem) for problem in report.problems]
+    rows += [("result", "as promised" if report.good else "NOT AS PROMISED")]
+    return "\n".join(f"{name:15}{value}" for name, value in rows)

@@ -1,0 +1,291 @@
+"""One chaos run: starts real processes, injects faults by a seed, waits for recovery each time, and counts at the end.
+
+``ChaosRun.run`` is the whole story. How each fault is done and undone is in ``injections``; who is started, in
+``cluster``; what is counted, in ``oracle``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from psdist.chaos import oracle
+from psdist.chaos.cluster import ChaosCluster, ClusterSettings
+from psdist.chaos.oracle import Push, Verdict
+from psdist.chaos.report import Injected, Report
+from psdist.chaos.workload import EventReader, Mode, WorkloadSettings
+from psdist.config import Transport
+from psdist.errors import InternalError, PsdistError
+from psdist.v1 import scheduler_pb2
+
+_READY_SECONDS: Final = 60.0
+_RECOVER_SECONDS: Final = 60.0
+_END_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 0.02
+_WARM_PUSHES: Final = 20
+#: In BSP the workers are told so many steps ahead where to end, so that none has passed it.
+_STEPS_AHEAD: Final = 200
+#: Faults come after a random pause of at most so long, so that they hit every part of a step.
+_PAUSE_SECONDS: Final = 0.5
+_SLOTS_MAX: Final = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosSettings:
+    """What to do. fault: a key of ``injections.FAULTS``; kills: how often.
+
+    down_seconds: how long a scheduler stays down, and how long what is frozen or cut off stays so at least.
+    compare: also make an undisturbed run of as many steps, and compare the bytes.
+    """
+
+    fault: str = "server-kill"
+    kills: int = 100
+    mode: Mode = "bsp"
+    servers: int = 3
+    workers: int = 2
+    replicas: int = 2
+    lease_seconds: float = 2.0
+    down_seconds: float = 4.0
+    seed: int = 0
+    pace_seconds: float = 0.002
+    transport: Transport = "auto"
+    slices: int = 12
+    compare: bool = True
+
+    @property
+    def compares(self) -> bool:
+        """BSP is exact as long as the same workers take part in every step."""
+        return self.compare and self.mode == "bsp" and not self.fault.startswith("worker")
+
+    @property
+    def slots(self) -> int:
+        """Places of a slice. In BSP with workers that come and go each step needs its own."""
+        if self.mode != "bsp" or not self.fault.startswith("worker"):
+            return 4096
+        steps = (self.kills + 3) * (self.down_seconds + 10.0) / self.pace_seconds
+        return int(min(_SLOTS_MAX, 1 << int(steps * self.workers).bit_length()))
+
+
+class ChaosRun:
+    """One run. ``progress`` is told a sentence now and then."""
+
+    def __init__(self, settings: ChaosSettings, progress: Callable[[str], None]) -> None:
+        self.settings = settings
+        self.rng = random.Random(settings.seed)
+        self.directory = Path(tempfile.mkdtemp(prefix="psdist-chaos-"))
+        self.report = Report(
+            f"{settings.fault} x {settings.kills}, {settings.mode}, replicas={settings.replicas}", asdict(settings)
+        )
+        self.cluster: ChaosCluster = ChaosCluster(self._cluster_settings(), self.directory, self.rng)
+        self.workload = self._workload_settings(self.cluster)
+        self.readers = [EventReader(self.workload.log(rank)) for rank in range(settings.workers)]
+        self._progress = progress
+
+    def _cluster_settings(self) -> ClusterSettings:
+        from psdist.chaos.injections import FAULTS
+
+        settings = self.settings
+        return ClusterSettings(
+            settings.servers, settings.workers, settings.replicas, settings.lease_seconds, FAULTS[settings.fault].reach
+        )
+
+    def _workload_settings(self, cluster: ChaosCluster) -> WorkloadSettings:
+        return WorkloadSettings(
+            directory=str(cluster.directory),
+            scheduler=cluster.address,
+            workers=self.settings.workers,
+            mode=self.settings.mode,
+            slices=self.settings.slices,
+            slots=self.settings.slots,
+            dense=200_000 if self.settings.compares else 0,
+            pace_seconds=self.settings.pace_seconds,
+            transport=self.settings.transport if cluster.settings.reach == "direct" else "grpc",
+        )
+
+    # --- the story ---
+
+    async def run(self) -> Report:
+        """Runs to the end; what went wrong is in the report. All processes are gone then."""
+        begin = time.monotonic()
+        try:
+            await self._run()
+        except PsdistError as error:
+            self.report.problems.append(f"{type(error).__name__}: {error}")
+            self.report.problems += await self._last_words()
+        finally:
+            await self.cluster.close()
+            self.report.seconds = time.monotonic() - begin
+        if self.report.good:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        else:
+            self.report.problems.append(f"logs are in {self.directory}")
+        return self.report
+
+    async def _run(self) -> None:
+        from psdist.chaos.injections import FAULTS
+
+        fault = FAULTS[self.settings.fault]
+        await self.cluster.start(self.workload)
+        await self.recovered(_READY_SECONDS, since=0.0, pushes=_WARM_PUSHES)
+        self._progress("the run is up; faults begin")
+        for number in range(self.settings.kills):
+            await asyncio.sleep(self.rng.random() * _PAUSE_SECONDS)
+            moment = await fault.inject(self)
+            self._measure(moment)
+            if fault.ends_the_run:
+                return
+            self._progress(f"{number + 1} of {self.settings.kills}: {self._describe(self.report.faults[-1])}")
+        await self._end()
+        if self.settings.compares:
+            self._progress("faults are over; the undisturbed run begins")
+            self.report.equal = await self._compare()
+
+    async def _end(self) -> None:
+        """Tells the workers to stop, and counts what is left."""
+        stop = 1 + _STEPS_AHEAD + max(reader.pushes[-1].number for reader in self.read())
+        unfinished = self.directory / "stop.unfinished"
+        unfinished.write_text(str(stop))
+        unfinished.replace(self.workload.stop_file)
+        for rank in range(self.settings.workers):
+            status = await self.cluster.ended(f"worker-{rank}", _END_SECONDS)
+            if status != 0:
+                raise InternalError(f"worker-{rank} ended with {status}: {self.readers[rank].errors}")
+        self.report.verdict = self._judge()
+
+    def _judge(self) -> Verdict:
+        settings, pushes = self.settings, {rank: reader.pushes for rank, reader in enumerate(self.read())}
+        seen = [self.workload.final(rank, "counts").read_bytes() for rank in range(settings.workers)]
+        if len(set(seen)) > 1:
+            self.report.problems.append("workers see different weights at the end")
+        acknowledged = [push.end for mine in pushes.values() for push in mine if push.outcome == "acknowledged"]
+        self.report.steps_per_second = len(acknowledged) / (max(acknowledged) - min(acknowledged)) / settings.workers
+        weights = np.frombuffer(seen[0], np.float32).reshape(settings.slices, self.workload.slots)
+        return oracle.judge(pushes, weights, settings.workers, synchronous=settings.mode == "bsp")
+
+    async def _compare(self) -> bool:
+        """Makes as many steps without faults, on one server without replicas, and compares every byte."""
+        settings = ClusterSettings(1, self.settings.workers, 1)
+        directory = self.directory / "undisturbed"
+        directory.mkdir()
+        cluster = ChaosCluster(settings, directory, self.rng)
+        workload = replace(self.workload, directory=str(directory), scheduler=cluster.address, pace_seconds=0.0)
+        workload.stop_file.write_text(self.workload.stop_file.read_text())
+        try:
+            await cluster.start(workload)
+            for rank in range(settings.workers):
+                await cluster.ended(f"worker-{rank}", 10 * _END_SECONDS)
+        finally:
+            await cluster.close()
+        return all(
+            workload.final(rank, what).read_bytes() == self.workload.final(rank, what).read_bytes()
+            for rank in range(settings.workers)
+            for what in ("counts", "dense")
+        )
+
+    # --- waiting ---
+
+    async def until(self, what: str, seconds: float, condition: Callable[[], Awaitable[bool]]) -> None:
+        """Waits for a condition. Raises InternalError after ``seconds``, or when a worker ended by itself."""
+        deadline = time.monotonic() + seconds
+        while not await condition():
+            for rank, reader in enumerate(self.read()):
+                status = self.cluster.processes[f"worker-{rank}"].status
+                if status not in (None, -signal.SIGKILL):
+                    raise InternalError(f"worker-{rank} ended with {status}: {reader.errors[-1:]}")
+            if time.monotonic() > deadline:
+                raise InternalError(f"not within {seconds:g} s: {what}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def recovered(self, seconds: float = _RECOVER_SECONDS, *, since: float, pushes: int = 1) -> None:
+        """Waits until every worker has pushes acknowledged that were begun after ``since``, all members are there, and
+        every shard has its copies."""
+
+        async def all_well() -> bool:
+            if not self.pushing(since, range(self.settings.workers)):
+                return False
+            if min(len(reader.pushes) for reader in self.readers) < pushes:
+                return False
+            status = await self.cluster.fetch()
+            return status is not None and self._is_whole(status)
+
+        await self.until("all members there, all shards with their copies, all workers pushing", seconds, all_well)
+
+    async def resumed(self, moment: float, workers: range | list[int]) -> None:
+        """Waits until these workers have a push acknowledged that was begun after ``moment``."""
+
+        async def pushing() -> bool:
+            return self.pushing(moment, workers)
+
+        await self.until(f"workers {list(workers)} push again", _RECOVER_SECONDS, pushing)
+
+    def pushing(self, moment: float, workers: range | list[int]) -> bool:
+        """Whether these workers have a push acknowledged that was begun after ``moment``."""
+        readers = self.read()
+        return all(readers[rank].acknowledged_since(moment) is not None for rank in workers)
+
+    def read(self) -> list[EventReader]:
+        """What the workers wrote so far, by rank."""
+        for reader in self.readers:
+            reader.read()
+        return self.readers
+
+    def _is_whole(self, status: scheduler_pb2.GetStatusResponse) -> bool:
+        live = [member.role for member in status.members if member.state == "live"]
+        shards = [shard for one in status.parameters for shard in one.entry.shards]
+        return (
+            live.count(scheduler_pb2.ROLE_SERVER) == self.settings.servers
+            and live.count(scheduler_pb2.ROLE_WORKER) == self.settings.workers
+            and all(one.state == "ready" for one in status.parameters)
+            and all(1 + len(shard.backups) >= self.settings.replicas and not shard.filling for shard in shards)
+        )
+
+    # --- measuring ---
+
+    def injected(self, kind: str, target: str, moment: float) -> None:
+        """A fault was injected at ``moment``."""
+        self.report.faults.append(Injected(kind, target, moment))
+
+    def _measure(self, until: float) -> None:
+        """Recovery from the last fault; its effects are over at ``until``."""
+        fault = self.report.faults[-1]
+        recoveries, pauses = [], [0.0]
+        for rank, reader in enumerate(self.read()):
+            if fault.target == f"worker-{rank}":
+                continue
+            first = reader.acknowledged_since(fault.at)
+            if first is not None:
+                recoveries.append(first.end - fault.at)
+            pauses.append(_longest_pause(reader.pushes, fault.at, until))
+        self.report.faults[-1] = replace(
+            fault, recovery_seconds=max(recoveries, default=None), pause_seconds=max(pauses)
+        )
+
+    def _describe(self, fault: Injected) -> str:
+        recovery = "" if fault.recovery_seconds is None else f", recovered after {1e3 * fault.recovery_seconds:.0f} ms"
+        return f"{fault.kind} of {fault.target}{recovery}"
+
+    async def _last_words(self) -> list[str]:
+        status = await self.cluster.fetch()
+        words: list[str] = []
+        if status is not None:
+            words += [f"scheduler: {status.phase}; {'; '.join(status.waiting_for)}"]
+            words += [f"scheduler: {event.text}" for event in list(status.events)[-6:]]
+        return words + [tail for name in self.cluster.processes if (tail := self.cluster.tail(name, 4))]
+
+
+def _longest_pause(pushes: list[Push], begin: float, end: float) -> float:
+    """Between two acknowledgements, of which the second is later than ``begin`` and the first earlier than ``end``."""
+    moments = [push.end for push in pushes if push.outcome == "acknowledged"]
+    pairs = itertools.pairwise(moments)
+    return max((after - before for before, after in pairs if after > begin and before < end), default=0.0)

@@ -1,0 +1,129 @@
+"""The promises that a chaos run can show, each with the run that shows it and the figures that are the target.
+
+Values and judgement only; nothing is started here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from psdist.chaos import faults
+from psdist.chaos.report import Report
+from psdist.chaos.run import ChaosSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A promise. changes: settings that this run differs by from those that were given.
+
+    met: whether the figures of a report are the target; that it is good at all comes first.
+    """
+
+    name: str
+    target: str
+    changes: tuple[tuple[str, Any], ...]
+    met: Callable[[Report], bool]
+    kills_max: int = 100
+
+    def settings(self, given: ChaosSettings) -> ChaosSettings:
+        """The run that shows it."""
+        return replace(given, **{"kills": min(given.kills, self.kills_max)} | dict(self.changes))
+
+    def missing(self) -> str:
+        """What this machine lacks for it; empty where it can be shown."""
+        return faults.namespaces_missing() if dict(self.changes)["fault"].startswith("partition") else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a case came to."""
+
+    case: Case
+    report: Report
+    met: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """The report, with the promise."""
+        return {"case": self.case.name, "target": self.case.target, "met": self.met} | self.report.as_json()
+
+    @property
+    def row(self) -> str:
+        """One line of a Markdown table."""
+        return f"| {self.case.name} | {self.case.target} | {self._figures()} | {'met' if self.met else 'NOT MET'} |"
+
+    def _figures(self) -> str:
+        report, shown = self.report, self.report.as_json()
+        parts = [f"{len(report.faults)} faults"]
+        if report.verdict is not None:
+            parts += [f"{report.verdict.acknowledged:,} pushes, {report.verdict.lost} lost"]
+            parts += [f"{report.verdict.repeated} repeated"]
+        if report.recoveries:
+            times = shown["recovery_seconds"].items()
+            parts += ["recovery " + ", ".join(f"{name} {1e3 * value:.0f} ms" for name, value in times)]
+        if report.equal is not None:
+            parts += ["byte-identical" if report.equal else "NOT byte-identical"]
+        return "; ".join([*parts, *report.ended[:1], *report.problems[:1]])
+
+
+def judge(case: Case, report: Report) -> Result:
+    """Whether the promise was kept."""
+    return Result(case, report, report.good and case.met(report))
+
+
+def _within(**limits: float) -> Callable[[Report], bool]:
+    """Percentiles of the recovery in seconds."""
+
+    def met(report: Report) -> bool:
+        times = report.as_json()["recovery_seconds"]
+        return all(times[name] is not None and times[name] <= limit for name, limit in limits.items())
+
+    return met
+
+
+def _pauses(seconds: float) -> Callable[[Report], bool]:
+    return lambda report: report.as_json()["pause_seconds_max"] <= seconds
+
+
+def _good(report: Report) -> bool:
+    return report.good
+
+
+def _case(name: str, target: str, met: Callable[[Report], bool], kills_max: int = 100, **changes: Any) -> Case:
+    return Case(name, target, tuple(changes.items()), met, kills_max)
+
+
+_KILL: Final = "0 lost, 0 repeated; recovery p50 under 400 ms, p99 under 1.5 s"
+
+CASES: Final[tuple[Case, ...]] = (
+    _case(
+        "servers killed, BSP", f"{_KILL}; byte-identical", _within(p50=0.4, p99=1.5), fault="server-kill", mode="bsp"
+    ),
+    _case("servers killed, ASP", _KILL, _within(p50=0.4, p99=1.5), fault="server-kill", mode="asp"),
+    _case(
+        "server frozen", "replaced within 3 s p99; the zombie changes nothing", _within(p99=3.0), 20,
+        fault="server-freeze", mode="bsp",
+    ),
+    _case(
+        "worker killed", "the others' step resumes within 0.5 s", _within(max=0.5), 20,
+        fault="worker-kill", mode="bsp", pace_seconds=0.01,
+    ),
+    _case(
+        "worker frozen", "the others' step resumes within the lease + 0.5 s; it rejoins by itself", _within(max=2.5),
+        10, fault="worker-freeze", mode="bsp", pace_seconds=0.01, lease_seconds=2.0,
+    ),
+    _case(
+        "scheduler killed, 30 s down", "no step fails; the epoch goes on", _pauses(1.0), 1,
+        fault="scheduler-kill", mode="bsp", down_seconds=30.0,
+    ),
+    _case(
+        "replicas=1, server killed", "ends with a typed error that says what was lost", _good, 1,
+        fault="server-lost", mode="bsp", replicas=1,
+    ),
+    _case("server partitioned", "0 lost, 0 repeated", _good, 5, fault="partition", mode="bsp"),
+    _case("server partitioned, one way", "0 lost, 0 repeated", _good, 5, fault="partition-out", mode="asp"),
+    _case("server without its scheduler", "0 lost, 0 repeated", _good, 5, fault="proxy-scheduler", mode="bsp"),
+    _case("connections reset", "0 lost, 0 repeated", _good, 20, fault="proxy-reset", mode="asp"),
+    _case("server silent", "0 lost, 0 repeated", _good, 5, fault="proxy-blackhole", mode="bsp"),
+)  # fmt: skip
