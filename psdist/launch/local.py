@@ -189,7 +189,7 @@ async def _supervise(
         signals=options.signals,
         on_tick=watch.tick,
     )
-    wishes = _Wishes(services.link, environ, lambda event: runner.happened(event))
+    wishes = _Wishes(services, environ, lambda event: runner.happened(event))
     watch.on_found = wishes.start
     try:
         copies = f", {options.replicas} copies of each shard" if options.replicas > 1 else ""
@@ -207,8 +207,9 @@ async def _supervise(
 class _Wishes:
     """Hears what the scheduler wants of this launcher: servers started or stopped, or the end."""
 
-    def __init__(self, link: SchedulerLink, environ: Mapping[str, str], happened: Callable[[Event], None]) -> None:
-        self._link = link
+    def __init__(self, services: ServicesPlan, environ: Mapping[str, str], happened: Callable[[Event], None]) -> None:
+        self._link = services.link
+        self._servers = services.servers
         self._environ = environ
         self._happened = happened
         self._child: Child | None = None
@@ -250,7 +251,8 @@ class _Wishes:
             if wish.lost:
                 self._happened(Failed(wish.lost, INFRASTRUCTURE_STATUS))
             else:
-                self._happened(Scaled(wish.servers, _numbers(wish.draining), _numbers(wish.stop)))
+                # Where nobody said a number, it is the one that the run began with.
+                self._happened(Scaled(wish.servers or self._servers, _numbers(wish.draining), _numbers(wish.stop)))
 
 
 def _numbers(server_ids: list[str]) -> tuple[int, ...]:

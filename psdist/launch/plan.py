@@ -135,7 +135,7 @@ class ServicesPlan:
             *program("psdist_scheduler"),
             *("--host", "127.0.0.1", "--port", str(port), "--run-id", self.link.run_id),
             *("--min-workers", str(self.workers), "--min-servers", str(self.servers)),
-            *(("--replicas", str(self.replicas)) if self.replicas > 1 else ()),
+            *("--replicas", str(self.replicas)),
             *("--failure-timeout", f"{self.failure_timeout_seconds:g}", "--join-grace", "0"),
             *("--store", str(self.directory / "scheduler.sqlite"), "--address-file", str(self.link.file)),
             *self._shared(),

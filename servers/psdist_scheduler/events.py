@@ -394,10 +394,11 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class ScaleNews:
-    """Not the last answer. How many servers a run shall have (0: nobody said), which are to be stopped, and what is
-    lost, so that the run cannot go on."""
+    """Not the last answer. How many servers a run shall have (0: nobody said) besides those that are drained, which of
+    these are to be stopped, and what is lost, so that the run cannot go on."""
 
     servers_wanted: int
+    draining: tuple[str, ...]
     stop: tuple[str, ...]
     lost: str
 

@@ -260,7 +260,10 @@ def scaled(value: Value) -> pb.ScaleResponse:
 def scale_news(value: Value, maps: MapCache) -> tuple[pb.WatchScaleResponse, bool]:
     """An answer to WatchScale, which has no last."""
     assert isinstance(value, ScaleNews)
-    return pb.WatchScaleResponse(servers_wanted=value.servers_wanted, stop=value.stop, lost=value.lost), False
+    message = pb.WatchScaleResponse(
+        servers_wanted=value.servers_wanted, draining=value.draining, stop=value.stop, lost=value.lost
+    )
+    return message, False
 
 
 def command(value: Value | News) -> pb.SessionResponse:

@@ -114,7 +114,8 @@ class Scaling:
         effects: list[Effect] = []
         for call, drain in list(self._drains.items()):
             effects += self._go_on(call, drain, now)
-        news = ScaleNews(self._members.servers_wanted, self._to_stop(), self._registry.lost_text)
+        draining = tuple(server.member_id for server in self._members.servers if server.draining)
+        news = ScaleNews(self._members.servers_wanted, draining, self._to_stop(), self._registry.lost_text)
         for call, told in self._watchers.items():
             if told != news:
                 self._watchers[call] = news

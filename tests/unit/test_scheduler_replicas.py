@@ -311,12 +311,12 @@ def test_scaling_down_drains_the_highest_and_tells_launchers() -> None:
     run = Run(servers=4)
     watch = run.d.number()
     run.d.on(ev.WatchScale(watch, "run"))
-    assert run.d.state(watch) == ev.ScaleNews(0, (), "")
+    assert run.d.state(watch) == ev.ScaleNews(0, (), (), "")
     call = run.scale(2)
     assert run.d.state(call) == ev.Scaled(4, ("server-2", "server-3"), 0, 1)
-    assert run.d.state(watch) == ev.ScaleNews(2, (), "")
+    assert run.d.state(watch) == ev.ScaleNews(2, ("server-2", "server-3"), (), "")
     run.d.fill()
-    assert run.d.state(watch) == ev.ScaleNews(2, ("server-2", "server-3"), "")
+    assert run.d.state(watch) == ev.ScaleNews(2, ("server-2", "server-3"), ("server-2", "server-3"), "")
     assert run.load() == {"server-0": (8, 16), "server-1": (8, 16), "server-2": (0, 0), "server-3": (0, 0)}
     again = Driver(run.d.stored, workers_min=1, replicas=2)
     assert again.cluster.members.servers_wanted == 2
