@@ -1,0 +1,319 @@
+"""The cluster of a simulated run: the real scheduler, the real servers and the real client library, one node each.
+
+``World`` starts, kills and restarts them as a launcher would. What a worker does, its script, is here too; which faults
+come when is not (``nemesis``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+
+from psdist.client.async_client import AsyncClient
+from psdist.client.parameters import AsyncParameters
+from psdist.errors import DuplicateMemberError, PsdistError, ServerLostError
+from psdist.types import ClusterMap
+from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.records import ClusterSettings
+from psdist_scheduler.service import Scheduler, Service
+from psdist_server.host import Host
+from psdist_server.link import SchedulerLink
+from psdist_server.service import ServerService
+from tests.simulation import rpc
+from tests.simulation.disk import Disk, DiskStore
+from tests.simulation.environment import RunLoop
+from tests.simulation.loop import Node
+from tests.simulation.network import Faults, Network
+from tests.simulation.options import Options
+from tests.simulation.oracle import Life, Oracle, Push
+
+RUN = "run-sim"
+NAME = "p"
+SCHEDULER = "10.0.0.1:7000"
+KERNEL_THREADS = 2
+
+
+class World:
+    """One run. ``options`` says what it is made of; everything else comes from the seed."""
+
+    def __init__(self, loop: RunLoop, options: Options) -> None:
+        self.loop = loop
+        self.options = options
+        self.counts: Counter[str] = Counter()
+        faults = Faults(options.delay, options.slow, options.slow_seconds, options.cut)
+        loop.network = self.network = Network(loop, options.stream("network"), faults)
+        self.network.may_cut = self._may_cut
+        loop.entropy = options.stream("entropy")
+        loop.kernels = options.stream("kernels")
+        self.workload = options.stream("workload")
+        self.disk = Disk(options.stream("disk"), RUN, options.disk_seconds)
+        noise = np.random.default_rng(options.stream("noise").getrandbits(64))
+        self.oracle = Oracle(options.consistency, options.optimizer, options.slices, options.slots, noise)
+        self.scheduler: Scheduler | None = None
+        self.scheduler_node: Node | None = None
+        self.server_nodes: dict[int, Node] = {}
+        self.hosts: dict[int, Host] = {}
+        self.worker_nodes: dict[int, Node] = {}
+        self.lives: list[Life] = []
+        #: Numbers of workers that have nothing more to do, or are gone for good.
+        self.finished: set[int] = set()
+        self.created = False
+        #: Servers may be lost without the run being over.
+        self.lossy = options.replicas > 1
+        #: The run cannot go on, and workers were told.
+        self.doomed: list[str] = []
+        self._changed = asyncio.Event()
+
+    # --- starting and ending ------------------------------------------------------------------------------------------
+
+    def start_scheduler(self) -> None:
+        """A scheduler with what is on the disk."""
+        self.scheduler_node = node = self.loop.node("scheduler", "host-s")
+        self.loop.start(node, self._schedule(node))
+
+    async def _schedule(self, node: Node) -> None:
+        options = self.options
+        store = DiskStore(self.disk)
+        settings = ClusterSettings(
+            run_id=RUN,
+            workers_min=options.workers,
+            servers_min=options.servers,
+            lease_seconds=options.lease_seconds,
+            **({"replicas": options.replicas} if options.replicas > 1 else {}),
+        )
+        cluster = Cluster(settings, store.load(), self.loop.time())
+        self.scheduler = scheduler = Scheduler(cluster, store)
+        self.counts["scheduler started"] += 1
+        publish = scheduler.maps.set
+
+        def publish_and_tell(cluster: ClusterMap) -> None:
+            publish(cluster)
+            self.oracle.published(cluster)
+
+        scheduler.maps.set = publish_and_tell  # type: ignore[method-assign]
+        rpc.serve(self.network, SCHEDULER, node, Service(scheduler).handler())
+        ticks = asyncio.create_task(scheduler.tick())
+        await scheduler.run()
+        ticks.cancel()
+
+    def start_server(self, number: int) -> None:
+        """A server, in a new life if there was one of this number."""
+        self.server_nodes[number] = node = self.loop.node(f"server-{number}", f"host-{number % self.options.hosts}")
+        self.loop.start(node, self._serve(node, number))
+
+    async def _serve(self, node: Node, number: int) -> None:
+        address = f"10.0.1.{number}:7001"
+        link = SchedulerLink(SCHEDULER, "", address, f"server-{number}" if self.options.replicas == 1 else "", RUN)
+        try:
+            first_map = await link.register(60.0)
+            host = self.make_host(link)
+            await host.follow(first_map)
+            self.hosts[number] = host
+            rpc.serve(self.network, address, node, ServerService(host).handler())
+            self.counts["server started"] += 1
+            await link.run(host)
+        except PsdistError as error:
+            self.counts[f"server ended: {type(error).__name__}"] += 1
+            await self.loop.after(0.3)
+            self.loop.world_soon(self.server_ended, number, node)
+
+    def make_host(self, link: SchedulerLink) -> Host:
+        """The host of a registered server."""
+        return Host(link.server_id, link.run_id, "", KERNEL_THREADS)
+
+    def server_ended(self, number: int, node: Node) -> None:
+        """The process of a server ended by itself; a launcher starts another."""
+        if not node.dead:
+            self.kill(node, silent=False)
+            self.start_server(number)
+
+    def kill(self, node: Node, *, silent: bool) -> None:
+        """Ends a process as SIGKILL does, or (``silent``) its host."""
+        self.loop.trace(f"kill {node.name}")
+        self.loop.crash(node)
+        self.network.process_died(node, silent=silent)
+        if node is self.scheduler_node:
+            self.disk.crash()
+            self.scheduler = None
+
+    def start_worker(self, worker: int) -> None:
+        """A process of this worker."""
+        number = len(self.lives)
+        steps = self.options.steps
+        slots = range(number * steps, (number + 1) * steps)
+        life = Life(worker, number, slots)
+        self.lives.append(life)
+        self.worker_nodes[worker] = node = self.loop.node(f"worker-{worker}", f"host-w{worker}")
+        self.loop.start(node, self._work(node, life))
+
+    @property
+    def can_start_worker(self) -> bool:
+        """Whether there are slots for another life."""
+        return len(self.lives) < self.options.lives
+
+    def steps_left(self, worker: int) -> int:
+        """What a new life of the worker has to do."""
+        done = sum(len(life.pushes) for life in self.lives if life.worker == worker)
+        return max(1, self.options.steps - done)
+
+    # --- a worker's script --------------------------------------------------------------------------------------------
+
+    async def _work(self, node: Node, life: Life) -> None:
+        try:
+            await self._train(life)
+        except ServerLostError as error:
+            self.doomed.append(f"{life.worker_id}: {error}")
+            self._end_worker(node, life, for_good=True)
+        except PsdistError as error:
+            self.counts[f"worker ended: {type(error).__name__}"] += 1
+            self._end_worker(node, life, for_good=False)
+        else:
+            self._end_worker(node, life, for_good=True)
+
+    def _end_worker(self, node: Node, life: Life, *, for_good: bool) -> None:
+        """The process ends; a launcher starts a failed one anew."""
+        life.over = True
+        again = not for_good and self.can_start_worker
+        if not for_good and not again:
+            self.counts["worker given up"] += 1
+        self.loop.world_soon(self._worker_ended, node, life.worker, again)
+
+    def _worker_ended(self, node: Node, worker: int, again: bool) -> None:
+        if not node.dead:
+            self.kill(node, silent=False)
+        if again:
+            self.start_worker(worker)
+        else:
+            self.finish(worker)
+
+    def finish(self, worker: int) -> None:
+        """This worker does nothing more."""
+        self.finished.add(worker)
+        self._changed.set()
+
+    async def all_finished(self) -> None:
+        """Returns when no worker has anything to do."""
+        while len(self.finished) < len({life.worker for life in self.lives}):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _connect(self, worker_id: str) -> AsyncClient:
+        while True:
+            client = AsyncClient(
+                SCHEDULER, "", run_id=RUN, worker_id=worker_id, transport="grpc", connect_timeout=300.0
+            )
+            try:
+                return await client.connect()
+            except DuplicateMemberError:  # Its life before is not known to be over.
+                self.counts["registered too early"] += 1
+                await self.loop.after(0.3)
+
+    async def _open(self, client: AsyncClient) -> AsyncParameters:
+        oracle, options = self.oracle, self.options
+        return await client.parameters(
+            NAME,
+            init={"w": oracle.initial.reshape(-1)},
+            optimizer=options.optimizer,
+            consistency=options.consistency,
+            slice_elements=oracle.slice_elements,
+        )
+
+    async def _train(self, life: Life) -> None:
+        steps = self.steps_left(life.worker)
+        client = await self._connect(life.worker_id)
+        handle = await self._open(client)
+        self._joined(life, client, handle)
+        self.created = True
+        for _ in range(steps):
+            await self.loop.after(self.workload.expovariate(1.0) * self.options.think_seconds)
+            await self._step(client, life, handle)
+        life.over = True
+        await client.close()
+
+    def _joined(self, life: Life, client: AsyncClient, handle: AsyncParameters) -> None:
+        life.rank, life.incarnation, life.joined = client.rank, client.incarnation, True
+        life.clock, life.since = self._clock(life.worker_id), []
+        self.counts["joined"] += 1
+
+    def _clock(self, worker_id: str) -> int:
+        """The clock that the worker joined at, as the scheduler has it."""
+        cluster = self.scheduler.cluster.map if self.scheduler is not None else None
+        entry = cluster.entry(NAME) if cluster is not None else None
+        members = entry.members if entry is not None else ()
+        return next((member.first_step for member in members if member.worker_id == worker_id), 0)
+
+    async def _step(self, client: AsyncClient, life: Life, handle: AsyncParameters) -> None:
+        """One push, and what belongs to it."""
+        how = self.workload.random()
+        if how < self.options.pulls:
+            await self._read(life, handle, handle.pull())
+        others = self.members_beside(life)
+        before = handle.statistics()
+        incarnation = client.incarnation
+        push = self.oracle.begins(life, handle.step)
+        gradients = {"w": self.oracle.gradient(push.slot)}
+        weights = None
+        if self.workload.random() < self.options.bare_pushes:
+            await handle.push(gradients)
+        else:
+            weights = (await handle.push_pull(gradients))["w"]
+        after = handle.statistics()
+        if getattr(after, "dropped", 0) > getattr(before, "dropped", 0) or client.incarnation != incarnation:
+            self.counts["dropped"] += 1
+            push.dropped = True
+            self._joined(life, client, handle)
+        else:
+            self._acked(life, handle, push, after.ignored - before.ignored)
+        if weights is not None:
+            self._saw(life, handle, weights, others)
+
+    def _acked(self, life: Life, handle: AsyncParameters, push: Push, ignored: int) -> None:
+        # A slice whose answer was lost says "ignored" to its repeat, and has the push all the same.
+        self.counts["said to be ignored"] += ignored > 0
+        self.oracle.answered(push, 0)
+        self.counts["resent"] += handle.statistics().resent > 0
+
+    async def _read(self, life: Life, handle: AsyncParameters, pull: Coroutine[Any, Any, Any]) -> None:
+        others = self.members_beside(life)
+        weights = await pull
+        self._saw(life, handle, weights["w"], others)
+
+    def _saw(self, life: Life, handle: AsyncParameters, weights: Any, others: list[Life]) -> None:
+        still = [other for other in others if other in self.members_beside(life)]
+        self.oracle.saw(life, handle._session.versions, weights, still)
+
+    def members_beside(self, life: Life) -> list[Life]:
+        """Other lives that take part, by the scheduler's map."""
+        if self.scheduler is None:
+            return []
+        entry = self.scheduler.cluster.map.entry(NAME)
+        now = {member.worker_id: member.incarnation for member in entry.members} if entry is not None else {}
+        return [
+            other
+            for other in self.lives
+            if other is not life and other.joined and not other.over and now.get(other.worker_id) == other.incarnation
+        ]
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    async def final_read(self) -> None:
+        """Somebody who took no part looks at the weights."""
+        node = self.loop.node("reader", "host-r")
+        await self.loop.start(node, self._final_read())
+
+    async def _final_read(self) -> None:
+        client = await self._connect("reader")
+        handle = await client.parameters(NAME)
+        weights = (await handle.pull())["w"]
+        self.oracle.check_end(handle._session.versions, weights)
+        await client.close()
+
+    def _may_cut(self, client: str, server: str, method: str) -> bool:
+        """A session is a membership: with it goes what its member holds."""
+        if method.endswith("/Session") or client == "reader":
+            return False
+        return not (method.endswith("/Register") and client.startswith("server"))

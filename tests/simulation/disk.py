@@ -1,0 +1,89 @@
+"""The simulated disk: what the scheduler wrote, of which a crash leaves a prefix.
+
+A write takes virtual time, and is durable when it is done. A process that is killed meanwhile may leave the write that
+was under way on the disk, or not; a transaction is there whole or not at all, which is what SQLite promises. A scheduler
+that starts again reads all that is durable back through the real store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+from psdist_scheduler.events import Persist
+from psdist_scheduler.records import Stored
+from psdist_scheduler.store import SqliteStore
+from tests.simulation.loop import Node, SimLoop
+
+
+class Disk:
+    """One disk. seconds: least and most time of a write."""
+
+    def __init__(self, rng: random.Random, run_id: str, seconds: tuple[float, float]) -> None:
+        self.seconds = seconds
+        self.run_id = run_id
+        self.durable: list[Persist] = []
+        self.under_way: list[Writing] = []
+        self.rng = rng
+        self.lost = 0
+
+    def crash(self) -> None:
+        """The process that writes was killed."""
+        for writing in self.under_way:
+            writing.over = True
+            if self.rng.random() < 0.5:
+                self.durable.append(writing.changes)
+            else:
+                self.lost += 1
+                break
+        self.under_way.clear()
+
+
+class Writing:
+    """A write under way. ``SimLoop.run_in_executor`` begins it."""
+
+    def __init__(self, disk: Disk, changes: Persist) -> None:
+        self.changes = changes
+        self.over = False
+        self._disk = disk
+
+    def begin(self, loop: SimLoop, node: Node, future: asyncio.Future[Any]) -> None:
+        """Ends ``future`` when it is durable."""
+        disk = self._disk
+        disk.under_way.append(self)
+        delay = disk.rng.uniform(*disk.seconds)
+        loop.call_later(delay, self._done, loop, node, future, context=loop.world.context)
+
+    def _done(self, loop: SimLoop, node: Node, future: asyncio.Future[Any]) -> None:
+        if not self.over:
+            self.over = True
+            self._disk.under_way.remove(self)
+            self._disk.durable.append(self.changes)
+            loop.trace(f"durable {self.changes.epoch}")
+            loop.call_on(node, future.set_result, None)
+
+
+class DiskStore:
+    """The scheduler's store on a ``Disk``."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+
+    def load(self) -> Stored | None:
+        """What is durable, read by the real store."""
+        store = SqliteStore(Path(":memory:"), self._disk.run_id)
+        try:
+            for changes in self._disk.durable:
+                store.write(changes)
+            return store.load()
+        finally:
+            store.close()
+
+    def write(self, changes: Persist) -> Any:
+        """Begins a write."""
+        return Writing(self._disk, changes)
+
+    def close(self) -> None:
+        """Does nothing."""

@@ -1,0 +1,214 @@
+"""The environment: production code runs unchanged, but for what it gets from outside.
+
+``install`` puts the simulation in the place of clocks, chance, host names, process ids, channels, threads and shared
+memory, in all modules of psdist that are loaded; ``uninstall`` takes it away again. Each stand-in asks the running loop,
+so that one installation serves all runs of a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import structlog
+
+import psdist.client.async_client  # noqa: F401 - loaded before its names are replaced
+import psdist_scheduler.service
+import psdist_server.host
+import psdist_server.service  # noqa: F401
+from psdist.wire import channels, memory
+from psdist.wire.shm import WeightsArena
+from tests.simulation.loop import SimLoop
+from tests.simulation.network import Network
+from tests.simulation.rpc import SimChannel
+
+_PACKAGES = ("psdist", "psdist_server", "psdist_scheduler")
+
+
+class RunLoop(SimLoop):
+    """The loop of a run, with what the stand-ins need of it."""
+
+    network: Network
+    #: Chance for production code.
+    entropy: random.Random
+    #: Chance for how long kernels take.
+    kernels: random.Random
+
+
+def running() -> RunLoop:
+    """The loop that runs."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, RunLoop)
+    return loop
+
+
+class _Time:
+    """Stands for the module ``time``."""
+
+    def monotonic(self) -> float:
+        return running().time()
+
+    time = perf_counter = monotonic
+
+    def perf_counter_ns(self) -> int:
+        return int(running().time() * 1e9)
+
+    monotonic_ns = time_ns = perf_counter_ns
+
+
+class _Random:
+    """Stands for the module ``random``."""
+
+    def random(self) -> float:
+        return running().entropy.random()
+
+    def uniform(self, low: float, high: float) -> float:
+        return running().entropy.uniform(low, high)
+
+    def Random(self, *seed: Any) -> random.Random:
+        return random.Random(*seed) if seed else random.Random(running().entropy.getrandbits(64))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(random, name)
+
+
+class _Os:
+    """Stands for the module ``os``, for its process id."""
+
+    def getpid(self) -> int:
+        return 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+class _Socket:
+    """Stands for the module ``socket``, for its host name."""
+
+    def gethostname(self) -> str:
+        return running().current().host
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(socket, name)
+
+
+class _Psutil:
+    """Stands for the module ``psutil``."""
+
+    def Process(self, pid: int) -> _Psutil:
+        return self
+
+    def memory_info(self) -> _Psutil:
+        return self
+
+    rss = 0
+
+
+class InlinePool:
+    """Stands for ``psdist_server.pool.KernelPool``: a kernel runs whole, at the beginning or at the end of the time that it
+    takes, and so many run at once."""
+
+    def __init__(self, threads: int) -> None:
+        self._free = threads
+        self._loop = running()
+        self._order = itertools.count()
+        self._waiting: list[tuple[int, int, Any, Any, Any]] = []
+        self._closed = False
+
+    def prepare(self, work: Callable[[], Any]) -> Future[Any]:
+        """Nothing is to be compiled: kernels are, once per process."""
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return future
+
+    def submit(self, priority: int, run: Any, work: Any, told: Any) -> None:
+        """See KernelPool."""
+        heapq.heappush(self._waiting, (priority, next(self._order), run, work, told))
+        self._loop.call_soon(self._begin)
+
+    def close(self) -> None:
+        """See KernelPool."""
+        self._closed = True
+
+    def _begin(self) -> None:
+        if self._waiting and self._free and not self._closed:
+            self._free -= 1
+            _, _, run, work, told = heapq.heappop(self._waiting)
+            rng = self._loop.kernels
+            result = self._carry_out(run, work) if rng.random() < 0.5 else None
+            self._loop.call_later(rng.random() * 0.004, self._end, run, work, told, result)
+
+    def _carry_out(self, run: Any, work: Any) -> tuple[Any, BaseException | None]:
+        try:
+            return run([work])[0], None
+        except Exception as error:
+            return None, error
+
+    def _end(self, run: Any, work: Any, told: Any, result: tuple[Any, BaseException | None] | None) -> None:
+        if not self._closed:
+            result = result or self._carry_out(run, work)
+            self._free += 1
+            self._loop.call_soon(told, work, *result)
+            self._begin()
+
+
+class InlineExecutor:
+    """Stands for ThreadPoolExecutor: ``SimLoop.run_in_executor`` does the work."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is left."""
+
+
+def _open_channel(address: str, message_bytes: int = 0) -> SimChannel:
+    return SimChannel(running().network, address)
+
+
+def _no_arena(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(0, "simulated hosts share no memory")
+
+
+Undo = list[tuple[Any, str, Any]]
+
+
+def install() -> Undo:
+    """Replaces what production code gets from outside; the list that ``uninstall`` wants."""
+    undo: Undo = []
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        undo.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    stands = {id(time): _Time(), id(random): _Random(), id(os): _Os(), id(socket): _Socket()}
+    stands[id(sys.modules["psutil"])] = _Psutil()
+    for module in [m for name, m in sorted(sys.modules.items()) if name.split(".")[0] in _PACKAGES]:
+        for name, value in list(vars(module).items()):
+            if id(value) in stands and module.__name__ not in ("psdist.wire.shm", "psdist.wire.handover"):
+                put(module, name, stands[id(value)])
+    put(channels, "open_channel", _open_channel)
+    put(psdist_server.host, "KernelPool", InlinePool)
+    put(psdist_scheduler.service, "ThreadPoolExecutor", InlineExecutor)
+    put(WeightsArena, "create", _no_arena)
+    put(memory, "keep_buffers", lambda **_: False)
+    logging.disable(logging.CRITICAL)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    return undo
+
+
+def uninstall(undo: Undo) -> None:
+    """Puts back what ``install`` replaced."""
+    for owner, name, value in reversed(undo):
+        setattr(owner, name, value)
+    logging.disable(logging.NOTSET)
+    structlog.reset_defaults()

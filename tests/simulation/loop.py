@@ -1,0 +1,373 @@
+"""The simulated event loop: one thread, virtual time, many nodes, and a seed that decides all that is open.
+
+Each handle belongs to the node (a process of the simulated cluster) whose context scheduled it. A node runs its own
+handles in the order in which they were scheduled, as a real loop does; which node runs next is drawn. A handle takes a
+little virtual time, so that what arrives meanwhile comes between two handles. When nothing is ready the clock jumps to
+the next timer.
+
+A node that crashes loses its handles at once: nothing of it runs again, not even ``finally``. Handles of a paused
+node wait. Work for threads and executors runs on the spot.
+
+What it is not: a loop with files or sockets. Not here: the network (``network``) and the disk (``disk``).
+
+Invariants: the same seed gives the same trace. Nothing ready, no timer and no end is a ``Deadlock``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import heapq
+import random
+import sys
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+T = TypeVar("T")
+
+_CURRENT: ContextVar[Node | None] = ContextVar("node", default=None)
+#: Virtual seconds that a handle takes are drawn once, for so many handles in turn.
+_COSTS = 256
+
+
+class Deadlock(AssertionError):
+    """Everybody waits, and no time will change that."""
+
+
+class TooLong(AssertionError):
+    """The virtual time that was allowed is over."""
+
+
+class Failed(AssertionError):
+    """Something failed that nobody caught: the first of ``failures``."""
+
+
+class Handle:
+    """A callback that is to run, and may be cancelled."""
+
+    __slots__ = ("args", "callback", "cancelled_", "context", "node", "when_")
+
+    def __init__(
+        self, node: Node, callback: Callable[..., Any], args: tuple[Any, ...], context: Context, when: float
+    ) -> None:
+        self.node = node
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.when_ = when
+        self.cancelled_ = False
+
+    def cancel(self) -> None:
+        """It is not to run any more."""
+        self.cancelled_ = True
+        self.args = ()
+
+    def cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return self.cancelled_
+
+    def when(self) -> float:
+        """When it is due."""
+        return self.when_
+
+
+class Node:
+    """One life of one process. Made by ``SimLoop.node``."""
+
+    def __init__(self, name: str, host: str) -> None:
+        self.name = name
+        self.host = host
+        self.dead = False
+        self.paused = False
+        self.paused_since = 0.0
+        self.ready: deque[Handle] = deque()
+        self.tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
+        self.context = copy_context()
+        self.context.run(_CURRENT.set, self)
+
+    def __repr__(self) -> str:
+        return f"<node {self.name}>"
+
+
+class SimLoop(asyncio.AbstractEventLoop):
+    """A loop for one simulated run.
+
+    rng: the stream of the schedule. handle_seconds: virtual time that a handle takes on average.
+    """
+
+    def __init__(self, rng: random.Random, handle_seconds: float = 0.0) -> None:
+        self._rng = rng
+        self._now = 1000.0
+        self._costs = [handle_seconds * 2 * rng.random() for _ in range(_COSTS)]
+        self._timers: list[tuple[float, int, Handle]] = []
+        self._order = 0
+        self._runnable: list[Node] = []
+        self._closed = False
+        self._running = False
+        self._stop = False
+        #: Pending tasks of crashed nodes: while they are referred to, nothing of them runs.
+        self._graveyard: list[asyncio.Task[Any]] = []
+        self._hash = hashlib.blake2b(digest_size=16)
+        #: What nobody caught: where, and the error.
+        self.failures: list[str] = []
+        #: Handles that ran.
+        self.steps = 0
+        self.lines: list[str] | None = None
+        self.world = self.node("world", "world")
+
+    # --- nodes --------------------------------------------------------------------------------------------------------
+
+    def node(self, name: str, host: str) -> Node:
+        """A new node; its process starts with ``start``."""
+        return Node(name, host)
+
+    def current(self) -> Node:
+        """The node that runs."""
+        return _CURRENT.get() or self.world
+
+    def start(self, node: Node, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Runs ``work`` in ``node``. Its error fails the run."""
+        task = self.create_task(work, context=node.context)
+        task.add_done_callback(self._main_ended, context=node.context)
+        return task
+
+    def _main_ended(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.call_exception_handler({"message": "a process failed", "exception": error})
+
+    def call_on(self, node: Node, callback: Callable[..., Any], *args: Any) -> None:
+        """Runs ``callback`` in ``node`` as soon as it can."""
+        self.call_soon(callback, *args, context=node.context)
+
+    def world_soon(self, callback: Callable[..., Any], *args: Any) -> None:
+        """Runs ``callback`` outside of all nodes."""
+        self.call_on(self.world, callback, *args)
+
+    def crash(self, node: Node) -> None:
+        """Ends ``node`` between two handles, without ``finally``."""
+        node.dead = True
+        self._graveyard += [task for task in node.tasks if not task.done()]
+        node.ready.clear()
+        if node in self._runnable:
+            self._runnable.remove(node)
+
+    def pause(self, node: Node) -> None:
+        """``node`` stands still."""
+        node.paused, node.paused_since = True, self._now
+        if node in self._runnable:
+            self._runnable.remove(node)
+
+    def resume(self, node: Node) -> None:
+        """``node`` goes on, and finds all that came meanwhile."""
+        node.paused = False
+        if node.ready and not node.dead:
+            self._runnable.append(node)
+
+    # --- time and trace -----------------------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self._now
+
+    async def after(self, seconds: float) -> None:
+        """Returns after so many virtual seconds."""
+        future = self.create_future()
+        timer = self.call_later(seconds, _set_done, future)
+        try:
+            await future
+        finally:
+            timer.cancel()
+
+    def trace(self, text: str, data: bytes = b"") -> None:
+        """Something that happened, with its time, becomes part of what the run is recognized by."""
+        line = f"{self._now:.9f} {text} {len(data)}"
+        self._hash.update(line.encode())
+        self._hash.update(data)
+        if self.lines is not None:
+            self.lines.append(line)
+
+    @property
+    def trace_hash(self) -> str:
+        """Recognizes the run up to now."""
+        return self._hash.hexdigest()
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def run(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
+        """Runs until ``work`` is done. Raises Deadlock, Failed, TooLong after ``seconds`` of virtual time, and what
+        ``work`` raises."""
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(firstiter=None, finalizer=self._finalize)
+        asyncio._set_running_loop(self)
+        self._running = True
+        deadline = self._now + seconds
+        try:
+            main = self.create_task(work, context=self.world.context)
+            while not main.done() and not self.failures:
+                self._turn(deadline)
+            if self.failures:
+                raise Failed(self.failures[0])
+            return main.result()
+        finally:
+            self._running = False
+            asyncio._set_running_loop(None)
+            sys.set_asyncgen_hooks(*hooks)
+
+    def _turn(self, deadline: float) -> None:
+        """Runs one handle."""
+        timers, runnable = self._timers, self._runnable
+        if not runnable:
+            self._jump()
+        while timers and timers[0][0] <= self._now:
+            self._enqueue(heapq.heappop(timers)[2])
+        if not runnable:
+            return
+        if self._now > deadline:
+            raise TooLong(f"not done at {self._now:.3f}")
+        number = int(self._rng.random() * len(runnable)) if len(runnable) > 1 else 0
+        node = runnable[number]
+        handle = node.ready.popleft()
+        if not node.ready:
+            runnable[number] = runnable[-1]
+            runnable.pop()
+        if handle.cancelled_:
+            return
+        self.steps += 1
+        self._now += self._costs[self.steps % _COSTS]
+        try:
+            handle.context.run(handle.callback, *handle.args)
+        except Exception as error:
+            self.call_exception_handler({"message": f"{handle.callback!r:.200}", "exception": error})
+
+    def _jump(self) -> None:
+        """Nothing is ready: the next timer is due."""
+        timers = self._timers
+        while timers and (timers[0][2].cancelled_ or timers[0][2].node.dead):
+            heapq.heappop(timers)
+        if not timers:
+            raise Deadlock(f"all nodes wait for ever at {self._now:.3f}")
+        self._now = max(self._now, timers[0][0])
+
+    def _enqueue(self, handle: Handle) -> None:
+        node = handle.node
+        if node.dead or handle.cancelled_:
+            return
+        if not node.ready and not node.paused:
+            self._runnable.append(node)
+        node.ready.append(handle)
+
+    # --- what asyncio asks for ----------------------------------------------------------------------------------------
+
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Any:
+        """See asyncio."""
+        if context is None:
+            context = copy_context()
+        handle = Handle(context.get(_CURRENT) or self.world, callback, args, context, self._now)
+        if not self._closed:
+            self._enqueue(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_later(
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> Any:
+        """See asyncio."""
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Any:
+        """See asyncio."""
+        if context is None:
+            context = copy_context()
+        handle = Handle(context.get(_CURRENT) or self.world, callback, args, context, when)
+        if not self._closed:
+            self._order += 1
+            heapq.heappush(self._timers, (when, self._order, handle))
+        return handle
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """See asyncio."""
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self, coro: Any, *, name: str | None = None, context: Context | None = None, **_: Any
+    ) -> asyncio.Task[Any]:
+        """See asyncio."""
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        node = _CURRENT.get() if context is None else context.get(_CURRENT)
+        (node or self.world).tasks.add(task)
+        return task
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Awaitable[Any]:
+        """Runs ``func`` now. A result that has ``begin`` (a write to a disk) ends when it says so."""
+        future = self.create_future()
+        try:
+            result = func(*args)
+        except Exception as error:
+            self.call_soon(_set_error, future, error)
+            return future
+        if hasattr(result, "begin"):
+            result.begin(self, self.current(), future)
+        else:
+            self.call_soon(_set_done, future, result)
+        return future
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Nobody caught this: the run fails."""
+        node = self.current()
+        if not self._closed and not node.dead:
+            error = context.get("exception")
+            where = f"{error!r:.400}{_where(error)}" if error is not None else ""
+            self.failures.append(f"{context.get('message')}: {where}")
+
+    def get_debug(self) -> bool:
+        """Never."""
+        return False
+
+    def is_running(self) -> bool:
+        """Whether ``run`` is under way."""
+        return self._running
+
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    def close(self) -> None:
+        """Drops everything. What dies now finds a loop that takes nothing."""
+        self._closed = True
+        self._timers.clear()
+        self._runnable.clear()
+        for task in self._graveyard:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+        self._graveyard.clear()
+
+    def _finalize(self, generator: AsyncGenerator[Any, Any]) -> None:
+        if not self._closed and not self.current().dead:
+            self.call_soon(self._close_generator, generator)
+
+    def _close_generator(self, generator: AsyncGenerator[Any, Any]) -> None:
+        self.create_task(generator.aclose())
+
+
+def _set_done(future: asyncio.Future[Any], result: Any = None) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_error(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _where(error: BaseException | None) -> str:
+    """The innermost lines of an error's traceback."""
+    trace = error.__traceback__ if error is not None else None
+    lines = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        lines.append(f"{code.co_filename.rpartition('/')[2]}:{trace.tb_lineno} {code.co_name}")
+        trace = trace.tb_next
+    return f" at {' < '.join(reversed(lines[-4:]))}" if lines else ""

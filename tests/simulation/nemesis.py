@@ -1,0 +1,231 @@
+"""The nemesis: brings the faults that a run's options name, at times and to victims of its own stream of chance.
+
+All it does ends at ``heal``: from then on every node runs, every path is free, and the run must come to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from tests.simulation.cluster import World
+from tests.simulation.loop import Node
+
+#: Without a second copy a server must not be silent for so large a part of its lease.
+_SHORT: Final = 0.25
+
+
+class Nemesis:
+    """The faults of one run."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._loop = world.loop
+        self._network = world.network
+        self._rng = world.options.stream("nemesis")
+        self._lease = world.options.lease_seconds
+        self._healed = False
+        self._joined = 0
+        #: Until then no other short fault may touch a server or the scheduler.
+        self._quiet_until = 0.0
+
+    async def run(self) -> None:
+        """Brings the faults, one after another."""
+        options, rng = self._world.options, self._rng
+        if not options.faults:
+            return
+        times = sorted(rng.random() * options.fault_seconds for _ in range(options.fault_count))
+        now = 0.0
+        for when in times:
+            await self._loop.after(when - now)
+            now = when
+            self._bring(rng.choice(options.faults))
+
+    def heal(self) -> None:
+        """Nothing is wrong any more."""
+        self._healed = True
+        world = self._world
+        self._network.heal()
+        self._network.faults.cut = self._network.faults.slow = 0.0
+        for node in (world.scheduler_node, *world.server_nodes.values(), *world.worker_nodes.values()):
+            if node is not None and node.paused:
+                self._loop.resume(node)
+        if world.scheduler_node is not None and world.scheduler_node.dead:
+            world.start_scheduler()
+
+    def _bring(self, kind: str) -> None:
+        done = _KINDS[kind](self)
+        self._loop.trace(f"nemesis {kind} {done}")
+        if done:
+            self._world.counts[kind] += 1
+
+    # --- victims ------------------------------------------------------------------------------------------------------
+
+    def _worker(self) -> int | None:
+        """A worker that trains."""
+        world = self._world
+        running = [w for w, node in sorted(world.worker_nodes.items()) if w not in world.finished and not node.dead]
+        return self._rng.choice(running) if running else None
+
+    def _server(self) -> int | None:
+        world = self._world
+        running = [s for s, node in sorted(world.server_nodes.items()) if not node.dead and not node.paused]
+        return self._rng.choice(running) if running else None
+
+    def _later(self, seconds: float, callback: Callable[..., None], *args: object) -> None:
+        self._loop.call_later(seconds, callback, *args, context=self._loop.world.context)
+
+    def _may_be_short(self, seconds: float) -> bool:
+        """Whether a server may be silent now for so long, and notes that it is."""
+        now = self._loop.time()
+        if now < self._quiet_until:
+            return False
+        self._quiet_until = now + seconds + 1.5 * self._lease
+        return True
+
+    def _short(self) -> float:
+        return self._rng.uniform(0.3, 1.0) * _SHORT * self._lease
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def _kill_worker(self, silent: bool = False) -> bool:
+        worker = self._worker()
+        if worker is None:
+            return False
+        world = self._world
+        world.kill(world.worker_nodes[worker], silent=silent)
+        for life in world.lives:
+            life.over = life.over or life.worker == worker
+        if world.can_start_worker and (not world.created or self._rng.random() < 0.7):
+            self._later(self._rng.uniform(0.05, 1.0), self._restart_worker, worker)
+        else:
+            world.finish(worker)
+        return True
+
+    def _restart_worker(self, worker: int) -> None:
+        self._world.start_worker(worker)
+
+    def _pause(self, node: Node, seconds: float) -> bool:
+        if node.paused or node.dead:
+            return False
+        self._loop.pause(node)
+        self._network.watch_silence(node.name, "*")
+        self._later(seconds, self._resume, node)
+        return True
+
+    def _resume(self, node: Node) -> None:
+        if node.paused:
+            self._loop.resume(node)
+
+    def _pause_worker(self, low: float = 0.1, high: float = 0.5) -> bool:
+        worker = self._worker()
+        seconds = self._rng.uniform(low, high) * self._lease
+        return worker is not None and self._pause(self._world.worker_nodes[worker], seconds)
+
+    def _kill_scheduler(self) -> bool:
+        node = self._world.scheduler_node
+        if node is None or node.dead or node.paused:
+            return False
+        self._world.kill(node, silent=False)
+        self._later(self._rng.uniform(0.05, 2.0), self._restart_scheduler)
+        return True
+
+    def _restart_scheduler(self) -> None:
+        node = self._world.scheduler_node
+        if node is not None and node.dead:
+            self._world.start_scheduler()
+
+    def _pause_scheduler(self) -> bool:
+        node = self._world.scheduler_node
+        if node is None or node.dead:
+            return False
+        return self._pause(node, self._rng.uniform(0.2, 1.5) * self._lease)
+
+    def _pause_server(self) -> bool:
+        server, seconds = self._server(), self._short()
+        if server is None or not self._may_be_short(seconds):
+            return False
+        return self._pause(self._world.server_nodes[server], seconds)
+
+    def _join_worker(self) -> bool:
+        world = self._world
+        if not world.can_start_worker:
+            return False
+        world.start_worker(10 + self._joined)
+        self._joined += 1
+        return True
+
+    # --- the network --------------------------------------------------------------------------------------------------
+
+    def _names(self) -> list[str]:
+        world = self._world
+        nodes = (*world.worker_nodes.values(), *world.server_nodes.values())
+        return [node.name for node in nodes if not node.dead]
+
+    def _part(self, ones: list[str], others: list[str], seconds: float, *, one_way: bool) -> None:
+        pairs = [(one, other) for one in ones for other in others if one != other]
+        if not one_way or self._rng.random() < 0.5:
+            pairs += [(other, one) for one, other in pairs] if not one_way else []
+        else:
+            pairs = [(other, one) for one, other in pairs]
+        for source, target in pairs:
+            self._network.block(source, target)
+        self._later(seconds, self._join_again, pairs)
+
+    def _join_again(self, pairs: list[tuple[str, str]]) -> None:
+        for source, target in pairs:
+            self._network.unblock(source, target)
+
+    def _break_connections(self) -> bool:
+        return self._network.break_some(tuple(self._names()), 0.5) > 0
+
+    def _partition_worker(self) -> bool:
+        worker = self._worker()
+        if worker is None:
+            return False
+        name = f"worker-{worker}"
+        others = [*self._names(), "scheduler"]
+        self._part([name], others, self._rng.uniform(0.2, 2.5) * self._lease, one_way=self._rng.random() < 0.4)
+        return True
+
+    def _partition_worker_server(self) -> bool:
+        worker, server = self._worker(), self._server()
+        if worker is None or server is None:
+            return False
+        seconds = self._rng.uniform(0.2, 5.0)
+        self._part([f"worker-{worker}"], [f"server-{server}"], seconds, one_way=self._rng.random() < 0.4)
+        return True
+
+    def _isolate_scheduler(self) -> bool:
+        seconds = self._short()
+        if not self._may_be_short(seconds):
+            return False
+        self._part(["scheduler"], self._names(), seconds, one_way=self._rng.random() < 0.4)
+        return True
+
+    def _slow_node(self) -> bool:
+        name = self._rng.choice([*self._names(), "scheduler"])
+        self._network.slow_down(name, self._rng.uniform(0.005, 0.1))
+        return True
+
+    def _break_session_of_worker(self) -> bool:
+        worker = self._worker()
+        return worker is not None and self._network.break_some((f"worker-{worker}", "scheduler"), 1.0) > 0
+
+
+_KINDS: dict[str, Callable[[Nemesis], bool]] = {
+    "kill worker": Nemesis._kill_worker,
+    "kill worker host": lambda nemesis: nemesis._kill_worker(silent=True),
+    "pause worker": Nemesis._pause_worker,
+    "freeze worker": lambda nemesis: nemesis._pause_worker(1.3, 2.5),
+    "kill scheduler": Nemesis._kill_scheduler,
+    "pause scheduler": Nemesis._pause_scheduler,
+    "pause server": Nemesis._pause_server,
+    "break connections": Nemesis._break_connections,
+    "partition worker": Nemesis._partition_worker,
+    "partition worker from server": Nemesis._partition_worker_server,
+    "isolate scheduler briefly": Nemesis._isolate_scheduler,
+    "slow node": Nemesis._slow_node,
+    "join worker": Nemesis._join_worker,
+    "break session of worker": Nemesis._break_session_of_worker,
+}

@@ -1,0 +1,118 @@
+"""The options of a run, all drawn from its seed: how large it is, what it does, and which faults it has to stand.
+
+Each run leaves most kinds of faults out, so that the others are not drowned ("swarm testing", Groce et al. 2012).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from psdist import ASP, BSP, SSP
+from psdist.consistency import Consistency
+from psdist.optim import SGD, Optimizer
+
+#: Kinds of faults that the nemesis may bring.
+SINGLE = (
+    "kill worker",
+    "kill worker host",
+    "pause worker",
+    "freeze worker",
+    "kill scheduler",
+    "pause scheduler",
+    "pause server",
+    "break connections",
+    "partition worker",
+    "partition worker from server",
+    "isolate scheduler briefly",
+    "slow node",
+    "join worker",
+    "break session of worker",
+)
+#: Those that a run stands only with a second copy of each shard.
+REPLICATED = (
+    "kill server",
+    "kill server host",
+    "freeze server",
+    "partition server",
+    "partition servers",
+    "cut server from scheduler",
+    "break session of server",
+    "join server",
+    "drain server",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """See the module. Times are virtual seconds."""
+
+    seed: int
+    servers: int = 2
+    hosts: int = 4
+    workers: int = 2
+    replicas: int = 1
+    consistency: Consistency = field(default_factory=BSP)
+    optimizer: Optimizer = field(default_factory=lambda: SGD(lr=1.0))
+    steps: int = 5
+    slices: int = 4
+    lives: int = 6
+    think_seconds: float = 0.2
+    #: Fractions of steps that begin with a pull, and that push without a pull.
+    pulls: float = 0.2
+    bare_pushes: float = 0.2
+    lease_seconds: float = 2.0
+    handle_seconds: float = 0.0
+    delay: tuple[float, float] = (0.0005, 0.005)
+    slow: float = 0.0
+    slow_seconds: float = 0.1
+    cut: float = 0.0
+    disk_seconds: tuple[float, float] = (0.0005, 0.003)
+    faults: tuple[str, ...] = ()
+    #: How many faults come, and until when.
+    fault_count: int = 0
+    fault_seconds: float = 4.0
+
+    @property
+    def slots(self) -> int:
+        """Pushes that there may be."""
+        return self.lives * self.steps
+
+    def stream(self, name: str) -> random.Random:
+        """A stream of chance of its own, so that more of one does not change another."""
+        return random.Random(f"{self.seed}/{name}")
+
+
+def draw(seed: int, *, replication: bool) -> Options:
+    """The options of a seed. replication: whether there may be several copies of a shard."""
+    rng = random.Random(f"{seed}/options")
+    replicas = 2 if replication and rng.random() < 0.6 else 1
+    kinds = list(SINGLE) + (list(REPLICATED) * 2 if replicas > 1 else [])
+    workers = rng.choice((1, 2, 2, 3, 3, 4))
+    consistency: Consistency = rng.choice((BSP(), BSP(), SSP(0), SSP(1), SSP(2), ASP()))
+    exact = isinstance(consistency, BSP)
+    return Options(
+        seed=seed,
+        servers=rng.choice((2, 3, 4) if replicas > 1 else (1, 2, 3)),
+        hosts=rng.choice((1, 4)),
+        workers=workers,
+        replicas=replicas,
+        consistency=consistency,
+        optimizer=SGD(lr=1.0, momentum=0.5 if exact and rng.random() < 0.5 else 0.0),
+        steps=rng.choice((3, 4, 6)),
+        slices=rng.choice((2, 4, 6)),
+        lives=workers + 4,
+        think_seconds=rng.choice((0.02, 0.1, 0.4)),
+        pulls=rng.choice((0.0, 0.3)),
+        bare_pushes=rng.choice((0.0, 0.3)),
+        lease_seconds=rng.choice((1.0, 2.0)),
+        handle_seconds=rng.choice((0.0, 5e-6, 5e-5)),
+        delay=rng.choice(((0.0002, 0.001), (0.0005, 0.005), (0.001, 0.03))),
+        slow=rng.choice((0.0, 0.0, 0.02)),
+        slow_seconds=rng.choice((0.05, 0.3)),
+        cut=rng.choice((0.0, 0.0, 0.05, 0.2)),
+        disk_seconds=rng.choice(((0.0005, 0.003), (0.0005, 0.003), (0.02, 0.15))),
+        faults=tuple(sorted(set(rng.choices(kinds, k=rng.choice((1, 2, 3, 4)))))),
+        fault_count=rng.choice((0, 1, 2, 3, 5)),
+        fault_seconds=rng.choice((1.5, 4.0)),
+    )

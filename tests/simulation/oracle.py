@@ -1,0 +1,248 @@
+"""The oracle: every push has an element of its own in every slice, so the weights say which pushes are in them.
+
+A push's gradient is -1 at its slot of each slice and nothing elsewhere but for some noise; the learning rate is 1. So in
+SSP and ASP a slot is 1 once the push is in and 2 if it is in twice; in BSP the whole slice, noise and all, must be what
+plain numpy makes of the pushes whose slots are set, in rank order, byte for byte.
+
+It hears of each push when it begins and when it is answered, of all weights that a worker gets, of every map that is
+published, and of who answers for which shard. ``violations`` has one sentence for each broken promise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist import BSP, SSP
+from psdist.consistency import Consistency
+from psdist.optim import Optimizer
+from psdist.types import ClusterMap, Slicing
+from psdist_server import reference
+
+Array = NDArray[np.float32]
+#: Elements of a slice that are not slots.
+NOISE = 3
+
+
+@dataclass
+class Push:
+    """One call of push or push_pull. ``step`` as the client numbers it."""
+
+    life: Life
+    slot: int
+    step: int
+    acked: bool = False
+    #: The client says that it was not taken: its worker was fenced meanwhile.
+    dropped: bool = False
+    ignored: int = 0
+
+
+@dataclass
+class Life:
+    """One process of a worker. A client that joins again by itself goes on in the same life, as another member."""
+
+    worker: int
+    number: int
+    slots: range
+    rank: int = 0
+    incarnation: int = 0
+    #: SSP and ASP: the clock that it joined at, and its pushes since.
+    clock: int = 0
+    since: list[Push] = field(default_factory=list)
+    pushes: list[Push] = field(default_factory=list)
+    joined: bool = False
+    over: bool = False
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def worker_id(self) -> str:
+        """The id that it registers under."""
+        return f"worker-{self.worker}"
+
+
+class Oracle:
+    """What one run promised, and whether it was kept."""
+
+    def __init__(
+        self, consistency: Consistency, optimizer: Optimizer, slices: int, slots: int, noise: np.random.Generator
+    ) -> None:
+        self.consistency = consistency
+        self.optimizer = optimizer
+        self.slots = slots
+        self.slice_elements = slots + NOISE
+        self.slicing = Slicing(slices * self.slice_elements, self.slice_elements)
+        self.pushes: dict[int, Push] = {}
+        self.violations: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.initial = np.zeros((slices, self.slice_elements), np.float32)
+        self.initial[:, slots:] = noise.standard_normal((slices, NOISE))
+        self._noise = noise.standard_normal((slots, slices, NOISE)).astype(np.float32)
+        self._noise.flags.writeable = False
+        #: What the weights of a slice at a version are, by who saw them first.
+        self._seen: dict[tuple[int, int], tuple[bytes, str]] = {}
+        self._maps: dict[int, ClusterMap] = {}
+        self._primaries: dict[tuple[str, int, int], tuple[str, int]] = {}
+        self._acting: dict[tuple[str, int, int], str] = {}
+
+    @property
+    def exact(self) -> bool:
+        """Whether each push is in a step that is known."""
+        return isinstance(self.consistency, BSP)
+
+    def violation(self, text: str) -> None:
+        """A promise was broken."""
+        if len(self.violations) < 20:
+            self.violations.append(text)
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    def gradient(self, slot: int) -> Array:
+        """The gradient of the push with this slot."""
+        gradient = np.zeros((self.slicing.count, self.slice_elements), np.float32)
+        gradient[:, slot] = -1.0
+        gradient[:, self.slots :] = self._noise[slot]
+        return gradient.reshape(-1)
+
+    def begins(self, life: Life, step: int) -> Push:
+        """A push is about to be sent."""
+        push = Push(life, life.slots[len(life.pushes)], step)
+        life.pushes.append(push)
+        life.since.append(push)
+        self.pushes[push.slot] = push
+        return push
+
+    def answered(self, push: Push, ignored: int) -> None:
+        """The push returned."""
+        push.acked, push.ignored = True, ignored
+        self.counts["acknowledged"] += 1
+        if ignored:
+            self.counts["ignored"] += 1
+
+    def saw(self, life: Life, versions: Sequence[int], weights: Array, members: Sequence[Life]) -> None:
+        """A worker got weights. members: others that were members when it asked and still are."""
+        table = weights.reshape(self.slicing.count, self.slice_elements)
+        self.counts["reads"] += 1
+        for index, version in enumerate(versions):
+            if life.versions and version < life.versions[index]:
+                self.violation(
+                    f"{life.worker_id} saw slice {index} at version {version} after {life.versions[index]}"
+                )
+            digest = blake2b(table[index].tobytes(), digest_size=16).digest()
+            first, who = self._seen.setdefault((index, version), (digest, life.worker_id))
+            if first != digest:
+                self.violation(f"slice {index} at version {version} is not for {life.worker_id} what it is for {who}")
+        life.versions = list(versions)
+        self._check_own(life, table)
+        if isinstance(self.consistency, SSP):
+            self._check_bound(life, table, members)
+
+    def _check_own(self, life: Life, table: Array) -> None:
+        for push in life.pushes:
+            if push.acked and not push.ignored and not table[:, push.slot].all():
+                self.violation(f"{life.worker_id} does not see its acknowledged push {push.step} (slot {push.slot})")
+
+    def _check_bound(self, life: Life, table: Array, members: Sequence[Life]) -> None:
+        """No member is further behind than the bound: what it must have pushed is in all that was read."""
+        assert isinstance(self.consistency, SSP)
+        clock = life.clock + sum(push.acked for push in life.since)
+        for other in members:
+            wanted = clock - self.consistency.staleness - other.clock
+            if wanted > len(other.since):
+                self.violation(
+                    f"SSP: {life.worker_id} at clock {clock} read while {other.worker_id} had begun "
+                    f"{len(other.since)} pushes from clock {other.clock}"
+                )
+            for push in other.since[: max(0, wanted)]:
+                self.counts["bounds"] += 1
+                if not push.dropped and not table[:, push.slot].all():
+                    self.violation(
+                        f"SSP: {life.worker_id} at clock {clock} read weights without push {push.step} of "
+                        f"{other.worker_id}"
+                    )
+
+    def published(self, cluster: ClusterMap) -> None:
+        """A map was made known to somebody."""
+        known = self._maps.setdefault(cluster.epoch, cluster)
+        if known is cluster:
+            self._check_terms(cluster)
+        elif known != cluster:
+            self.violation(f"epoch {cluster.epoch} is the number of two different maps")
+
+    def _check_terms(self, cluster: ClusterMap) -> None:
+        for entry in cluster.parameters:
+            for number, shard in enumerate(entry.shards):
+                key = (entry.spec.name, number, shard.term)
+                now = (shard.primary.server_id, shard.primary.incarnation)
+                before = self._primaries.setdefault(key, now)
+                if before != now:
+                    self.violation(f"shard {number} has primaries {before} and {now} under term {shard.term}")
+                elif shard.term > 1:
+                    self.counts["term above 1"] += 1
+
+    def acts(self, parameters: str, shard: int, term: int, server: str) -> None:
+        """``server`` answered a worker as the primary of the shard."""
+        before = self._acting.setdefault((parameters, shard, term), server)
+        if before != server:
+            self.violation(f"{before} and {server} both act as primary of shard {shard} under term {term}")
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def check_end(self, versions: Sequence[int], weights: Array) -> None:
+        """The weights when all is over."""
+        table = weights.reshape(self.slicing.count, self.slice_elements)
+        for index in range(self.slicing.count):
+            present = [slot for slot in range(self.slots) if table[index, slot] != 0.0]
+            for slot in present:
+                if slot not in self.pushes:
+                    self.violation(f"slice {index} has a push that nobody made (slot {slot})")
+            for push in self.pushes.values():
+                if push.acked and not push.ignored and table[index, push.slot] == 0.0:
+                    self.violation(f"slice {index} lost push {push.step} of {push.life.worker_id} (slot {push.slot})")
+            if self.exact:
+                self._check_exact(index, versions[index], table[index], present)
+            else:
+                self._check_counts(index, versions[index], table[index], present)
+
+    def _check_counts(self, index: int, version: int, values: Array, present: Sequence[int]) -> None:
+        for slot in present:
+            if values[slot] != 1.0:
+                self.violation(f"slice {index} has push {slot} {values[slot]:g} times")
+        if version != len(present):
+            self.violation(f"slice {index} is at version {version} with {len(present)} pushes in it")
+
+    def _check_exact(self, index: int, version: int, values: Array, present: Iterable[int]) -> None:
+        """The slice is what numpy makes of the pushes in it."""
+        steps: dict[int, list[Push]] = {}
+        for slot in present:
+            if slot in self.pushes:
+                steps.setdefault(self.pushes[slot].step, []).append(self.pushes[slot])
+        for step, pushes in steps.items():
+            workers = [push.life for push in pushes]
+            if len(set(map(id, workers))) < len(workers) or step >= version:
+                self.violation(f"slice {index} at version {version} has step {step} of {[w.worker_id for w in workers]}")
+        expected = self._replay(index, version, steps)
+        if expected.tobytes() != values.tobytes():
+            wrong = np.flatnonzero(expected != values)
+            self.violation(
+                f"slice {index} at version {version} differs from its pushes at elements {wrong[:8].tolist()}: "
+                f"{values[wrong[:4]].tolist()} instead of {expected[wrong[:4]].tolist()}"
+            )
+
+    def _replay(self, index: int, version: int, steps: dict[int, list[Push]]) -> Array:
+        weights = self.initial[index].copy()
+        names: dict[str, Any] = self.optimizer.group_values(0)
+        states = [np.zeros_like(weights)] if names.get("momentum") else []
+        mean = np.zeros_like(weights)
+        for step in range(version):
+            pushes = sorted(steps.get(step, ()), key=lambda push: (push.life.rank, push.life.number))
+            if pushes:
+                parts = [self.gradient(push.slot).reshape(self.slicing.count, -1)[index] for push in pushes]
+                reference.combine(mean, parts, len(parts))
+                reference.update(self.optimizer, names, weights, states, mean, step)
+        return weights

@@ -1,0 +1,126 @@
+"""Many seeds: in several processes, with progress, counters, and the command that shows a failure again."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+#: Seeds that a process takes at a time.
+CHUNK = 20
+
+
+@dataclass
+class Summary:
+    """What came of some seeds."""
+
+    seeds: int = 0
+    cpu_seconds: float = 0.0
+    virtual_seconds: float = 0.0
+    handles: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    slowest: tuple[float, int] = (0.0, -1)
+
+    def add(self, other: Summary) -> None:
+        """Counts those of another."""
+        self.seeds += other.seeds
+        self.cpu_seconds += other.cpu_seconds
+        self.virtual_seconds += other.virtual_seconds
+        self.handles += other.handles
+        self.counts += other.counts
+        self.failures += other.failures
+        self.slowest = max(self.slowest, other.slowest)
+
+    @property
+    def line(self) -> str:
+        """How far it is."""
+        each = 1000 * self.cpu_seconds / max(1, self.seeds)
+        return (
+            f"{self.seeds} seeds, {len(self.failures)} failed; {each:.0f} ms CPU, "
+            f"{self.virtual_seconds / max(1, self.seeds):.1f} virtual s and {self.handles // max(1, self.seeds)} handles "
+            f"each; slowest {self.slowest[0]:.1f} s (seed {self.slowest[1]})"
+        )
+
+
+def prepare() -> None:
+    """Once per process: stand-ins, and no collection of garbage but between runs."""
+    from tests.simulation import environment, scenario
+
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    environment.install()
+    scenario.run(0)  # Loads what is loaded late, such as compiled kernels.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
+def run_chunk(seeds: Sequence[int]) -> Summary:
+    """Some seeds, one after another, in a prepared process."""
+    from tests.simulation import scenario
+
+    summary = Summary()
+    for seed in seeds:
+        result = scenario.run(seed)
+        failures = [result.text] if result.violations else []
+        summary.add(
+            Summary(
+                1, result.cpu_seconds, result.virtual_seconds, result.handles, result.counts, failures,
+                (result.cpu_seconds, seed),
+            )
+        )  # fmt: skip
+    return summary
+
+
+def run_many(first: int, count: int, processes: int) -> Iterator[Summary]:
+    """The seeds from ``first`` on, chunk by chunk as they are done."""
+    seeds = range(first, first + count)
+    chunks = [seeds[at : at + CHUNK] for at in range(0, count, CHUNK)]
+    with multiprocessing.get_context("spawn").Pool(processes, prepare) as pool:
+        yield from pool.imap_unordered(run_chunk, chunks)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seed", type=int, help="one seed, in this process")
+    parser.add_argument("--trace", action="store_true", help="with --seed: all that happened")
+    parser.add_argument("--seeds", type=int, default=1000, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--processes", type=int, default=2)
+    given = parser.parse_args(arguments)
+    return _one(given.seed, given.trace) if given.seed is not None else _many(given)
+
+
+def _one(seed: int, trace: bool) -> int:
+    from tests.simulation import environment, scenario
+
+    environment.install()
+    result = scenario.run(seed, trace=trace)
+    for line in result.lines:
+        print(line)
+    for name, count in sorted(result.counts.items()):
+        print(f"{count:8} {name}")
+    print(f"{result.virtual_seconds:.3f} virtual s, {result.handles} handles, trace {result.trace_hash}")
+    print(result.text if result.violations else f"seed {seed}: {result.options}\n  nothing is wrong")
+    return 1 if result.violations else 0
+
+
+def _many(given: argparse.Namespace) -> int:
+    total, told = Summary(), time.monotonic()
+    for part in run_many(given.first, given.seeds, given.processes):
+        total.add(part)
+        for failure in part.failures:
+            print(failure, flush=True)
+        if time.monotonic() > told + 10:
+            told = time.monotonic()
+            print(total.line, flush=True)
+    for name, count in sorted(total.counts.items()):
+        print(f"{count:10} {name}")
+    print(total.line)
+    return 1 if total.failures else 0

@@ -1,0 +1,116 @@
+"""One run of one seed: faults while the workers train, then peace, and an end that must come.
+
+``run`` gives what came of it. The same seed gives the same trace, whatever the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import psdist.client.loop
+from tests.simulation.cluster import World
+from tests.simulation.environment import RunLoop
+from tests.simulation.loop import Deadlock, Failed, TooLong
+from tests.simulation.nemesis import Nemesis
+from tests.simulation.options import Options, draw
+
+#: Virtual seconds in which all must be over, once nothing is wrong any more.
+CONVERGE_SECONDS = 90.0
+
+
+@dataclass
+class Result:
+    """What came of a seed."""
+
+    seed: int
+    options: Options
+    violations: list[str]
+    trace_hash: str
+    counts: Counter[str]
+    virtual_seconds: float
+    handles: int
+    cpu_seconds: float
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """What is wrong, and the command that shows it again."""
+        wrong = "\n  ".join(self.violations)
+        return f"seed {self.seed}: {self.options}\n  {wrong}\nagain: python -m tests.simulation --seed {self.seed} --trace"
+
+
+def run(seed: int, options: Options | None = None, *, trace: bool = False) -> Result:
+    """Runs a seed. The environment must be installed."""
+    options = options or draw(seed, replication=False)
+    started = time.process_time()
+    loop = RunLoop(options.stream("schedule"), options.handle_seconds)
+    loop.lines = [] if trace else None
+    result = _play(loop, options)
+    _tear_down(loop)
+    result.violations += loop.failures
+    result.cpu_seconds = time.process_time() - started
+    return result
+
+
+def _play(loop: RunLoop, options: Options) -> Result:
+    world = World(loop, options)
+    violations, begun = list[str](), loop.time()
+    try:
+        loop.run(_main(world), options.fault_seconds + CONVERGE_SECONDS)
+    except (Deadlock, TooLong) as error:
+        violations.append(f"no end: {error}; {_state(world)}")
+    except Failed:
+        pass
+    except Exception as error:
+        violations.append(f"the run failed: {error!r}")
+    counts = world.counts + world.network.counts + world.oracle.counts
+    counts["disk lost a write"] += world.disk.lost
+    violations = [*world.oracle.violations, *world.doomed, *violations]
+    return Result(
+        options.seed, options, violations, loop.trace_hash, counts, loop.time() - begun, loop.steps, 0.0,
+        loop.lines or [],
+    )  # fmt: skip
+
+
+async def _main(world: World) -> None:
+    options, loop = world.options, world.loop
+    world.start_scheduler()
+    for number in range(options.servers):
+        world.start_server(number)
+    for worker in range(options.workers):
+        world.start_worker(worker)
+    nemesis = Nemesis(world)
+    await nemesis.run()
+    await loop.after(options.lease_seconds * options.stream("heal").random())
+    nemesis.heal()
+    await world.all_finished()
+    await world.final_read()
+
+
+def _state(world: World) -> str:
+    """Who is at what."""
+    workers = [
+        f"{life.worker_id}/{life.number} pushes {len(life.pushes)} acked {sum(p.acked for p in life.pushes)}"
+        for life in world.lives
+        if not life.over
+    ]
+    phase = world.scheduler.cluster.phase if world.scheduler is not None else "no scheduler"
+    waits = world.scheduler.cluster.waits if world.scheduler is not None else []
+    return f"workers {workers}; {phase}; waits {waits}"
+
+
+def _tear_down(loop: RunLoop) -> None:
+    """Lets go of all nodes. What dies now may complain, as it dies in the middle of something."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        gc.collect()  # Tasks that failed and that nobody asked.
+        psdist.client.loop._claims.clear()
+        loop.close()
+        loop.world = loop.network = None  # type: ignore[assignment]
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
