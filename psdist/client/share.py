@@ -4,6 +4,12 @@
 servers' weights as one vector where that is possible. Where a server cannot be shared with, the reason is kept for
 whoever asks, and gRPC is used.
 
+Who shares follows the cluster map: before each call, servers that became primaries of something here are attached. A
+stream to a server whose shards change stays. The vector of all weights, which the user may be reading, stays where it
+is, and is made to show the memory of the new primaries, where the bytes are the same. Only then a stream to a server
+that is the primary of nothing here any more is dropped, which lets that server give its copy back. A slice that is
+answered by a server whose memory is not shown is copied.
+
 Invariants: sharing is never needed for a result, unless the transport is "shm". A server that refused is not asked
 again in the same incarnation; a stream that broke is opened again before the next call.
 """
@@ -13,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from numpy.typing import NDArray
@@ -25,10 +31,10 @@ from psdist.client.routing import Route
 from psdist.client.shared_stream import SharedStream, attach
 from psdist.config import Transport
 from psdist.errors import PsdistError, SharingUnavailableError, StaleEpochError
-from psdist.types import DType, ParametersEntry
+from psdist.types import ClusterMap, DType, ParametersEntry, Replica
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, handover
-from psdist.wire.shm import GradientArena, Piece, reason_of, stitch
+from psdist.wire.shm import GradientArena, Piece, Stitched, WeightsArena, reason_of
 
 if TYPE_CHECKING:
     from psdist.client.transfer import DataPath
@@ -65,9 +71,9 @@ class Sharing:
         self._link = link
         self._data = data
         self._sender = sender
+        #: As the map has them that was looked at last.
         self._entry = entry
-        #: The servers that have slices; a shard of few slices may have none.
-        self._holders = tuple(dict.fromkeys(entry.primaries[: entry.slicing.count]))
+        self._followed: ClusterMap | None = None
         self._dtype: DType = dtype
         self._transport = transport
         self._elements = entry.total if member else 0
@@ -77,7 +83,10 @@ class Sharing:
         self._generation = 0
         self._arena: GradientArena | None = None
         self._streams: dict[str, SharedStream] = {}
-        self._weights: Flat | None = None
+        self._stitched: Stitched | None = None
+        #: Whose memory the vector of all weights is, by shard (its arena's nonce).
+        self._shown: dict[int, bytes] = {}
+        self._can_stitch = True
         #: Why a server is not shared with, by its id.
         self._reasons: dict[str, str] = {}
         #: Incarnations of servers that cannot be shared with.
@@ -90,7 +99,8 @@ class Sharing:
     # --- attaching ----------------------------------------------------------------------------------------------------
 
     def is_missing(self, routes: Sequence[Route]) -> bool:
-        """Whether ``ensure`` would do anything."""
+        """Whether ``ensure`` would do anything, by the newest map. Call it before each call."""
+        self._follow()
         return any(self._is_missing(route) for route in routes)
 
     async def ensure(self, routes: Sequence[Route]) -> None:
@@ -104,11 +114,8 @@ class Sharing:
                 for route in missing:
                     self._refuse(route, SharingUnavailableError(reason))
             elif missing:
-                self._weights = None
-                try:
-                    outcomes = await asyncio.gather(*(self._attach(route) for route in missing), return_exceptions=True)
-                finally:
-                    self._weights = self._stitched()
+                outcomes = await asyncio.gather(*(self._attach(route) for route in missing), return_exceptions=True)
+                self._streams_changed()
                 for error in filter(None, outcomes):
                     raise error
 
@@ -119,6 +126,26 @@ class Sharing:
             and self.stream_to(route) is None
             and (route.server_id, route.incarnation) not in self._refused
         )
+
+    def _follow(self) -> None:
+        """Looks at the newest map, if it is new."""
+        cluster = self._link.watch.cluster
+        if cluster is not self._followed:
+            self._followed = cluster
+            self._entry = cluster.entry(self.parameters) or self._entry
+            self._streams_changed()
+
+    def _streams_changed(self) -> None:
+        """There may be other primaries, or other streams to them."""
+        if self._stitched is not None and (streams := self._primary_streams()):
+            self._show(streams)
+        primaries = {shard.primary for shard in self._entry.shards}
+        for server_id, stream in list(self._streams.items()):
+            is_read = stream.is_open and stream.weights.nonce in self._shown.values()
+            if Replica(server_id, stream.incarnation) not in primaries and not is_read:
+                stream.close()
+                del self._streams[server_id]
+                self._reasons.pop(server_id, None)
 
     async def _prepare(self) -> str:
         """Makes the arena; why that cannot be, or "" if it is there."""
@@ -210,35 +237,54 @@ class Sharing:
 
     @property
     def weights(self) -> Flat | None:
-        """All weights where they lie, if that is one vector that stands still between this worker's pushes."""
-        return self._weights
-
-    def _stitched(self) -> Flat | None:
-        streams = {holder: self._streams[holder] for holder in self._holders if holder in self._streams}
-        if (
-            not self.stable
-            or len(streams) < len(self._holders)
-            or not all(stream.is_open for stream in streams.values())
-        ):
+        """All weights where they lie, if that is one vector that stands still between this worker's pushes. It is
+        always the same vector."""
+        self._follow()
+        streams = self._primary_streams()
+        if not self.stable or not streams:
             return None
-        slicing, shards = self._entry.slicing, self._entry.primaries
+        if self._stitched is None:
+            self._stitched = Stitched(self._entry.total)
+        self._show(streams)
+        return self._stitched.vector if self._can_stitch else None
+
+    def _primary_streams(self) -> list[SharedStream] | None:
+        """The stream to the primary of each shard that has slices, if all of them are shared with."""
+        streams = []
+        for shard in self._entry.shards[: self._entry.slicing.count]:
+            stream = self._streams.get(shard.primary.server_id)
+            if stream is None or not stream.is_open or stream.incarnation != shard.primary.incarnation:
+                return None
+            streams.append(stream)
+        return streams
+
+    def _show(self, streams: Sequence[SharedStream]) -> None:
+        """Lets the vector show each shard where it is now. Where that fails there is none any more."""
+        assert self._stitched is not None
+        slicing, count = self._entry.slicing, len(self._entry.shards)
+        numbers = {number for number, stream in enumerate(streams) if not self.shows(number, stream.weights)}
+        if not numbers or not self._can_stitch:
+            return
         pieces = (
-            Piece(slicing.bounds(index)[0], stream.weights, slicing.size(index))
+            Piece(slicing.bounds(index)[0], streams[index % count].weights, slicing.size(index))
             for index in range(slicing.count)
-            if (stream := streams[shards[index % len(shards)]])
+            if index % count in numbers
         )
         try:
-            return stitch(slicing.total, pieces)
+            self._can_stitch = self._stitched.show(pieces)
         except OSError as error:
             logger.info("weights of %r are copied: %s", self.parameters, reason_of(error))
-            return None
+            self._can_stitch = False
+        self._shown |= {number: streams[number].weights.nonce if self._can_stitch else b"" for number in numbers}
 
-    def copy_weights(self, slices: Iterable[int], target: Flat) -> None:
-        """Copies slices that are shared and stand still into their places in ``target``."""
-        shards = self._entry.primaries
-        for index in slices:
-            start, stop = self._entry.slicing.bounds(index)
-            target[start:stop] = self._streams[shards[index % len(shards)]].view(index)
+    def shows(self, index: int, arena: WeightsArena) -> bool:
+        """Whether the vector of all weights shows a slice as it is in ``arena``."""
+        return self._shown.get(index % len(self._entry.shards)) == arena.nonce
+
+    @property
+    def _holders(self) -> tuple[str, ...]:
+        """The servers that have slices; a shard of few slices may have none."""
+        return tuple(dict.fromkeys(self._entry.primaries[: self._entry.slicing.count]))
 
     def transports(self) -> dict[str, str]:
         """How each server is reached: "shm", or "grpc: " and the reason."""
@@ -267,7 +313,6 @@ class Sharing:
             self._settled = True
             for stream in self._streams.values():
                 stream.stable = self._stable
-            self._weights = self._stitched()
 
     def renew(self) -> None:
         """Puts memory that no server has in the place of the gradient arena, with the same content at the same address:
@@ -278,7 +323,6 @@ class Sharing:
             self._generation += 1
             for stream in self._streams.values():
                 stream.close()
-            self._weights = None
             self._arena.renew()
 
     def rejoin(self, sender: Sender, entry: ParametersEntry) -> None:
@@ -295,6 +339,7 @@ class Sharing:
         for stream in self._streams.values():
             stream.close()
         await asyncio.gather(*(stream.ended() for stream in self._streams.values()))
-        self._weights = None
+        self._streams.clear()
+        self._stitched = None
         if self._arena is not None:
             self._arena.close()

@@ -3,9 +3,10 @@
 ``attach`` opens it, ``SharedStream.attempt`` carries one job out for one route. Calls go over the line that stays from
 the handover (``psdist.wire.line``), several at once if need be. The gRPC stream says who attached, and why it ended.
 
-Invariants: what is in the arena is not touched between the request and its answer. Weights that may change are read
-under the sequence lock: copied, and copied again if the slice was written meanwhile. A stream whose line or gRPC
-stream ended ends all of its calls at once, and is not used again.
+Invariants: what is in the arena is not touched between the request and its answer. Only slices that the server just
+answered for are read from its arena, where they lie at their own bounds. Weights that may change are read under the
+sequence lock: copied, and copied again if the slice was written meanwhile. A stream whose line or gRPC stream ended
+ends all of its calls at once, and is not used again.
 
 Not here: which servers are attached, why not (``share``), what is sent again after a break (``transfer``).
 """
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 #: A slice that is being written is looked at again so often before the loop goes on with other things for a while.
 _SPINS: Final = 4
 _SPIN_SECONDS: Final = 0.0005
+#: After so many of these a slice that cannot be read is asked for again: it may be another server's.
+_WAITS_MAX: Final = 2000
 #: Where the line ended, the stream is given so long to say why.
 _REASON_SECONDS: Final = 2.0
 
@@ -74,7 +77,16 @@ async def attach(
                 if not answer.done():
                     raise again(loss.result())
                 attached = answer.result()
-                weights, connection = await exchange
+                # The server gave its file before it answered.
+                ends = {exchange, loss}
+                await asyncio.wait(ends, timeout=handover.HANDOVER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if not exchange.done():
+                    raise (
+                        again(loss.result())
+                        if loss.done()
+                        else SharingUnavailableError(f"{peer} says that it gave its memory, and that did not come")
+                    )
+                weights, connection = exchange.result()
             finally:
                 answer.cancel()
                 exchange.cancel()
@@ -153,6 +165,7 @@ class SharedStream:
         #: Calls under way: what gets their answer, and the wait that it ends.
         self._calls: dict[int, tuple[asyncio.Future[server_pb2.ShareResponse | PsdistError], Wait]] = {}
         self._line = Line(self._hear, self._line_ended)
+        self._giving_reason: asyncio.TimerHandle | None = None
         self._watcher = asyncio.create_task(self._watch(), name="psdist share")
         loss.add_done_callback(self._lost)
 
@@ -256,9 +269,13 @@ class SharedStream:
                 raise InternalError(f"{self._peer} answered slice {index}, which is not asked for")
             if isinstance(job, PushPullJob | PullJob):
                 job.traffic.received += self._slicing.size(index) * ITEM_BYTES[_pull_dtype(job)]
-                if not (job.in_place and self.stable):
+                if not (job.in_place and self.stable and self._is_shown(job, index)):
                     version = await self._copy(job, index, version)
             job.request.answer(index, version, behind, index in ignored)
+
+    def _is_shown(self, job: PushPullJob | PullJob, index: int) -> bool:
+        """Whether the vector that shows all weights has this slice from here: it may be another server's since."""
+        return job.sharing is not None and job.sharing.shows(index, self.weights)
 
     async def _copy(self, job: PushPullJob | PullJob, index: int, version: int) -> int:
         """Copies the weights of a slice into the job's target; their version."""
@@ -280,7 +297,7 @@ class SharedStream:
         """Copies weights that the server may be writing; the version that they are all of. Raises why the stream
         broke."""
         sequence, source = self.weights.sequence, self.view(index)
-        while True:
+        for _ in range(_WAITS_MAX):
             for _ in range(_SPINS):
                 before = int(sequence[index])
                 if before % 2 == 0:
@@ -290,6 +307,7 @@ class SharedStream:
             if self.broken is not None:
                 raise again(self.broken)
             await asyncio.sleep(_SPIN_SECONDS)
+        raise ServerUnreachableError(f"{self._peer} does not let slice {index} be read")
 
     # --- line and stream ----------------------------------------------------------------------------------------------
 
@@ -312,7 +330,7 @@ class SharedStream:
         else:
             # The server says why by the stream; but it may hang, or be gone.
             reason = ServerUnreachableError(f"{self._peer} closed the connection")
-            asyncio.get_running_loop().call_later(_REASON_SECONDS, self._break, reason)
+            self._giving_reason = asyncio.get_running_loop().call_later(_REASON_SECONDS, self._break, reason)
 
     def _hear(self, data: bytes) -> None:
         response = frames.parse(server_pb2.ShareResponse, data)
@@ -343,6 +361,8 @@ class SharedStream:
             return
         self.broken = error
         self._loss.remove_done_callback(self._lost)
+        if self._giving_reason is not None:
+            self._giving_reason.cancel()
         for ended, _ in self._calls.values():
             if not ended.done():
                 ended.set_result(again(error))

@@ -74,6 +74,8 @@ class Line(asyncio.Protocol):
     def close(self) -> None:
         """Ends the line, after what was sent; one that has not begun will not."""
         self._closed = True
+        # Who is told refers to the line, too: without this both would stay until the garbage collector comes.
+        self._receive, self._ended = _nobody, _nobody
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -126,5 +128,10 @@ class Line(asyncio.Protocol):
 
     def _end(self, error: PsdistError | None) -> None:
         if self._transport is not None:
+            ended = self._ended
             self.close()
-            self._ended(error)
+            ended(error)
+
+
+def _nobody(_: object) -> None:
+    """Is told nothing."""

@@ -5,7 +5,7 @@
 * ``WeightsArena``: one page of header, a table of sequence numbers (uint64, one per slice of the vector, padded to a
   page), then the whole float32 vector, of which a server's own slices have memory (``allocate``) and the others are
   holes, so that slices come and go without a new file. The server creates and writes it, the worker gets a descriptor
-  that can only be read by, and ``stitch`` shows it the slices of several servers as one vector. A hole that is read
+  that can only be read by, and ``Stitched`` shows it the slices of several servers as one vector. A hole that is read
   takes memory, too: a worker reads no slices but those that the server answered for.
 
 A header is 16 bytes that name the kind and 16 random ones, the nonce: who can tell it, has the file. The bytes are
@@ -257,25 +257,34 @@ class Piece:
     size: int
 
 
-def stitch(total: int, pieces: Iterable[Piece]) -> NDArray[np.float32] | None:
-    """One read-only vector of ``total`` elements whose memory is that of the arenas. None where a piece does not begin
-    on a page, or where they are too many. Raises OSError.
+class Stitched:
+    """One read-only vector of ``total`` elements whose memory is that of arenas. It stays where it is when parts of it
+    become those of other arenas."""
 
-    pieces: ascending, without gaps, all of the vector.
-    """
-    runs: list[Piece] = []
-    for piece in pieces:
-        last = runs[-1] if runs else None
-        if last is not None and last.arena is piece.arena:
-            runs[-1] = Piece(last.start, last.arena, last.size + piece.size)
-        else:
-            runs.append(piece)
-    if not runs or len(runs) > _STITCHES_MAX or any(run.start * 4 % mmap.PAGESIZE for run in runs):
-        return None
-    region = _Region(_padded(total * 4), writable=False)
-    for run in runs:
-        region.place(run.arena.fd, at=run.start * 4, offset=run.arena.offset + run.start * 4, size=run.size * 4)
-    return region.view(np.dtype(np.float32), 0, total)
+    def __init__(self, total: int) -> None:
+        self._region = _Region(_padded(total * 4), writable=False)
+        self.vector: NDArray[np.float32] = self._region.view(np.dtype(np.float32), 0, total)
+
+    def show(self, pieces: Iterable[Piece]) -> bool:
+        """Lets elements be those of arenas. Does nothing and returns False where a piece does not begin on a page, or
+        where they are too many. Raises OSError, and then some of them may be shown.
+
+        pieces: ascending; until all of the vector was shown once, what was not is zeros.
+        """
+        runs: list[Piece] = []
+        for piece in pieces:
+            last = runs[-1] if runs else None
+            if last is not None and last.arena is piece.arena and last.start + last.size == piece.start:
+                runs[-1] = Piece(last.start, last.arena, last.size + piece.size)
+            else:
+                runs.append(piece)
+        if len(runs) > _STITCHES_MAX or any(run.start * 4 % mmap.PAGESIZE for run in runs):
+            return False
+        for run in runs:
+            self._region.place(
+                run.arena.fd, at=run.start * 4, offset=run.arena.offset + run.start * 4, size=run.size * 4
+            )
+        return True
 
 
 def reason_of(error: OSError) -> str:

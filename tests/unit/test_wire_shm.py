@@ -21,7 +21,7 @@ import pytest
 
 from psdist.errors import SharingUnavailableError
 from psdist.wire import handover, shm
-from psdist.wire.shm import GradientArena, Piece, WeightsArena, stitch
+from psdist.wire.shm import GradientArena, Piece, Stitched, WeightsArena
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -257,20 +257,35 @@ def test_slices_of_several_servers_are_one_vector(servers: int) -> None:
     sizes = [4096, 4096, 4096, 4096, 100]
     theirs = [WeightsArena.create(5, sum(sizes)) for _ in range(servers)]
     mine = [WeightsArena.open(os.dup(arena.fd), 5, sum(sizes)) for arena in theirs]
-    vector = stitch(sum(sizes), pieces(mine, sizes))
-    assert vector is not None and vector.size == sum(sizes) and not vector.flags.writeable
+    stitched = Stitched(sum(sizes))
+    vector = stitched.vector
+    assert stitched.show(pieces(mine, sizes)) and vector.size == sum(sizes) and not vector.flags.writeable
     for number, piece in enumerate(pieces(theirs, sizes)):
         piece.arena.weights[piece.start : piece.start + piece.size] = number
     assert vector.tolist() == [float(number) for number, size in enumerate(sizes) for _ in range(size)]
-    del theirs, mine
+    del theirs, mine, stitched
     gc.collect()
     assert vector[-1] == 4.0
 
 
+def test_a_slice_that_moved_is_shown_where_it_is_now() -> None:
+    sizes = [4096, 4096, 100]
+    first, second = WeightsArena.create(3, sum(sizes)), WeightsArena.create(3, sum(sizes))
+    first.weights[...] = 1.0
+    second.weights[4096:8192] = 2.0
+    stitched = Stitched(sum(sizes))
+    assert stitched.show(pieces([first], sizes))
+    view = stitched.vector[4000:8200]
+    assert stitched.show([Piece(4096, second, 4096)])
+    assert view.tolist() == [1.0] * 96 + [2.0] * 4096 + [1.0] * 8
+    assert os.fstat(second.fd).st_blocks * 512 == second.offset + 4096 * 4  # Nothing else of it was read.
+
+
 def test_slices_that_do_not_begin_on_a_page_are_not_stitched() -> None:
     arenas = [WeightsArena.create(3, 2500), WeightsArena.create(3, 2500)]
-    assert stitch(2500, pieces(arenas, [1000, 1000, 500])) is None
-    assert stitch(0, []) is None
+    stitched = Stitched(2500)
+    assert not stitched.show(pieces(arenas, [1000, 1000, 500]))
+    assert stitched.show(pieces(arenas[:1], [1000, 1000, 500]))  # One range of one file.
 
 
 # --- no room ----------------------------------------------------------------------------------------------------------
