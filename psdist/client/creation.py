@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from psdist.client.partition import Flat
 from psdist.client.routing import Plan
 from psdist.client.session import Request
 from psdist.client.transfer import DataPath
-from psdist.errors import SchedulerUnreachableError, UnknownParametersError
+from psdist.errors import SchedulerUnreachableError, StaleEpochError, UnknownParametersError
 from psdist.types import Layout, ParametersEntry, ParametersSpec, Replica
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
@@ -62,7 +63,9 @@ async def create(
             if values is None:
                 raise UnknownParametersError(f"{link.peer} does not know {spec.name!r} any more: restart the run")
             await _upload(link, data, spec.name, values, placed)
-            await _commit(link, spec.name)
+            # A server that is gone by now had some of them: the scheduler asks again.
+            with suppress(StaleEpochError):
+                await _commit(link, spec.name)
         elif response.state == pb.CreateParametersResponse.STATE_READY:
             return _ready(link, spec.name, layout, response.first_step)
         return None
@@ -126,7 +129,11 @@ def _primary(entry: ParametersEntry, index: int) -> Replica:
 async def _commit(link: SchedulerLink, name: str) -> None:
     mine = link.registration
     request = pb.CommitParametersRequest(
-        run_id=mine.run_id, worker_id=mine.worker_id, incarnation=mine.incarnation, parameters=name
+        run_id=mine.run_id,
+        worker_id=mine.worker_id,
+        incarnation=mine.incarnation,
+        parameters=name,
+        epoch=link.watch.cluster.epoch,
     )
     with link.waits.open(f"for {link.peer} to commit {name!r}"):
         while True:

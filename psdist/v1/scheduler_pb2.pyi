@@ -234,16 +234,18 @@ class CreateParametersResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[CreateParametersResponse.State, str]] = ..., waiting_for: _Optional[str] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., first_step: _Optional[int] = ...) -> None: ...
 
 class CommitParametersRequest(_message.Message):
-    __slots__ = ("run_id", "worker_id", "incarnation", "parameters")
+    __slots__ = ("run_id", "worker_id", "incarnation", "parameters", "epoch")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     worker_id: str
     incarnation: int
     parameters: str
-    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., parameters: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class CommitParametersResponse(_message.Message):
     __slots__ = ("epoch",)

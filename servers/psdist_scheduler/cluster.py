@@ -211,7 +211,7 @@ class Cluster:
                 return self._scaling.watch(event)
             case Commit():
                 worker = self.members.check_caller(event.caller)
-                return self.registry.commit(event.call, worker, event.parameters, now)
+                return self.registry.commit(event, worker, now)
             case OpenDataset() | LeaseRange() | EndRanges() | GetPosition() | SetPosition():
                 return self._data(event)
             case CallEnded():
@@ -325,7 +325,7 @@ class Cluster:
     def _commit(self, effects: list[Effect], now: float, changed: bool = False) -> list[Effect]:
         """Lets everything go on that can, and puts what became of it in the order that the module's text promises."""
         effects += self._end_calls_of_the_gone()
-        effects += self._keeper.lose() + self._keeper.plan(now)
+        effects += self._keeper.lose(self.epoch + 1) + self._keeper.plan(now)
         effects += self.registry.progress(self.members, now)
         # What was placed just now gets its backups in the same epoch.
         effects += self._keeper.plan(now) + self._scaling.progress(now)

@@ -133,11 +133,12 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The uploader says that all initial values are on the servers."""
+    """The uploader says that all initial values are on the servers, which are those of the map of ``epoch``."""
 
     call: int
     caller: Caller
     parameters: str
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ class Keeper:
         #: Where a primary could not reach a replica, and until when that server is not tried again in this place.
         self._unreachable: dict[_Place, float] = {}
 
-    def lose(self) -> list[Effect]:
-        """Shards go on without the servers that are gone, or are lost with them."""
+    def lose(self, epoch: int) -> list[Effect]:
+        """Shards go on without the servers that are gone, or are lost with them. ``epoch`` is the one that shows it."""
         if not self._members.changed:
             return []
         self._unreachable = {place: t for place, t in self._unreachable.items() if self._live(place[2])}
@@ -40,7 +40,12 @@ class Keeper:
         for p in self._placed():
             before = p.entry.shards
             after = tuple(replicas.after_loss(shard, self._live) for shard in before)
-            if after != before:
+            if after == before:
+                continue
+            if self._needs_values(p, after) and self._members.staying:
+                self._registry.place_anew(p.name, self._placed_anew(p), epoch)
+                effects.append(Note(f"a server is gone before {p.name!r} was ready: its values are uploaded again"))
+            else:
                 self._registry.set_shards(p.name, after)
                 effects += _promotions(p.name, before, after) + self._losses(p, before, after)
         return effects
@@ -80,6 +85,7 @@ class Keeper:
             ],
             self._settings.replicas,
             installed=lambda name: placed[name].placed.committed,
+            ready=lambda name: placed[name].entry.ready,
             refused=lambda *place: self._unreachable.get(place, now) > now,
             tried=lambda *place: place in self._unreachable,
         ).changes()
@@ -133,6 +139,20 @@ class Keeper:
         shard = p.entry.shards[event.shard]
         sender = Replica(server.member_id, server.incarnation)
         return shard if sender == shard.primary and event.term == shard.term and not shard.lost else None
+
+    def _needs_values(self, p: Parameters, after: tuple[Shard, ...]) -> bool:
+        """Whether values are gone that nobody has trained yet, so that their uploader still has them."""
+        moved = any(new.lost or new.term != old.term for old, new in zip(p.entry.shards, after, strict=True))
+        lost = any(new.lost for new in after)
+        return not p.entry.ready and (lost if p.placed.committed else moved)
+
+    def _placed_anew(self, p: Parameters) -> tuple[Shard, ...]:
+        shards: list[Shard] = []
+        for shard in p.entry.shards:
+            counts = [s.primary.server_id for s in shards]
+            spare = min(self._members.staying, key=lambda server: (counts.count(server.member_id), server.member_id))
+            shards.append(replicas.placed_anew(shard, self._live, Replica(spare.member_id, spare.incarnation)))
+        return tuple(shards)
 
     def _losses(self, p: Parameters, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[Effect]:
         lost: dict[str, list[int]] = {}

@@ -8,8 +8,8 @@
 
 Parameters with a lost shard are lost; their callers are told so.
 
-Invariants: the settings and layout of all that wait are the same; members are live workers; ``committed`` and ``ready``
-never go back. Not here: who holds a shard (``replicas``, ``keeper``), epochs and durability (``cluster``).
+Invariants: the settings and layout of all that wait are the same; members are live workers; ``ready`` never goes
+back, ``committed`` only before. Not here: who holds a shard (``replicas``, ``keeper``), epochs (``cluster``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from psdist.errors import (
     NotMemberError,
     ServerLostError,
     SettingsMismatchError,
+    StaleEpochError,
     UnknownParametersError,
 )
 from psdist.types import Layout, ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard, check_name
@@ -32,6 +33,7 @@ from psdist.wire.limits import PARAMETERS_MAX
 from psdist_scheduler import placement, replicas
 from psdist_scheduler.events import (
     Answer,
+    Commit,
     Create,
     Describe,
     Described,
@@ -68,6 +70,8 @@ class Parameters:
     describers: dict[int, Member] = field(default_factory=dict)
     #: The call that was told to upload.
     upload_call: int = 0
+    #: Values put on servers by a map older than this may be gone with one of them.
+    placed_epoch: int = 0
     #: Highest version by server, from heartbeats.
     versions: dict[str, int] = field(default_factory=dict)
 
@@ -109,7 +113,7 @@ class Registry:
         self._all: dict[str, Parameters] = {}
         for record in records:
             name = record.entry.spec.name
-            self._all[name] = Parameters(name, now, record, record.entry.spec, record.layout)
+            self._all[name] = Parameters(name, now, record, record.entry.spec, record.layout, placed_epoch=epoch - 1)
         #: In the order in which they were placed, which is the map's and the store's.
         self._placed = [record.entry.spec.name for record in records]
         self._join_grace = settings.join_grace_seconds
@@ -195,8 +199,9 @@ class Registry:
         p.describers[event.call] = worker
         return effects
 
-    def commit(self, call: int, worker: Member, name: str, now: float) -> list[Effect]:
+    def commit(self, event: Commit, worker: Member, now: float) -> list[Effect]:
         """The values are uploaded. Raises UnknownParametersError, NotMemberError."""
+        name = event.parameters
         p = self._all.get(name)
         if p is None or p.record is None:
             raise UnknownParametersError(f"no parameters {name!r:.80} wait for values: create them first", name=name)
@@ -204,13 +209,25 @@ class Registry:
             raise NotMemberError(
                 f"{worker} was not asked for the values of {name!r}: {p.record.uploader or 'nobody'} was", name=name
             )
-        effects: list[Effect] = [Answer(call, Done())]
+        if not p.record.committed and event.epoch < p.placed_epoch:
+            p.upload_call = 0
+            text = f"a server is gone that had values of {name!r} since epoch {event.epoch}: upload them again"
+            return [Refuse(event.call, StaleEpochError(text, epoch=p.placed_epoch))]
+        effects: list[Effect] = [Answer(event.call, Done())]
         if not p.record.committed:
             p.record = replace(p.record, committed=True)
             self.changed[p.name] = None
             p.since = now
             effects.append(Note(f"{worker} uploaded the values of {name!r}"))
         return effects
+
+    def place_anew(self, name: str, shards: tuple[Shard, ...], epoch: int) -> None:
+        """Values are gone before they were ready: they are asked for again. ``epoch`` shows where they go."""
+        p = self._all[name]
+        assert not p.entry.ready
+        p.placed_epoch, p.upload_call = epoch, 0
+        p.record = replace(p.placed, committed=False)
+        self._change(p, shards=shards)
 
     def set_shards(self, name: str, shards: tuple[Shard, ...]) -> None:
         """Other servers hold what the parameters have."""

@@ -16,7 +16,7 @@ below what is wanted, or promotes what is not complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from psdist.types import ParametersEntry, Replica, Shard
@@ -66,6 +66,11 @@ def after_loss(shard: Shard, live: Callable[[Replica], bool]) -> Shard:
     return Shard(backups[0], shard.term + 1, backups[1:], filling)
 
 
+def placed_anew(shard: Shard, live: Callable[[Replica], bool], spare: Replica) -> Shard:
+    """The shard before it has values that count: alone on its primary, or on ``spare`` if that one lives no more."""
+    return Shard(shard.primary, shard.term) if live(shard.primary) else Shard(spare, shard.term + 1)
+
+
 def filled(shard: Shard, replica: Replica) -> Shard:
     """The shard once its primary said that ``replica`` is complete."""
     filling = tuple(other for other in shard.filling if other != replica)
@@ -103,7 +108,8 @@ class Plan:
     wanted: copies of each shard.
     refused: whether this server cannot be used for that shard of those parameters now.
     tried: whether it failed as a replica of it earlier, so that any other is to be preferred.
-    installed: whether the initial values of these parameters are on their primaries.
+    installed: whether the initial values of these parameters are on their primaries; nothing is copied before.
+    ready: whether these parameters are in use; before, copies need not be spared.
     """
 
     def __init__(
@@ -113,6 +119,7 @@ class Plan:
         wanted: int,
         *,
         installed: Callable[[str], bool],
+        ready: Callable[[str], bool],
         refused: Callable[[str, int, Replica], bool],
         tried: Callable[[str, int, Replica], bool],
     ) -> None:
@@ -123,7 +130,8 @@ class Plan:
         self._holders = {holder.id: holder for holder in sorted(holders, key=lambda holder: holder.id)}
         self._usable = [holder for holder in self._holders.values() if not holder.draining]
         self._wanted = wanted
-        self._installed, self._refused, self._tried = installed, refused, tried
+        self._installed, self._ready = installed, ready
+        self._refused, self._tried = refused, tried
         self._primary = dict.fromkeys(self._holders, 0)
         self._held = dict.fromkeys(self._holders, 0)
         self._fills = dict.fromkeys(self._holders, 0)
@@ -198,7 +206,9 @@ class Plan:
         staying = [replica for replica in (*complete(shard), *shard.filling) if self._stays(replica)]
         if len(staying) >= self._wanted:
             return None
-        if self._installed(name) and self._fills.get(shard.primary.server_id, 0) >= FILLS_PER_SOURCE:
+        if not self._installed(name):
+            return None
+        if self._ready(name) and self._fills.get(shard.primary.server_id, 0) >= FILLS_PER_SOURCE:
             return None
         holding = {replica.server_id for replica in shard.replicas}
         hosts = {self._holders[replica.server_id].host for replica in staying}
@@ -273,22 +283,6 @@ class Plan:
     def _begun(self, name: str, number: int, shard: Shard, target: Holder) -> Iterator[Change]:
         """The shard with ``target`` being filled, if it may be."""
         unfit = target.id in [replica.server_id for replica in shard.replicas]
-        unfit = unfit or not self._installed(name) or self._tried(name, number, target.replica)
+        unfit = unfit or not self._ready(name) or self._tried(name, number, target.replica)
         if not unfit and not self._refused(name, number, target.replica):
             yield Change(name, number, replace(shard, filling=(target.replica,)))
-
-
-def loads(entries: Sequence[ParametersEntry]) -> Mapping[str, int]:
-    """Elements that each server holds in any role, or will."""
-    held: dict[str, int] = {}
-    for entry in entries:
-        if entry.shards:
-            for shard, elements in zip(entry.shards, shard_elements(entry.slicing, len(entry.shards)), strict=True):
-                for replica in shard.replicas if not shard.lost else ():
-                    held[replica.server_id] = held.get(replica.server_id, 0) + elements
-    return held
-
-
-def copies_missing(shards: Collection[Shard], wanted: int) -> int:
-    """Shards that have fewer complete copies than wanted, lost ones not counted."""
-    return sum(not shard.lost and len(complete(shard)) < wanted for shard in shards)

@@ -328,7 +328,7 @@ class Service:
         self, request: pb.CommitParametersRequest, context: grpc.aio.ServicerContext
     ) -> pb.CommitParametersResponse:
         """The values are uploaded."""
-        await self._ask(lambda call: Commit(call, messages.caller(request), request.parameters))
+        await self._ask(lambda call: Commit(call, messages.caller(request), request.parameters, request.epoch))
         return pb.CommitParametersResponse(epoch=self._scheduler.maps.message.epoch)
 
     @_typed

@@ -113,7 +113,7 @@ class Driver:
     def ask(self, kind: Any, member: Member, name: str = "mlp") -> int:
         """Calls Describe, Commit or EnterBarrier."""
         call = self.number()
-        self.on(kind(call, caller(member), name))
+        self.on(kind(call, caller(member), name, *((self.map.epoch,) if kind is ev.Commit else ())))
         return call
 
     def beat(self, *sessions: int) -> None:

@@ -367,8 +367,8 @@ def test_a_server_that_comes_back_is_empty_and_what_is_lost_stays_lost() -> None
     assert [shard for shard in d.map.parameters[0].shards if shard.lost] == [shard for shard in lost if shard.lost]
 
 
-def test_a_server_lost_while_uploading_ends_the_wait() -> None:
-    d, workers, _, server_sessions = started()
+def test_the_only_server_lost_while_uploading_ends_the_wait() -> None:
+    d, workers, _, server_sessions = started(servers=1)
     calls = [d.create(worker) for worker in workers]
     d.on(ev.SessionClosed(server_sessions[0], "its session broke"))
     assert all(isinstance(d.errors[call], errors.ServerLostError) for call in calls)

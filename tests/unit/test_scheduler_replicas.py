@@ -80,9 +80,10 @@ def whole(shards: tuple[Shard, ...], copies: int = 2) -> bool:
 
 def test_backups_are_filled_before_anything_is_ready() -> None:
     run = Run(servers=2, ready=False)
+    assert run.load() == {"server-0": (4, 4), "server-1": (4, 4)}
+    run.d.ask(ev.Commit, run.workers[0])
     assert all(shard.filling and not shard.backups for shard in run.shards)
     assert all(shard.filling[0].server_id != shard.primary.server_id for shard in run.shards)
-    run.d.ask(ev.Commit, run.workers[0])
     assert run.d.map.parameters[0].ready is False
     assert run.d.state(run.calls[0]).text.startswith("for server-")
     assert "to hold a copy of shard" in run.d.state(run.calls[0]).text
@@ -105,7 +106,9 @@ def test_copies_are_spread_evenly_and_over_hosts() -> None:
     assert Run(servers=4).load() == dict.fromkeys([f"server-{i}" for i in range(4)], (4, 8))
     d = Driver(replicas=2)
     hosts = {d.join("server", host=host)[0].member_id: host for host in ("a", "a", "b", "b")}
-    d.create(d.join()[0], slice_elements=400)
+    worker, _ = d.join()
+    d.create(worker, slice_elements=400)
+    d.ask(ev.Commit, worker)
     (entry,) = d.map.parameters
     assert all(hosts[s.primary.server_id] != hosts[s.filling[0].server_id] for s in entry.shards)
 
@@ -128,6 +131,46 @@ def test_a_commit_outlives_the_scheduler() -> None:
     assert "to hold a copy" in again.state(call).text
     again.fill()
     assert again.state(call) == ev.Ready(0)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_values_that_went_with_a_server_are_uploaded_again(replicas: int) -> None:
+    run = Run(servers=3, replicas=replicas, ready=False)
+    stale = run.d.map.epoch
+    run.kill("server-0")
+    assert run.d.told[run.calls[0]].count(ev.Upload()) == 2
+    assert not run.d.shards_lost
+    moved = [shard for shard in run.shards if shard.term == 2]
+    assert len(moved) == 4 and all(shard.primary.server_id != "server-0" for shard in run.shards)
+    late = run.d.number()
+    run.d.on(ev.Commit(late, caller(run.workers[0]), "mlp", stale))
+    assert isinstance(run.d.errors[late], errors.StaleEpochError)
+    assert run.d.told[run.calls[0]].count(ev.Upload()) == 3
+    assert run.d.state(run.d.ask(ev.Commit, run.workers[0])) == ev.Done()
+    run.d.fill()
+    assert run.d.state(run.calls[0]) == ev.Ready(0)
+
+
+def test_values_are_uploaded_again_while_they_are_copied() -> None:
+    run = Run(servers=3, ready=False)
+    run.d.ask(ev.Commit, run.workers[0])
+    run.kill("server-0")
+    assert run.d.told[run.calls[0]].count(ev.Upload()) == 2
+    assert all(not shard.filling for shard in run.shards)
+    run.d.ask(ev.Commit, run.workers[0])
+    run.d.fill()
+    assert run.d.state(run.calls[0]) == ev.Ready(0)
+    assert whole(run.shards)
+
+
+def test_after_a_restart_only_a_commit_by_the_last_map_counts() -> None:
+    run = Run(servers=2, ready=False)
+    again = Driver(run.d.stored, workers_min=1, replicas=2)
+    call = again.number()
+    again.on(ev.Commit(call, caller(run.workers[0]), "mlp", run.d.map.epoch - 1))
+    assert isinstance(again.errors[call], errors.StaleEpochError)
+    again.on(ev.Commit(again.number(), caller(run.workers[0]), "mlp", run.d.map.epoch))
+    assert all(shard.filling for shard in again.map.parameters[0].shards)
 
 
 # --- fail-over --------------------------------------------------------------------------------------------------------
