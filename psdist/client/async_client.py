@@ -151,8 +151,12 @@ class AsyncClient:
             ) from None
         return address
 
-    async def close(self) -> None:
-        """Leaves the run. Closing again does nothing."""
+    async def close(self, reason: str = "closed") -> None:
+        """Leaves the run. Closing again does nothing.
+
+        reason: what others read about it. "stopped" and "failed" say that the work was not done: a run with a least
+            number of workers waits for another.
+        """
         if self._closed:
             return
         self._closed = True
@@ -164,7 +168,7 @@ class AsyncClient:
             if self._data is not None:
                 await self._data.close()
             if self._link is not None:
-                await self._link.close()
+                await self._link.close(reason)
         finally:
             loop.release(self)
 

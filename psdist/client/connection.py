@@ -413,21 +413,21 @@ class SchedulerLink:
         if incarnation != self.registration.incarnation:
             raise FencedError(f"incarnation {incarnation} of {self.registration.worker_id} does not count any more")
 
-    async def close(self) -> None:
+    async def close(self, reason: str = "closed") -> None:
         """Leaves politely, if the scheduler answers within a second, and closes the channel."""
         if self._session is not None:
             self._leaving = True
             if self.watch.fatal is None:
-                await self._leave()
+                await self._leave(reason)
             self._session.cancel()
             with suppress(asyncio.CancelledError):
                 await self._session
             self.watch.see_fatal(ClosedError("the client is closed"))
         await self._channel.close()
 
-    async def _leave(self) -> None:
+    async def _leave(self, reason: str) -> None:
         mine = self.registration
-        request = scheduler_pb2.LeaveRequest(member_id=mine.worker_id, incarnation=mine.incarnation, reason="closed")
+        request = scheduler_pb2.LeaveRequest(member_id=mine.worker_id, incarnation=mine.incarnation, reason=reason)
         with suppress(grpc.aio.AioRpcError):
             await self.stub.Leave(request, metadata=self.metadata, timeout=_LEAVE_SECONDS)
 

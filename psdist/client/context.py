@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from psdist.client.farewell import farewell
 from psdist.client.sync_client import Client
 from psdist.errors import ConfigurationError
 
@@ -41,13 +42,7 @@ class Context:
 
     def close(self) -> None:
         """Leaves the run, and ends the cluster if ``init`` started it. Closing again does nothing."""
-        global _current
-        with _lock:
-            if _current is self:
-                _current = None
-        self.client.close()
-        if self._cluster is not None:
-            self._cluster.close()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
@@ -55,7 +50,13 @@ class Context:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        global _current
+        with _lock:
+            if _current is self:
+                _current = None
+        self.client.__exit__(kind, error, trace)
+        if self._cluster is not None:
+            self._cluster.close()
 
 
 _lock = threading.Lock()
@@ -64,7 +65,8 @@ _current: Context | None = None
 
 def init(**client_arguments: Any) -> Context:
     """Connects this script to its run and returns its ``Context``; called again it returns the same one until that is
-    closed. ``client_arguments`` are those of ``psdist.Client``.
+    closed. ``client_arguments`` are those of ``psdist.Client``. Afterwards SIGTERM ends the script politely: the push
+    under way is finished, the worker leaves, and the status is 143; a handler of the script's own is left alone.
 
     Raises ConfigurationError, SchedulerUnreachableError, and what the scheduler refuses with.
     """
@@ -72,6 +74,7 @@ def init(**client_arguments: Any) -> Context:
     with _lock:
         if _current is None:
             _current = _connect(client_arguments)
+            farewell.install()
         elif client_arguments:
             raise ConfigurationError("psdist.init() was called before: close that context before passing arguments")
         return _current

@@ -118,7 +118,7 @@ class Exchange:
             self._sender, request, self.slicing, self.session.versions, flat, self.options.codec, norm,
             self._push_title(request), self.traffic, sharing=self.sharing,
         )  # fmt: skip
-        await self._deliver(job)
+        await self._deliver(job, begins=True)
 
     async def push_pull(self, request: Request, flat: Flat | None, norm: float, arrival: Arrival) -> None:
         """Sends a gradient (None: abstains); the new weights arrive."""
@@ -127,7 +127,7 @@ class Exchange:
             self._push_title(request), self.traffic, sharing=self.sharing, target=arrival.target,
             pull_dtype=self.options.pull_dtype, in_place=arrival.shared is not None, received=arrival.received,
         )  # fmt: skip
-        await self._deliver(job)
+        await self._deliver(job, begins=True)
 
     async def pull(self, arrival: Arrival) -> None:
         """Weights arrive."""
@@ -154,18 +154,32 @@ class Exchange:
             self.sharing.renew()
             raise
 
-    async def _deliver(self, job: Job) -> None:
+    async def _deliver(self, job: Job, begins: bool = False) -> None:
+        """Gets a job answered. ``begins``: it is a step, which begins only while the run has enough workers."""
         if self.options.request_timeout is None:
+            if begins and self._link.watch.cluster.paused:
+                await self._until_resumed(job)
             await self._data.deliver(job, self._plan)
             return
         try:
             async with asyncio.timeout(self.options.request_timeout):
+                if begins and self._link.watch.cluster.paused:
+                    await self._until_resumed(job)
                 await self._data.deliver(job, self._plan)
         except TimeoutError:
             raise WaitTimeoutError(
                 f"{job.title} took longer than request_timeout={self.options.request_timeout:g} s: waiting "
                 f"{self._data.last_reason}. The step was not advanced; calling again goes on with it"
             ) from None
+
+    async def _until_resumed(self, job: Job) -> None:
+        watch = self._link.watch
+        with self._link.waits.open(f"{watch.cluster.paused}, for {job.title}") as wait:
+            while watch.cluster.paused:
+                self._link.raise_if_out(self._sender.incarnation)
+                wait.hear(f"{watch.cluster.paused}, for {job.title}")
+                self._data.last_reason = wait.reason
+                await watch.changed()
 
     def _plan(self, slices: Sequence[int]) -> Plan:
         """Where ``slices`` go; for all of them that is kept as long as nothing is heard."""

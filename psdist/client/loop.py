@@ -15,6 +15,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from psdist.client.farewell import farewell
 from psdist.errors import ClosedError, ConfigurationError
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ _EXIT_SECONDS: Final = 3.0
 class Closable(Protocol):
     """What is needed of a client."""
 
-    async def close(self) -> None:
+    async def close(self, reason: str = "closed") -> None:
         """Leaves the run."""
 
 
@@ -107,7 +108,8 @@ class LoopThread:
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs ``coroutine`` on the loop and waits for its result.
 
-        An interrupt (Ctrl-C) cancels it, waits until it has let go of the caller's arrays, and is raised.
+        An interrupt (Ctrl-C) cancels it, waits until it has let go of the caller's arrays, and is raised. SIGTERM lets
+        it end, and then ends the script (see ``farewell``).
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -116,6 +118,7 @@ class LoopThread:
             coroutine.close()
             raise ClosedError("psdist has ended in this process, which is about to exit: make calls before")
         call = _Call(coroutine, self.loop)
+        counted = farewell.begin()
         try:
             self.loop.call_soon_threadsafe(call.begin)
             call.ended.acquire()
@@ -123,6 +126,9 @@ class LoopThread:
             self.loop.call_soon_threadsafe(call.cancel)
             call.ended.acquire(timeout=_UNWIND_SECONDS)
             raise
+        finally:
+            if counted:
+                farewell.end()
         return call.result()
 
     def stop(self) -> None:
@@ -136,7 +142,8 @@ class LoopThread:
 
 
 async def _close_all(clients: list[Closable]) -> None:
-    await asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
+    reason = farewell.reason()
+    await asyncio.gather(*(client.close(reason) for client in clients), return_exceptions=True)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from psdist.client import loop
 from psdist.client.async_client import AsyncClient
 from psdist.client.datasets import Dataset
+from psdist.client.farewell import farewell
 from psdist.client.overlap import AsyncBucket
 from psdist.client.parameters import AsyncParameters, Statistics
 from psdist.client.partition import Arrays
@@ -58,7 +59,10 @@ class Client:
 
     def close(self) -> None:
         """Leaves the run. Closing again does nothing."""
-        loop.shared().call(self._client.close())
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        loop.shared().call(self._client.close(farewell.reason(error)))
 
     def __enter__(self) -> Self:
         return self
@@ -66,7 +70,7 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(error)
 
     @property
     def rank(self) -> int:
