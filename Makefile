@@ -5,6 +5,7 @@
 #   make check    lint, types, drift of the generated stubs, tidiness (no training)
 #   make proto    write psdist/v1 anew from proto/
 #   make bench    psdist beside its peers, in some minutes: writes docs/performance.md anew (--full: BENCH=--full)
+#   make chaos    faults on real processes, each promise with its figure, in about half an hour (fewer: KILLS=10)
 #   make clean    remove everything that these targets made
 
 PYTHON ?= python3
@@ -16,9 +17,12 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # environment can point pip to a build without CUDA.
 TORCH := torch==2.13.0
 
+# Faults of each kind, at most.
+KILLS ?= 100
+
 PROTOS := $(wildcard proto/psdist/v1/*.proto)
 
-.PHONY: demo test check proto bench clean
+.PHONY: demo test check proto bench chaos clean
 .DEFAULT_GOAL := test
 
 # --- environment: the demo needs no torch and no linters, so it does not wait for them -------------------------------
@@ -55,6 +59,10 @@ proto: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.report $(BENCH)
+
+chaos: $(VENV)/.dev
+	$(BIN)/python -m pytest -q tests/chaos
+	$(BIN)/psdist chaos --suite --kills $(KILLS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis psdist-runs .bench

@@ -244,7 +244,7 @@ class _Worker:
         self._next += 1
 
     def _dropped(self) -> int:
-        return getattr(self._counts.statistics(), "dropped", 0)
+        return self._counts.statistics().dropped
 
     def _save(self, what: str, parameters: Parameters) -> None:
         self._settings.final(self._rank, what).write_bytes(parameters.pull()[what].tobytes())
