@@ -3,6 +3,7 @@ by slice, whatever is updated together, in whatever types contributions come, an
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from psdist import BSP, optim
 from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server import kernels, reference
 from psdist_server.dense import DenseParameters, Update
+from psdist_server.optimizers import clip_factor
 
 #: One for each kernel; the first groups of two have hyperparameters of their own.
 SPECS: list[optim.Optimizer] = [
@@ -102,6 +104,39 @@ def test_batches_give_the_bytes_of_the_reference(spec: optim.Optimizer, seed: in
         for state, theirs in zip(dense.states, expected.states, strict=True):
             assert state.tobytes() == theirs.tobytes()
     dense.close()
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 2.0], ids=["", "clipped"])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{len(spec.values())}")
+@settings(max_examples=8)
+@given(seed=st.integers(0, 2**32 - 1), data=st.data())
+def test_an_update_by_the_mean_gives_the_bytes_of_the_update_by_its_parts(
+    spec: optim.Optimizer, max_grad_norm: float, seed: int, data: st.DataObject
+) -> None:
+    spec = dataclasses.replace(spec, max_grad_norm=max_grad_norm)
+    primary, backup = make(spec)[0], make(spec)[0]
+    rng = np.random.default_rng(seed)
+    for step, index in enumerate(data.draw(st.permutations(primary.indices * 2))):
+        size = primary.slicing.size(index)
+        dtypes = data.draw(st.lists(st.sampled_from(list(kernels.DTYPES)), min_size=1, max_size=5))
+        parts = [rng.standard_normal(size).astype(kernels.DTYPES[dtype]) for dtype in dtypes]
+        if data.draw(st.booleans()):
+            parts[0][data.draw(st.integers(0, size - 1))] = data.draw(st.sampled_from([np.nan, np.inf]))
+        # Clipping: what counts is the norm of a whole slice, by which all that apply it were told the factor.
+        mean, square, bad = backup.combine(index, parts)
+        factor = 1 / 3 if max_grad_norm and data.draw(st.booleans()) else None
+        if max_grad_norm:
+            assert primary.aggregate(index, parts) == (square, bad)
+            norm = 0.0 if factor is None else 3 * max_grad_norm - 1e-6
+            primary.apply_aggregated(index, step, norm)
+            factor = clip_factor(norm, max_grad_norm)
+        else:
+            assert primary.apply([Update(index, step, parts)]) == [bad]
+        backup.apply([Update(index, step, [] if mean is None else [mean], factor=factor)])
+        assert primary.digest(index) == backup.digest(index)
+    assert primary.weights.tobytes() == backup.weights.tobytes()
+    primary.close()
+    backup.close()
 
 
 @settings(max_examples=40)

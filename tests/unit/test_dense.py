@@ -1,15 +1,21 @@
-"""Dense parameters: contributions that are not finite stay out of the weights, and the arena tells versions."""
+"""Dense parameters: contributions that are not finite stay out of the weights, the arena tells versions, and slices
+come and go with their memory."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from psdist import BSP, optim
+from psdist.errors import InternalError, InvalidArgumentError, LimitExceededError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
+from psdist.wire import shm
 from psdist_server import kernels
 from psdist_server.dense import DenseParameters, Update
 
@@ -97,3 +103,148 @@ def test_combine_says_whether_its_result_is_finite(count: int, dtype: str) -> No
             parts[place][position] = np.nan
             assert not kernels.combine(out, parts, count)
             parts[place][position] = 2.0
+
+
+# --- slices that come and go ------------------------------------------------------------------------------------------
+
+BIG = 1 << 18  # elements of a slice: 1 MiB
+
+
+def big(count: int = 4) -> DenseParameters:
+    """Adam's parameters of which nothing is held yet."""
+    spec = ParametersSpec("p", optim.Adam(), BSP(), slice_elements=BIG)
+    return DenseParameters(ParametersEntry(spec=spec, total=count * BIG, shards=(Shard(Replica("server-0", 1)),)))
+
+
+def resident(dense: DenseParameters) -> tuple[int, int]:
+    """KiB of memory that this process's parameters have: the file's, and that of the two states."""
+    assert dense.arena is not None
+    file = os.fstat(dense.arena.fd).st_blocks // 2 - dense.arena.offset // 1024
+    wanted = {kernels.address_of(state) for state in dense.states}
+    states, inside, size = 0, False, dense.states[0].nbytes
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        fields = line.split()
+        if "-" in fields[0] and not fields[0].endswith(":"):
+            start = int(fields[0].split("-")[0], 16)
+            inside = any(address <= start < address + size for address in wanted)
+        elif inside and fields[0] == "Rss:":
+            states += int(fields[1])
+    return file, states
+
+
+def filled(dense: DenseParameters, index: int, value: float) -> None:
+    for number in range(dense.array_count):
+        dense.install_state(index, number, np.full(BIG, value + number, np.float32), version=5)
+
+
+def test_only_slices_that_are_held_take_memory_and_give_it_back() -> None:
+    dense = big()
+    assert dense.total == 0 and resident(dense) == (0, 0)
+    dense.hold([1, 3])
+    assert dense.held == {1, 3} and dense.indices == (1, 3) and dense.total == 2 * BIG
+    for index in (1, 3):
+        filled(dense, index, 1.0)
+    assert resident(dense) == (2048, 4096)
+    dense.release([1, 2])
+    assert dense.indices == (3,) and dense.installed == {3}
+    # Who reads the weights in place still can, until nobody does.
+    assert resident(dense) == (2048, 2048) and (dense.weights[BIG : 2 * BIG] == 1.0).all()
+    dense.reclaim([1, 2, 3])
+    assert resident(dense) == (1024, 2048) and (dense.export(3)[0] == 1.0).all()
+    dense.hold([1, 3])
+    assert [array.any() for array in dense.export(1)] == [False, False, False]
+    dense.close()
+
+
+def test_a_slice_that_comes_back_starts_from_nothing_but_its_new_content() -> None:
+    dense = big(2)
+    dense.hold([0])
+    filled(dense, 0, 2.0)
+    dense.release([0])
+    dense.hold([0])
+    dense.reclaim([0])  # is held again
+    dense.install(0, np.ones(BIG, np.float32))
+    weights, *states = dense.export(0)
+    assert (weights == 1.0).all() and not any(state.any() for state in states)
+    assert dense.arena is not None and dense.arena.sequence[0] == 0
+    dense.close()
+
+
+def test_a_copied_slice_is_installed_with_its_last_array_at_its_version() -> None:
+    dense = big(2)
+    dense.hold([1])
+    for number in (2, 0, 1):
+        assert 1 not in dense.installed
+        dense.install_state(1, number, np.full(BIG, number, np.float32), version=5)
+    assert dense.installed == {1} and [array[0] for array in dense.export(1)] == [0.0, 1.0, 2.0]
+    assert dense.arena is not None and dense.arena.sequence.tolist() == [0, 10]
+    for number, values in (
+        (3, np.zeros(BIG, np.float32)),
+        (-1, np.zeros(BIG, np.float32)),
+        (0, np.zeros(1, np.float32)),
+    ):
+        with pytest.raises(InvalidArgumentError, match="arrays of"):
+            dense.install_state(1, number, values, version=6)
+    with pytest.raises(InternalError, match="not held"):
+        dense.install_state(0, 0, np.zeros(BIG, np.float32), version=6)
+    dense.close()
+
+
+@pytest.mark.parametrize("array", [0, 1, 2])
+def test_a_digest_tells_one_bit_in_any_array(array: int) -> None:
+    dense, other = big(1), big(1)
+    for one in (dense, other):
+        one.hold([0])
+        filled(one, 0, 1.0)
+    assert dense.digest(0) == other.digest(0) and len(dense.digest(0)) == 16
+    other.export(0)[array].view(np.uint32)[12345] ^= 1
+    assert dense.digest(0) != other.digest(0)
+    dense.close()
+    other.close()
+
+
+def test_where_there_is_no_room_for_the_first_slices_all_of_them_lie_in_plain_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dense = big()
+
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    dense.hold([1])
+    assert dense.arena is None and "no room" in dense.arena_error
+    filled(dense, 1, 1.0)
+    assert dense.apply([Update(1, 5, [part(1.0, BIG)])]) == [()] and (dense.export(1)[0] != 1.0).any()
+    dense.release([1])
+    dense.reclaim([1])
+    assert not dense.weights.any()
+    dense.close()
+
+
+def test_where_there_is_no_room_for_more_slices_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = big()
+    dense.hold([1])
+    filled(dense, 1, 1.0)
+
+    def full(size: int) -> None:
+        raise OSError(errno.ENOMEM, "not that much")
+
+    monkeypatch.setattr(shm, "_check_room", full)
+    with pytest.raises(LimitExceededError, match="not that much"):
+        dense.hold([0, 2])
+    assert dense.held == {1} and dense.arena is not None and (dense.export(1)[0] == 1.0).all()
+    dense.close()
+
+
+def test_a_mean_leaves_out_what_the_fused_kernel_leaves_out(dense: DenseParameters) -> None:
+    bad, huge = part(1.0), part(3e38)
+    bad[5] = np.nan
+    assert dense.combine(0, []) == (None, 0.0, ())
+    mean, square, left_out = dense.combine(0, [bad, part(3.0)])
+    assert mean is not None and (mean == 3.0).all() and square == 0.0 and left_out == (0,)
+    for parts in ([bad], [huge, huge]):
+        mean, _, _ = dense.combine(0, parts)
+        assert mean is not None
+        dense.apply([Update(0, 0, [mean])])
+        assert (weights(dense, 0) == 1.0).all()
