@@ -129,7 +129,18 @@ class Cluster:
             servers=tuple(ServerEntry(m.member_id, m.incarnation, m.address) for m in self.members.servers),
             workers=tuple(WorkerEntry(m.member_id, m.incarnation, m.rank) for m in self.members.workers),
             parameters=self.registry.entries,
+            paused=self.paused,
         )
+
+    @property
+    def paused(self) -> str:
+        """Why no step begins: an elastic run that has begun has fewer workers than its minimum. Those that are done
+        count as there. Empty while steps may begin."""
+        least = self._rendezvous.workers_min
+        missing = least - self.members.workers_in_service
+        if missing <= 0 or not any(entry.ready for entry in self.registry.entries):
+            return ""
+        return f"for {missing} of {least} workers to come back, which the run needs to go on"
 
     @property
     def waits(self) -> list[str]:
@@ -145,6 +156,8 @@ class Cluster:
         training = [
             f"{p.name!r} at version {p.version}" for p in self.registry.all if p.state == "ready" and p.entry.members
         ]
+        if self.paused:
+            return f"paused, waiting {self.paused}"
         if training:
             also = [self._keeper.degraded(), self.members.shortage()]
             return "; ".join([f"training {', '.join(training)}", *(text for text in also if text)])

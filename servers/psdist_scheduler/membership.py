@@ -30,6 +30,8 @@ KNOWN_IDS_MAX = 4 * MEMBERS_MAX
 #: Leases that members have to come back after the scheduler was restarted.
 RESTART_LEASES = 3
 _WAITS_KEPT = 16
+#: What workers say that leave when their work is done.
+_DONE = ("closed", "done")
 _TEXT_CHARACTERS = 500
 
 
@@ -44,6 +46,8 @@ class Presence:
     session: int = 0
     epoch: int = 0
     waiting_for: tuple[str, ...] = ()
+    #: Of an earlier scheduler's life, and not heard of since.
+    restored: bool = False
 
 
 class Membership:
@@ -53,7 +57,7 @@ class Membership:
         self._settings = settings
         self._members = {member.member_id: member for member in members}
         grace = now + RESTART_LEASES * settings.lease_seconds
-        self._presence = {member.member_id: Presence(now, grace) for member in members if member.live}
+        self._presence = {member.member_id: Presence(now, grace, restored=True) for member in members if member.live}
         self._sessions: dict[int, str] = {}
         self._count()
         #: Servers that the run shall have; 0 if nobody said so.
@@ -81,6 +85,12 @@ class Membership:
     def workers_known(self) -> int:
         """Workers that are or were there, by id."""
         return self._workers_known
+
+    @property
+    def workers_in_service(self) -> int:
+        """Workers that live, and those that left when their work was done."""
+        members = (member for member in self._members.values() if member.role == "worker")
+        return sum(member.live or (member.state == "left" and member.reason in _DONE) for member in members)
 
     @property
     def servers(self) -> list[Member]:
@@ -179,7 +189,7 @@ class Membership:
             rank = 0
             member_id = event.member_id or self._free_server_id(reserved)
         before = self._members.get(member_id)
-        self._check_free(member_id, event.role, before)
+        self._check_free(member_id, event, before)
         member = Member(
             member_id=member_id,
             role=event.role,
@@ -293,6 +303,7 @@ class Membership:
         self._workers_known = sum(member.role == "worker" for member in self._members.values())
 
     def _refresh(self, presence: Presence, now: float) -> None:
+        presence.restored = False
         presence.seen = now
         presence.deadline = now + self._settings.lease_seconds
 
@@ -322,7 +333,7 @@ class Membership:
     def _choose_rank(self, event: Register) -> int:
         taken = {worker.rank: worker for worker in self.workers}
         if event.rank is not None:
-            if event.rank in taken and taken[event.rank].member_id != event.member_id:
+            if event.rank in taken and not self._may_replace(taken[event.rank], event):
                 self._refuse(f"rank {event.rank}", taken[event.rank])
             return event.rank
         before = self._members.get(event.member_id)
@@ -338,15 +349,27 @@ class Membership:
                 return member_id
         raise LimitExceededError(f"all server ids up to server-{KNOWN_IDS_MAX} are taken")
 
-    def _check_free(self, member_id: str, role: Role, before: Member | None) -> None:
+    def _check_free(self, member_id: str, event: Register, before: Member | None) -> None:
         if before is None:
             if len(self._members) >= KNOWN_IDS_MAX:
                 raise LimitExceededError(f"{KNOWN_IDS_MAX} ids were used in this run, which is the limit: reuse some")
             return
-        if before.live:
+        if before.live and not self._is_abandoned(before, event):
             self._refuse(f"the id {member_id!r}", before)
-        if before.role != role:
-            raise InvalidArgumentError(f"the id {member_id!r} was a {before.role}'s: choose another for a {role}")
+        if before.role != event.role:
+            raise InvalidArgumentError(f"the id {member_id!r} was a {before.role}'s: choose another for a {event.role}")
+
+    def _may_replace(self, holder: Member, event: Register) -> bool:
+        """Whether the worker that has a rank is who registers, in an earlier life."""
+        if holder.member_id == event.member_id:
+            return True
+        return not event.member_id and holder.member_id == f"worker-{holder.rank}" and self._is_abandoned(holder, event)
+
+    def _is_abandoned(self, member: Member, event: Register) -> bool:
+        """Whether a live member surely is not there any more: nothing was heard of it since the scheduler was started
+        again, and now a process of its host takes its place."""
+        presence = self._presence[member.member_id]
+        return presence.restored and bool(event.host) and member.host == event.host and member.role == event.role
 
     def _refuse(self, what: str, holder: Member) -> None:
         raise DuplicateMemberError(

@@ -121,6 +121,14 @@ class Rendezvous:
         assert not self._waiting.keys() & self._nodes.keys(), "an agent waits that has its ranks"
 
     @property
+    def workers_min(self) -> int:
+        """Workers without which an elastic run does not go on; 0 where the number of nodes is fixed, or none came."""
+        first = min(self._nodes.values(), key=lambda node: node.node_rank, default=None)
+        if first is None or first.nodes_min == first.nodes_max:
+            return 0
+        return sum(sorted(node.processes for node in self._nodes.values())[: first.nodes_min])
+
+    @property
     def _world_size(self) -> int:
         return sum(node.processes for node in self._nodes.values())
 

@@ -1,0 +1,89 @@
+"""Elastic runs: when no step begins. And members that came back while the scheduler was away: who takes whose place."""
+
+from __future__ import annotations
+
+import pytest
+
+from psdist.errors import DuplicateMemberError
+from psdist_scheduler import events as ev
+from tests.unit.scheduler_driver import Driver
+
+
+def elastic(nodes: tuple[int, int] = (2, 4)) -> tuple[Driver, list[int]]:
+    """A run with a server and two workers of agents that said --nnodes MIN:MAX, training; and the workers' sessions."""
+    run = Driver(workers_min=1)
+    run.join("server", member_id="server-0", host="s")
+    for number in range(2):
+        run.on(ev.EnterRendezvous(run.number(), "run", f"agent-{number}", "h", 1, *nodes))
+    run.tick()
+    workers = [run.join(rank=rank, world_size=2, host="h") for rank in range(2)]
+    calls = [run.create(worker) for worker, _ in workers]
+    uploading = next(i for i, call in enumerate(calls) if isinstance(run.state(call), ev.Upload))
+    run.ask(ev.Commit, workers[uploading][0])
+    run.fill()
+    assert run.map.parameters[0].ready
+    return run, [session for _, session in workers]
+
+
+def test_an_elastic_run_is_paused_below_its_minimum_and_says_so() -> None:
+    run, sessions = elastic()
+    assert run.map.paused == ""
+    run.on(ev.SessionClosed(sessions[1], "killed"))
+    assert "1 of 2 workers" in run.map.paused
+    assert run.cluster.phase.startswith("paused, waiting for 1 of 2 workers")
+    run.join(rank=1, world_size=2, host="h")
+    assert run.map.paused == ""
+
+
+def test_a_run_of_a_fixed_number_of_nodes_goes_on_with_the_rest() -> None:
+    run, sessions = elastic((2, 2))
+    run.on(ev.SessionClosed(sessions[1], "killed"))
+    assert run.map.paused == ""
+
+
+@pytest.mark.parametrize(("reason", "paused"), [("closed", False), ("stopped", True), ("failed", True)])
+def test_who_is_done_is_not_waited_for_and_who_was_stopped_is(reason: str, paused: bool) -> None:
+    run, _ = elastic()
+    worker = run.cluster.members.workers[1]
+    run.on(ev.Leave(run.number(), ev.Caller("", worker.member_id, worker.incarnation), reason))
+    assert bool(run.map.paused) == paused
+
+
+def test_nothing_is_paused_before_it_has_begun() -> None:
+    run = Driver(workers_min=1)
+    for number in range(2):
+        run.on(ev.EnterRendezvous(run.number(), "run", f"agent-{number}", "h", 2, 1, 4))
+    run.tick()
+    run.join(rank=0, world_size=4, host="h")
+    assert run.map.paused == ""
+
+
+def test_the_minimum_is_that_of_the_smallest_nodes_and_survives_a_restart() -> None:
+    run, sessions = elastic()
+    run.on(ev.EnterRendezvous(run.number(), "run", "agent-2", "h", 5, 2, 4))
+    run.tick()
+    run.on(ev.SessionClosed(sessions[1], "killed"))
+    assert "1 of 2 workers" in run.map.paused
+    again = Driver(run.stored, workers_min=1)
+    assert again.map.paused == run.map.paused
+
+
+def test_who_was_not_heard_of_since_a_restart_gives_way_to_a_process_of_its_host() -> None:
+    """Killed while the scheduler was away, and started again by its launcher before the lease was over."""
+    run, _ = elastic()
+    again = Driver(run.stored, workers_min=1)
+    server = again.register("server", member_id="server-0", host="s")
+    worker = again.register(rank=0, world_size=2, host="h")
+    assert (server.incarnation, worker.member_id, worker.incarnation) == (2, "worker-0", 2)
+    assert again.map.servers[0].incarnation == 2 and again.map.parameters[0].shards[0].lost
+
+
+def test_another_host_or_one_that_came_back_keeps_its_place() -> None:
+    run, _ = elastic()
+    again = Driver(run.stored, workers_min=1)
+    for fields in ({"member_id": "server-0", "role": "server"}, {"rank": 0, "role": "worker"}):
+        with pytest.raises(DuplicateMemberError):
+            again.register(**fields, host="elsewhere")
+    again.open(again.cluster.members.servers[0])
+    with pytest.raises(DuplicateMemberError):
+        again.register("server", member_id="server-0", host="s")
