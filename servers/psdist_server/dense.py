@@ -248,10 +248,8 @@ class DenseParameters:
         for segment in self._segments[index]:
             for start in range(segment.start, segment.start + segment.size, kernels.BLOCK):
                 block = slice(start, min(start + kernels.BLOCK, segment.start + segment.size))
-                left_out = _combine(mean[block], [part[block] for part in parts])
-                found.update(left_out)
-                if len(left_out) == len(parts):
-                    mean[block] = np.nan
+                # Without a finite part it stays as the sum of them was found, not finite, and is not applied.
+                found.update(_combine(mean[block], [part[block] for part in parts]))
         return mean, 0.0, tuple(sorted(found))
 
     def aggregate(self, index: int, parts: Sequence[Gradient]) -> tuple[float, Bad]:
