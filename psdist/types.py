@@ -332,6 +332,8 @@ class DatasetSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise InvalidArgumentError(f"{name}={value!r:.40} is out of range: use a whole number, {low} to {high}")
+        if not isinstance(self.shuffle, bool):
+            raise InvalidArgumentError(f"shuffle={self.shuffle!r:.40} is neither True nor False")
         if self.ranges > RANGES_MAX:
             raise LimitExceededError(
                 f"{self.size} samples in ranges of {self.range_size} are {self.ranges} ranges, over the limit of "

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.data import DistributedSampler
-from psdist.errors import InvalidArgumentError
+from psdist.data import DataPosition, DatasetSpec, DistributedSampler, RangeOrder
+from psdist.errors import InvalidArgumentError, LimitExceededError
 
 sizes = st.integers(0, 200)
 worlds = st.integers(1, 12)
@@ -103,3 +103,43 @@ def test_a_value_out_of_range_is_refused(arguments: dict[str, object], message: 
 def test_epoch_must_be_a_whole_number_from_zero() -> None:
     with pytest.raises(InvalidArgumentError, match="epoch=-1"):
         DistributedSampler(5, 1, 0).set_epoch(-1)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_range_orders_are_kept_for_two_data_epochs(shuffle: bool) -> None:
+    order = RangeOrder(DatasetSpec("train", 10, 4, shuffle))
+    first = [order.indices(epoch, 1).tolist() for epoch in (0, 1, 0, 2)]
+    assert first[0] == first[2] and (first[0] != first[1]) == shuffle
+    assert order.knows(0) and order.knows(2) and order.knows(1) != shuffle
+    assert order.indices(1, 1).tolist() == first[1]
+    order.indices(1, 0)[:] = -1
+    assert -1 not in order.indices(1, 0), "what is given is the caller's own"
+
+
+def test_a_position_is_text_and_back() -> None:
+    position = DataPosition(2, ((0, 3), (7, 1)), 4, 5)
+    assert DataPosition.from_json(position.to_json()) == position
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", '{"done": 3}', '{"done": [[1]]}', '{"done": [], "data_epoch": -1}', '{"done": [["a", 1]]}'),
+        *('{"done": [], "more": 1}', '{"done": [], "data_epoch": 1.5}'),
+    ],
+)
+def test_other_text_is_no_position(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="no position"):
+        DataPosition.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"size": 0}, {"range_size": 0}, {"seed": -1}, {"data_epochs": -1}, {"retries_max": -1}, {"size": 1.0}),
+        *({"size": True}, {"name": "a b"}, {"size": 1 << 62}, {"shuffle": 1}),
+    ],
+)
+def test_data_sets_that_cannot_be(values: dict[str, object]) -> None:
+    with pytest.raises((InvalidArgumentError, LimitExceededError)):
+        DatasetSpec(**({"name": "train", "size": 10, "range_size": 2} | values))  # type: ignore[arg-type]
