@@ -76,6 +76,7 @@ class EmbeddedCluster:
             kernel_threads=max(1, (os.cpu_count() or 1) // servers),
             log_level="error",  # the end of a server is a warning, but here it is the plan
             replicas=self._replicas,
+            drain_timeout_seconds=0.0,  # all end together
         )
 
     def _start(self, plan: ServicesPlan, environ: Mapping[str, str], lifeline: int) -> None:

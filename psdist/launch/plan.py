@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from psdist.config import DRAIN_TIMEOUT_SECONDS
 from psdist.launch.process import ProcessSpec
 from psdist.launch.supervisor import ProcessKey
 
@@ -128,6 +129,8 @@ class ServicesPlan:
     kernel_threads: int
     log_level: str
     replicas: int = 1
+    #: Longest wait of a server that is told to end for others to take its shards.
+    drain_timeout_seconds: float = DRAIN_TIMEOUT_SECONDS
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
         """The scheduler, which leaves its address in the link's file. Started again it needs the port that it had."""
@@ -149,6 +152,7 @@ class ServicesPlan:
             *("--scheduler-file", str(self.link.file), "--start-timeout", f"{self.start_timeout_seconds:g}"),
             *("--host", "127.0.0.1", "--port", "0", "--run-id", self.link.run_id),
             *("--server-id", f"server-{number}", "--kernel-threads", str(self.kernel_threads)),
+            *("--drain-timeout", f"{self.drain_timeout_seconds:g}"),
             *self._shared(),
         )
         return ProcessSpec(ProcessKey("server", number), argv, self.link.environment(base))

@@ -8,7 +8,7 @@ The machine knows three groups, stopped in this order: workers, servers, schedul
   for a peer that never comes.
 * The scheduler is started again, and so is a server where others have a copy of what it held (``durable``). Whoever
   ends by its own doing ``QUICK_DEATHS_MAX`` times in a row, each time soon after its start, is the cause. Where there
-  is no copy, a server that ends, whatever its status, is the cause.
+  is no copy, a server that ends badly is the cause; one that ends well has handed over what it held.
 * Servers are started, and those that were drained are stopped, as the scheduler wishes (``Scaled``). The number of a
   server that was stopped is not given again.
 * When all workers ended well, the servers and then the scheduler are stopped, and the run ends well.
@@ -223,8 +223,9 @@ class Supervisor:
         return self._check_deserters(now) or self._check_done(now)
 
     def _service_died(self, event: Exited, process: _Process, now: float) -> list[Effect]:
-        key, how = event.key, f"{event.key} died: {describe(event.returncode)}"
-        if key.role == "server" and not self.durable:
+        key = event.key
+        how = f"{key} {'died' if event.returncode else 'ended'}: {describe(event.returncode)}"
+        if key.role == "server" and not self.durable and event.returncode != 0:
             lost = f"{how}; the only copy of what it held is lost: start the run again (--replicas 2 survives this)"
             return self._stop(Finish(INFRASTRUCTURE_STATUS, lost, key), now)
         quick = event.returncode not in _FROM_OUTSIDE and now - process.started < QUICK_SECONDS

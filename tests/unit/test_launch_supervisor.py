@@ -66,8 +66,12 @@ def test_the_first_worker_without_restarts_is_the_cause() -> None:
     assert "SIGSEGV" in end.message
 
 
-def test_a_dead_server_without_a_copy_ends_the_run_whatever_its_status() -> None:
-    for key, returncode in ((S1, 0), (S0, -9)):
+def test_a_server_that_handed_over_what_it_held_is_started_again() -> None:
+    assert supervisor().on(Exited(S1, 0), 1.0)[1] == Start(S1, 1)
+
+
+def test_a_dead_server_without_a_copy_ends_the_run() -> None:
+    for key, returncode in ((S1, 69), (S0, -9)):
         machine = supervisor(restarts=3)
         kills = machine.on(Exited(key, returncode), 1.0)
         assert kills == [Kill(W0, signal.SIGTERM), Kill(W1, signal.SIGTERM)]
