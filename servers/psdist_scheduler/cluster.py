@@ -346,6 +346,7 @@ class Cluster:
         if changed or self.members.changed:
             effects += self.datasets.lose(self.members.is_live)
         changed = changed or self._has_changed()
+        self._keeper.published()
         self.epoch += changed
         first = [self._take_changes()] if changed or self.datasets.changed else []
         news = [effect for effect in effects if isinstance(effect, Announce)]

@@ -30,6 +30,10 @@ class Keeper:
         self._members = members
         #: Where a primary could not reach a replica, and until when that server is not tried again in this place.
         self._unreachable: dict[_Place, float] = {}
+        #: Shards with a copy that became complete since the last epoch.
+        self._fresh: set[tuple[str, int]] = set()
+        #: Whether something may be due though nothing changes.
+        self._due = False
 
     def lose(self, epoch: int) -> list[Effect]:
         """Shards go on without the servers that are gone, or are lost with them. ``epoch`` is the one that shows it."""
@@ -56,6 +60,7 @@ class Keeper:
         if shard is None or event.replica not in shard.filling:
             return []
         p = self._set(event.parameters, event.shard, replicas.filled(shard, event.replica))
+        self._fresh.add((event.parameters, event.shard))
         if self._registry.shorthanded(p) or self._settings.replicas == 1:
             return []
         return [Note(f"every shard of {p.name!r} has {self._settings.replicas} copies")]
@@ -73,7 +78,7 @@ class Keeper:
 
     def plan(self, now: float) -> list[Effect]:
         """Puts in hand what is due by now."""
-        again = any(until <= now for until in self._unreachable.values())
+        again = self._due or any(until <= now for until in self._unreachable.values())
         if not again and not self._members.changed and not self._registry.changed:
             return []
         placed = {p.name: p for p in self._placed()}
@@ -86,6 +91,7 @@ class Keeper:
             self._settings.replicas,
             installed=lambda name: placed[name].placed.committed,
             ready=lambda name: placed[name].entry.ready,
+            fresh=lambda name, number: (name, number) in self._fresh,
             refused=lambda *place: self._unreachable.get(place, now) > now,
             tried=lambda *place: place in self._unreachable,
         ).changes()
@@ -98,6 +104,10 @@ class Keeper:
             after = placed[name].entry.shards
             effects += _fills(placed[name], before, after) + _promotions(name, before, after)
         return effects
+
+    def published(self) -> None:
+        """What changed is shown in an epoch, so that more can become of it."""
+        self._due, self._fresh = bool(self._fresh), set()
 
     def degraded(self) -> str:
         """A sentence about shards with fewer copies than wanted; empty if all have theirs."""

@@ -106,6 +106,8 @@ class Plan:
     """What is due, given who lives and what lies where.
 
     wanted: copies of each shard.
+    fresh: whether a copy of this shard of those parameters became complete just now. The map shows that before anything
+        else becomes of it, so that who is promoted was a backup in the epoch before.
     refused: whether this server cannot be used for that shard of those parameters now.
     tried: whether it failed as a replica of it earlier, so that any other is to be preferred.
     installed: whether the initial values of these parameters are on their primaries; nothing is copied before.
@@ -120,6 +122,7 @@ class Plan:
         *,
         installed: Callable[[str], bool],
         ready: Callable[[str], bool],
+        fresh: Callable[[str, int], bool],
         refused: Callable[[str, int, Replica], bool],
         tried: Callable[[str, int, Replica], bool],
     ) -> None:
@@ -130,7 +133,7 @@ class Plan:
         self._holders = {holder.id: holder for holder in sorted(holders, key=lambda holder: holder.id)}
         self._usable = [holder for holder in self._holders.values() if not holder.draining]
         self._wanted = wanted
-        self._installed, self._ready = installed, ready
+        self._installed, self._ready, self._fresh = installed, ready, fresh
         self._refused, self._tried = refused, tried
         self._primary = dict.fromkeys(self._holders, 0)
         self._held = dict.fromkeys(self._holders, 0)
@@ -174,10 +177,12 @@ class Plan:
     def _next(self) -> Change | None:
         filling = False
         for name, number, shard in self._shards():
-            better = self._without_leaving(name, number, shard) or self._with_more(name, number, shard)
+            fresh = self._fresh(name, number)
+            better = None if fresh else self._without_leaving(name, number, shard)
+            better = better or self._with_more(name, number, shard)
             if better is not None:
                 return Change(name, number, better)
-            filling = filling or bool(shard.filling) or len(complete(shard)) < self._wanted
+            filling = filling or fresh or bool(shard.filling) or len(complete(shard)) < self._wanted
         return None if filling else self._move()
 
     def _stays(self, replica: Replica) -> bool:

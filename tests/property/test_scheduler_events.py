@@ -1,7 +1,8 @@
 """The scheduler's machine under random events: invariants hold after each, and nothing is told that is not durable.
 
-Besides ``Cluster.validate`` this keeps a model of its own, of what was ever granted (incarnations, first steps,
-epochs), so that a machine that forgets is caught as well as one that contradicts itself.
+Besides ``Cluster.validate`` this keeps a model of its own, of what was ever granted (incarnations, first steps, terms,
+epochs), so that a machine that forgets is caught as well as one that contradicts itself. Once with one copy of each
+shard and once with two.
 """
 
 from __future__ import annotations
@@ -14,26 +15,30 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from psdist.consistency import ASP, BSP
 from psdist.optim import SGD
-from psdist.types import ClusterMap, Layout, ParametersSpec, TensorSpec
+from psdist.types import ClusterMap, Layout, ParametersEntry, ParametersSpec, Replica, Shard, TensorSpec
 from psdist.wire.limits import PROTOCOL_VERSION
 from psdist_scheduler import events as ev
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.records import ClusterSettings, Member, Stored
 
 LAYOUTS = (Layout((TensorSpec("w", (50, 999)),)), Layout((TensorSpec("w", (50, 998)),)), Layout(()))
-SETTINGS = ClusterSettings("run", workers_min=2, servers_min=1)
 NAMES = ("bsp", "asp")
 
 
 class Scheduling(RuleBasedStateMachine):
     """Members come, go, fall silent, ask and answer; the scheduler itself is restarted now and then."""
 
+    replicas = 1
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.calls = 0
         self.kept = Stored("run", 0)
+        self.settings = ClusterSettings("run", workers_min=2, servers_min=1, replicas=self.replicas)
         self.durable: dict[str, Any] = {"members": {}, "parameters": {}, "nodes": {}}
+        self.servers_wanted = 0
+        self.primaries: dict[tuple[str, int, int], Replica] = {}
         self.incarnations: dict[str, int] = {}
         self.waiting: dict[int, ev.Event] = {}
         self.ended: set[int] = set()
@@ -144,16 +149,91 @@ class Scheduling(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), late=st.booleans())
     def train(self, name: str, late: bool) -> None:
         """The straight way to ready parameters, and perhaps a worker that comes late: rare by chance alone."""
-        for role, wanted in (("server", 1), ("worker", 2)):
+        for role, wanted in (("server", self.replicas), ("worker", 2)):
             while sum(member.role == role for member in self._live()) < wanted:
                 self.register(role, None, 0)
         self.all_open()
         self.all_create(name)
         self.all_commit(name)
+        self.fill_all()
         if late:
             self.register("worker", None, 0)
             self.all_open()
             self.all_create(name)
+
+    # --- copies -------------------------------------------------------------------------------------------------------
+
+    def _copies(self, what: str) -> list[tuple[str, int, Shard, Replica]]:
+        return [
+            (entry.spec.name, number, shard, replica)
+            for entry in self.map.parameters
+            for number, shard in enumerate(entry.shards)
+            for replica in getattr(shard, what)
+        ]
+
+    @precondition(lambda self: self._copies("filling"))
+    @rule(data=st.data(), late=st.sampled_from((0, 0, 0, 1)))
+    def fill(self, data: st.DataObject, late: int) -> None:
+        """A primary, or one that was so a term ago, says that a copy is complete."""
+        name, number, shard, replica = data.draw(st.sampled_from(self._copies("filling")))
+        session = self.cluster.members.session_of(shard.primary.server_id)
+        self._post(ev.ReplicaFilled(session, name, number, shard.term - late, replica))
+
+    @rule()
+    def fill_all(self) -> None:
+        for name, number, shard, replica in self._copies("filling"):
+            session = self.cluster.members.session_of(shard.primary.server_id)
+            self._post(ev.ReplicaFilled(session, name, number, shard.term, replica))
+
+    @precondition(lambda self: self._copies("backups") or self._copies("filling"))
+    @rule(data=st.data())
+    def unreachable(self, data: st.DataObject) -> None:
+        copies = self._copies("backups") + self._copies("filling")
+        name, number, shard, replica = data.draw(st.sampled_from(copies))
+        session = self.cluster.members.session_of(shard.primary.server_id)
+        self._post(ev.ReplicaUnreachable(session, name, number, shard.term, replica, "silent"))
+
+    @precondition(lambda self: self.map.servers)
+    @rule(data=st.data())
+    def kill_server(self, data: st.DataObject) -> None:
+        server = data.draw(st.sampled_from(self.map.servers))
+        if session := self.cluster.members.session_of(server.server_id):
+            self._post(ev.SessionClosed(session, "its session broke"))
+
+    @precondition(lambda self: self.map.servers)
+    @rule(data=st.data())
+    def drain(self, data: st.DataObject) -> None:
+        self._post(ev.Drain(self._call(), "run", data.draw(st.sampled_from(self.map.servers)).server_id))
+
+    @rule(servers=st.integers(0, 4))
+    def scale(self, servers: int) -> None:
+        self._post(ev.Scale(self._call(), "run", servers))
+
+    @rule()
+    def watch(self) -> None:
+        self._post(ev.WatchScale(self._call(), "run"))
+
+    @rule()
+    def heal(self) -> None:
+        """Faults stop: with servers enough, what is not lost has all its copies, and who is drained holds nothing."""
+        while len(self.cluster.members.staying) <= self.replicas:
+            self.register("server", None, 0)
+        for _ in range(400):
+            self.all_open()
+            self.fill_all()
+            self.time_passes(True, 1)
+            if not self._copies("filling") and not self.cluster.members.changed:
+                break
+        committed = {r.entry.spec.name for r in self.durable["parameters"].values() if r.committed}
+        for _ in range(12):
+            self.time_passes(True, 1)
+            self.fill_all()
+        draining = {m.member_id for m in self._live() if m.draining}
+        for entry in self.map.parameters if self.cluster.members.staying else ():
+            for shard in entry.shards:
+                if entry.spec.name in committed and not shard.lost:
+                    assert not shard.filling and len(shard.backups) == self.replicas - 1, f"not healed: {shard}"
+                    assert not draining & {replica.server_id for replica in shard.replicas}, f"not drained: {shard}"
 
     @rule()
     def all_open(self) -> None:
@@ -172,7 +252,8 @@ class Scheduling(RuleBasedStateMachine):
     def restart(self) -> None:
         """Only what was made durable is left."""
         kept = {name: tuple(items.values()) for name, items in self.durable.items()}
-        self.cluster = Cluster(SETTINGS, Stored("run", self.map.epoch, **kept), self.now)
+        stored = Stored("run", self.map.epoch, servers_wanted=self.servers_wanted, **kept)
+        self.cluster = Cluster(self.settings, stored, self.now)
         self.sessions.clear()
         self.waiting.clear()
         before = self.map
@@ -193,7 +274,7 @@ class Scheduling(RuleBasedStateMachine):
         before = (self.cluster.epoch, self.cluster.map)
         effects = self.cluster.on(event, self.now)
         self.cluster.validate()
-        if isinstance(event, ev.Create | ev.Describe | ev.EnterBarrier | ev.EnterRendezvous):
+        if isinstance(event, ev.Create | ev.Describe | ev.EnterBarrier | ev.EnterRendezvous | ev.Drain | ev.WatchScale):
             self.waiting[event.call] = event
         refused = [effect for effect in effects if isinstance(effect, ev.Refuse)]
         if len(effects) == 1 and refused:
@@ -212,6 +293,8 @@ class Scheduling(RuleBasedStateMachine):
                     self.durable["members"] |= {m.member_id: m for m in effect.members}
                     self.durable["parameters"] |= {r.entry.spec.name: r for r in effect.parameters}
                     self.durable["nodes"] |= {n.agent_id: n for n in effect.nodes}
+                    if effect.servers_wanted is not None:
+                        self.servers_wanted = effect.servers_wanted
                 case ev.Publish(cluster):
                     self._check_map(cluster)
                     self.map = cluster
@@ -231,7 +314,7 @@ class Scheduling(RuleBasedStateMachine):
             assert member.incarnation == self.incarnations.get(member.member_id, 0) + 1
             self.incarnations[member.member_id] = member.incarnation
             assert self.durable["members"][member.member_id] == member, "registered, and not durable"
-        elif not isinstance(value, ev.Waiting | ev.Upload | ev.JoinWithdrawn):
+        elif not isinstance(value, ev.Waiting | ev.Upload | ev.JoinWithdrawn | ev.Draining | ev.ScaleNews):
             self._end(call)
 
     def _end(self, call: int) -> None:
@@ -251,17 +334,57 @@ class Scheduling(RuleBasedStateMachine):
         for old in self.map.parameters:
             new = cluster.entry(old.spec.name)
             assert new is not None
-            assert (new.shards, new.spec, new.layout_digest) == (old.shards, old.spec, old.layout_digest)
+            assert (new.spec, new.layout_digest) == (old.spec, old.layout_digest)
             assert new.ready or not old.ready
+            assert len(new.shards) == len(old.shards)
+            for before, after in zip(old.shards, new.shards, strict=True):
+                self._check_shard(before, after, {Replica(s.server_id, s.incarnation) for s in cluster.servers}, old)
         for entry in cluster.parameters:
+            for number, shard in enumerate(entry.shards):
+                key_of_term = (entry.spec.name, number, shard.term)
+                assert self.primaries.setdefault(key_of_term, shard.primary) == shard.primary, "two in one term"
+                ids = [replica.server_id for replica in shard.replicas]
+                assert len(set(ids)) == len(ids), f"two copies on one server: {shard}"
+                assert shard.lost or {*shard.replicas} <= {Replica(s.server_id, s.incarnation) for s in cluster.servers}
             for m in entry.members:
                 key = (entry.spec.name, m.worker_id, m.incarnation)
                 assert self.granted_steps.setdefault(key, m.first_step) == m.first_step
+
+    def _check_shard(self, old: Shard, new: Shard, live: set[Replica], entry: ParametersEntry) -> None:
+        """How a shard may change from one epoch to the next."""
+        assert new.term >= old.term
+        assert (new.term == old.term) == (new.primary == old.primary), f"{old} became {new}"
+        assert {*new.backups} <= {*old.backups, *old.filling}, f"a backup that was never filled: {old} became {new}"
+        if old.lost:
+            assert new == old
+        elif entry.ready:
+            assert new.primary in (old.primary, *old.backups), f"promoted what was not complete: {old} became {new}"
+            if new.lost:
+                assert old.primary not in live and not {*old.backups} & live, f"lost while a backup lived: {old}"
 
 
 def _caller(member: Member) -> ev.Caller:
     return ev.Caller("run", member.member_id, member.incarnation)
 
 
+class Replicating(Scheduling):
+    """The same with two copies of each shard."""
+
+    replicas = 2
+
+
+def test_a_restart_keeps_the_order_of_parameters() -> None:
+    """Asked for first, placed last: the map and what a restart makes of the store must agree on an order."""
+    state = Scheduling()
+    state.register(rank=None, role="worker", world=0)
+    state.all_create("asp")
+    state.train(late=False, name="bsp")
+    state.all_create("asp")
+    assert [entry.spec.name for entry in state.map.parameters] == ["bsp", "asp"]
+    state.restart()
+
+
 TestScheduling = Scheduling.TestCase
-TestScheduling.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestScheduling.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestReplicating = Replicating.TestCase
+TestReplicating.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)

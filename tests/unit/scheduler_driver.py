@@ -132,6 +132,7 @@ class Driver:
             for name, number, shard, replica in due:
                 session = self.cluster.members.session_of(shard.primary.server_id)
                 self.on(ev.ReplicaFilled(session, name, number, shard.term, replica))
+            self.on(ev.Tick())
 
     def state(self, call: int) -> Any:
         """What a call was told last, or how it was refused."""

@@ -268,6 +268,8 @@ def steps(run: Run) -> None:
                 session = run.d.cluster.members.session_of(shard.primary.server_id)
                 run.d.on(ev.ReplicaFilled(session, "mlp", number, shard.term, replica))
                 assert all(len(s.backups) >= copies - 1 for s in run.shards)
+                run.d.on(ev.Tick())
+                assert all(len(s.backups) >= copies - 1 for s in run.shards)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -335,6 +337,7 @@ def test_a_new_server_gets_its_share_one_shard_at_a_time() -> None:
         (number,) = [number for number, shard in enumerate(run.shards) if shard.filling]
         session = run.sessions[run.shards[number].primary.server_id]
         run.d.on(ev.ReplicaFilled(session, "mlp", number, run.shards[number].term, run.shards[number].filling[0]))
+        run.d.on(ev.Tick())
         moves += 1
     assert moves == 2
     assert sorted(run.load().values()) == [(2, 2), (3, 3), (3, 3)]
