@@ -159,7 +159,8 @@ class Cluster:
         if self.paused:
             return f"paused, waiting {self.paused}"
         if training:
-            also = [self._keeper.degraded(), self.members.shortage()]
+            shortage = self.members.shortage(begun=True)
+            also = [self._keeper.degraded(), f"with fewer than wanted, waiting {shortage}" if shortage else ""]
             return "; ".join([f"training {', '.join(training)}", *(text for text in also if text)])
         if shortage := self.members.shortage():
             everyone_left = not self.members.workers and self.members.workers_known
@@ -342,7 +343,7 @@ class Cluster:
         effects += self.registry.progress(self.members, now)
         # What was placed just now gets its backups in the same epoch.
         effects += self._keeper.plan(now) + self._scaling.progress(now)
-        effects += self._barriers.progress(self.members) + self._rendezvous.progress(now)
+        effects += self._barriers.progress(self.members) + self._rendezvous.progress(now, self.members.ranks_used)
         if changed or self.members.changed:
             effects += self.datasets.lose(self.members.is_live)
         changed = changed or self._has_changed()

@@ -87,6 +87,11 @@ class Membership:
         return self._workers_known
 
     @property
+    def ranks_used(self) -> int:
+        """The highest rank that a worker ever had, and one."""
+        return max((member.rank + 1 for member in self._members.values() if member.role == "worker"), default=0)
+
+    @property
     def workers_in_service(self) -> int:
         """Workers that live, and those that left when their work was done."""
         members = (member for member in self._members.values() if member.role == "worker")
@@ -137,9 +142,11 @@ class Membership:
         presence = self._presence.get(member_id)
         return presence.session if presence else 0
 
-    def shortage(self) -> str:
-        """What is missing before anything can begin, as a sentence that begins with "for"; empty if nothing is."""
-        counts = (("server", self.servers_min, len(self.staying)), ("worker", self.workers_min, len(self.workers)))
+    def shortage(self, begun: bool = False) -> str:
+        """What is missing before anything can begin, as a sentence that begins with "for"; empty if nothing is. Once a
+        run has begun, workers that left when they were done are not missed."""
+        workers = self.workers_in_service if begun else len(self.workers)
+        counts = (("server", self.servers_min, len(self.staying)), ("worker", self.workers_min, workers))
         for role, wanted, there in counts:
             if there < wanted:
                 return f"for {f'{wanted - there} of {wanted} {role}s' if wanted > 1 else f'a {role}'} to register"

@@ -92,14 +92,14 @@ class Rendezvous:
         for agent_id in [agent_id for agent_id, event in self._waiting.items() if event.call == call]:
             del self._waiting[agent_id]
 
-    def progress(self, now: float) -> list[Effect]:
-        """Forms a round if it is time."""
+    def progress(self, now: float, ranks_used: int = 0) -> list[Effect]:
+        """Forms a round if it is time. Workers that came without an agent have ranks below ``ranks_used``."""
         if not self._waiting or self._missing(now):
             return []
         round_ = list(self._waiting.values())
         self._waiting.clear()
         for event in round_:
-            self._give_ranks(event)
+            self._give_ranks(event, max(self._world_size, ranks_used))
         nodes = [self._nodes[event.agent_id] for event in round_]
         note = f"rendezvous formed: {len(self._nodes)} nodes, {self._world_size} ranks"
         return [
@@ -117,7 +117,7 @@ class Rendezvous:
         ranks = [
             rank for node in self._nodes.values() for rank in range(node.first_rank, node.first_rank + node.processes)
         ]
-        assert sorted(ranks) == list(range(self._world_size)), f"ranks were given twice or not at all: {ranks}"
+        assert len(set(ranks)) == len(ranks), f"ranks were given twice: {ranks}"
         assert not self._waiting.keys() & self._nodes.keys(), "an agent waits that has its ranks"
 
     @property
@@ -130,7 +130,7 @@ class Rendezvous:
 
     @property
     def _world_size(self) -> int:
-        return sum(node.processes for node in self._nodes.values())
+        return max((node.first_rank + node.processes for node in self._nodes.values()), default=0)
 
     def _missing(self, now: float) -> str:
         first = next(iter(self._waiting.values()))
@@ -174,13 +174,13 @@ class Rendezvous:
         for event in self._waiting.values():
             yield event.agent_id, (event.nodes_min, event.nodes_max)
 
-    def _give_ranks(self, event: EnterRendezvous) -> None:
+    def _give_ranks(self, event: EnterRendezvous, first_rank: int) -> None:
         node = Node(
             agent_id=event.agent_id,
             host=event.host,
             processes=event.processes,
             node_rank=len(self._nodes),
-            first_rank=self._world_size,
+            first_rank=first_rank,
             nodes_min=event.nodes_min,
             nodes_max=event.nodes_max,
         )

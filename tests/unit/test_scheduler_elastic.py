@@ -87,3 +87,15 @@ def test_another_host_or_one_that_came_back_keeps_its_place() -> None:
     again.open(again.cluster.members.servers[0])
     with pytest.raises(DuplicateMemberError):
         again.register("server", member_id="server-0", host="s")
+
+
+def test_agents_that_join_a_launcher_get_ranks_behind_its_workers() -> None:
+    run = Driver(workers_min=1)
+    run.join(rank=0, world_size=2, host="h")
+    run.join(rank=1, world_size=2, host="h")
+    calls = [run.number() for _ in range(2)]
+    for number, call in enumerate(calls):
+        run.on(ev.EnterRendezvous(call, "run", f"agent-{number}", "h", 2, 1, 4))
+        run.tick()
+    formed = [run.state(call) for call in calls]
+    assert [f.node.first_rank for f in formed] == [2, 4] and [f.world_size for f in formed] == [4, 6]
