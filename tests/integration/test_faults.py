@@ -6,16 +6,13 @@ push, with some slices sent and others not.
 
 from __future__ import annotations
 
-import os
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from launched import Run
 
 _SCRIPT = """
 import asyncio, os, signal, sys
@@ -68,52 +65,12 @@ print("rank", rank, "attempt", attempt, "ends well")
 """
 
 
-class Run:
-    """``psdist run`` with two workers."""
-
-    def __init__(self, path: Path, *arguments: str, transport: str = "auto") -> None:
-        (path / "train.py").write_text(_SCRIPT)
-        flags = ["run", "--nproc-per-node", "2", "--nservers", "2"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "psdist.cli.main", *flags, "train.py", *arguments],
-            env={**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)}
-            | {"PSDIST_TRANSPORT": transport},
-            cwd=path,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        self.family = psutil.Process(self.process.pid)
-
-    def until(self, pattern: str, count: int) -> None:
-        """Reads lines until ``count`` of them have the pattern."""
-        assert self.process.stdout is not None
-        seen: list[str] = []
-        while sum(re.search(pattern, line) is not None for line in seen) < count:
-            seen.append(self.process.stdout.readline())
-            assert seen[-1], "".join(seen)
-
-    def child(self, *words: str) -> psutil.Process:
-        """The descendant with all these words in its command line."""
-        family = self.family.children(recursive=True)
-        return next(child for child in family if all(word in child.cmdline() for word in words))
-
-    def end(self) -> tuple[int, str]:
-        """Status and the rest of the output."""
-        text, _ = self.process.communicate(timeout=60)
-        return self.process.returncode, text
-
-
 @pytest.fixture
-def runs(tmp_path: Path) -> Iterator[list[Run]]:
+def runs() -> Iterator[list[Run]]:
     made: list[Run] = []
     yield made
     for run in made:
-        children = run.family.children(recursive=True) if run.process.poll() is None else []
-        run.process.kill()
-        run.process.communicate()
-        psutil.wait_procs(children, timeout=10)
+        run.stop()
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
@@ -129,7 +86,7 @@ def runs(tmp_path: Path) -> Iterator[list[Run]]:
 def test_killed_inside_a_push(
     tmp_path: Path, runs: list[Run], dying: str, how: str, first: str, transport: str
 ) -> None:
-    runs.append(Run(tmp_path, dying, how, first, transport=transport))
+    runs.append(Run(tmp_path, _SCRIPT, dying, how, first, transport=transport))
     status, text = runs[0].end()
     assert status == 0, text
     assert text.count("killed by SIGKILL") == dying.count(".")
@@ -148,7 +105,7 @@ def test_killed_inside_a_push(
 def test_a_killed_server_or_scheduler_ends_the_run(
     tmp_path: Path, runs: list[Run], module: str, words: list[str]
 ) -> None:
-    runs.append(Run(tmp_path, "none", "push_pull", "push", "hold", "forever"))
+    runs.append(Run(tmp_path, _SCRIPT, "none", "push_pull", "push", "hold", "forever"))
     runs[0].until("has made step 3", 2)
     runs[0].child(module, *words).kill()
     status, text = runs[0].end()
@@ -160,7 +117,7 @@ def test_a_killed_server_or_scheduler_ends_the_run(
 
 @pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_in_the_middle_of_steps(tmp_path: Path, runs: list[Run], signum: int, expected: int) -> None:
-    runs.append(Run(tmp_path, "none", "push_pull", "push", "hold", "forever"))
+    runs.append(Run(tmp_path, _SCRIPT, "none", "push_pull", "push", "hold", "forever"))
     runs[0].until("has made step 3", 2)
     children = runs[0].family.children(recursive=True)
     runs[0].process.send_signal(signum)
@@ -172,7 +129,7 @@ def test_a_signal_in_the_middle_of_steps(tmp_path: Path, runs: list[Run], signum
 
 
 def test_a_killed_launcher_takes_all_with_it(tmp_path: Path, runs: list[Run]) -> None:
-    runs.append(Run(tmp_path, "none", "push_pull", "push", "hold", "forever"))
+    runs.append(Run(tmp_path, _SCRIPT, "none", "push_pull", "push", "hold", "forever"))
     runs[0].until("has made step 3", 2)
     children = runs[0].family.children(recursive=True)
     assert len(children) >= 5
