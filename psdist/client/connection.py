@@ -256,6 +256,22 @@ class SchedulerLink:
                 self.raise_if_out()
                 await self.watch.changed()
 
+    async def raise_if_expelled(self, incarnation: int) -> None:
+        """Asks the scheduler, however long that takes, whether the life of ``incarnation`` is over: FencedError then.
+        For what may mean that, of a server that heard of it earlier than this client."""
+        request = scheduler_pb2.GetClusterMapRequest(run_id=self.registration.run_id)
+        mine, backoff = self.registration.worker_id, Backoff(self.rng)
+        with self.waits.open(f"for {self.peer} to say whether {mine} is still a member"):
+            while True:
+                self.raise_if_out(incarnation)
+                try:
+                    response = await self.call(self.stub.GetClusterMap, request)
+                    break
+                except (SchedulerUnreachableError, ClosedError):
+                    await asyncio.sleep(backoff.next_seconds())
+        if not any((w.worker_id, w.incarnation) == (mine, incarnation) for w in response.map.workers):
+            raise FencedError(f"incarnation {incarnation} of {mine} is not in the cluster map any more")
+
     async def as_member(self, work: Callable[[Registration], Awaitable[T]]) -> T:
         """What ``work`` returns, which is done again in the next life where this one ended meanwhile."""
         while True:

@@ -24,7 +24,7 @@ from psdist.client.vectors import Arrival
 from psdist.compression import Cast
 from psdist.config import Transport
 from psdist.consistency import BSP
-from psdist.errors import FencedError, WaitTimeoutError
+from psdist.errors import FencedError, NotMemberError, WaitTimeoutError
 from psdist.types import ClusterMap, DType, Slicing
 
 
@@ -157,20 +157,26 @@ class Exchange:
     async def _deliver(self, job: Job, begins: bool = False) -> None:
         """Gets a job answered. ``begins``: it is a step, which begins only while the run has enough workers."""
         if self.options.request_timeout is None:
-            if begins and self._link.watch.cluster.paused:
-                await self._until_resumed(job)
-            await self._data.deliver(job, self._plan)
+            await self._deliver_in_time(job, begins)
             return
         try:
             async with asyncio.timeout(self.options.request_timeout):
-                if begins and self._link.watch.cluster.paused:
-                    await self._until_resumed(job)
-                await self._data.deliver(job, self._plan)
+                await self._deliver_in_time(job, begins)
         except TimeoutError:
             raise WaitTimeoutError(
                 f"{job.title} took longer than request_timeout={self.options.request_timeout:g} s: waiting "
                 f"{self._data.last_reason}. The step was not advanced; calling again goes on with it"
             ) from None
+
+    async def _deliver_in_time(self, job: Job, begins: bool) -> None:
+        if begins and self._link.watch.cluster.paused:
+            await self._until_resumed(job)
+        try:
+            await self._data.deliver(job, self._plan)
+        except NotMemberError:
+            if self._member:  # A server says so too of one that was expelled after its call had begun.
+                await self._link.raise_if_expelled(job.sender.incarnation)
+            raise
 
     async def _until_resumed(self, job: Job) -> None:
         watch = self._link.watch

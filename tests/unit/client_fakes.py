@@ -197,7 +197,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         servers = [
             common_pb2.ServerEntry(server_id=s.name, incarnation=s.incarnation, address=s.address) for s in self.servers
         ]
-        return common_pb2.ClusterMap(run_id=RUN, epoch=self.epoch, servers=servers, parameters=entries)
+        live = self.incarnation if self.incarnation >= self.fenced else 0
+        workers = [common_pb2.WorkerEntry(worker_id="worker-0", incarnation=live)]
+        return common_pb2.ClusterMap(run_id=RUN, epoch=self.epoch, servers=servers, workers=workers, parameters=entries)
 
     def _placed(self) -> list[common_pb2.Shard]:
         lives = {server.name: server.incarnation for server in self.servers} | self.lives
@@ -285,6 +287,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         if request.incarnation < self.fenced:
             await status.abort(context, errors.FencedError(f"incarnation {request.incarnation} was silent"))
         yield response(state=response.STATE_READY, map=self.map(), first_step=self.first_step)
+
+    async def GetClusterMap(self, request: Any, context: Any) -> Any:
+        return scheduler_pb2.GetClusterMapResponse(map=self.map())
 
     async def DescribeParameters(self, request: Any, context: Any) -> AsyncIterator[Any]:
         yield scheduler_pb2.DescribeParametersResponse(spec=self.created, layout=self.layout, map=self.map())

@@ -1,0 +1,81 @@
+"""``psdist run`` of a script, for tests that end or stop its processes at known places."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+
+
+class Run:
+    """A run of ``script`` with these arguments, in ``path``."""
+
+    def __init__(
+        self, path: Path, script: str, *arguments: str, transport: str = "auto", flags: tuple[str, ...] = ()
+    ) -> None:
+        (path / "train.py").write_text(script)
+        defaults = () if "--nservers" in flags else ("--nservers", "2")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "psdist.cli.main", "run", "--nproc-per-node", "2", *defaults, *flags, "train.py"]
+            + [*arguments],
+            env={**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)}
+            | {"PSDIST_TRANSPORT": transport},
+            cwd=path,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self.family = psutil.Process(self.process.pid)
+        #: All lines that were read.
+        self.seen: list[str] = []
+
+    def until(self, pattern: str, count: int = 1, timeout: float = 90) -> re.Match[str]:
+        """Reads lines until ``count`` of them have the pattern; the last such match."""
+        assert self.process.stdout is not None
+        late = threading.Timer(timeout, self.stop)
+        late.start()
+        try:
+            while count:
+                line = self.process.stdout.readline()
+                self.seen.append(line)
+                assert line, f"no {pattern!r} in {''.join(self.seen)}"
+                if found := re.search(pattern, line):
+                    count -= 1
+        finally:
+            late.cancel()
+        return found
+
+    def child(self, *words: str) -> psutil.Process:
+        """The descendant with all these words in its command line."""
+        family = self.family.children(recursive=True)
+        return next(child for child in family if all(word in child.cmdline() for word in words))
+
+    def end(self, timeout: float = 60) -> tuple[int, str]:
+        """Status and the rest of the output."""
+        assert self.process.stdout is not None
+        late = threading.Timer(timeout, self.process.kill)
+        late.start()
+        try:
+            # Not by communicate, which does not know what the reading of lines has read ahead.
+            text = self.process.stdout.read()
+            return self.process.wait(), text
+        finally:
+            late.cancel()
+
+    def stop(self) -> None:
+        """Ends it with all that it started, whatever they do."""
+        children = self.family.children(recursive=True) if self.process.poll() is None else []
+        self.process.kill()
+        for child in children:
+            if child.is_running() and child.status() == psutil.STATUS_STOPPED:
+                child.resume()
+        self.process.wait()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        for child in alive:
+            child.kill()
