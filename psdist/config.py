@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Transport = Literal["auto", "grpc", "shm"]
 
 START_TIMEOUT_SECONDS: Final = 60.0
+DRAIN_TIMEOUT_SECONDS: Final = 30.0
 #: Copies of each shard that the scheduler can be asked for.
 REPLICAS_MAX: Final = 2
 TOKEN_CHARACTERS_MAX: Final = 4096
@@ -71,6 +72,8 @@ class ServerSettings:
     advertise: str
     server_id: str
     kernel_threads: int | None
+    #: When it is told to end, it waits at most so long for its shards to be moved to others.
+    drain_timeout_seconds: float
     lifeline_fd: int | None
     insecure: bool
     token: str
@@ -328,6 +331,7 @@ def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = Non
         advertise=given.advertise,
         server_id=given.server_id,
         kernel_threads=given.kernel_threads,
+        drain_timeout_seconds=given.drain_timeout,
         lifeline_fd=given.lifeline_fd,
         insecure=given.insecure,
         token=_program_token(line.program, given, environ),
@@ -419,6 +423,13 @@ def _server_line() -> CommandLine:
             Flag("--port", "port to listen on; 0 takes a free one", integer(0, 65535), 0, "PORT"),
             Flag("--server-id", "id of this server; the scheduler chooses one otherwise", _name_text, "", "ID"),
             Flag("--kernel-threads", "threads that apply updates (default: one per core)", integer(1, 1024), None, "N"),
+            Flag(
+                "--drain-timeout",
+                "when told to end, longest wait for its shards to be moved to other servers",
+                seconds(),
+                DRAIN_TIMEOUT_SECONDS,
+                "SECONDS",
+            ),
             Flag("--run-id", "name of the run; refused if the scheduler serves another", check_run_id, "", "NAME"),
             *_shared_flags(),
         ),

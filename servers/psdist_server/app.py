@@ -77,14 +77,21 @@ async def _serve(settings: ServerSettings, scheduler: str) -> int:
         if first_map is None:
             return 0
         threads = settings.kernel_threads or default_kernel_threads(first_map, advertise)
-        host = Host(link.server_id, link.run_id, settings.token, threads)
+        host = Host(
+            link.server_id,
+            link.run_id,
+            settings.token,
+            threads,
+            incarnation=link.incarnation,
+            lease_seconds=link.lease_seconds,
+        )
         logs.identify(id=link.server_id, run=link.run_id)
         await host.follow(first_map)
         probe = await _start(server, host)
         _log.info(
             "serving", address=advertise, scheduler=scheduler, incarnation=link.incarnation, kernel_threads=threads
         )
-        return await _until_stopped(stop, link, host, server, probe)
+        return await _until_stopped(stop, link, host, server, probe, settings.drain_timeout_seconds)
     finally:
         await link.close()
 
@@ -100,7 +107,12 @@ async def _start(server: grpc.aio.Server, host: Host) -> health.HealthServicer:
 
 
 async def _until_stopped(
-    stop: asyncio.Event, link: SchedulerLink, host: Host, server: grpc.aio.Server, probe: health.HealthServicer
+    stop: asyncio.Event,
+    link: SchedulerLink,
+    host: Host,
+    server: grpc.aio.Server,
+    probe: health.HealthServicer,
+    drain_timeout_seconds: float,
 ) -> int:
     session = asyncio.create_task(link.run(host))
     stopped = asyncio.create_task(stop.wait())
@@ -109,6 +121,10 @@ async def _until_stopped(
     if session.done() and (error := session.exception()):
         _log.error("the scheduler does not know this server any more", reason=str(error))
         code = EXIT_FENCED
+    if code == 0:
+        draining = asyncio.create_task(link.drain(drain_timeout_seconds))
+        await asyncio.wait({draining, session}, return_when=asyncio.FIRST_COMPLETED)
+        draining.cancel()
     await probe.enter_graceful_shutdown()
     if code == 0:
         await link.leave("stopped")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from psdist.errors import PsdistError
 from psdist.types import ParametersMember
+from psdist_server.records import Life
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
@@ -118,13 +119,16 @@ class Apply:
     gradient is used if it had any.
 
     step: number of the update, from 0 (the slice's version before it).
-    lr_scale: factor on the learning rate (staleness).
+    lr_scale: factor on the learning rate (staleness; workers that came or went).
+    contributors, sequence: what the duplicate table learns by it: who contributed, and in SSP and ASP the push's number.
     """
 
     index: int
     step: int
     parts: tuple[int, ...]
     lr_scale: float = 1.0
+    contributors: tuple[Life, ...] = ()
+    sequence: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,10 @@
 """A holding: what one server has of one parameters. It feeds the shard machines and carries out their effects.
 
-Everything here runs on the event loop except the kernels, which run in threads without the GIL (small slices are
-updated on the loop: a thread costs more). A slice's weights are copied out only while no kernel writes them.
+Everything here runs on the event loop except the kernels (``applier``). A slice's weights are copied out only while
+no kernel writes them, and answers wait until the replicas have what they tell of.
+
+Which shards the server is the primary of, and which it holds copies of, is the map's decision (``update``). A call about
+a shard that goes elsewhere fails with StaleEpochError, and its sender routes it anew.
 
 Contributions come in messages (``push``), or lie in memory that the worker shares (``push_shared``). The first are
 checked for NaN and Inf when they come; the second when their kernel reads them, because they could change in between.
@@ -11,11 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Final
 
 import structlog
 
@@ -25,14 +26,17 @@ from psdist.errors import (
     InternalError,
     InvalidArgumentError,
     NonFiniteGradientError,
+    PsdistError,
     UnknownParametersError,
 )
-from psdist.types import ITEM_BYTES, Identity, ParametersEntry, ParametersMember
+from psdist.types import ITEM_BYTES, Identity, ParametersEntry, ParametersMember, Replica
 from psdist.v1 import server_pb2
 from psdist.wire import frames
-from psdist_server import kernels, memory
+from psdist_server import kernels, memory, roles
+from psdist_server.applier import Applier, Outcome, Part
 from psdist_server.calls import Answer, Call
-from psdist_server.dense import Bad, DenseParameters, Gradient, Update, gradient_of
+from psdist_server.copies import Copies, Tell
+from psdist_server.dense import Array, Bad, DenseParameters, Gradient, gradient_of
 from psdist_server.events import (
     Aggregate,
     Apply,
@@ -53,68 +57,71 @@ from psdist_server.events import (
 )
 from psdist_server.norms import NormBoard
 from psdist_server.pool import KernelPool
+from psdist_server.records import SliceRecord
+from psdist_server.replication import BackupReplication
+from psdist_server.replicator import Network, Replicator, Report, not_primary
 from psdist_server.shard import AsyncShard, BspShard, make_shard
 from psdist_server.statistics import Counters
 
 _log = structlog.get_logger("psdist.server")
 
-#: Slices of at most so many elements are updated on the event loop.
-INLINE_ELEMENTS: Final = 1 << 15
 #: So many encoded answers are kept for the other workers of the step.
 ENCODED_MAX: Final = 4
-
-
-@dataclass(slots=True)
-class _Part:
-    """A contribution that waits for its update."""
-
-    call: Call
-    values: Gradient
-    #: It lies in memory of the worker, and holds no slot of its stream.
-    shared: bool
-
-
-class Outcome(NamedTuple):
-    """What a kernel tells: how long it took, the sum of squares of an Aggregate, contributions that were left out."""
-
-    seconds: float
-    square: float
-    bad: tuple[int, ...]
+#: Weights that went elsewhere stay for so long, because workers on this host may be reading them in place.
+RECLAIM_SECONDS: Final = 60.0
 
 
 class Holding:
-    """The shards of ``entry`` that ``server_id`` is the primary of.
+    """The shards of ``entry`` that ``me`` is the primary of, or holds copies of. Empty before the first ``update``.
 
-    on_aggregated: called with (parameters, step) when all slices here are aggregated (clipping).
+    network: how other servers are reached.
+    on_aggregated: called with (holding, step) when all slices served here are aggregated (clipping).
     """
 
     def __init__(
         self,
         entry: ParametersEntry,
-        server_id: str,
-        pool: KernelPool[Apply | Aggregate, Outcome],
+        me: Replica,
+        pool: KernelPool[Any, Any],
+        network: Network,
         on_aggregated: Callable[[Holding, int], None],
     ) -> None:
         self.entry = entry
+        self.me = me
+        self.epoch = 0
         self.slicing = entry.slicing  # The same for the parameters' life, as is the number of shards.
         self._shard_count = max(1, len(entry.shards))
-        self.dense = DenseParameters(entry, server_id)
+        self.dense = DenseParameters(entry)
         self.counters = Counters()
         self.norms = NormBoard()
-        self._norm_by_step: dict[int, float] = {}
-        self._pool = pool
         self._on_aggregated = on_aggregated
         self._asynchronous = not isinstance(entry.spec.consistency, BSP)
         self._clipping = entry.spec.optimizer.max_grad_norm > 0
-        self.shards = self._make_shards()
-        self._parts: dict[int, _Part] = {}
+        #: The machines of the shards that this server is the primary of.
+        self.shards: dict[int, BspShard | AsyncShard] = {}
+        #: Their slices, ascending.
+        self.indices: tuple[int, ...] = ()
+        self.replicator = Replicator(entry, me, network, self)
+        self._applier = Applier(entry, self.dense, pool, self.replicator, self)
+        self.copies = Copies(
+            self.dense,
+            self._applier,
+            self.norms,
+            self.counters,
+            asynchronous=self._asynchronous,
+            stop=self.stop,
+        )
         self._calls: dict[int, Call] = {}
         self._encoded: dict[tuple[Answer, int, str], bytes] = {}
         self._effects: deque[Effect] = deque()
         self._carrying_out = False
-        #: An update failed: its slice never goes on, so nobody is to wait for it.
-        self._defect: InternalError | None = None
+        #: Something went wrong that makes slices stand for good, so nobody is to wait for them.
+        self._defect: PsdistError | None = None
+        self._fenced: set[int] = set()
         self._readers: dict[int, list[tuple[asyncio.Future[tuple[int, bytes]], str]]] = {}
+        self._uninstalled: dict[int, list[Callable[[], None]]] = {}
+        #: Slices here that are not aggregated yet, by step.
+        self._unaggregated: dict[int, set[int]] = {}
         #: Done when the update kernel is compiled.
         self.ready = pool.prepare(self._compile)
 
@@ -122,37 +129,33 @@ class Holding:
         self.dense.rule.warm_up()
         memory.release_compiler()
 
-    def _make_shards(self) -> dict[int, BspShard | AsyncShard]:
-        spec, members = self.entry.spec, self.entry.members
-        by_shard: dict[int, list[int]] = {}
-        for index in self.dense.indices:
-            by_shard.setdefault(index % self._shard_count, []).append(index)
-        clipping = self._clipping and not self._asynchronous
-        return {
-            number: make_shard(indices, members, spec.consistency, clipping) for number, indices in by_shard.items()
-        }
-
     # --- what the service asks --------------------------------------------------------------------------------------
 
     def check_installed(self) -> None:
-        """Raises UnknownParametersError while initial values are missing, InternalError once an update failed."""
+        """Raises UnknownParametersError while initial values are missing, and the error that made slices stand."""
         if self._defect is not None:
-            raise InternalError(self._defect.message)
-        if not self.entry.ready or len(self.dense.installed) < len(self.dense.indices):
+            raise type(self._defect)(self._defect.message, **self._defect.details)
+        missing = len(self.indices) - len(self.dense.installed.intersection(self.indices))
+        if not self.entry.ready or missing:
             raise UnknownParametersError(
-                f"{self.entry.spec.name!r} is not ready: {len(self.dense.installed)} of {len(self.dense.indices)} "
+                f"{self.entry.spec.name!r} is not ready: {len(self.indices) - missing} of {len(self.indices)} "
                 "slices here have their initial values; wait for CreateParameters to say STATE_READY"
             )
 
-    def check_slice(self, index: int) -> None:
-        """Raises InvalidArgumentError where slice ``index`` is not here."""
-        shard = self.shards.get(index % self._shard_count)
-        if shard is None or index not in shard.slices:
+    def check_slice(self, index: int, epoch: int) -> None:
+        """Raises InvalidArgumentError where slice ``index`` does not exist or is another server's in map ``epoch``;
+        StaleEpochError where it is not served here any more."""
+        number = index % self._shard_count
+        if number in self.shards and index < self.slicing.count and number not in self._fenced:
+            return
+        if index >= self.slicing.count or (
+            epoch == self.epoch and not roles.is_primary(self.entry.shards[number], self.me)
+        ):
             raise InvalidArgumentError(
-                f"slice {index} of {self.entry.spec.name!r} is not on this server (of {self.slicing.count} "
-                "slices); "
+                f"slice {index} of {self.entry.spec.name!r} is not on this server (of {self.slicing.count} slices); "
                 "route by the cluster map"
             )
+        raise not_primary(number)
 
     def check_norm(self, call: Call) -> None:
         """Raises InvalidArgumentError where a push must bring its gradient's global norm and does not."""
@@ -160,37 +163,40 @@ class Holding:
         if needed and not (math.isfinite(call.grad_norm) and call.grad_norm >= 0):
             raise InvalidArgumentError(f"grad_norm={call.grad_norm} must be finite: the optimizer has max_grad_norm")
 
-    def install(self, index: int, payload: memoryview) -> None:
+    def install(self, index: int, payload: memoryview, epoch: int) -> None:
         """Sets the initial weights of a slice. Raises InvalidArgumentError once the parameters are ready."""
-        self.check_slice(index)
+        self.check_slice(index, epoch)
         expected = self.slicing.size(index) * ITEM_BYTES["float32"]
         if self.entry.ready:
             raise InvalidArgumentError(f"{self.entry.spec.name!r} is ready: its initial values cannot be set again")
         if len(payload) != expected:
             raise InvalidArgumentError(f"slice {index} has {expected} bytes in float32, not {len(payload)}")
         self.dense.install(index, gradient_of(payload, "float32"))
+        self.replicator.installed(index)
+        for callback in self._uninstalled.pop(index, ()):
+            callback()
 
     def push(self, call: Call, index: int, base_version: int, payload: memoryview) -> None:
         """Takes one contribution. Raises InvalidArgumentError and its kinds; then nothing was changed."""
         counters = self.counters.of(call.identity.worker_id)
-        self.check_slice(index)
+        self.check_slice(index, call.identity.epoch)
         values = self._gradient(call, index, payload)
         abstain = call.abstain or not self._is_finite(call, index, values)
         self.counters.bytes_held += values.nbytes
         counters.push_bytes += len(payload)
-        self._take(call, index, base_version, _Part(call, values, shared=False), abstain)
+        self._take(call, index, base_version, Part(index, call, values, shared=False), abstain)
 
     def push_shared(self, call: Call, index: int, base_version: int, values: Gradient) -> None:
         """Takes one contribution that lies in shared memory: ``values`` are read when the slice is updated, and may
         hold anything. Raises InvalidArgumentError where the slice is not here; then nothing was changed."""
-        self.check_slice(index)
-        self._take(call, index, base_version, _Part(call, values, shared=True), call.abstain)
+        self.check_slice(index, call.identity.epoch)
+        self._take(call, index, base_version, Part(index, call, values, shared=True), call.abstain)
 
-    def _take(self, call: Call, index: int, base_version: int, part: _Part, abstain: bool) -> None:
+    def _take(self, call: Call, index: int, base_version: int, part: Part, abstain: bool) -> None:
         token = call.ask(index)
         self.counters.of(call.identity.worker_id).pushes += 1
         self._calls[token] = call
-        self._parts[token] = part
+        self._applier.parts[token] = part
         event = SlicePushed(
             token,
             index,
@@ -205,7 +211,7 @@ class Holding:
 
     def pull(self, call: Call, index: int, min_version: int) -> None:
         """Asks for one slice at ``min_version`` or later."""
-        self.check_slice(index)
+        self.check_slice(index, call.identity.epoch)
         token = call.ask(index)
         self._calls[token] = call
         self.counters.of(call.identity.worker_id).pulls += 1
@@ -215,11 +221,15 @@ class Holding:
         """The call ended: nobody is to be answered any more."""
         for token, index in list(call.outstanding.items()):
             self._calls.pop(token, None)
-            self._dispatch(index, Cancelled(token, index))
+            if index % self._shard_count in self.shards:
+                self._dispatch(index, Cancelled(token, index))
         call.outstanding.clear()
 
     async def read(self, index: int, dtype: str) -> tuple[int, bytes | memoryview]:
-        """Version and payload of a slice, never torn. The payload is valid until the next await."""
+        """Version and payload of a slice, never torn. The payload is valid until the next await. Raises
+        StaleEpochError where the slice went elsewhere."""
+        if index % self._shard_count not in self.shards:
+            raise not_primary(index % self._shard_count)
         state = self._shard(index).slices[index]
         if not state.busy or self._is_frozen(index):
             return state.version, self.dense.read(index, dtype)
@@ -227,8 +237,13 @@ class Holding:
         self._readers.setdefault(index, []).append((future, dtype))
         return await future
 
-    def close(self) -> None:
+    def needs_confirm(self, indices: Iterable[int]) -> bool:
+        """Whether the backups of these slices must confirm that they may be read here (``replicator.confirm``)."""
+        return self.replicator.needs_confirm(indices)
+
+    async def close(self) -> None:
         """The parameters are gone, or the server ends."""
+        await self.replicator.close()
         self.dense.close()
 
     async def encode(self, answer: Answer, call: Call) -> bytes:
@@ -253,8 +268,14 @@ class Holding:
     def waiting_for(self, call: Call) -> str:
         """Why the call's oldest slice is not answered yet."""
         for token, index in call.outstanding.items():
-            return self._shard(index).waiting_for(token, index) or "for this server to apply the update"
+            shard = self.shards.get(index % self._shard_count)
+            if shard is not None:
+                return shard.waiting_for(token, index) or self._own_wait(index)
         return ""
+
+    def _own_wait(self, index: int) -> str:
+        replicas = self.replicator.behind(index)
+        return f"for {replicas} to acknowledge the update" if replicas else "for this server to apply the update"
 
     def fence(self, live: dict[str, int]) -> None:
         """Ends the calls of workers that are no longer ``live`` (incarnation by worker id)."""
@@ -264,12 +285,89 @@ class Holding:
 
     # --- membership ---------------------------------------------------------------------------------------------------
 
-    def update(self, entry: ParametersEntry) -> None:
-        """A new map's entry for the same parameters."""
-        changed = entry.members != self.entry.members
-        self.entry = entry
-        if changed:
+    async def update(self, entry: ParametersEntry, epoch: int) -> None:
+        """A new map's entry for the same parameters: takes over, and gives up, what the map says."""
+        before, self.entry, self.epoch = self.entry, entry, epoch
+        terms = {number: machine.term for number, machine in self.replicator.machines.items()}
+        changes = roles.changes(entry, self.me, terms, self.copies.machines)
+        for number in changes.demoted:
+            self._demote(number)
+        copies = {number: self.copies.remove(number) for number in (*changes.discarded, *changes.promoted)}
+        for number in changes.discarded:
+            self.copies.discard(copies[number].slices)
+        self._recount(bool(changes.demoted))
+        if entry.members != before.members:
             self._dispatch_all(MembersChanged(entry.members))
+            lives = {(member.worker_id, member.incarnation) for member in entry.members}
+            self.copies.forget({(m.worker_id, m.incarnation) for m in before.members} - lives)
+        for number in changes.ended:
+            await self._applier.settled(number)
+        self._release([*changes.demoted, *changes.discarded])
+        for number in changes.added:
+            self._add_copy(number)
+        for number in (*changes.created, *changes.promoted):
+            self._become_primary(number, copies.get(number))
+        for number, machine in self.copies.machines.items():
+            machine.follow(entry.shards[number])
+        self._fenced.clear()
+        self.replicator.follow(entry)
+        self._recount(bool(changes.promoted or changes.created))
+        self.norms.wake()
+
+    def _slices_of(self, number: int) -> range:
+        return range(number, self.slicing.count, self._shard_count)
+
+    def _demote(self, number: int) -> None:
+        """Another is the primary of a shard, or nobody."""
+        del self.shards[number]
+        self.replicator.remove(number)
+        self._fail_calls(number)
+        indices = self._slices_of(number)
+        for token in [token for token, part in self._applier.parts.items() if part.index in indices]:
+            self._drop(token)
+        for index in indices:
+            for future, _ in self._readers.pop(index, ()):
+                if not future.done():
+                    future.set_exception(not_primary(number))
+            for callback in self._uninstalled.pop(index, ()):
+                callback()
+        self._applier.drop(indices)
+        _log.info("a shard is served elsewhere", parameters=self.entry.spec.name, shard=number, epoch=self.epoch)
+
+    def _fail_calls(self, number: int) -> None:
+        """Ends the calls that wait for slices of a shard that is not served here any more."""
+        for call in {id(call): call for call in self._calls.values()}.values():
+            if any(index % self._shard_count == number for index in call.outstanding.values()):
+                call.fail(not_primary(number))
+
+    def _release(self, numbers: Collection[int]) -> None:
+        indices = [index for number in numbers for index in self._slices_of(number)]
+        if indices:
+            self._applier.dropped(indices)
+            self.dense.release(indices)
+            asyncio.get_running_loop().call_later(RECLAIM_SECONDS, self.dense.reclaim, indices)
+
+    def _add_copy(self, number: int) -> None:
+        indices = self._slices_of(number)
+        self.dense.hold(indices)
+        self.copies.machines[number] = BackupReplication(number, indices, self.entry.shards[number])
+
+    def _become_primary(self, number: int, copy: BackupReplication | None) -> None:
+        """Serves a shard from now on: a new one, or one that this server has a copy of."""
+        spec, indices, shard = self.entry.spec, self._slices_of(number), self.entry.shards[number]
+        self.dense.hold(indices)
+        records, base = None, (0, 0)
+        if copy is not None:
+            records, base = copy.records, (copy.term, copy.lsn)
+            if not copy.complete:
+                self.stop(InternalError(f"shard {number} of {spec.name!r} was promoted before its copy was complete"))
+                records = {}
+            _log.info("promoted", parameters=spec.name, shard=number, term=shard.term, lsn=copy.lsn, epoch=self.epoch)
+        clipping = self._clipping and not self._asynchronous
+        self.shards[number] = make_shard(
+            indices, self.entry.members, spec.consistency, clipping, self.entry.reference_workers, records
+        )
+        self.replicator.add(number, shard.term, indices, base)
 
     def propose(self, member: ParametersMember) -> bool:
         """May ``member`` join at its first step? Then its contributions are waited for from now on."""
@@ -277,6 +375,15 @@ class Holding:
             return False
         self._dispatch_all(JoinProposed(member))
         return True
+
+    @property
+    def step_next(self) -> int:
+        """The step or clock that a worker may join at, as far as this server goes."""
+        return max((shard.step_next for shard in self.shards.values()), default=0)
+
+    def reports(self) -> list[Report]:
+        """What the scheduler must hear about replicas."""
+        return self.replicator.reports(self.entry)
 
     @property
     def proposed(self) -> list[str]:
@@ -289,8 +396,37 @@ class Holding:
 
     def norm_known(self, step: int, norm: float) -> None:
         """The global norm of ``step``: what was aggregated is applied."""
-        self._norm_by_step = {step: norm}
+        self._applier.norms = {step: norm}
         self._dispatch_all(NormKnown(step))
+
+    def is_aggregated(self, step: int) -> bool:
+        """Whether no slice that is served here has still to be aggregated for ``step``."""
+        known = self.norms.known(step)
+        return all(index in known or self._shard(index).slices[index].version > step for index in self.indices)
+
+    def _note_aggregated(self, step: int, index: int) -> None:
+        if step not in self._unaggregated:
+            known = self.norms.known(step)
+            self._unaggregated = {old: left for old, left in self._unaggregated.items() if old >= step - 1}
+            self._unaggregated[step] = {
+                other
+                for other in self.indices
+                if other not in known and self._shard(other).slices[other].version <= step
+            }
+        self._unaggregated[step].discard(index)
+        if not self._unaggregated[step]:
+            self.norms.wake()
+            self._on_aggregated(self, step)
+
+    def _recount(self, changed: bool) -> None:
+        """Perhaps other slices are served here: a step may be complete now, or not any more."""
+        if not changed:
+            return
+        self.indices = tuple(sorted(index for shard in self.shards.values() for index in shard.slices))
+        self._unaggregated.clear()
+        for index in self.indices if self._clipping and not self._asynchronous else ():
+            if self._is_frozen(index):
+                self._note_aggregated(self._shard(index).slices[index].version, index)
 
     # --- machines and effects -----------------------------------------------------------------------------------------
 
@@ -322,7 +458,7 @@ class Holding:
             case Reply():
                 self._reply(effect)
             case Apply() | Aggregate():
-                self._start_kernel(effect)
+                self._applier.start(effect)
             case Forget(token):
                 self._drop(token)
             case Refuse(token, error):
@@ -341,80 +477,84 @@ class Holding:
         call.answer(effect.token, Answer(effect.index, effect.version, effect.ignored, effect.staleness))
 
     def _drop(self, token: int) -> None:
-        part = self._parts.pop(token, None)
+        part = self._applier.parts.pop(token, None)
         if part is not None and not part.shared:
             self.counters.bytes_held -= part.values.nbytes
             part.call.slots.release()
 
-    def _start_kernel(self, effect: Apply | Aggregate) -> None:
-        small = self.slicing.slice_elements <= INLINE_ELEMENTS
-        if small and not self._asynchronous:
-            try:
-                outcome = self._run_kernel(effect)
-            except Exception as error:  # Whoever waits for the slice must hear of it, not only who pushed last.
-                self.fail(f"the update of slice {effect.index}", error)
-            else:
-                self._finish_kernel(effect, outcome)
-            return
-        self._pool.submit(effect.index, self._run_kernels, effect, self._kernel_done)
+    # --- what the applier tells ---------------------------------------------------------------------------------------
 
-    def _run_kernels(self, effects: Sequence[Apply | Aggregate]) -> list[Outcome]:
-        """Runs in a kernel thread."""
-        if self._clipping or len(effects) == 1:
-            return [self._run_kernel(effect) for effect in effects]
-        started = time.perf_counter()
-        left_out = self.dense.apply([self._update(effect) for effect in effects if isinstance(effect, Apply)])
-        seconds = (time.perf_counter() - started) / len(effects)
-        return [Outcome(seconds, 0.0, bad) for bad in left_out]
-
-    def _run_kernel(self, effect: Apply | Aggregate) -> Outcome:
-        """Runs in a kernel thread, or on the loop."""
-        started = time.perf_counter()
-        square, bad = 0.0, Bad()
-        if isinstance(effect, Aggregate):
-            square, bad = self.dense.aggregate(effect.index, [self._parts[token].values for token in effect.parts])
-        elif self._clipping and not self._asynchronous:
-            self.dense.apply_aggregated(effect.index, effect.step, self._norm_by_step[effect.step])
-        elif self._clipping and effect.parts:
-            part = self._parts[effect.parts[0]]
-            norm = part.call.grad_norm
-            bad = self.dense.apply_clipped(effect.index, effect.step, part.values, norm, effect.lr_scale)
-        else:
-            (bad,) = self.dense.apply([self._update(effect)])
-        return Outcome(time.perf_counter() - started, square, bad)
-
-    def _update(self, effect: Apply) -> Update:
-        return Update(effect.index, effect.step, [self._parts[token].values for token in effect.parts], effect.lr_scale)
-
-    def _kernel_done(self, effect: Apply | Aggregate, outcome: Outcome | None, error: BaseException | None) -> None:
-        if outcome is not None:
-            self._finish_kernel(effect, outcome)
-        elif error is not None:
-            self.fail(f"the update of slice {effect.index}", error)
-
-    def fail(self, what: str, error: BaseException) -> None:
-        """A defect: everybody who waits for something here is told, or will ask, and the log has the traceback."""
-        _log.error("failed", parameters=self.entry.spec.name, what=what, exc_info=error)
-        self._defect = InternalError(f"{what} of {self.entry.spec.name!r} failed: {error!r}")
-        for call in {id(call): call for call in self._calls.values()}.values():
-            call.fail(self._defect)
-
-    def _finish_kernel(self, effect: Apply | Aggregate, outcome: Outcome) -> None:
-        for place in outcome.bad:
-            self._left_out(effect.index, self._parts[effect.parts[place]].call)
+    def used(self, effect: Apply | Aggregate, bad: Bad) -> None:
+        """See Owner."""
+        for place in bad:
+            self._left_out(effect.index, self._applier.parts[effect.parts[place]].call)
         for token in effect.parts:
             self._drop(token)
+
+    def done(self, effect: Apply | Aggregate, outcome: Outcome) -> None:
+        """See Owner."""
         self.counters.apply_seconds += outcome.seconds
         if isinstance(effect, Aggregate):
             self._dispatch(effect.index, SliceAggregated(effect.index))
             self.norms.record(effect.step, effect.index, outcome.square)
-            if self.norms.is_complete(effect.step, self.dense.indices):
-                self._on_aggregated(self, effect.step)
+            self._note_aggregated(effect.step, effect.index)
             return
         self.counters.applied_slices += 1
         effects = self._shard(effect.index).on(SliceApplied(effect.index))
         self._serve_readers(effect.index)  # Before the next update of the slice may begin.
+        self.replicator.applied(effect.index)
         self._carry_out(effects)
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """A defect: everybody who waits for something here is told, or will ask, and the log has the traceback."""
+        _log.error("failed", parameters=self.entry.spec.name, what=what, exc_info=error)
+        self._stop(InternalError(f"{what} of {self.entry.spec.name!r} failed: {error!r}"))
+
+    def stop(self, error: PsdistError) -> None:
+        """Nothing of the parameters can be trusted here any more: everybody is told why."""
+        _log.error("stopped", parameters=self.entry.spec.name, reason=str(error))
+        self._stop(error)
+
+    def _stop(self, error: PsdistError) -> None:
+        self._defect = error
+        for call in {id(call): call for call in self._calls.values()}.values():
+            call.fail(error)
+
+    # --- what the replicator asks and tells ---------------------------------------------------------------------------
+
+    def at_rest(self, index: int, callback: Callable[[], None]) -> None:
+        """See Source."""
+        if index in self.dense.installed or index not in self.dense.held:
+            self._applier.at_rest(index, callback)
+        else:
+            self._uninstalled.setdefault(index, []).append(callback)
+
+    def export(self, index: int) -> tuple[SliceRecord, list[Array]]:
+        """See Source."""
+        return self._applier.record(index, self._shard(index).record(index)), self.dense.export(index)
+
+    def digest(self, index: int) -> bytes:
+        """See Source."""
+        return self.dense.digest(index)
+
+    def replicated(self, index: int, lsn: int) -> None:
+        """See Source."""
+        self._applier.replicated(index, lsn)
+
+    def has_room_again(self) -> None:
+        """See Source."""
+        self._applier.ship_waiting()
+
+    def fenced(self, number: int) -> None:
+        """See Source."""
+        self._fenced.add(number)
+        self._fail_calls(number)
+
+    def take(self, sender: Replica, frame: frames.Frame[server_pb2.ReplicateRequest], tell: Tell) -> None:
+        """A message of the stream of another server, which is the primary of shards here."""
+        self.copies.take(sender, frame, self.entry, tell)
+
+    # --- contributions ------------------------------------------------------------------------------------------------
 
     def _serve_readers(self, index: int) -> None:
         version = self._shard(index).slices[index].version
@@ -462,6 +602,9 @@ class Holding:
             min(versions, default=0),
             max((shard.version_max for shard in self.shards.values()), default=0),
             waits,
+            replicas=self.replicator.statistics(),
+            primary_of=sorted(self.shards),
+            backup_of=sorted(self.copies.machines),
         )
 
 

@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any, Final
 
 import grpc.aio
 import psutil
 import structlog
 
-from psdist.errors import PsdistError, StaleEpochError, UnknownParametersError, WrongRunError
-from psdist.types import ClusterMap, Identity, ParametersMember
+from psdist.errors import (
+    PsdistError,
+    ServerUnreachableError,
+    StaleEpochError,
+    StaleTermError,
+    UnknownParametersError,
+    WrongRunError,
+)
+from psdist.types import ClusterMap, Identity, ParametersMember, Replica
 from psdist.v1 import server_pb2, server_pb2_grpc
 from psdist.wire import auth, channels
 from psdist_server import kernels, memory
 from psdist_server.calls import Call
-from psdist_server.events import Aggregate, Apply
-from psdist_server.holding import Holding, Outcome, fenced
+from psdist_server.holding import Holding, fenced
 from psdist_server.norms import global_norm
 from psdist_server.pool import KernelPool
+from psdist_server.replicator import Report
 
 _log = structlog.get_logger("psdist.server")
 
@@ -41,39 +51,56 @@ def compile_kernels() -> None:
 class Host:
     """What this server holds.
 
-    server_id, run_id, token: as registered. kernel_threads: threads that apply updates.
+    server_id, run_id, token, incarnation, lease_seconds: as registered. kernel_threads: threads that apply updates.
     """
 
-    def __init__(self, server_id: str, run_id: str, token: str, kernel_threads: int) -> None:
+    def __init__(
+        self,
+        server_id: str,
+        run_id: str,
+        token: str,
+        kernel_threads: int,
+        *,
+        incarnation: int = 1,
+        lease_seconds: float = 2.0,
+        rng: Random | None = None,
+    ) -> None:
         self.server_id = server_id
+        self.me = Replica(server_id, incarnation)
+        self.lease_seconds = lease_seconds
+        self.rng = rng or Random()
         self.map = ClusterMap(run_id, 0)
+        #: Called when there is something new to report to the scheduler.
+        self.report: Callable[[], None] = lambda: None
         self._token = token
-        self._pool: KernelPool[Apply | Aggregate, Outcome] = KernelPool(kernel_threads)
+        self._pool: KernelPool[Any, Any] = KernelPool(kernel_threads)
         self._kernels_ready = self._pool.prepare(compile_kernels)
         self._holdings: dict[str, Holding] = {}
+        #: The map that is being taken over, or was last.
+        self._newest = self.map
         #: Incarnation of each live worker.
         self._live: dict[str, int] = {}
         self._map_changed = asyncio.Condition()
         self._peers: dict[str, grpc.aio.Channel] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     # --- the cluster map ----------------------------------------------------------------------------------------------
 
     async def follow(self, cluster: ClusterMap) -> None:
-        """Takes a newer cluster map over: new parameters get memory, changed members reach the machines."""
-        if cluster.epoch <= self.map.epoch:
+        """Takes a newer cluster map over: shards are held, served and given up, changed members reach the machines."""
+        if cluster.epoch <= self._newest.epoch:
             return
-        self.map = cluster
+        self._newest = cluster
+        self._live = {worker.worker_id: worker.incarnation for worker in cluster.workers}
         for entry in cluster.parameters:
             name = entry.spec.name
+            if name not in self._holdings and any(self.me in shard.replicas for shard in entry.shards):
+                self._holdings[name] = Holding(entry, self.me, self._pool, self, self._share_norm)
             if name in self._holdings:
-                self._holdings[name].update(entry)
-            elif self.server_id in entry.primaries:
-                self._holdings[name] = Holding(entry, self.server_id, self._pool, self._share_norm)
-                _log.info("holding", parameters=name, elements=self._holdings[name].dense.total, epoch=cluster.epoch)
-        for gone in self._holdings.keys() - {entry.spec.name for entry in cluster.parameters}:
-            self._holdings.pop(gone).close()
-        self._live = {worker.worker_id: worker.incarnation for worker in cluster.workers}
+                await self._holdings[name].update(entry, cluster.epoch)
+        for gone in sorted(self._holdings.keys() - {entry.spec.name for entry in cluster.parameters}):
+            await self._holdings.pop(gone).close()
+        self.map = cluster
         for holding in self._holdings.values():
             holding.fence(self._live)
         async with self._map_changed:
@@ -109,7 +136,20 @@ class Host:
         """The holding that another server asks about."""
         self._check_run(run_id)
         await self._wait_for_epoch(epoch)
-        return self.holding(parameters)
+        holding = self.holding(parameters)
+        for compiled in (self._kernels_ready, holding.ready):
+            await asyncio.wrap_future(compiled)
+        return holding
+
+    async def admit_primary(self, hello: server_pb2.ReplicateRequest.Hello) -> tuple[Replica, Holding]:
+        """Who says ``hello``, and the holding that it may send updates for. Raises StaleTermError for a life of a
+        server that is over."""
+        sender = Replica(hello.server_id, hello.incarnation)
+        holding = await self.admit_server(hello.run_id, hello.epoch, hello.parameters)
+        server = self._newest.server(sender.server_id)
+        if server is None or server.incarnation != sender.incarnation:
+            raise StaleTermError(f"{sender} (incarnation {sender.incarnation}) is not a live server of this run")
+        return sender, holding
 
     def holding(self, parameters: str) -> Holding:
         """The holding of this name. Raises UnknownParametersError."""
@@ -146,7 +186,7 @@ class Host:
         if holding is None:
             return True, 0
         accepted = holding.propose(member)
-        return accepted, max((shard.step_next for shard in holding.shards.values()), default=0)
+        return accepted, holding.step_next
 
     def withdraw(self, parameters: str, worker_id: str) -> None:
         """Forgets a proposal that was accepted."""
@@ -173,51 +213,90 @@ class Host:
     # --- clipping by the global norm ----------------------------------------------------------------------------------
 
     def _share_norm(self, holding: Holding, step: int) -> None:
+        key = (holding.entry.spec.name, step)
+
         def done(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
+            self._tasks.pop(key, None)
             if not task.cancelled() and (error := task.exception()):
                 holding.fail(f"the gradient norm of step {step}", error)
 
-        task = asyncio.get_running_loop().create_task(self._find_norm(holding, step))
-        self._tasks.add(task)
-        task.add_done_callback(done)
+        if key not in self._tasks:
+            task = self._tasks[key] = asyncio.get_running_loop().create_task(self._find_norm(holding, step))
+            task.add_done_callback(done)
 
     async def _find_norm(self, holding: Holding, step: int) -> None:
         """Asks the other servers for their squares, then lets the step be applied."""
-        others = sorted(set(holding.entry.primaries) - {self.server_id})
-        fetched = await asyncio.gather(*(self._fetch_squares(other, holding, step) for other in others))
-        squares = await holding.norms.wait_complete(step, holding.dense.indices)
-        for part in fetched:
-            squares |= part
-        holding.norm_known(step, global_norm(squares))
-
-    async def _fetch_squares(self, server_id: str, holding: Holding, step: int) -> dict[int, float]:
-        """Asks until the server answers: without its squares the step cannot go on. Shows as a wait of the workers."""
-        name, said = holding.entry.spec.name, ""
+        name = holding.entry.spec.name
         while self._holdings.get(name) is holding:
+            missing = set(range(holding.slicing.count)) - holding.norms.known(step).keys()
+            if not missing:
+                holding.norm_known(step, global_norm(holding.norms.known(step)))
+                return
+            await self._gather_squares(holding, step)
+
+    async def _gather_squares(self, holding: Holding, step: int) -> None:
+        """Asks everybody who holds something, once, unless there is another map meanwhile."""
+        shards = holding.entry.shards
+        others = sorted({replica for shard in shards for replica in shard.replicas} - {self.me}, key=str)
+        asking = asyncio.gather(*(self._fetch_squares(other, holding, step) for other in others))
+        changed = asyncio.ensure_future(holding.norms.wait())
+        try:
+            waits: set[asyncio.Future[Any]] = {asking, changed}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                asking.result()
+                await asyncio.sleep(0)
+        finally:
+            for waiting in (asking, changed):
+                waiting.cancel()
+            await asyncio.gather(asking, changed, return_exceptions=True)
+
+    async def _fetch_squares(self, server: Replica, holding: Holding, step: int) -> None:
+        """Asks until the server answers. Shows as a wait of the workers."""
+        name, said = holding.entry.spec.name, ""
+        while True:
             request = server_pb2.FetchNormsRequest(
                 run_id=self.map.run_id, epoch=self.map.epoch, parameters=name, step=step
             )
-            squares: dict[int, float] = {}
             try:
-                stub = server_pb2_grpc.ServerServiceStub(self._channel(server_id))
+                stub = server_pb2_grpc.ServerServiceStub(self._channel(server))
                 async for part in stub.FetchNorms(request, metadata=auth.metadata(self._token)):
-                    squares |= dict(zip(part.slices, part.squares, strict=True))
-                return squares
+                    holding.norms.merge(step, dict(zip(part.slices, part.squares, strict=True)))
+                return
             except (grpc.aio.AioRpcError, PsdistError) as error:
                 if said != str(error):
                     said = str(error)
-                    _log.warning("no norms yet", server=server_id, parameters=name, step=step, reason=said)
+                    _log.warning("no norms yet", server=str(server), parameters=name, step=step, reason=said)
                 await asyncio.sleep(_RETRY_SECONDS)
-        raise asyncio.CancelledError
 
-    def _channel(self, server_id: str) -> grpc.aio.Channel:
-        server = self.map.server(server_id)
-        if server is None:
-            raise UnknownParametersError(f"{server_id} is not a live server")
+    # --- other servers ------------------------------------------------------------------------------------------------
+
+    def _channel(self, replica: Replica) -> grpc.aio.Channel:
+        server = self._newest.server(replica.server_id)
+        if server is None or server.incarnation != replica.incarnation:
+            raise ServerUnreachableError(f"{replica} (incarnation {replica.incarnation}) is not a live server")
         if server.address not in self._peers:
             self._peers[server.address] = channels.open_channel(server.address)
         return self._peers[server.address]
+
+    def method(self, replica: Replica, name: str) -> Callable[..., Any]:
+        """See Network."""
+        return partial(self._channel(replica).stream_stream(name), metadata=auth.metadata(self._token))
+
+    def hello(self, parameters: str) -> server_pb2.ReplicateRequest:
+        """See Network."""
+        hello = server_pb2.ReplicateRequest.Hello(
+            run_id=self._newest.run_id,
+            server_id=self.me.server_id,
+            incarnation=self.me.incarnation,
+            epoch=self._newest.epoch,
+            parameters=parameters,
+        )
+        return server_pb2.ReplicateRequest(hello=hello)
+
+    def reports(self) -> list[Report]:
+        """What the scheduler must hear about replicas."""
+        return [report for holding in self._holdings.values() for report in holding.reports()]
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
@@ -232,10 +311,12 @@ class Host:
 
     async def close(self) -> None:
         """Ends what runs in the background."""
-        for task in list(self._tasks):
+        for task in list(self._tasks.values()):
             task.cancel()
+        for holding in self._holdings.values():
+            await holding.replicator.close()
         for channel in self._peers.values():
             await channel.close()
         self._pool.close()
         for holding in self._holdings.values():
-            holding.close()
+            await holding.close()

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import socket
-import time
 from collections.abc import AsyncIterator
+from random import Random
 from typing import Final
 
 import grpc
@@ -20,12 +19,19 @@ import grpc.aio
 import structlog
 
 import psdist
-from psdist.errors import FencedError, PsdistError, SchedulerUnreachableError, WrongRunError
+from psdist.errors import (
+    DuplicateMemberError,
+    FencedError,
+    PsdistError,
+    SchedulerUnreachableError,
+    WrongRunError,
+)
 from psdist.types import ClusterMap
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import auth, channels, convert, limits, status
 from psdist_server.host import Host
+from psdist_server.replicator import Report
 
 _log = structlog.get_logger("psdist.server")
 
@@ -38,10 +44,12 @@ _LEAVE_SECONDS: Final = 1.0
 class SchedulerLink:
     """One membership of a server.
 
-    address: of the scheduler. advertise: host:port where workers reach this server.
+    address: of the scheduler. advertise: host:port where workers reach this server. rng: for pauses between attempts.
     """
 
-    def __init__(self, address: str, token: str, advertise: str, server_id: str, run_id: str) -> None:
+    def __init__(
+        self, address: str, token: str, advertise: str, server_id: str, run_id: str, rng: Random | None = None
+    ) -> None:
         self._address = address
         self._metadata = auth.metadata(token)
         self._channel = channels.open_channel(address, limits.CONTROL_MESSAGE_BYTES)
@@ -50,12 +58,14 @@ class SchedulerLink:
         self.server_id = server_id
         self.run_id = run_id
         self.incarnation = 0
-        self._lease_seconds = 2.0
+        self.lease_seconds = 2.0
+        self._rng = rng or Random()
         self._in_session = False
         self._leaving = False
         #: Proposals of earlier sessions: what the first map does not confirm, nobody is left to confirm or withdraw.
         self._stale: set[tuple[str, str]] = set()
-        self._up: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        #: What goes up beside heartbeats; None where there is something new to report.
+        self._up: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
 
     async def register(self, timeout_seconds: float) -> ClusterMap:
         """Becomes a member; the cluster map as it is. Retries while nobody answers.
@@ -74,28 +84,32 @@ class SchedulerLink:
         )
         answer = await self._register(request, timeout_seconds)
         self.run_id, self.server_id = answer.run_id, answer.member_id
-        self.incarnation, self._lease_seconds = answer.incarnation, answer.lease_seconds
+        self.incarnation, self.lease_seconds = answer.incarnation, answer.lease_seconds
         return convert.map_from_proto(answer.map)
 
     async def _register(self, request: pb.RegisterRequest, timeout_seconds: float) -> pb.RegisterResponse:
-        deadline, said = time.monotonic() + timeout_seconds, time.monotonic()
+        now = asyncio.get_running_loop().time
+        deadline, said = now() + timeout_seconds, now()
         while True:
             try:
                 answer: pb.RegisterResponse = await self._stub.Register(request, metadata=self._metadata, timeout=5)
                 return answer
             except grpc.aio.AioRpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    raise status.from_call(error, f"scheduler {self._address}") from None
+                known = status.from_call(error, f"scheduler {self._address}")
+                waits = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+                # A life before this one may have ended without the scheduler having noticed it yet.
+                if not waits and (not isinstance(known, DuplicateMemberError) or now() > deadline):
+                    raise known from None
                 reason = error.details()
-            if time.monotonic() > deadline:
+            if now() > deadline:
                 raise SchedulerUnreachableError(
                     f"no scheduler answers at {self._address} after {timeout_seconds:.0f} s ({reason}): is "
                     "psdist-scheduler "
                     "running there, and the address (--scheduler or PSDIST_SCHEDULER) right?",
                     address=self._address,
                 )
-            if time.monotonic() - said > limits.REPORT_WAIT_SECONDS:
-                said = time.monotonic()
+            if now() - said > limits.REPORT_WAIT_SECONDS:
+                said = now()
                 _log.warning("waiting for the scheduler", address=self._address, reason=reason)
             await asyncio.sleep(_RETRY_MIN_SECONDS * 2)
 
@@ -117,11 +131,13 @@ class SchedulerLink:
             if self._in_session:  # It stood until now; what follows are attempts, and one line is enough for them.
                 delay = _RETRY_MIN_SECONDS
                 _log.warning("session broken, trying again", scheduler=self._address, reason=reason)
-            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+            await asyncio.sleep(delay * self._rng.uniform(0.5, 1.0))
             delay = min(_RETRY_MAX_SECONDS, delay * 2)
 
     async def _session(self, host: Host) -> None:
-        self._up, self._stale = asyncio.Queue(), host.proposals
+        up = self._up = asyncio.Queue()
+        self._stale = host.proposals
+        host.report = lambda: up.put_nowait(None)
         call = self._stub.Session(self._requests(host), metadata=self._metadata)
         async for response in call:
             await self._handle(response, host)
@@ -129,17 +145,32 @@ class SchedulerLink:
     async def _requests(self, host: Host) -> AsyncIterator[pb.SessionRequest]:
         hello = pb.SessionRequest.Hello(member_id=self.server_id, incarnation=self.incarnation)
         yield pb.SessionRequest(hello=hello)
+        loop, told, beat_at = asyncio.get_running_loop(), set[Report](), 0.0
         while True:
-            statistics = host.statistics()
-            waits = sorted({wait for part in statistics.parameters for wait in part.waiting_for})
-            beat = pb.SessionRequest.Heartbeat(epoch=host.map.epoch, statistics=statistics, waiting_for=waits)
-            yield pb.SessionRequest(heartbeat=beat)
+            if loop.time() >= beat_at:
+                beat_at = loop.time() + self.lease_seconds / _HEARTBEATS_PER_LEASE
+                yield self._heartbeat(host)
+            # All that is true is told once in each session: the scheduler may have missed what an earlier one told.
+            reports = host.reports()
+            told.intersection_update(reports)
+            for report in reports:
+                if report not in told:
+                    told.add(report)
+                    yield _report_message(report)
             try:
-                async with asyncio.timeout(self._lease_seconds / _HEARTBEATS_PER_LEASE):
+                async with asyncio.timeout_at(beat_at):
                     request = await self._up.get()
             except TimeoutError:
                 continue
-            yield request  # Not inside the timeout, which would cancel whoever writes it to the stream.
+            if request is not None:
+                yield request  # Not inside the timeout, which would cancel whoever writes it to the stream.
+
+    @staticmethod
+    def _heartbeat(host: Host) -> pb.SessionRequest:
+        statistics = host.statistics()
+        waits = sorted({wait for part in statistics.parameters for wait in part.waiting_for})
+        beat = pb.SessionRequest.Heartbeat(epoch=host.map.epoch, statistics=statistics, waiting_for=waits)
+        return pb.SessionRequest(heartbeat=beat)
 
     async def _handle(self, response: pb.SessionResponse, host: Host) -> None:
         match response.WhichOneof("command"):
@@ -163,6 +194,21 @@ class SchedulerLink:
             case "member_lost":
                 lost = response.member_lost
                 _log.info("member lost", member=lost.member_id, reason=lost.reason)
+            case "shards_lost":
+                _log.error("shards lost", text=response.shards_lost.text)
+
+    async def drain(self, timeout_seconds: float) -> None:
+        """Has everything moved away from this server; returns when it holds nothing, when nothing can be moved, or after
+        ``timeout_seconds``."""
+        request = pb.DrainRequest(run_id=self.run_id, server_id=self.server_id)
+        try:
+            call = self._stub.Drain(request, metadata=self._metadata, timeout=timeout_seconds)
+            async for progress in call:
+                if progress.drained:
+                    return
+                _log.info("draining", shards_left=progress.shards_left, waiting_for=progress.waiting_for)
+        except (grpc.aio.AioRpcError, PsdistError) as error:
+            _log.warning("not drained", reason=str(error))
 
     async def leave(self, reason: str) -> None:
         """Ends the membership politely, if the scheduler answers soon."""
@@ -176,3 +222,14 @@ class SchedulerLink:
     async def close(self) -> None:
         """Closes the channel."""
         await self._channel.close()
+
+
+def _report_message(report: Report) -> pb.SessionRequest:
+    replica = convert.replica_to_proto(report.replica)
+    if report.kind == "filled":
+        filled = pb.ReplicaFilled(parameters=report.parameters, shard=report.shard, term=report.term, replica=replica)
+        return pb.SessionRequest(replica_filled=filled)
+    unreachable = pb.ReplicaUnreachable(
+        parameters=report.parameters, shard=report.shard, term=report.term, replica=replica, reason=report.reason
+    )
+    return pb.SessionRequest(replica_unreachable=unreachable)

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from psdist.errors import InternalError, InvalidArgumentError, PsdistError, UnknownCodecError
-from psdist.types import WIRE_DTYPES, Identity
+from psdist.types import WIRE_DTYPES, Identity, Replica
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, frames, status
 from psdist_server.calls import Answer, Call
@@ -49,6 +49,7 @@ class ServerService:
             "Push": grpc.stream_stream_rpc_method_handler(self._push),
             "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
             "Share": grpc.stream_stream_rpc_method_handler(ShareService(self._host).serve),
+            "Replicate": grpc.stream_stream_rpc_method_handler(self._replicate),
             "FetchNorms": grpc.unary_stream_rpc_method_handler(
                 self._fetch_norms, None, pb.FetchNormsResponse.SerializeToString
             ),
@@ -149,7 +150,10 @@ class ServerService:
             holding.check_installed()
             call.pull_dtype = _wire_dtype(request.dtype)
             last = -1
-            for index in request.slices or holding.dense.indices:
+            slices = request.slices or holding.indices
+            if holding.needs_confirm(slices):
+                await holding.replicator.confirm(slices)
+            for index in slices:
                 last = _check_ascending(index, last)
                 holding.pull(call, index, request.min_version)
             call.asked_all()
@@ -194,7 +198,7 @@ class ServerService:
                     holding = await self._host.admit(identity)
                 # It may be fenced since, and another's values may be on their way.
                 self._host.check_live(identity)
-                holding.install(frame.header.slice, frame.payload)
+                holding.install(frame.header.slice, frame.payload, identity.epoch)
                 count += 1
         except PsdistError as error:
             await status.abort(context, error)
@@ -208,10 +212,53 @@ class ServerService:
             holding = await self._host.admit_server(request.run_id, request.epoch, request.parameters)
         except PsdistError as error:
             await status.abort(context, error)
-        squares = sorted((await holding.norms.wait_complete(request.step, holding.dense.indices)).items())
+        while not holding.is_aggregated(request.step):
+            await holding.norms.wait()
+        squares = sorted(holding.norms.known(request.step).items())
         for start in range(0, len(squares), _NORMS_PER_MESSAGE):
             part = squares[start : start + _NORMS_PER_MESSAGE]
             yield server_pb2.FetchNormsResponse(slices=[i for i, _ in part], squares=[value for _, value in part])
+
+    # --- copies for another primary -----------------------------------------------------------------------------------
+
+    async def _replicate(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        """Reads in a task of its own, since an update may wait for its kernel while the next ones come."""
+        answers: asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None] = asyncio.Queue()
+        reader = asyncio.create_task(self._read_updates(requests, answers))
+        try:
+            while (answer := await answers.get()) is not None:
+                if isinstance(answer, PsdistError):
+                    await status.abort(context, answer)
+                yield answer.SerializeToString()
+        finally:
+            reader.cancel()
+
+    async def _read_updates(
+        self,
+        requests: AsyncIterator[bytes],
+        answers: asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None],
+    ) -> None:
+        sender: Replica | None = None
+        holding: Holding | None = None
+        try:
+            async for data in requests:
+                frame = frames.unpack(server_pb2.ReplicateRequest, data)
+                if frame.header.WhichOneof("kind") == "hello":
+                    is_first = sender is None
+                    sender, holding = await self._host.admit_primary(frame.header.hello)
+                    if is_first:
+                        answers.put_nowait(holding.copies.welcome(sender))
+                elif sender is None or holding is None:
+                    raise InvalidArgumentError("the first message of a Replicate stream must be hello")
+                else:
+                    holding.take(sender, frame, answers.put_nowait)
+            answers.put_nowait(None)
+        except PsdistError as error:
+            answers.put_nowait(error)
+        except Exception as error:  # Without this the stream would wait for a reader that is gone.
+            answers.put_nowait(InternalError(f"taking an update failed: {error!r}"))
 
     async def _get_statistics(self, data: bytes, context: grpc.aio.ServicerContext) -> server_pb2.GetStatisticsResponse:
         try:

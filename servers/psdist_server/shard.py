@@ -39,6 +39,7 @@ from psdist_server.events import (
     SliceApplied,
     SlicePushed,
 )
+from psdist_server.records import Life, Records, SliceRecord
 
 
 @dataclass(slots=True)
@@ -104,6 +105,10 @@ class ShardMachine(ABC, Generic[S]):
                 return self._on_clipping(event)
 
     @abstractmethod
+    def record(self, index: int) -> SliceRecord:
+        """What another machine needs to go on with slice ``index`` as it is: an update under way is not in it."""
+
+    @abstractmethod
     def waiting_for(self, token: int, index: int) -> str:
         """Why ``token`` (of slice ``index``) is not answered yet; "" if it waits for nobody but this server."""
 
@@ -161,16 +166,14 @@ class _Contribution:
     abstain: bool
 
 
-#: One life of one worker. A worker that died and came back may have both lives in one step: each counts.
-_Life = tuple[str, int]
-
-
 @dataclass(slots=True)
 class _BspSlice(_SliceBase):
     #: Contributions to the open step.
-    open: dict[_Life, _Contribution] = field(default_factory=dict)
-    #: Who contributed to the step before the open one.
-    closed: frozenset[_Life] = frozenset()
+    open: dict[Life, _Contribution] = field(default_factory=dict)
+    #: While busy: who contributed to the step that is being applied, in rank order.
+    applying: tuple[Life, ...] = ()
+    #: Who contributed to the step before ``version``.
+    closed: tuple[Life, ...] = ()
     #: Tokens to answer when the step that was open at their time is applied, and whether they were ignored and late.
     waiters: dict[int, tuple[bool, bool]] = field(default_factory=dict)
     next_waiters: dict[int, tuple[bool, bool]] = field(default_factory=dict)
@@ -186,12 +189,25 @@ class BspShard(ShardMachine[_BspSlice]):
     """Step by step: a slice at version v takes contributions for step v, one per member."""
 
     def __init__(
-        self, indices: Iterable[int], members: Iterable[ParametersMember], rule: BSP, clipping: bool = False
+        self,
+        indices: Iterable[int],
+        members: Iterable[ParametersMember],
+        rule: BSP,
+        clipping: bool = False,
+        reference_workers: int = 0,
+        records: Records | None = None,
     ) -> None:
         super().__init__({index: _BspSlice(index) for index in indices}, members)
         self._rule = rule
         self._clipping = clipping
+        self._reference_workers = reference_workers
         self._everyone = tuple(self.members.values())
+        for index, record in (records or {}).items():
+            self.slices[index].version, self.slices[index].closed = record.version, record.contributors
+
+    def record(self, index: int) -> SliceRecord:
+        """See ShardMachine."""
+        return SliceRecord(self.slices[index].version, self.slices[index].closed)
 
     def _refusal(self, event: SlicePushed) -> PsdistError | None:
         if error := super()._refusal(event):
@@ -216,7 +232,7 @@ class BspShard(ShardMachine[_BspSlice]):
             reply = Reply(event.token, state.index, state.version, ignored=True, late=late)
             return [Forget(event.token), reply]
         if event.step < state.step:  # The step is being applied right now.
-            state.waiters[event.token] = (True, life not in state.closed)
+            state.waiters[event.token] = (True, life not in state.applying)
             return [Forget(event.token)]
         waiters = state.next_waiters if state.busy else state.waiters
         if life in state.open:
@@ -233,10 +249,14 @@ class BspShard(ShardMachine[_BspSlice]):
         ordered = sorted(state.open.items(), key=lambda item: (item[1].rank, item[0]))
         parts = tuple(part.token for _, part in ordered if not part.abstain)
         forgotten = [Forget(part.token) for _, part in ordered if part.abstain]
-        state.closed, state.open, state.busy = frozenset(state.open), {}, True
+        state.applying, state.open, state.busy = tuple(life for life, _ in ordered), {}, True
         if self._clipping:
             return [*forgotten, Aggregate(state.index, state.version, parts)]
-        return [*forgotten, Apply(state.index, state.version, parts)]
+        return [*forgotten, self._apply(state, parts)]
+
+    def _apply(self, state: _BspSlice, parts: tuple[int, ...]) -> Apply:
+        lr_scale = self._rule.lr_scale(len(state.applying), self._reference_workers)
+        return Apply(state.index, state.version, parts, lr_scale, state.applying)
 
     def _on_clipping(self, event: SliceAggregated | NormKnown) -> list[Effect]:
         if isinstance(event, SliceAggregated):
@@ -245,10 +265,11 @@ class BspShard(ShardMachine[_BspSlice]):
         ready = [s for s in self.slices.values() if s.aggregated and s.version == event.step]
         for state in ready:
             state.aggregated = False
-        return [Apply(state.index, state.version, ()) for state in ready]
+        return [self._apply(state, ()) for state in ready]
 
     def _applied(self, state: _BspSlice) -> list[Effect]:
         state.version, state.busy = state.version + 1, False
+        state.closed, state.applying = state.applying, ()
         effects: list[Effect] = [
             Reply(token, state.index, state.version, ignored, late) for token, (ignored, late) in state.waiters.items()
         ]
@@ -332,12 +353,35 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         members: Iterable[ParametersMember],
         staleness: int | None,
         inverse_lr: bool = False,
+        records: Records | None = None,
     ) -> None:
         super().__init__({index: _AsyncSlice(index) for index in indices}, members)
         self._staleness = staleness
         self._inverse_lr = inverse_lr
         self.producers: dict[str, _Producer] = {}
+        for index, record in (records or {}).items():
+            self.slices[index].version = record.version
+        if records:
+            self.producers = {worker_id: self._restored(member, records) for worker_id, member in self.members.items()}
         self._members_changed()
+
+    def _restored(self, member: ParametersMember, records: Records) -> _Producer:
+        """A member's place in the duplicate table, from what each slice has of its pushes."""
+        life = (member.worker_id, member.incarnation)
+        following = {index: record.producers.get(life, 0) for index, record in records.items()}
+        sequence = min(following.values())
+        taken = {index for index, number in following.items() if number > sequence}
+        return _Producer(member.incarnation, member.first_step + sequence, sequence, taken, len(taken))
+
+    def record(self, index: int) -> SliceRecord:
+        """See ShardMachine."""
+        state = self.slices[index]
+        queued = {(event.worker_id, event.incarnation) for event in state.queue}
+        producers = {}
+        for worker_id, producer in self.producers.items():
+            life = (worker_id, producer.incarnation)
+            producers[life] = producer.sequence + (index in producer.taken and life not in queued)
+        return SliceRecord(state.version, (), producers)
 
     @property
     def step_next(self) -> int:
@@ -381,11 +425,13 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         if state.busy or not state.queue:
             return []
         state.busy, event = True, state.queue[0]
+        pushed_by = ((event.worker_id, event.incarnation),)
         if event.abstain:
-            return [Forget(event.token), Apply(state.index, state.version, ())]
+            nothing = Apply(state.index, state.version, (), contributors=pushed_by, sequence=event.step)
+            return [Forget(event.token), nothing]
         staleness = max(0, state.version - event.base_version)
         lr_scale = 1.0 / (1.0 + staleness) if self._inverse_lr else 1.0
-        return [Apply(state.index, state.version, (event.token,), lr_scale)]
+        return [Apply(state.index, state.version, (event.token,), lr_scale, pushed_by, event.step)]
 
     def _applied(self, state: _AsyncSlice) -> list[Effect]:
         event = state.queue.pop(0)
@@ -482,13 +528,20 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
 
 
 def make_shard(
-    indices: Iterable[int], members: Iterable[ParametersMember], consistency: Consistency, clipping: bool
+    indices: Iterable[int],
+    members: Iterable[ParametersMember],
+    consistency: Consistency,
+    clipping: bool,
+    reference_workers: int = 0,
+    records: Records | None = None,
 ) -> BspShard | AsyncShard:
     """The machine for one shard of parameters with this consistency.
 
     clipping: BSP only: a step is aggregated first and applied when its global norm is known.
+    reference_workers: BSP only: what ``BSP.resize_lr`` compares with.
+    records: what is known of each slice, where the shard was another's before; else all slices are new.
     """
     if isinstance(consistency, BSP):
-        return BspShard(indices, members, consistency, clipping)
+        return BspShard(indices, members, consistency, clipping, reference_workers, records)
     staleness = consistency.staleness if isinstance(consistency, SSP) else None
-    return AsyncShard(indices, members, staleness, consistency.staleness_lr == "inverse")
+    return AsyncShard(indices, members, staleness, consistency.staleness_lr == "inverse", records)

@@ -221,7 +221,7 @@ class _Stream:
         sender = request.push.header.identity if is_push else request.pull.identity
         call = _SharedCall(self._attachment.identity, is_push, wants_weights, call_id=request.call_id, stream=self)
         self._calls[request.call_id] = call
-        if self._is_admitted(sender):
+        if self._is_admitted(sender) and not (not is_push and self._needs_confirm(request.pull)):
             self._carry_out(call, request)
         else:
             self._line.hold()
@@ -238,26 +238,44 @@ class _Stream:
             and sender.run_id == before.run_id
         )
 
+    def _needs_confirm(self, pull: server_pb2.SharedPull) -> bool:
+        return self._attachment.holding.needs_confirm(pull.slices)
+
     async def _admit(self, call: _SharedCall, sender: server_pb2.Identity, request: server_pb2.ShareRequest) -> None:
-        """Carries a call out once its sender is admitted, which may have to wait for a newer map."""
+        """Carries a call out once its sender is admitted, which may have to wait for a newer map, and once it is sure
+        that its slices may be read."""
         try:
-            identity, mine = convert.identity_from_proto(sender), self._attachment.identity
-            who = (identity.worker_id, identity.incarnation, identity.parameters)
-            if who != (mine.worker_id, mine.incarnation, mine.parameters):
-                raise InvalidArgumentError("a Share stream is for the worker and the parameters that attached it")
-            holding = await self._host.admit(identity)
-            if holding is not self._attachment.holding:
-                raise UnknownParametersError(f"{identity.parameters!r} are not those that this stream attached to")
-            self._admitted = identity
+            if not self._is_admitted(sender):
+                await self._check_sender(sender)
+            if not call.is_push and self._needs_confirm(request.pull):
+                await self._attachment.holding.replicator.confirm(request.pull.slices)
         except PsdistError as error:
-            call.fail(error)
-            call.asked_all()
+            self._refuse(call, error)
+        except Exception as error:  # Without this the worker would wait for an answer that never comes.
+            self._refuse(call, InternalError(f"admitting the call failed: {error!r}"))
         else:
-            self._carry_out(call, request)
+            if call.call_id in self._calls:  # Else it was cancelled meanwhile.
+                self._carry_out(call, request)
         finally:
             self._line.release()
 
+    async def _check_sender(self, sender: server_pb2.Identity) -> None:
+        identity, mine = convert.identity_from_proto(sender), self._attachment.identity
+        who = (identity.worker_id, identity.incarnation, identity.parameters)
+        if who != (mine.worker_id, mine.incarnation, mine.parameters):
+            raise InvalidArgumentError("a Share stream is for the worker and the parameters that attached it")
+        holding = await self._host.admit(identity)
+        if holding is not self._attachment.holding:
+            raise UnknownParametersError(f"{identity.parameters!r} are not those that this stream attached to")
+        self._admitted = identity
+
+    @staticmethod
+    def _refuse(call: _SharedCall, error: PsdistError) -> None:
+        call.fail(error)
+        call.asked_all()
+
     def _carry_out(self, call: _SharedCall, request: server_pb2.ShareRequest) -> None:
+        call.identity = self._admitted
         try:
             self._attachment.holding.check_installed()
             if call.is_push:
@@ -310,7 +328,7 @@ class _Stream:
         for index in slices:
             if index <= last:
                 raise InvalidArgumentError(f"slice {index} came after slice {last}: name each once, in ascending order")
-            holding.check_slice(index)
+            holding.check_slice(index, call.identity.epoch)
             last = index
         call.named = len(slices)
         self._named += call.named

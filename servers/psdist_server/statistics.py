@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from psdist.v1 import server_pb2
@@ -44,7 +45,15 @@ class Counters:
         return self.workers.setdefault(worker_id, WorkerCounters())
 
     def to_proto(
-        self, parameters: str, version_min: int, version_max: int, waiting_for: list[str]
+        self,
+        parameters: str,
+        version_min: int,
+        version_max: int,
+        waiting_for: list[str],
+        *,
+        replicas: Sequence[server_pb2.ReplicaStatistics] = (),
+        primary_of: Sequence[int] = (),
+        backup_of: Sequence[int] = (),
     ) -> server_pb2.ParametersStatistics:
         """As the message of GetStatistics and of heartbeats."""
         return server_pb2.ParametersStatistics(
@@ -55,6 +64,9 @@ class Counters:
             apply_seconds=self.apply_seconds,
             bytes_held=self.bytes_held,
             waiting_for=waiting_for,
+            replicas=replicas,
+            primary_of=primary_of,
+            backup_of=backup_of,
             workers=[
                 server_pb2.WorkerStatistics(
                     worker_id=worker_id,

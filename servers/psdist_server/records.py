@@ -1,0 +1,73 @@
+"""Records: what is known of a slice beside its arrays, and what an update of it is. Values that travel with the shard.
+
+A record is all that a shard machine needs to go on with a slice: its version and its duplicate table. It is kept by a
+primary's machine while it serves, and by replicas from the updates that they are sent. Not here: arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+G = TypeVar("G")
+#: One life of one worker: its id and incarnation. A worker that died and came back may have both lives in one step.
+Life = tuple[str, int]
+
+
+@dataclass(slots=True)
+class SliceRecord:
+    """Version and duplicate table of a slice.
+
+    contributors: BSP: who contributed to the step before ``version``.
+    producers: SSP and ASP: pushes below this number of each life are in the slice.
+    """
+
+    version: int = 0
+    contributors: tuple[Life, ...] = ()
+    producers: dict[Life, int] = field(default_factory=dict)
+
+    def advance(self, contributors: tuple[Life, ...], sequence: int | None) -> None:
+        """One more update is in: of ``contributors`` (BSP), or push ``sequence`` of its only contributor."""
+        self.version += 1
+        if sequence is None:
+            self.contributors = contributors
+        else:
+            for life in contributors:
+                self.producers[life] = sequence + 1
+
+    def forget(self, lives: Collection[Life]) -> None:
+        """These lives will never push again."""
+        for life in lives:
+            self.producers.pop(life, None)
+
+    def copy(self) -> SliceRecord:
+        """A record that goes its own way."""
+        return SliceRecord(self.version, self.contributors, dict(self.producers))
+
+
+Records = Mapping[int, SliceRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaUpdate(Generic[G]):
+    """An update of one slice as it goes to replicas.
+
+    lsn: number of the shard's update under one term, from 1.
+    version: of the slice before the update.
+    contributors, sequence: what the duplicate table learns by it; ``sequence`` is None in BSP.
+    gradient: what is applied; None where nobody contributed.
+    factor: on the gradient (clipping). square: the slice's sum of squares (clipping).
+    size: bytes of the gradient.
+    """
+
+    lsn: int
+    index: int
+    version: int
+    contributors: tuple[Life, ...] = ()
+    sequence: int | None = None
+    gradient: G | None = None
+    lr_scale: float = 1.0
+    factor: float | None = None
+    square: float = 0.0
+    size: int = 0
