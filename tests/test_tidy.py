@@ -27,6 +27,7 @@ PURE = frozenset(
         *("psdist.client.buckets", "psdist.client.partition", "psdist.client.retry", "psdist.client.routing"),
         "psdist.client.session",
         *("psdist_scheduler.cluster", "psdist_scheduler.events", "psdist_scheduler.joins"),
+        *("psdist_scheduler.keeper", "psdist_scheduler.replicas", "psdist_scheduler.scaling"),
         *("psdist_scheduler.membership", "psdist_scheduler.placement", "psdist_scheduler.records"),
         *("psdist_scheduler.registry", "psdist_scheduler.rendezvous", "psdist_scheduler.snapshots"),
         *("psdist_server.events", "psdist_server.gates", "psdist_server.shard", "psdist_server.replication"),

@@ -114,6 +114,10 @@ class Peer:
         await self.open()
         return self.member
 
+    async def say(self, **event: Any) -> None:
+        """One message on the session."""
+        await self.session.write(pb.SessionRequest(**event))
+
     async def open(self) -> common.ClusterMap:
         """Opens the session and returns the map that comes first."""
         hello = pb.SessionRequest.Hello(member_id=self.member.member_id, incarnation=self.member.incarnation)
@@ -230,6 +234,100 @@ async def test_a_run_from_registration_to_a_restarted_scheduler(start: Start, pe
     code, _ = await again.end()
     assert code == 0
     assert not again.file.exists()
+
+
+async def _fill(cluster: common.ClusterMap, servers: dict[str, Peer]) -> None:
+    """Primaries say that all copies are complete."""
+    for number, shard in enumerate(cluster.parameters[0].shards):
+        for replica in shard.filling:
+            filled = pb.ReplicaFilled(parameters="mlp", shard=number, term=shard.term, replica=replica)
+            await servers[shard.primary.server_id].say(replica_filled=filled)
+
+
+def _whole(cluster: common.ClusterMap) -> bool:
+    return all(len(shard.backups) == 1 and not shard.filling for shard in cluster.parameters[0].shards)
+
+
+async def test_copies_are_filled_promoted_moved_and_kept(start: Start, peer: Any, tmp_path: Path) -> None:
+    flags = ("--store", str(tmp_path / "s"), "--run-id", "digits", "--replicas", "2", "--failure-timeout", "20")
+    process = await start(*flags)
+    everyone = [peer(process) for _ in range(3)]
+    servers = {(await server.register(pb.ROLE_SERVER)).member_id: server for server in everyone}
+    worker = peer(process)
+    await worker.register()
+    call = worker.create()
+    epoch = (await until(call, STATE.STATE_UPLOAD)).map.epoch
+    await worker.ask(
+        "CommitParameters",
+        pb.CommitParametersRequest(worker_id="worker-0", incarnation=1, parameters="mlp", epoch=epoch),
+    )
+    placed = await worker.read_map(lambda m: any(shard.filling for shard in m.parameters[0].shards))
+    assert not placed.parameters[0].ready
+    await _fill(placed, servers)
+    assert (await until(call, STATE.STATE_READY)).map.parameters[0].ready
+
+    lost = servers.pop("server-0")
+    await lost.channel.close()
+    news = await worker.read("member_lost")
+    assert news.member_id == "server-0"
+    promoted = await worker.read("map")
+    before = placed.parameters[0].shards
+    for old, new in zip(before, promoted.parameters[0].shards, strict=True):
+        if old.primary.server_id == "server-0":
+            assert (new.primary, new.term) == (old.filling[0], old.term + 1)
+    status_now = await worker.status()
+    assert "fewer than 2 copies" in status_now.phase and status_now.replicas == 2
+
+    await process.end(signal.SIGKILL)
+    again = await start(*flags)
+    for old in (*servers.values(), worker):
+        new = peer(again)
+        old.channel, old.stub = new.channel, new.stub
+        cluster = await old.open()
+    assert cluster.epoch > promoted.epoch
+    assert list(cluster.parameters[0].shards) == list(promoted.parameters[0].shards)
+    while not _whole(cluster):
+        await _fill(cluster, servers)
+        cluster = await worker.read_map(lambda m, least=cluster.epoch: m.epoch > least)
+
+    spare = peer(again)
+    assert (await spare.register(pb.ROLE_SERVER)).incarnation == 2
+    draining = worker.stub.Drain(pb.DrainRequest(server_id="server-1"), metadata=worker.metadata)
+    servers["server-0"] = spare
+    answer = await first(draining)
+    assert answer.shards_left == answer.shards_total > 0 and "server-1" in answer.waiting_for
+    assert [m.draining for m in (await worker.status()).members if m.member_id == "server-1"] == [True]
+    filling = asyncio.create_task(_fill_always(worker, servers))
+    async for answer in draining:
+        last = answer
+    filling.cancel()
+    assert last.drained
+    assert "server-1" not in {
+        replica.server_id
+        for shard in (await worker.ask("GetClusterMap", pb.GetClusterMapRequest())).map.parameters[0].shards
+        for replica in (shard.primary, *shard.backups, *shard.filling)
+    }
+
+
+async def _fill_always(worker: Peer, servers: dict[str, Peer]) -> None:
+    while True:
+        await _fill(await worker.read("map"), servers)
+
+
+async def test_launchers_hear_how_many_servers_are_wanted(start: Start, peer: Any) -> None:
+    process = await start()
+    servers, launcher = [peer(process) for _ in range(3)], peer(process)
+    for server in servers:
+        await server.register(pb.ROLE_SERVER)
+    watching = launcher.stub.WatchScale(pb.WatchScaleRequest(), metadata=launcher.metadata)
+    assert (await first(watching)).servers_wanted == 0
+    scaled = await launcher.ask("Scale", pb.ScaleRequest(servers=1))
+    assert (scaled.servers_before, list(scaled.drained), scaled.missing) == (3, ["server-1", "server-2"], 0)
+    assert scaled.launchers == 1
+    news = await first(watching)
+    assert (news.servers_wanted, list(news.stop)) == (1, ["server-1", "server-2"])
+    assert (await launcher.ask("Scale", pb.ScaleRequest(servers=2))).missing == 1
+    assert (await refusal(launcher.ask("Scale", pb.ScaleRequest(servers=0)))).code == "invalid_argument"
 
 
 async def test_losses_are_news_and_leaving_is_none(start: Start, peer: Any) -> None:

@@ -189,6 +189,7 @@ def test_a_backup_is_promoted_in_the_epoch_that_the_server_is_gone_in() -> None:
         assert "server-0" not in [replica.server_id for replica in new.replicas]
     assert not run.d.shards_lost
     assert "shards have fewer than 2 copies: being copied to server-" in run.d.cluster.phase
+    assert "waiting" not in run.d.cluster.phase
     run.d.fill()
     assert whole(run.shards)
     assert run.d.cluster.phase == "training 'mlp' at version 0"
@@ -199,6 +200,7 @@ def test_without_a_backup_a_shard_is_lost_for_good() -> None:
     run.kill("server-0")
     assert not run.d.shards_lost
     assert "waiting for a server that can hold the next" in run.d.cluster.phase
+    assert run.d.cluster.phase.endswith("with fewer than wanted, waiting for 1 of 2 servers to register")
     run.server()
     assert all(shard.filling for shard in run.shards[:2])
     run.kill("server-1")
