@@ -84,7 +84,6 @@ class PushJob:
     traffic: Traffic
     method: str = "Push"
     sharing: Sharing | None = None
-    in_place: bool = False
     _scratch: NDArray[Any] | None = field(default=None, init=False, repr=False)
 
     def header(self, route: Route, pull_dtype: common_pb2.DType | None = None) -> server_pb2.PushHeader:
@@ -140,6 +139,7 @@ class PushPullJob(PushJob):
     method: str = "PushPull"
     target: Flat | None = None
     pull_dtype: str = "float32"
+    in_place: bool = False
     received: set[int] = field(default_factory=set)
 
     def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
@@ -216,7 +216,6 @@ class InstallJob:
     placed: dict[int, Replica]
     method: str = "Install"
     sharing: Sharing | None = None
-    in_place: bool = False
 
     def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
         """One message per slice of the route; after a break all of them come again."""

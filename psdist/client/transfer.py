@@ -59,8 +59,6 @@ class Job(Protocol):
     sender: Sender
     #: The memory shared with servers, for jobs that can use it.
     sharing: Sharing | None
-    #: Shared weights need not be copied; not so where slices went to another server than the vector shows.
-    in_place: bool
 
     def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
         """The requests for the slices of ``route``, in their order, each with the slice it is for."""
@@ -111,7 +109,6 @@ class DataPath:
     async def _adopt(self, job: Job, planner: Planner, plan: Plan) -> None:
         """Waits until the scheduler says who has the orphans of ``plan`` now, and gets them answered there."""
         orphans = plan.orphans
-        job.in_place = False
         with self._link.waits.open(f"{plan.reason}, for {job.title}") as wait:
             # It may have been said since the plan was made.
             while len((plan := planner(orphans)).orphans) == len(orphans):
@@ -147,7 +144,6 @@ class DataPath:
                 if plan.orphans or len(plan.routes) > 1 or plan.routes[0].server != route.server:
                     break
                 route = plan.routes[0]
-        job.in_place = False
         await self._spread(job, planner, plan)
 
     async def _pause(self, route: Route, seconds: float) -> None:

@@ -19,10 +19,10 @@ class Run:
         self, path: Path, script: str, *arguments: str, transport: str = "auto", flags: tuple[str, ...] = ()
     ) -> None:
         (path / "train.py").write_text(script)
+        command = [sys.executable, "-m", "psdist.cli.main", "run", "--nproc-per-node", "2"]
         defaults = () if "--nservers" in flags else ("--nservers", "2")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "psdist.cli.main", "run", "--nproc-per-node", "2", *defaults, *flags, "train.py"]
-            + [*arguments],
+            [*command, *defaults, *flags, "train.py", *arguments],
             env={**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)}
             | {"PSDIST_TRANSPORT": transport},
             cwd=path,
