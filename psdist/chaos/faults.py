@@ -8,6 +8,7 @@ machine lacks. All that is made is named after its owner's process id, and remov
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import Final, Literal
 from psdist.errors import ConfigurationError
 
 Cut = Literal["both", "in", "out"]
+_NAMESPACE: Final = re.compile(r"ps(\d+)(?:switch|host\d+)\b")
 _COMMAND_SECONDS: Final = 10.0
 _CHAINS: Final[dict[Cut, tuple[str, ...]]] = {"both": ("INPUT", "OUTPUT"), "in": ("INPUT",), "out": ("OUTPUT",)}
 
@@ -63,18 +65,23 @@ def namespaces_missing() -> str:
 class Network:
     """``hosts`` namespaces behind one bridge; this process's own namespace is at ``gateway``.
 
+    The bridge is in a namespace too, where no filter of this machine's own can be in the way.
     Raises ConfigurationError where the machine does not allow it; then nothing is left of it.
     """
 
     def __init__(self, hosts: int) -> None:
-        self._name = f"ps{os.getpid() % 1_000_000}"
+        self._name = f"ps{os.getpid()}"
         # One of 250 small networks of a range that is set aside for tests (RFC 2544).
         self._prefix = f"198.18.{os.getpid() % 250}"
         self._hosts = 0
+        _remove_orphans()
         try:
-            _run("ip", "link", "add", self._bridge, "type", "bridge")
-            _run("ip", "address", "add", f"{self.gateway}/24", "dev", self._bridge)
-            _run("ip", "link", "set", self._bridge, "up")
+            _run("ip", "netns", "add", self._switch)
+            _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
+            _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
+            self._plug(f"{self._name}up", "uplink")
+            _run("ip", "address", "add", f"{self.gateway}/24", "dev", f"{self._name}up")
+            _run("ip", "link", "set", f"{self._name}up", "up")
             for number in range(hosts):
                 self._hosts = number + 1
                 self._add(number)
@@ -113,25 +120,31 @@ class Network:
 
     def close(self) -> None:
         """Removes all of it. Processes that still run inside keep their namespace until they end."""
-        for number in range(self._hosts):
+        for namespace in (*map(self._namespace, range(self._hosts)), self._switch):
             with suppress(ConfigurationError):
-                _run("ip", "netns", "delete", self._namespace(number))
+                _run("ip", "netns", "delete", namespace)
         self._hosts = 0
+        # Its other end is gone with the namespace, but that happens later.
         with suppress(ConfigurationError):
-            _run("ip", "link", "delete", self._bridge)
+            _run("ip", "link", "delete", f"{self._name}up")
 
     @property
-    def _bridge(self) -> str:
-        return f"{self._name}b"
+    def _switch(self) -> str:
+        return f"{self._name}switch"
 
     def _namespace(self, host: int) -> str:
-        return f"{self._name}n{host}"
+        return f"{self._name}host{host}"
+
+    def _plug(self, link: str, port: str, namespace: str = "") -> None:
+        """A cable from ``link`` in a namespace (default: this process's own) to a port of the bridge."""
+        where = ("-n", namespace) if namespace else ()
+        _run("ip", *where, "link", "add", link, "type", "veth", "peer", "name", port, "netns", self._switch)
+        _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
 
     def _add(self, host: int) -> None:
-        namespace, outside = self._namespace(host), f"{self._name}v{host}"
+        namespace = self._namespace(host)
         _run("ip", "netns", "add", namespace)
-        _run("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", namespace)
-        _run("ip", "link", "set", outside, "master", self._bridge, "up")
+        self._plug("eth0", f"port{host}", namespace)
         for command in (
             ("address", "add", f"{self.address(host)}/24", "dev", "eth0"),
             ("link", "set", "eth0", "up"),
@@ -140,10 +153,21 @@ class Network:
             _run("ip", "-n", namespace, *command)
 
 
-def _run(*command: str) -> None:
+def _remove_orphans() -> None:
+    """Removes namespaces whose owner was killed before it could."""
+    for line in _run("ip", "netns", "list").splitlines():
+        found = _NAMESPACE.match(line)
+        if found and not os.path.exists(f"/proc/{found[1]}"):
+            with suppress(ConfigurationError):
+                _run("ip", "netns", "delete", line.split()[0])
+
+
+def _run(*command: str) -> str:
+    """What the command prints. Raises ConfigurationError where it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError(f"{command[0]} failed: {error}") from None
     if done.returncode:
         raise ConfigurationError(f"{' '.join(command)!r} failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout

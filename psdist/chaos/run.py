@@ -34,8 +34,9 @@ _RECOVER_SECONDS: Final = 60.0
 _END_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.02
 _WARM_PUSHES: Final = 20
-#: In BSP the workers are told so many steps ahead where to end, so that none has passed it.
-_STEPS_AHEAD: Final = 200
+#: In BSP the workers are told so long ahead at which step to end, so that none has passed it.
+_AHEAD_SECONDS: Final = 1.0
+_AHEAD_STEPS: Final = 20
 #: Faults come after a random pause of at most so long, so that they hit every part of a step.
 _PAUSE_SECONDS: Final = 0.5
 _SLOTS_MAX: Final = 1 << 18
@@ -153,7 +154,10 @@ class ChaosRun:
 
     async def _end(self) -> None:
         """Tells the workers to stop, and counts what is left."""
-        stop = 1 + _STEPS_AHEAD + max(reader.pushes[-1].number for reader in self.read())
+        pushes = [reader.pushes for reader in self.read()]
+        since = time.monotonic() - _AHEAD_SECONDS
+        recent = max(sum(push.begin > since for push in mine) for mine in pushes)
+        stop = max(mine[-1].number for mine in pushes) + recent + _AHEAD_STEPS
         unfinished = self.directory / "stop.unfinished"
         unfinished.write_text(str(stop))
         unfinished.replace(self.workload.stop_file)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
-from psdist.cli.exit_codes import FAILURE, OK, USAGE
+from psdist.cli.exit_codes import FAILURE, OK, SIGNAL_BASE, USAGE
 from psdist.cli.flags import CommandLine, Flag, fail, integer, one_of, seconds
 from psdist.config import Transport
 from psdist.errors import ConfigurationError
@@ -96,9 +97,15 @@ def _run(settings: ChaosSettings) -> Report:
     from psdist.chaos.run import ChaosRun
 
     async def run() -> Report:
-        return await ChaosRun(settings, _say).run()
+        # So that its processes and its network go with it.
+        task = asyncio.create_task(ChaosRun(settings, _say).run())
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await task
 
-    return asyncio.run(run())
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        raise SystemExit(SIGNAL_BASE + signal.SIGTERM) from None
 
 
 def _settings(given: Namespace) -> ChaosSettings:
