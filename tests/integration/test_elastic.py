@@ -1,0 +1,306 @@
+"""Servers and workers come and go while training runs: ``psdist scale``, ``psdist drain``, agents that join, workers
+that are told to leave, an elastic run below its minimum, and runs that cannot go on.
+
+Each push adds one to every weight, so what the weights are says how often pushes were counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from launched import Run
+
+#: Trains until the file "stop" is there; all learn of it by the weights, so that in BSP all stop at one step.
+_TRAIN = """
+import atexit, os, sys
+import numpy as np
+import psdist
+
+mode, count = sys.argv[1], 300_000
+context = psdist.init()
+weights = context.client.parameters(
+    "model", {"stop": np.zeros(1, np.float32), "w": np.zeros(count, np.float32)}, psdist.optim.SGD(lr=1.0),
+    {"bsp": psdist.BSP(), "ssp": psdist.SSP(4), "asp": psdist.ASP()}[mode], slice_elements=1 << 13)
+began, rank = weights.step, context.rank
+atexit.register(lambda: print("rank", rank, "pushed", weights.step - began, flush=True))
+print("rank", rank, "begins", flush=True)
+gradient = {"stop": np.zeros(1, np.float32), "w": np.full(count, -1.0, np.float32)}
+values = weights.pull()
+while not values["stop"][0]:
+    gradient["stop"][0] = -float(os.path.exists("stop"))
+    values = weights.push_pull(gradient)
+    if mode == "bsp":
+        assert (values["w"] == weights.version).all(), (weights.version, np.unique(values["w"]))
+    if weights.step % 10 == 0:
+        print("rank", rank, "made step", weights.step, flush=True)
+context.client.barrier("done")
+print("rank", rank, "sees", np.unique(weights.pull()["w"]), flush=True)
+"""
+_COPIES = ("--nservers", "2", "--replicas", "2")
+
+
+class Stage:
+    """A run in a directory, and the commands that are given to it there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run: Run | None = None
+        self.agents: list[subprocess.Popen[str]] = []
+        self.environ = {**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)}
+
+    def start(self, mode: str, *flags: str) -> Run:
+        """Starts ``psdist run``, with two workers."""
+        self.run = Run(self.path, _TRAIN, mode, flags=flags)
+        return self.run
+
+    def psdist(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command to its end."""
+        argv = [sys.executable, "-m", "psdist.cli.main", *arguments]
+        return subprocess.run(
+            argv, env=self.environ | environ, cwd=self.path, capture_output=True, text=True, timeout=60
+        )
+
+    def status(self, **environ: str) -> dict[str, Any]:
+        """What ``psdist status`` shows."""
+        done = self.psdist("status", "--format", "json", **environ)
+        assert done.returncode == 0, done.stderr
+        shown: dict[str, Any] = json.loads(done.stdout)
+        return shown
+
+    def until(self, holds: Callable[[dict[str, Any]], bool], **environ: str) -> dict[str, Any]:
+        """Asks for the status until it is as it should be."""
+        deadline = time.monotonic() + 40
+        while not holds(shown := self.status(**environ)):
+            assert time.monotonic() < deadline, json.dumps(shown, indent=1)
+        return shown
+
+    def agent(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+        """Starts ``psdist-worker``, which joins."""
+        program = "from psdist.cli import main; main.worker()"
+        agent = subprocess.Popen(
+            [sys.executable, "-c", program, *arguments],
+            env=self.environ | environ,
+            cwd=self.path,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self.agents.append(agent)
+        return agent
+
+    def finish(self) -> tuple[int, str]:
+        """Lets the training end; the status of the run and all that it printed."""
+        (self.path / "stop").touch()
+        assert self.run is not None
+        status, text = self.run.end(60)
+        return status, "".join(self.run.seen) + text
+
+
+def line(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """Reads a process's lines up to one with ``pattern``."""
+    assert process.stdout is not None
+    seen = []
+    for text in process.stdout:
+        seen.append(text)
+        if match := re.search(pattern, text):
+            return match
+    raise AssertionError(f"no {pattern!r} in:\n{''.join(seen)}")
+
+
+def close(process: subprocess.Popen[str]) -> None:
+    """Ends a process of a test with what it started."""
+    if process.poll() is None:
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        psutil.wait_procs(family, timeout=10)
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    built = Stage(tmp_path)
+    yield built
+    if built.run is not None:
+        built.run.stop()
+        assert built.run.process.stdout is not None
+        built.run.process.stdout.close()
+    for agent in built.agents:
+        close(agent)
+
+
+def copies(status: dict[str, Any]) -> dict[str, int]:
+    """Complete copies by server."""
+    held: dict[str, int] = {}
+    for one in status["parameters"]:
+        for shard in one["shards"]:
+            for server in (shard["primary"], *shard["backups"]):
+                held[server] = held.get(server, 0) + 1
+    return held
+
+
+def settled(status: dict[str, Any], *servers: str) -> bool:
+    """Whether exactly these servers hold all, each shard twice, and nothing moves."""
+    shards = [shard for one in status["parameters"] for shard in one["shards"]]
+    whole = all(len(shard["backups"]) == 1 and not shard["filling"] for shard in shards)
+    return whole and sorted(copies(status)) == sorted(servers)
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+
+def test_servers_come_and_go_while_training_runs(stage: Stage) -> None:
+    run = stage.start("bsp", *_COPIES)
+    run.until("made step 10$")
+    scaled = stage.psdist("scale", "servers", "3")
+    assert scaled.returncode == 0 and "the launcher of the run starts 1" in scaled.stdout, scaled
+    stage.until(lambda status: settled(status, "server-0", "server-1", "server-2"))
+    drained = stage.psdist("drain", "server-0")
+    assert drained.returncode == 0 and "server-0 holds nothing and may be stopped" in drained.stdout, drained
+    stage.until(lambda status: settled(status, "server-1", "server-2", "server-3"))
+    fewer = stage.psdist("scale", "servers", "2", "--format", "json")
+    assert json.loads(fewer.stdout)["drained"] == ["server-3"], fewer
+    status = stage.until(lambda status: settled(status, "server-1", "server-2"))
+    assert status["servers_wanted"] == 2 and status["replicas"] == 2
+    run.until("made step")
+    code, text = stage.finish()
+    assert code == 0 and "Traceback" not in text, text
+    for words in ("server 2 is started", "server 0 holds nothing", "server 3 is started", "server 3 holds nothing"):
+        assert words in text, text
+
+
+def test_too_few_servers_are_refused(stage: Stage) -> None:
+    run = stage.start("bsp", *_COPIES)
+    run.until("made step 10$")
+    refused = stage.psdist("scale", "servers", "1")
+    assert refused.returncode != 0 and "2 is the least" in refused.stderr, refused
+    unknown = stage.psdist("drain", "server-7")
+    assert unknown.returncode != 0 and "server-0" in unknown.stderr, unknown
+    assert stage.finish()[0] == 0
+
+
+def test_the_scheduler_and_a_server_die_at_once(stage: Stage) -> None:
+    run = stage.start("bsp", *_COPIES)
+    run.until("made step 10$")
+    epoch = stage.until(lambda status: settled(status, "server-0", "server-1"))["epoch"]
+    for words in (("psdist_scheduler",), ("psdist_server", "server-1")):
+        run.child(*words).kill()
+    status = stage.until(lambda status: settled(status, "server-0", "server-1"))
+    assert status["epoch"] > epoch
+    assert {m["id"]: m["incarnation"] for m in status["members"] if m["role"] == "server"}["server-1"] == 2
+    code, text = stage.finish()
+    assert code == 0 and "Traceback" not in text, text
+    assert "scheduler died: killed by SIGKILL" in text and "server 1 died: killed by SIGKILL" in text, text
+
+
+def test_when_all_copies_are_lost_the_run_ends_and_says_what_was_lost(stage: Stage) -> None:
+    run = stage.start("bsp", *_COPIES)
+    run.until("made step 200$")
+    servers = [run.child("psdist_server", f"server-{number}") for number in range(2)]
+    for server in servers:
+        server.kill()
+    code, text = run.end(60)
+    assert code == 70, text
+    assert "lost" in text.splitlines()[-1] and "'model'" in text.splitlines()[-1], text
+
+
+def test_without_copies_a_killed_server_ends_the_run_and_says_how_to_go_on(stage: Stage) -> None:
+    run = stage.start("bsp", "--nservers", "2")
+    run.until("made step 10$")
+    run.child("psdist_server", "server-1").kill()
+    code, text = run.end(60)
+    assert code == 70, text
+    last = text.splitlines()[-1]
+    assert "server 1 died: killed by SIGKILL" in last and "start the run again" in last, text
+
+
+def test_a_server_that_is_told_to_end_hands_over_what_it_holds(stage: Stage) -> None:
+    run = stage.start("bsp", "--nservers", "2")
+    run.until("made step 10$")
+    run.child("psdist_server", "server-1").terminate()
+    run.until("server 1 ended: exit code 0")
+    stage.until(lambda status: "server-1" in copies(status))
+    code, text = stage.finish()
+    assert code == 0 and "Traceback" not in text, text
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["bsp", "ssp", "asp"])
+def test_workers_join_and_leave_while_training_runs(stage: Stage, mode: str) -> None:
+    run = stage.start(mode, *_COPIES)
+    run.until("made step 10$")
+    note = json.loads(next((stage.path / "state").glob("psdist/runs/*.json")).read_text())
+    flags = ("--scheduler", note["address"], "--token-file", note["token_file"], "--nnodes", "1:8")
+    joiner = stage.agent(*flags, "train.py", mode)
+    line(joiner, r"rank 2 made step")
+    joiner.send_signal(signal.SIGTERM)
+    left = int(line(joiner, r"rank 2 pushed (\d+)")[1])
+    assert joiner.wait(20) == 143 and left > 0
+    status = stage.status()
+    (gone,) = [member for member in status["members"] if member["rank"] == 2]
+    assert (gone["state"], gone["reason"]) == ("left", "stopped")
+    run.until("made step", 4)
+    code, text = stage.finish()
+    assert code == 0 and "Traceback" not in text, text
+    if mode != "bsp":
+        total = left + sum(int(count) for count in re.findall(r"rank \d pushed (\d+)", text))
+        assert re.findall(r"sees \[(\d+)\.\]", text) == [str(total)] * 2, (left, text)
+
+
+def test_an_elastic_run_waits_below_its_minimum_and_says_so(stage: Stage) -> None:
+    (stage.path / "train.py").write_text(_TRAIN)
+    environ = {"PSDIST_TOKEN": "secret", "PSDIST_SCHEDULER_FILE": str(stage.path / "scheduler")}
+    here = ("--run-id", "elastic", "--log-level", "warning")
+    services = [
+        ("psdist_scheduler", "--address-file", "scheduler", *here),
+        ("psdist_server", "--scheduler-file", "scheduler", *here),
+    ]
+    for module, *arguments in services:
+        stage.agents.append(
+            subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                env=stage.environ | {"PSDIST_TOKEN": "secret"},
+                cwd=stage.path,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        )
+    first, second = (stage.agent("--nnodes", "2:4", *_FILE, "train.py", "bsp", **environ) for _ in range(2))
+    line(first, "made step 10$")
+    second.kill()
+    paused = stage.until(lambda status: status["phase"].startswith("paused"), **environ)
+    assert "1 of 2 workers" in paused["phase"], paused["phase"]
+    at = stage.until(lambda status: bool(status["waiting_for"] or waits(status)), **environ)
+    assert "1 of 2 workers to come back" in " ".join(waits(at)), at
+    assert at["parameters"][0]["version_max"] == stage.status(**environ)["parameters"][0]["version_max"]
+    third = stage.agent("--nnodes", "2:4", *_FILE, "train.py", "bsp", **environ)
+    line(third, "made step")
+    (stage.path / "stop").touch()
+    for agent in (first, third):
+        assert agent.stdout is not None
+        text = agent.stdout.read()
+        assert agent.wait(30) == 0, text
+
+
+_FILE = ("--scheduler-file", "scheduler")
+
+
+def waits(status: dict[str, Any]) -> list[str]:
+    """What members wait for."""
+    return [text for member in status["members"] for text in member["waiting_for"]]
