@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine
 from typing import Any
 
+import grpc
+import grpc.aio
 import numpy as np
 
 from psdist.client.async_client import AsyncClient
 from psdist.client.parameters import AsyncParameters
-from psdist.errors import DuplicateMemberError, PsdistError, ServerLostError
+from psdist.errors import DuplicateMemberError, FencedError, PsdistError, ServerLostError
 from psdist.types import ClusterMap
+from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.records import ClusterSettings
 from psdist_scheduler.service import Scheduler, Service
@@ -26,7 +28,7 @@ from psdist_server.service import ServerService
 from tests.simulation import rpc
 from tests.simulation.disk import Disk, DiskStore
 from tests.simulation.environment import RunLoop
-from tests.simulation.loop import Node
+from tests.simulation.loop import Node, where
 from tests.simulation.network import Faults, Network
 from tests.simulation.options import Options
 from tests.simulation.oracle import Life, Oracle, Push
@@ -57,6 +59,8 @@ class World:
         self.scheduler_node: Node | None = None
         self.server_nodes: dict[int, Node] = {}
         self.hosts: dict[int, Host] = {}
+        #: Servers that were drained and stopped.
+        self.stopped_servers: set[int] = set()
         self.worker_nodes: dict[int, Node] = {}
         self.lives: list[Life] = []
         #: Numbers of workers that have nothing more to do, or are gone for good.
@@ -83,7 +87,7 @@ class World:
             workers_min=options.workers,
             servers_min=options.servers,
             lease_seconds=options.lease_seconds,
-            **({"replicas": options.replicas} if options.replicas > 1 else {}),
+            replicas=options.replicas,
         )
         cluster = Cluster(settings, store.load(), self.loop.time())
         self.scheduler = scheduler = Scheduler(cluster, store)
@@ -106,7 +110,8 @@ class World:
         self.loop.start(node, self._serve(node, number))
 
     async def _serve(self, node: Node, number: int) -> None:
-        address = f"10.0.1.{number}:7001"
+        self.counts["server lives"] += 1
+        address = f"10.0.1.{number}:{7000 + self.counts['server lives']}"
         link = SchedulerLink(SCHEDULER, "", address, f"server-{number}" if self.options.replicas == 1 else "", RUN)
         try:
             first_map = await link.register(60.0)
@@ -118,18 +123,71 @@ class World:
             await link.run(host)
         except PsdistError as error:
             self.counts[f"server ended: {type(error).__name__}"] += 1
+            if not isinstance(error, FencedError | DuplicateMemberError):
+                self.oracle.violation(f"{node.name} ended: {error!r}{where(error)}")
             await self.loop.after(0.3)
             self.loop.world_soon(self.server_ended, number, node)
 
     def make_host(self, link: SchedulerLink) -> Host:
         """The host of a registered server."""
-        return Host(link.server_id, link.run_id, "", KERNEL_THREADS)
+        return Host(
+            link.server_id,
+            link.run_id,
+            "",
+            KERNEL_THREADS,
+            incarnation=link.incarnation,
+            lease_seconds=link.lease_seconds,
+        )
 
     def server_ended(self, number: int, node: Node) -> None:
         """The process of a server ended by itself; a launcher starts another."""
         if not node.dead:
             self.kill(node, silent=False)
-            self.start_server(number)
+            if number not in self.stopped_servers:
+                self.start_server(number)
+
+    def can_lose(self, server: int, struck: set[int]) -> bool:
+        """Whether each shard has a whole copy beside ``server`` and the ``struck`` ones."""
+        if self.scheduler is None or server not in self.hosts:
+            return False
+        good = {
+            host.me
+            for number, host in self.hosts.items()
+            if number != server and number not in struck and not self.server_nodes[number].dead
+        }
+        shards = [shard for entry in self.scheduler.cluster.map.parameters for shard in entry.shards]
+        return all(good.intersection((shard.primary, *shard.backups)) for shard in shards)
+
+    def drain(self, server: int) -> bool:
+        """Asks for ``server`` to be emptied, and stops it then."""
+        if len(self.server_nodes) - len(self.stopped_servers) <= self.options.replicas + 1:
+            return False
+        if server not in self.hosts or server in self.stopped_servers:
+            return False
+        self.stopped_servers.add(server)
+        node = self.loop.node("operator", "host-o")
+        self.loop.start(node, self._drain(server, self.hosts[server].me.server_id))
+        return True
+
+    async def _drain(self, server: int, server_id: str) -> None:
+        stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(rpc.SimChannel(self.network, SCHEDULER))
+        while True:
+            try:
+                async for response in stub.Drain(scheduler_pb2.DrainRequest(run_id=RUN, server_id=server_id)):
+                    if response.drained:
+                        self.counts["drained"] += 1
+                        self.loop.world_soon(self._stop_server, server)
+                        return
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:  # It was lost meanwhile.
+                    self.loop.world_soon(self._stop_server, server)
+                    return
+            await self.loop.after(0.2)
+
+    def _stop_server(self, server: int) -> None:
+        node = self.server_nodes[server]
+        if not node.dead:
+            self.kill(node, silent=False)
 
     def kill(self, node: Node, *, silent: bool) -> None:
         """Ends a process as SIGKILL does, or (``silent``) its host."""
@@ -169,7 +227,7 @@ class World:
             self.doomed.append(f"{life.worker_id}: {error}")
             self._end_worker(node, life, for_good=True)
         except PsdistError as error:
-            self.counts[f"worker ended: {type(error).__name__}"] += 1
+            self.oracle.violation(f"{life.worker_id} ended: {error!r}{where(error)}")
             self._end_worker(node, life, for_good=False)
         else:
             self._end_worker(node, life, for_good=True)
@@ -177,15 +235,12 @@ class World:
     def _end_worker(self, node: Node, life: Life, *, for_good: bool) -> None:
         """The process ends; a launcher starts a failed one anew."""
         life.over = True
-        again = not for_good and self.can_start_worker
-        if not for_good and not again:
-            self.counts["worker given up"] += 1
-        self.loop.world_soon(self._worker_ended, node, life.worker, again)
+        self.loop.world_soon(self._worker_ended, node, life.worker, for_good)
 
-    def _worker_ended(self, node: Node, worker: int, again: bool) -> None:
+    def _worker_ended(self, node: Node, worker: int, for_good: bool) -> None:
         if not node.dead:
             self.kill(node, silent=False)
-        if again:
+        if not for_good and self.can_start_worker:
             self.start_worker(worker)
         else:
             self.finish(worker)
@@ -235,25 +290,25 @@ class World:
         await client.close()
 
     def _joined(self, life: Life, client: AsyncClient, handle: AsyncParameters) -> None:
-        life.rank, life.incarnation, life.joined = client.rank, client.incarnation, True
-        life.clock, life.since = self._clock(life.worker_id), []
+        life.rank, life.incarnation, life.joined = client.rank, _incarnation(handle), True
+        life.clock, life.since = self._clock(life), []
         self.counts["joined"] += 1
 
-    def _clock(self, worker_id: str) -> int:
-        """The clock that the worker joined at, as the scheduler has it."""
-        cluster = self.scheduler.cluster.map if self.scheduler is not None else None
-        entry = cluster.entry(NAME) if cluster is not None else None
-        members = entry.members if entry is not None else ()
-        return next((member.first_step for member in members if member.worker_id == worker_id), 0)
+    def _clock(self, life: Life) -> int | None:
+        """The clock that the worker joined at, if the scheduler knows it still."""
+        entry = self.scheduler.cluster.map.entry(NAME) if self.scheduler is not None else None
+        for member in entry.members if entry is not None else ():
+            if (member.worker_id, member.incarnation) == (life.worker_id, life.incarnation):
+                return member.first_step
+        return None
 
     async def _step(self, client: AsyncClient, life: Life, handle: AsyncParameters) -> None:
         """One push, and what belongs to it."""
         how = self.workload.random()
         if how < self.options.pulls:
-            await self._read(life, handle, handle.pull())
+            await self._read(client, life, handle)
         others = self.members_beside(life)
         before = handle.statistics()
-        incarnation = client.incarnation
         push = self.oracle.begins(life, handle.step)
         gradients = {"w": self.oracle.gradient(push.slot)}
         weights = None
@@ -262,7 +317,7 @@ class World:
         else:
             weights = (await handle.push_pull(gradients))["w"]
         after = handle.statistics()
-        if getattr(after, "dropped", 0) > getattr(before, "dropped", 0) or client.incarnation != incarnation:
+        if after.dropped > before.dropped:
             self.counts["dropped"] += 1
             push.dropped = True
             self._joined(life, client, handle)
@@ -277,9 +332,12 @@ class World:
         self.oracle.answered(push, 0)
         self.counts["resent"] += handle.statistics().resent > 0
 
-    async def _read(self, life: Life, handle: AsyncParameters, pull: Coroutine[Any, Any, Any]) -> None:
+    async def _read(self, client: AsyncClient, life: Life, handle: AsyncParameters) -> None:
         others = self.members_beside(life)
-        weights = await pull
+        weights = await handle.pull()
+        if life.incarnation != _incarnation(handle):
+            self.counts["joined again by a pull"] += 1
+            self._joined(life, client, handle)
         self._saw(life, handle, weights["w"], others)
 
     def _saw(self, life: Life, handle: AsyncParameters, weights: Any, others: list[Life]) -> None:
@@ -304,6 +362,39 @@ class World:
         """Somebody who took no part looks at the weights."""
         node = self.loop.node("reader", "host-r")
         await self.loop.start(node, self._final_read())
+        while self.options.replicas > 1 and not self.is_whole():
+            await self.loop.after(0.2)
+        self.check_copies()
+
+    def is_whole(self) -> bool:
+        """Whether each shard has all of its copies, and servers know it."""
+        if self.scheduler is None:
+            return False
+        cluster = self.scheduler.cluster.map
+        shards = [shard for entry in cluster.parameters for shard in entry.shards]
+        whole = all(len(shard.backups) == self.options.replicas - 1 and not shard.filling for shard in shards)
+        return whole and all(
+            host.map.epoch == cluster.epoch for number, host in self.hosts.items() if not self.server_nodes[number].dead
+        )
+
+    def check_copies(self) -> None:
+        """All copies of a shard are equal, byte for byte, and so are their tables."""
+        assert self.scheduler is not None
+        hosts = {host.me: host for number, host in self.hosts.items() if not self.server_nodes[number].dead}
+        entry = self.scheduler.cluster.map.entry(NAME)
+        assert entry is not None
+        for number, shard in enumerate(entry.shards):
+            primary = hosts[shard.primary].holding(NAME)
+            for replica in shard.backups:
+                copy = hosts[replica].holding(NAME)
+                self.counts["copies compared"] += 1
+                for index in range(number, entry.slicing.count, len(entry.shards)):
+                    if primary.dense.digest(index) != copy.dense.digest(index):
+                        self.oracle.violation(f"slice {index} differs between {shard.primary} and {replica}")
+                    mine = primary.shards[number].record(index)
+                    other = copy.copies.machines[number].records[index]
+                    if mine != other:
+                        self.oracle.violation(f"the record of slice {index} is {mine} and at {replica} {other}")
 
     async def _final_read(self) -> None:
         client = await self._connect("reader")
@@ -317,3 +408,8 @@ class World:
         if method.endswith("/Session") or client == "reader":
             return False
         return not (method.endswith("/Register") and client.startswith("server"))
+
+
+def _incarnation(handle: AsyncParameters) -> int:
+    """The life in which the handle pushes; the client's may be a newer one already."""
+    return handle._exchange._sender.incarnation

@@ -17,17 +17,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import structlog
 
-import psdist.client.async_client  # noqa: F401 - loaded before its names are replaced
-import psdist_scheduler.service
-import psdist_server.host
+import psdist.client.async_client  # Loaded before its names are replaced.
+import psdist_scheduler.service  # noqa: F401
+import psdist_server.link
 import psdist_server.service  # noqa: F401
 from psdist.wire import channels, memory
 from psdist.wire.shm import WeightsArena
+from psdist_server.pool import KernelPool
 from tests.simulation.loop import SimLoop
 from tests.simulation.network import Network
 from tests.simulation.rpc import SimChannel
@@ -190,15 +191,17 @@ def install() -> Undo:
         undo.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    stands = {id(time): _Time(), id(random): _Random(), id(os): _Os(), id(socket): _Socket()}
-    stands[id(sys.modules["psutil"])] = _Psutil()
+    stands: dict[int, Any] = {id(time): _Time(), id(random): _Random(), id(os): _Os(), id(socket): _Socket()}
+    stands |= {id(sys.modules["psutil"]): _Psutil(), id(random.Random): _Random().Random}
+    stands |= {
+        id(KernelPool): InlinePool,
+        id(ThreadPoolExecutor): InlineExecutor,
+        id(channels.open_channel): _open_channel,
+    }
     for module in [m for name, m in sorted(sys.modules.items()) if name.split(".")[0] in _PACKAGES]:
         for name, value in list(vars(module).items()):
             if id(value) in stands and module.__name__ not in ("psdist.wire.shm", "psdist.wire.handover"):
                 put(module, name, stands[id(value)])
-    put(channels, "open_channel", _open_channel)
-    put(psdist_server.host, "KernelPool", InlinePool)
-    put(psdist_scheduler.service, "ThreadPoolExecutor", InlineExecutor)
     put(WeightsArena, "create", _no_arena)
     put(memory, "keep_buffers", lambda **_: False)
     logging.disable(logging.CRITICAL)

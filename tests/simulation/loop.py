@@ -20,6 +20,7 @@ import hashlib
 import heapq
 import random
 import sys
+import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
@@ -187,7 +188,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._hash.update(line.encode())
         self._hash.update(data)
         if self.lines is not None:
-            self.lines.append(line)
+            self.lines.append(f"{line} {zlib.crc32(data):08x}" if data else line)
 
     @property
     def trace_hash(self) -> str:
@@ -272,9 +273,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     call_soon_threadsafe = call_soon
 
-    def call_later(
-        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> Any:
+    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Any:
         """See asyncio."""
         return self.call_at(self._now + delay, callback, *args, context=context)
 
@@ -320,8 +319,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         node = self.current()
         if not self._closed and not node.dead:
             error = context.get("exception")
-            where = f"{error!r:.400}{_where(error)}" if error is not None else ""
-            self.failures.append(f"{context.get('message')}: {where}")
+            self.failures.append(f"{context.get('message')}: {error!r:.400}{where(error)}")
 
     def get_debug(self) -> bool:
         """Never."""
@@ -362,7 +360,7 @@ def _set_error(future: asyncio.Future[Any], error: BaseException) -> None:
         future.set_exception(error)
 
 
-def _where(error: BaseException | None) -> str:
+def where(error: BaseException | None) -> str:
     """The innermost lines of an error's traceback."""
     trace = error.__traceback__ if error is not None else None
     lines = []

@@ -10,6 +10,7 @@ from typing import Final
 
 from tests.simulation.cluster import World
 from tests.simulation.loop import Node
+from tests.simulation.network import KEEPALIVE
 
 #: Without a second copy a server must not be silent for so large a part of its lease.
 _SHORT: Final = 0.25
@@ -28,6 +29,8 @@ class Nemesis:
         self._joined = 0
         #: Until then no other short fault may touch a server or the scheduler.
         self._quiet_until = 0.0
+        #: Servers that something happens to, or did lately.
+        self._struck: set[int] = set()
 
     async def run(self) -> None:
         """Brings the faults, one after another."""
@@ -52,6 +55,9 @@ class Nemesis:
                 self._loop.resume(node)
         if world.scheduler_node is not None and world.scheduler_node.dead:
             world.start_scheduler()
+        for server, node in list(world.server_nodes.items()):
+            if node.dead and server not in world.stopped_servers:
+                world.start_server(server)
 
     def _bring(self, kind: str) -> None:
         done = _KINDS[kind](self)
@@ -103,7 +109,10 @@ class Nemesis:
         return True
 
     def _restart_worker(self, worker: int) -> None:
-        self._world.start_worker(worker)
+        if self._world.can_start_worker:
+            self._world.start_worker(worker)
+        else:
+            self._world.finish(worker)
 
     def _pause(self, node: Node, seconds: float) -> bool:
         if node.paused or node.dead:
@@ -139,7 +148,7 @@ class Nemesis:
         node = self._world.scheduler_node
         if node is None or node.dead:
             return False
-        return self._pause(node, self._rng.uniform(0.2, 1.5) * self._lease)
+        return self._pause(node, min(self._rng.uniform(0.2, 1.5) * self._lease, 0.9 * KEEPALIVE[0]))
 
     def _pause_server(self) -> bool:
         server, seconds = self._server(), self._short()
@@ -154,6 +163,73 @@ class Nemesis:
         world.start_worker(10 + self._joined)
         self._joined += 1
         return True
+
+    # --- servers that may be lost -------------------------------------------------------------------------------------
+
+    def _spare_server(self) -> int | None:
+        """A server without which a whole copy of each shard is left at servers that nothing happens to."""
+        world = self._world
+        running = [s for s, node in sorted(world.server_nodes.items()) if not node.dead and s not in self._struck]
+        spare = [server for server in running if world.can_lose(server, self._struck)]
+        return self._rng.choice(spare) if spare else None
+
+    def _strike(self, server: int, seconds: float) -> None:
+        """Something happens to ``server``; for so long, and until it may have been replaced, it does not count."""
+        self._struck.add(server)
+        self._later(seconds + 5.0 * self._lease, self._struck.discard, server)
+
+    def _kill_server(self, silent: bool = False) -> bool:
+        server = self._spare_server()
+        if server is None:
+            return False
+        self._strike(server, 0.0)
+        self._world.kill(self._world.server_nodes[server], silent=silent)
+        self._later(self._rng.uniform(0.1, 2.0), self._restart_server, server)
+        return True
+
+    def _restart_server(self, server: int) -> None:
+        if self._world.server_nodes[server].dead:
+            self._struck.discard(server)
+            self._world.start_server(server)
+
+    def _freeze_server(self) -> bool:
+        server, seconds = self._spare_server(), self._rng.uniform(0.3, 2.5) * self._lease
+        if server is None:
+            return False
+        self._strike(server, seconds)
+        return self._pause(self._world.server_nodes[server], seconds)
+
+    def _partition_server(self, others: tuple[str, ...] = ()) -> bool:
+        """Cuts a server off from ``others``, or from everybody."""
+        server, seconds = self._spare_server(), self._rng.uniform(0.2, 3.0) * self._lease
+        if server is None:
+            return False
+        self._strike(server, seconds)
+        names = list(others) or [*self._names(), "scheduler"]
+        self._part([f"server-{server}"], names, seconds, one_way=self._rng.random() < 0.4)
+        return True
+
+    def _partition_servers(self) -> bool:
+        other = self._server()
+        return other is not None and self._partition_server((f"server-{other}",))
+
+    def _break_session_of_server(self) -> bool:
+        server = self._spare_server()
+        if server is None:
+            return False
+        self._strike(server, 0.0)
+        return self._network.break_some((f"server-{server}", "scheduler"), 1.0) > 0
+
+    def _join_server(self) -> bool:
+        world = self._world
+        if len(world.server_nodes) >= 6:
+            return False
+        world.start_server(len(world.server_nodes))
+        return True
+
+    def _drain_server(self) -> bool:
+        server = self._server()
+        return server is not None and self._world.drain(server)
 
     # --- the network --------------------------------------------------------------------------------------------------
 
@@ -228,4 +304,13 @@ _KINDS: dict[str, Callable[[Nemesis], bool]] = {
     "slow node": Nemesis._slow_node,
     "join worker": Nemesis._join_worker,
     "break session of worker": Nemesis._break_session_of_worker,
+    "kill server": Nemesis._kill_server,
+    "kill server host": lambda nemesis: nemesis._kill_server(silent=True),
+    "freeze server": Nemesis._freeze_server,
+    "partition server": Nemesis._partition_server,
+    "partition servers": Nemesis._partition_servers,
+    "cut server from scheduler": lambda nemesis: nemesis._partition_server(("scheduler",)),
+    "break session of server": Nemesis._break_session_of_server,
+    "join server": Nemesis._join_server,
+    "drain server": Nemesis._drain_server,
 }

@@ -83,10 +83,10 @@ class Options:
         return random.Random(f"{self.seed}/{name}")
 
 
-def draw(seed: int, *, replication: bool) -> Options:
-    """The options of a seed. replication: whether there may be several copies of a shard."""
+def draw(seed: int) -> Options:
+    """The options of a seed."""
     rng = random.Random(f"{seed}/options")
-    replicas = 2 if replication and rng.random() < 0.6 else 1
+    replicas = rng.choice((1, 2, 2))
     kinds = list(SINGLE) + (list(REPLICATED) * 2 if replicas > 1 else [])
     workers = rng.choice((1, 2, 2, 3, 3, 4))
     consistency: Consistency = rng.choice((BSP(), BSP(), SSP(0), SSP(1), SSP(2), ASP()))

@@ -37,6 +37,8 @@ class Push:
     life: Life
     slot: int
     step: int
+    rank: int
+    incarnation: int
     acked: bool = False
     #: The client says that it was not taken: its worker was fenced meanwhile.
     dropped: bool = False
@@ -52,8 +54,8 @@ class Life:
     slots: range
     rank: int = 0
     incarnation: int = 0
-    #: SSP and ASP: the clock that it joined at, and its pushes since.
-    clock: int = 0
+    #: SSP and ASP: the clock that it joined at, and its pushes since. None where that could not be found out.
+    clock: int | None = 0
     since: list[Push] = field(default_factory=list)
     pushes: list[Push] = field(default_factory=list)
     joined: bool = False
@@ -111,7 +113,7 @@ class Oracle:
 
     def begins(self, life: Life, step: int) -> Push:
         """A push is about to be sent."""
-        push = Push(life, life.slots[len(life.pushes)], step)
+        push = Push(life, life.slots[len(life.pushes)], step, life.rank, life.incarnation)
         life.pushes.append(push)
         life.since.append(push)
         self.pushes[push.slot] = push
@@ -130,9 +132,7 @@ class Oracle:
         self.counts["reads"] += 1
         for index, version in enumerate(versions):
             if life.versions and version < life.versions[index]:
-                self.violation(
-                    f"{life.worker_id} saw slice {index} at version {version} after {life.versions[index]}"
-                )
+                self.violation(f"{life.worker_id} saw slice {index} at version {version} after {life.versions[index]}")
             digest = blake2b(table[index].tobytes(), digest_size=16).digest()
             first, who = self._seen.setdefault((index, version), (digest, life.worker_id))
             if first != digest:
@@ -150,8 +150,12 @@ class Oracle:
     def _check_bound(self, life: Life, table: Array, members: Sequence[Life]) -> None:
         """No member is further behind than the bound: what it must have pushed is in all that was read."""
         assert isinstance(self.consistency, SSP)
+        if life.clock is None:
+            return
         clock = life.clock + sum(push.acked for push in life.since)
         for other in members:
+            if other.clock is None:
+                continue
             wanted = clock - self.consistency.staleness - other.clock
             if wanted > len(other.since):
                 self.violation(
@@ -223,9 +227,9 @@ class Oracle:
             if slot in self.pushes:
                 steps.setdefault(self.pushes[slot].step, []).append(self.pushes[slot])
         for step, pushes in steps.items():
-            workers = [push.life for push in pushes]
-            if len(set(map(id, workers))) < len(workers) or step >= version:
-                self.violation(f"slice {index} at version {version} has step {step} of {[w.worker_id for w in workers]}")
+            workers = [(push.life.worker_id, push.incarnation) for push in pushes]
+            if len(set(workers)) < len(workers) or step >= version:
+                self.violation(f"slice {index} at version {version} has step {step} of {workers}")
         expected = self._replay(index, version, steps)
         if expected.tobytes() != values.tobytes():
             wrong = np.flatnonzero(expected != values)
@@ -240,7 +244,7 @@ class Oracle:
         states = [np.zeros_like(weights)] if names.get("momentum") else []
         mean = np.zeros_like(weights)
         for step in range(version):
-            pushes = sorted(steps.get(step, ()), key=lambda push: (push.life.rank, push.life.number))
+            pushes = sorted(steps.get(step, ()), key=lambda push: (push.rank, push.life.worker_id, push.incarnation))
             if pushes:
                 parts = [self.gradient(push.slot).reshape(self.slicing.count, -1)[index] for push in pushes]
                 reference.combine(mean, parts, len(parts))

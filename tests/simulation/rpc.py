@@ -21,6 +21,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from tests.simulation.loop import Node
 from tests.simulation.network import Connection, Network, Stream
@@ -36,6 +37,13 @@ class _Details:
     def __init__(self, method: str, metadata: Metadata) -> None:
         self.method = method
         self.invocation_metadata = metadata
+
+
+def _pack(message: Any, serialize: Callable[[Any], bytes] | None) -> bytes:
+    """As the serializer does, but that the order of maps is the same in every process."""
+    if serialize is not None and isinstance(message, Message):
+        return message.SerializeToString(deterministic=True)
+    return bytes(serialize(message) if serialize is not None else message)
 
 
 # --- the client's side ------------------------------------------------------------------------------------------------
@@ -266,8 +274,7 @@ class SimCall:
 
     def pack(self, request: Any) -> bytes:
         """The request as bytes."""
-        data = self._serializer(request) if self._serializer is not None else request
-        return bytes(data)
+        return _pack(request, self._serializer)
 
     # --- sending ---
 
@@ -533,9 +540,7 @@ class ServerCall:
             raise asyncio.CancelledError
         if self._status_sent:
             raise grpc.aio.UsageError("RPC already finished.")
-        serialize = self._handler.response_serializer
-        data = serialize(message) if serialize is not None else message
-        self._network.send(self._stream, 0, "message", bytes(data))
+        self._network.send(self._stream, 0, "message", _pack(message, self._handler.response_serializer))
         await asyncio.sleep(0)
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> None:

@@ -40,12 +40,14 @@ class Result:
     def text(self) -> str:
         """What is wrong, and the command that shows it again."""
         wrong = "\n  ".join(self.violations)
-        return f"seed {self.seed}: {self.options}\n  {wrong}\nagain: python -m tests.simulation --seed {self.seed} --trace"
+        return (
+            f"seed {self.seed}: {self.options}\n  {wrong}\nagain: python -m tests.simulation --seed {self.seed} --trace"
+        )
 
 
 def run(seed: int, options: Options | None = None, *, trace: bool = False) -> Result:
     """Runs a seed. The environment must be installed."""
-    options = options or draw(seed, replication=False)
+    options = options or draw(seed)
     started = time.process_time()
     loop = RunLoop(options.stream("schedule"), options.handle_seconds)
     loop.lines = [] if trace else None
@@ -67,9 +69,9 @@ def _play(loop: RunLoop, options: Options) -> Result:
         pass
     except Exception as error:
         violations.append(f"the run failed: {error!r}")
+    violations = [*world.oracle.violations, *world.doomed, *violations]
     counts = world.counts + world.network.counts + world.oracle.counts
     counts["disk lost a write"] += world.disk.lost
-    violations = [*world.oracle.violations, *world.doomed, *violations]
     return Result(
         options.seed, options, violations, loop.trace_hash, counts, loop.time() - begun, loop.steps, 0.0,
         loop.lines or [],
