@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import re
+import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -46,6 +48,9 @@ if what == "resume":
     client.barrier("position")
 for count, indices in enumerate(data):
     die("before")
+    if (what, rank, count) == ("freeze", 1, 3):
+        print("stops as", os.getpid(), flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
     gradient = np.zeros(size, np.float32)
     gradient[indices] = -1
     weights.push_pull({"w": gradient})
@@ -120,6 +125,20 @@ def test_what_a_killed_worker_held_is_used_again_and_counted(
         assert Counter(uses(text)) == Counter({1: 300 - len(twice)}) + Counter({2: len(twice)})
         assert text.count("repeated 1 failed 0") == 3, text
     assert "repeated 1 failed 0" in text
+
+
+def test_what_a_frozen_worker_held_is_used_again_and_counted(tmp_path: Path, runs: list[Run]) -> None:
+    run = start(tmp_path, runs, "ASP", "freeze", 300, 1)
+    frozen = int(run.until(r"stops as (\d+)")[1])
+    run.until("rank [02] repeated", 2)  # They have passed the last barrier, so it is taken for dead.
+    os.kill(frozen, signal.SIGCONT)
+    status, text = run.end()
+    assert status == 0, text
+    assert "is in the run again, as its incarnation 2" in text
+    assert "rank 1 repeated 1 failed 0" in text
+    # What it was about to push when it was frozen may have been dropped, or be a second use.
+    counts = Counter(uses(text))
+    assert counts in (Counter({1: 300}), Counter({1: 295, 2: 5})), text
 
 
 def test_another_run_goes_on_from_the_position_of_the_first(tmp_path: Path, runs: list[Run]) -> None:
