@@ -5,13 +5,15 @@ servers' weights as one vector where that is possible. Where a server cannot be 
 whoever asks, and gRPC is used.
 
 Who shares follows the cluster map: before each call, servers that became primaries of something here are attached. A
-stream to a server whose shards change stays. The vector of all weights, which the user may be reading, stays where it
-is, and is made to show the memory of the new primaries, where the bytes are the same. Only then a stream to a server
-that is the primary of nothing here any more is dropped, which lets that server give its copy back. A slice that is
-answered by a server whose memory is not shown is copied.
+stream to a server whose shards change stays, one to a server that is the primary of nothing here any more is dropped.
+The vector of all weights, which the user may be reading, stays where it is: shards that moved are shown in the memory
+of their new primary, where the bytes are the same, or kept as they are. A slice that is answered by a server whose
+memory is not shown is copied.
 
 Invariants: sharing is never needed for a result, unless the transport is "shm". A server that refused is not asked
-again in the same incarnation; a stream that broke is opened again before the next call.
+again in the same incarnation; a stream that broke is opened again before the next call. No call is made by a map before
+the vector shows nothing of servers that lost shards by it, because they give that memory back when they hear such a
+call.
 """
 
 from __future__ import annotations
@@ -84,8 +86,8 @@ class Sharing:
         self._arena: GradientArena | None = None
         self._streams: dict[str, SharedStream] = {}
         self._stitched: Stitched | None = None
-        #: Whose memory the vector of all weights is, by shard (its arena's nonce).
-        self._shown: dict[int, bytes] = {}
+        #: Whose memory the vector of all weights is, by shard, and the nonce of that memory.
+        self._shown: dict[int, tuple[Replica, bytes]] = {}
         self._can_stitch = True
         #: Why a server is not shared with, by its id.
         self._reasons: dict[str, str] = {}
@@ -137,12 +139,11 @@ class Sharing:
 
     def _streams_changed(self) -> None:
         """There may be other primaries, or other streams to them."""
-        if self._stitched is not None and (streams := self._primary_streams()):
-            self._show(streams)
+        if self._stitched is not None:
+            self._show(self._stitched)
         primaries = {shard.primary for shard in self._entry.shards}
         for server_id, stream in list(self._streams.items()):
-            is_read = stream.is_open and stream.weights.nonce in self._shown.values()
-            if Replica(server_id, stream.incarnation) not in primaries and not is_read:
+            if Replica(server_id, stream.incarnation) not in primaries:
                 stream.close()
                 del self._streams[server_id]
                 self._reasons.pop(server_id, None)
@@ -232,54 +233,56 @@ class Sharing:
 
     def stream_to(self, route: Route) -> SharedStream | None:
         """The stream to the route's server; None where gRPC is to be used."""
-        stream = self._streams.get(route.server_id)
-        return stream if stream is not None and stream.incarnation == route.incarnation and stream.is_open else None
+        self._follow()
+        return self._stream_to(route.server)
+
+    def _stream_to(self, server: Replica) -> SharedStream | None:
+        stream = self._streams.get(server.server_id)
+        return stream if stream is not None and stream.incarnation == server.incarnation and stream.is_open else None
 
     @property
     def weights(self) -> Flat | None:
         """All weights where they lie, if that is one vector that stands still between this worker's pushes. It is
         always the same vector."""
         self._follow()
-        streams = self._primary_streams()
-        if not self.stable or not streams:
+        shards = self._entry.shards[: self._entry.slicing.count]
+        if not self.stable or not shards or not all(self._stream_to(shard.primary) for shard in shards):
             return None
         if self._stitched is None:
             self._stitched = Stitched(self._entry.total)
-        self._show(streams)
+        self._show(self._stitched)
         return self._stitched.vector if self._can_stitch else None
 
-    def _primary_streams(self) -> list[SharedStream] | None:
-        """The stream to the primary of each shard that has slices, if all of them are shared with."""
-        streams = []
-        for shard in self._entry.shards[: self._entry.slicing.count]:
-            stream = self._streams.get(shard.primary.server_id)
-            if stream is None or not stream.is_open or stream.incarnation != shard.primary.incarnation:
-                return None
-            streams.append(stream)
-        return streams
-
-    def _show(self, streams: Sequence[SharedStream]) -> None:
-        """Lets the vector show each shard where it is now. Where that fails there is none any more."""
-        assert self._stitched is not None
+    def _show(self, stitched: Stitched) -> None:
+        """Lets the vector show each shard where it is now, or keep it where that is not shared."""
         slicing, count = self._entry.slicing, len(self._entry.shards)
-        numbers = {number for number, stream in enumerate(streams) if not self.shows(number, stream.weights)}
-        if not numbers or not self._can_stitch:
+        moved: dict[int, SharedStream | None] = {}
+        for number, shard in enumerate(self._entry.shards):
+            shown, stream = self._shown.get(number), self._stream_to(shard.primary)
+            if stream is not None and shown != (shard.primary, stream.weights.nonce):
+                moved[number] = stream
+                self._shown[number] = shard.primary, stream.weights.nonce
+            elif stream is None and shown is not None and shown[0] != shard.primary:
+                moved[number] = None
+                del self._shown[number]
+        if not moved or not self._can_stitch:
             return
         pieces = (
-            Piece(slicing.bounds(index)[0], streams[index % count].weights, slicing.size(index))
+            Piece(slicing.bounds(index)[0], stream.weights if stream is not None else None, slicing.size(index))
             for index in range(slicing.count)
-            if index % count in numbers
+            if (number := index % count) in moved
+            for stream in (moved[number],)
         )
         try:
-            self._can_stitch = self._stitched.show(pieces)
+            self._can_stitch = stitched.show(pieces)
         except OSError as error:
             logger.info("weights of %r are copied: %s", self.parameters, reason_of(error))
             self._can_stitch = False
-        self._shown |= {number: streams[number].weights.nonce if self._can_stitch else b"" for number in numbers}
 
     def shows(self, index: int, arena: WeightsArena) -> bool:
         """Whether the vector of all weights shows a slice as it is in ``arena``."""
-        return self._shown.get(index % len(self._entry.shards)) == arena.nonce
+        shown = self._shown.get(index % len(self._entry.shards))
+        return self._can_stitch and shown is not None and shown[1] == arena.nonce
 
     @property
     def _holders(self) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from psdist.compression import NUMPY_DTYPES, payloads
 from psdist.errors import (
     ClosedError,
     InternalError,
+    NotMemberError,
     PsdistError,
     ServerUnreachableError,
     SharingUnavailableError,
@@ -271,6 +272,9 @@ class SharedStream:
                 job.traffic.received += self._slicing.size(index) * ITEM_BYTES[_pull_dtype(job)]
                 if not (job.in_place and self.stable and self._is_shown(job, index)):
                     version = await self._copy(job, index, version)
+                if self.stable and int(self.weights.sequence[index]) != 2 * version:
+                    # Since the answer: this worker slept for longer than its lease.
+                    raise NotMemberError(f"{self._peer} went on from version {version} without this worker")
             job.request.answer(index, version, behind, index in ignored)
 
     def _is_shown(self, job: PushPullJob | PullJob, index: int) -> bool:

@@ -51,6 +51,7 @@ _SEALS: Final = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 
 _MAP_FIXED: Final = 0x10
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 0x1, 0x2
 _MAP_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
 _MAP_POPULATE: Final = getattr(mmap, "MAP_POPULATE", 0)
 _STATUS_BLOCK_BYTES: Final = 512
@@ -63,6 +64,9 @@ _libc.mmap.argtypes = (
     *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
     ctypes.c_long,
 )  # off_t
+if hasattr(_libc, "mremap"):  # Linux, which alone has memory files, too.
+    _libc.mremap.restype = ctypes.c_void_p
+    _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _FAILED: Final = ctypes.c_void_p(-1).value
 
 
@@ -250,16 +254,17 @@ class WeightsArena:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [``start``, ``start + size``) of a vector are those of ``arena``."""
+    """Elements [``start``, ``start + size``) of a vector are those of ``arena``, or, where that is None, stay as they
+    are, in memory of this process's own."""
 
     start: int
-    arena: WeightsArena
+    arena: WeightsArena | None
     size: int
 
 
 class Stitched:
     """One read-only vector of ``total`` elements whose memory is that of arenas. It stays where it is when parts of it
-    become those of other arenas."""
+    become those of other arenas, and who reads it meanwhile sees the one or the other."""
 
     def __init__(self, total: int) -> None:
         self._region = _Region(_padded(total * 4), writable=False)
@@ -281,9 +286,11 @@ class Stitched:
         if len(runs) > _STITCHES_MAX or any(run.start * 4 % mmap.PAGESIZE for run in runs):
             return False
         for run in runs:
-            self._region.place(
-                run.arena.fd, at=run.start * 4, offset=run.arena.offset + run.start * 4, size=run.size * 4
-            )
+            at, size = run.start * 4, run.size * 4
+            if run.arena is None:
+                self._region.keep(at, size)
+            else:
+                self._region.place(run.arena.fd, at=at, offset=run.arena.offset + at, size=size)
         return True
 
 
@@ -295,6 +302,14 @@ def reason_of(error: OSError) -> str:
         case errno.ENOSPC | errno.ENOMEM:
             return f"no room in shared memory: {error.strerror}"
     return f"shared memory cannot be had: {error.strerror or error}"
+
+
+def _checked(address: int) -> int:
+    """What the kernel returned, if that is not that it failed."""
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return address
 
 
 class _Region:
@@ -326,9 +341,14 @@ class _Region:
         size = self._size if size is None else size
         sharing = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | (_MAP_POPULATE if populate else 0)
         address = self.address + at
-        if _libc.mmap(address, size, self._prot, sharing | _MAP_FIXED, fd, offset) == _FAILED:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+        _checked(_libc.mmap(address, size, self._prot, sharing | _MAP_FIXED, fd, offset))
+
+    def keep(self, at: int, size: int) -> None:
+        """Puts private memory with the same content in the place of ``size`` bytes. Raises OSError."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        copy = _checked(_libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0))
+        ctypes.memmove(copy, self.address + at, size)
+        _checked(_libc.mremap(copy, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, self.address + at))
 
     def view(self, dtype: np.dtype[Any], offset: int, count: int) -> NDArray[Any]:
         """``count`` elements from byte ``offset`` on."""

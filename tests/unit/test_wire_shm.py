@@ -261,7 +261,7 @@ def test_slices_of_several_servers_are_one_vector(servers: int) -> None:
     vector = stitched.vector
     assert stitched.show(pieces(mine, sizes)) and vector.size == sum(sizes) and not vector.flags.writeable
     for number, piece in enumerate(pieces(theirs, sizes)):
-        piece.arena.weights[piece.start : piece.start + piece.size] = number
+        theirs[number % servers].weights[piece.start : piece.start + piece.size] = number
     assert vector.tolist() == [float(number) for number, size in enumerate(sizes) for _ in range(size)]
     del theirs, mine, stitched
     gc.collect()
@@ -279,6 +279,11 @@ def test_a_slice_that_moved_is_shown_where_it_is_now() -> None:
     assert stitched.show([Piece(4096, second, 4096)])
     assert view.tolist() == [1.0] * 96 + [2.0] * 4096 + [1.0] * 8
     assert os.fstat(second.fd).st_blocks * 512 == second.offset + 4096 * 4  # Nothing else of it was read.
+    # One that went where nothing is shared stays as it is, whatever becomes of the memory in which it was.
+    assert stitched.show([Piece(0, None, 4096), Piece(8192, None, 100)])
+    first.give_back(0, sum(sizes))
+    first.weights[...] = 5.0
+    assert view.tolist() == [1.0] * 96 + [2.0] * 4096 + [1.0] * 8
 
 
 def test_slices_that_do_not_begin_on_a_page_are_not_stitched() -> None:
