@@ -38,7 +38,7 @@ class Run:
     def until(self, pattern: str, count: int = 1, timeout: float = 90) -> re.Match[str]:
         """Reads lines until ``count`` of them have the pattern; the last such match."""
         assert self.process.stdout is not None
-        late = threading.Timer(timeout, self.stop)
+        late = threading.Timer(timeout, self._kill)
         late.start()
         try:
             while count:
@@ -59,7 +59,7 @@ class Run:
     def end(self, timeout: float = 60) -> tuple[int, str]:
         """Status and the rest of the output."""
         assert self.process.stdout is not None
-        late = threading.Timer(timeout, self.process.kill)
+        late = threading.Timer(timeout, self._kill)
         late.start()
         try:
             # Not by communicate, which does not know what the reading of lines has read ahead.
@@ -70,12 +70,17 @@ class Run:
 
     def stop(self) -> None:
         """Ends it with all that it started, whatever they do."""
+        self._kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _kill(self) -> None:
         children = self.family.children(recursive=True) if self.process.poll() is None else []
         self.process.kill()
+        self.process.wait()
         for child in children:
             if child.is_running() and child.status() == psutil.STATUS_STOPPED:
                 child.resume()
-        self.process.wait()
         _, alive = psutil.wait_procs(children, timeout=10)
         for child in alive:
             child.kill()
