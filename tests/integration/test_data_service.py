@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import signal
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from psdist import errors
 from psdist.data import DataPosition, RangeOrder
 from psdist.launch.embedded import EmbeddedCluster
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _SCRIPT = """
 import os, pathlib, signal, sys
 import numpy as np
@@ -161,6 +163,19 @@ def test_a_killed_scheduler_forgets_no_lease(tmp_path: Path, runs: list[Run]) ->
     assert used("".join(run.seen) + text) == Counter((0, sample) for sample in range(1500))
     assert uses(text) == [1] * 1500
     assert text.count("repeated 0 failed 0") == 3, text
+
+
+def test_the_example_trains_though_a_worker_is_killed(tmp_path: Path, runs: list[Run]) -> None:
+    (tmp_path / "digits.py").write_text((EXAMPLES / "digits.py").read_text())
+    runs.append(Run(tmp_path, (EXAMPLES / "elastic.py").read_text(), "--epochs", "12"))
+    runs[0].until("data epoch 2: ")
+    runs[0].child("train.py", sys.executable).kill()
+    status, text = runs[0].end()
+    assert status == 0, text
+    assert text.count("killed by SIGKILL") == 1
+    ends = re.findall(r"rank \d ends after \d+ steps: test accuracy ([\d.]+)%, (\d+) ranges repeated", text)
+    assert [repeated for _, repeated in ends] == ["1", "1"], text
+    assert min(float(accuracy) for accuracy, _ in ends) > 90, text
 
 
 # --- one client's view ------------------------------------------------------------------------------------------------
