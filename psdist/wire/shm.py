@@ -250,6 +250,7 @@ class WeightsArena:
     def close(self) -> None:
         """Closes the file. The memory stays as long as arrays look into it."""
         self._closing()
+        self.fd = self._own = -1  # The numbers may be other files' from now on.
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ class DenseParameters:
         self._look_into_arena()
         self._arrived: dict[int, set[int]] = {}
         self._means: dict[int, Array | None] = {}
+        self._closed = False
         self._thread = threading.local()
         if server_id is not None:
             self.hold(entry.slices_of(server_id))
@@ -162,7 +163,9 @@ class DenseParameters:
     def reclaim(self, indices: Iterable[int]) -> None:
         """Gives the memory of released slices' weights back, whole pages of it. Nobody may read them in place any
         more: what is read there afterwards is zeros. Slices that are held again are left alone."""
-        for start, stop in _joined(self.slicing, sorted(set(indices) - self.held)):
+        unused = [] if self._closed else sorted(set(indices) - self.held)
+        self._sequence[unused] = 1  # Nobody takes the zeros for weights.
+        for start, stop in _joined(self.slicing, unused):
             if self.arena is not None:
                 self.arena.give_back(start, stop)
             for plain in self._plain_weights():
@@ -178,6 +181,7 @@ class DenseParameters:
         """Gives the arena back; workers that have it mapped keep their view."""
         if self.arena is not None:
             self.arena.close()
+        self._closed = True
 
     # --- content ------------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ from psdist_server.events import (
 )
 from psdist_server.norms import NormBoard
 from psdist_server.pool import KernelPool
+from psdist_server.readers import Readers
 from psdist_server.records import SliceRecord
 from psdist_server.replication import BackupReplication
 from psdist_server.replicator import Network, Replicator, Report, not_primary
@@ -67,8 +68,6 @@ _log = structlog.get_logger("psdist.server")
 
 #: So many encoded answers are kept for the other workers of the step.
 ENCODED_MAX: Final = 4
-#: Weights that went elsewhere stay for so long, because workers on this host may be reading them in place.
-RECLAIM_SECONDS: Final = 60.0
 
 
 class Holding:
@@ -119,6 +118,7 @@ class Holding:
         self._defect: PsdistError | None = None
         self._fenced: set[int] = set()
         self._readers: dict[int, list[tuple[asyncio.Future[tuple[int, bytes]], str]]] = {}
+        self.readers = Readers(self.dense)
         self._uninstalled: dict[int, list[Callable[[], None]]] = {}
         #: Slices here that are not aggregated yet, by step.
         self._unaggregated: dict[int, set[int]] = {}
@@ -344,8 +344,7 @@ class Holding:
         indices = [index for number in numbers for index in self._slices_of(number)]
         if indices:
             self._applier.dropped(indices)
-            self.dense.release(indices)
-            asyncio.get_running_loop().call_later(RECLAIM_SECONDS, self.dense.reclaim, indices)
+            self.readers.release(indices, self.epoch)
 
     def _add_copy(self, number: int) -> None:
         indices = self._slices_of(number)

@@ -200,6 +200,12 @@ class _Stream:
     async def open(self, connection: socket.socket) -> None:
         """Begins to take calls."""
         await self._line.open(connection)
+        self._attachment.holding.readers.present.append(self)
+
+    @property
+    def epoch(self) -> int:
+        """The map by which the last call was made: by then the worker reads nothing that went elsewhere before."""
+        return self._admitted.epoch
 
     # --- taking -------------------------------------------------------------------------------------------------------
 
@@ -380,6 +386,7 @@ class _Stream:
 
     def end(self) -> None:
         """It is over, whatever the reason."""
+        self._attachment.holding.readers.present.remove(self)
         self._line.close()
         if self._admitting is not None:
             self._admitting.cancel()

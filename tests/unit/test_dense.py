@@ -150,10 +150,13 @@ def test_only_slices_that_are_held_take_memory_and_give_it_back() -> None:
     # Who reads the weights in place still can, until nobody does.
     assert resident(dense) == (2048, 2048) and (dense.weights[BIG : 2 * BIG] == 1.0).all()
     dense.reclaim([1, 2, 3])
+    assert dense.arena is not None and dense.arena.sequence.tolist() == [0, 1, 1, 10]
     assert resident(dense) == (1024, 2048) and (dense.export(3)[0] == 1.0).all()
     dense.hold([1, 3])
     assert [array.any() for array in dense.export(1)] == [False, False, False]
+    dense.release([1, 3])
     dense.close()
+    dense.reclaim([1, 3])  # The file's number may be another's now.
 
 
 def test_a_slice_that_comes_back_starts_from_nothing_but_its_new_content() -> None:
