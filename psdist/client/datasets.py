@@ -21,7 +21,7 @@ Not here: which samples a range has (``psdist.data.RangeOrder``), who gets which
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -93,7 +93,7 @@ class AsyncDataset:
         if difference := self.spec.difference(spec):
             raise SettingsMismatchError(f"this client has data set {self.name!r} with other settings: {difference}")
 
-    async def __aiter__(self) -> AsyncIterator[NDArray[np.int64]]:
+    async def __aiter__(self) -> AsyncGenerator[NDArray[np.int64], None]:
         held: Range | None = None
         try:
             while (held := await self.next(held)) is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,7 +45,14 @@ class Leasing:
 
     def step(self) -> None:
         """One thing happens."""
-        steps = {self.lease: 12, self.end: 6, self.worker: 3, self.die: 2, self.restart: 1, self.read_position: 2}
+        steps: dict[Callable[[], None], float] = {
+            self.lease: 12,
+            self.end: 6,
+            self.worker: 3,
+            self.die: 2,
+            self.restart: 1,
+            self.read_position: 2,
+        }
         steps |= {self.set_position: 0.5, self.report_what_is_not_held: 2, self.speak_for_an_earlier_life: 1}
         self.rng.choices(list(steps), list(steps.values()))[0]()
 

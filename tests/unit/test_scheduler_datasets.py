@@ -53,10 +53,10 @@ def test_a_change_of_data_alone_makes_no_epoch() -> None:
     epoch = desk.driver.cluster.epoch
     given = desk.lease(desk.first)
     assert desk.driver.cluster.epoch == epoch
-    assert desk.driver.stored.datasets[0].leases == (given.lease,)
+    assert list(desk.driver.stored.datasets[0].leases) == [given.lease]
     desk.kill()
     assert desk.driver.cluster.epoch == epoch + 1
-    assert desk.driver.stored.datasets[0].leases == ()
+    assert not desk.driver.stored.datasets[0].leases
 
 
 def test_the_next_data_epoch_begins_while_the_last_range_of_this_one_is_out() -> None:
