@@ -97,21 +97,13 @@ def test_killed_inside_a_push(
     assert "Traceback" not in text, text
 
 
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [("psdist_server", ["--server-id", "server-1"]), ("psdist_scheduler", [])],
-    ids=lambda x: str(x),
-)
-def test_a_killed_server_or_scheduler_ends_the_run(
-    tmp_path: Path, runs: list[Run], module: str, words: list[str]
-) -> None:
+def test_a_server_that_had_the_only_copy_ends_the_run(tmp_path: Path, runs: list[Run]) -> None:
     runs.append(Run(tmp_path, _SCRIPT, "none", "push_pull", "push", "hold", "forever"))
     runs[0].until("has made step 3", 2)
-    runs[0].child(module, *words).kill()
+    runs[0].child("psdist_server", "--server-id", "server-1").kill()
     status, text = runs[0].end()
     assert status == 70, text
-    who = "server 1" if words else "scheduler"
-    assert text.splitlines()[-1] == f"psdist: {who} died: killed by SIGKILL", text
+    assert text.splitlines()[-1].startswith("psdist: server 1 died: killed by SIGKILL; the only copy"), text
     assert list(tmp_path.glob("psdist-*")) == []
 
 

@@ -1,0 +1,95 @@
+"""A worker that is frozen past its lease, with real processes: the others go on without it, and when it thaws it takes
+part again by itself, with nothing of it counted twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launched import Run
+
+_SCRIPT = """
+import itertools, os, pathlib, signal, sys
+import numpy as np
+import psdist
+from psdist.client import jobs
+from psdist.wire import line
+
+rank, consistency, count = int(os.environ["RANK"]), sys.argv[1], 200_000
+stops_at, sent, payload, send = (40 if rank == 1 else 10**9), 0, jobs.PushJob._payload, line.Line.send
+enough = pathlib.Path("enough")
+
+def stop_in_time():
+    global sent
+    sent += 1
+    if sent == stops_at:
+        print("rank 1 stops at", weights.step, "as", os.getpid(), flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+def payload_or_stop(job, index):
+    stop_in_time()
+    return payload(job, index)
+
+def send_or_stop(connection, message):
+    send(connection, message)
+    stop_in_time()
+
+jobs.PushJob._payload = payload_or_stop
+line.Line.send = send_or_stop
+client = psdist.init().client
+weights = client.parameters(
+    "model", {"w": np.zeros(count, np.float32)}, psdist.optim.SGD(lr=1.0),
+    {"bsp": psdist.BSP(), "ssp": psdist.SSP(3), "asp": psdist.ASP()}[consistency], slice_elements=1 << 13)
+# BSP: each update adds 1 everywhere. Else each push adds 1 to the elements of its rank.
+mine = np.ones(count, bool) if consistency == "bsp" else np.arange(count) % 2 == rank
+gradient = {"w": np.where(mine, -1.0, 0.0).astype(np.float32)}
+after = 0
+for step in itertools.count():
+    values = weights.push_pull(gradient)["w"]
+    statistics = weights.statistics()
+    if consistency == "bsp":
+        assert (values == weights.version).all(), (np.unique(values), weights.version)
+    else:
+        low, high = statistics.pushes, statistics.pushes + statistics.dropped
+        assert low <= values[mine].min() <= values[mine].max() <= high, (low, np.unique(values[mine]), high)
+    if step % 20 == 0:
+        print("rank", rank, "has made step", step, "version", weights.version, flush=True)
+    if rank == 1 and statistics.dropped:
+        after += 1
+        if after == 30:
+            print("rank 1 dropped", statistics.dropped, "life", client.incarnation, statistics.transport, flush=True)
+            enough.touch()
+    if enough.exists():
+        break
+print("rank", rank, "ends well after", step, flush=True)
+"""
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    made: list[Run] = []
+    yield made
+    for run in made:
+        run.stop()
+
+
+@pytest.mark.parametrize(
+    ("consistency", "transport"), [("bsp", "grpc"), ("bsp", "shm"), ("asp", "grpc"), ("asp", "shm"), ("ssp", "shm")]
+)
+def test_a_frozen_worker_takes_part_again(tmp_path: Path, runs: list[Run], consistency: str, transport: str) -> None:
+    runs.append(Run(tmp_path, _SCRIPT, consistency, transport=transport))
+    frozen = int(runs[0].until(r"rank 1 stops at \d+ as (\d+)")[1])
+    # The others go on: in BSP and SSP only because they do not wait for it any more.
+    runs[0].until(r"worker-1 .*is lost: silent for")
+    runs[0].until(r"rank 0 has made step", 3)
+    os.kill(frozen, signal.SIGCONT)
+    runs[0].until(rf"rank 1 dropped 1 life 2 {transport}")
+    status, text = runs[0].end()
+    everything = "".join(runs[0].seen) + text
+    assert status == 0, everything
+    assert all(f"rank {rank} ends well" in everything for rank in (0, 1)), everything
+    assert "was dropped: " in everything and "silent for up to" in everything, everything
+    assert "Traceback" not in everything, everything
