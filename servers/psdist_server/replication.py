@@ -81,6 +81,8 @@ class Peer:
     missing: set[int] = field(default_factory=set)
     #: Highest lsn that it acknowledged.
     acked: int = 0
+    #: Highest lsn that workers may have been answered for without its acknowledgement, before it was filled.
+    owed: int = 0
     #: Since when it owes an answer.
     waiting_since: float | None = None
     digests: int = 0
@@ -89,6 +91,12 @@ class Peer:
     def required(self) -> bool:
         """Whether updates wait for it."""
         return self.in_sync or self.filled
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has all that workers were ever answered for, so that it may be promoted. Its copy is not enough:
+        updates that were sent behind the copy may still be under way."""
+        return self.filled and self.acked >= self.owed
 
 
 class PrimaryReplication(Generic[G]):
@@ -214,7 +222,7 @@ class PrimaryReplication(Generic[G]):
         peer = self.peers.get(replica)
         if peer is None or not peer.copying or peer.missing:
             return []
-        peer.copying, peer.filled = False, True
+        peer.copying, peer.filled, peer.owed = False, True, self.lsn
         peer.waiting_since = now if peer.acked < self.lsn else None
         return self._settle()
 

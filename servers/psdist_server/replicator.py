@@ -244,8 +244,12 @@ class Replicator:
         match response.WhichOneof("kind"):
             case "ack":
                 if (machine := self._current(response.ack.shard, response.ack.term)) is not None:
+                    peer = machine.peers.get(link.replica)
+                    waited = peer is not None and not peer.complete
                     self._carry_out(machine, machine.acknowledged(link.replica, response.ack.lsn, _now()))
                     self.source.has_room_again()
+                    if waited and peer is not None and peer.complete:
+                        self.network.report()
             case "filled":
                 if (machine := self._current(response.filled.shard, response.filled.term)) is not None:
                     self._carry_out(machine, machine.filled(link.replica, _now()))
@@ -301,7 +305,7 @@ class Replicator:
         for number, machine in sorted(self.machines.items()):
             shard = entry.shards[number]
             for replica, peer in machine.peers.items():
-                if peer.filled and replica in shard.filling:
+                if peer.complete and replica in shard.filling:
                     found.append(Report("filled", self.name, number, machine.term, replica))
             for replica in machine.unreachable(now, self.network.lease_seconds):
                 reason = self._links[replica].reason or "it does not answer"
