@@ -1,0 +1,197 @@
+"""Shared memory over changes of the cluster map, when servers die or are drained, and arenas that are replaced while
+they are offered. Training stays exact and shared, what is read in place stays as it is, and nothing is kept unused.
+
+Real scheduler and servers, with two copies of each shard. Each update adds 1 to every weight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psdist
+from psdist import AsyncClient, AsyncParameters
+from psdist.client import share
+from psdist.config import Transport
+from psdist.launch.embedded import EmbeddedCluster
+
+SIZE = 1 << 19
+SGD = psdist.optim.SGD(lr=1.0)
+GRADIENT = {"a": np.full(SIZE, -1.0, np.float32), "b": np.full(SIZE, -1.0, np.float32)}
+
+
+@pytest.fixture
+def cluster() -> Iterator[EmbeddedCluster]:
+    cluster = EmbeddedCluster(servers=3, replicas=2)
+    yield cluster
+    cluster.close()
+
+
+@asynccontextmanager
+async def joined(
+    cluster: EmbeddedCluster, *transports: Transport
+) -> AsyncIterator[tuple[list[AsyncClient], list[AsyncParameters]]]:
+    clients = [
+        AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport)
+        for rank, transport in enumerate(transports)
+    ]
+    try:
+        await asyncio.gather(*(client.connect() for client in clients))
+        init = {name: np.zeros(SIZE, np.float32) for name in GRADIENT}
+        yield clients, list(await asyncio.gather(*(client.parameters("p", init, SGD) for client in clients)))
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
+
+
+async def step(handles: list[AsyncParameters], **arguments: Any) -> list[dict[str, np.ndarray]]:
+    return list(await asyncio.gather(*(handle.push_pull(GRADIENT, **arguments) for handle in handles)))
+
+
+def values(weights: dict[str, np.ndarray]) -> set[float]:
+    return {value for array in weights.values() for value in np.unique(array).tolist()}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets others run until there is something to see."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0)
+
+
+def epoch_of(handle: AsyncParameters) -> int:
+    return handle._exchange._link.watch.cluster.epoch
+
+
+def check_shared(handle: AsyncParameters, without: str) -> None:
+    """All servers but one are shared with, and the weights are read in place."""
+    transports = handle.statistics().transports
+    assert without not in transports and set(transports.values()) == {"shm"}, transports
+    shared = handle._exchange.sharing.weights
+    assert shared is not None
+
+
+@pytest.mark.parametrize("copy", [False, True])
+async def test_when_a_server_dies_training_goes_on_in_shared_memory(cluster: EmbeddedCluster, copy: bool) -> None:
+    async with joined(cluster, "shm", "shm") as (_, handles):
+        await step(handles)
+        lent = (await step(handles, copy=copy))[0]
+        first = asyncio.create_task(handles[0].push_pull(GRADIENT, copy=copy))
+        await until(lambda: any(stream._calls for stream in handles[0]._exchange.sharing._streams.values()))
+        cluster._children[2].kill()
+        assert values(lent) == {2.0}
+        second = await handles[1].push_pull(GRADIENT, copy=copy)
+        assert values(await first) == values(second) == {3.0}
+        for done in range(4, 8):
+            results = await step(handles, copy=copy)
+            assert all(values(result) == {done} for result in results)
+        check_shared(handles[0], "server-1")
+        shared = handles[0]._exchange.sharing.weights
+        assert shared is not None and np.shares_memory(results[0]["a"], shared) == (not copy)
+
+
+async def test_what_is_read_in_place_stays_as_it_is_when_its_server_dies_and_when_others_take_over(
+    cluster: EmbeddedCluster,
+) -> None:
+    async with joined(cluster, "shm") as (_, handles):
+        await step(handles)
+        lent = (await step(handles, copy=False))[0]
+        epoch = epoch_of(handles[0])
+        cluster._children[1].kill()
+        await until(lambda: epoch_of(handles[0]) > epoch)
+        assert values(lent) == {2.0}
+        # The vector is the same, in other servers' memory.
+        assert values(await handles[0].pull(copy=False)) == values(lent) == {2.0}
+        await step(handles)
+        assert values(lent) == {3.0}
+
+
+async def test_a_step_in_buckets_goes_on_when_a_server_dies_in_it(cluster: EmbeddedCluster) -> None:
+    async with joined(cluster, "shm") as (_, handles):
+        (handle,) = handles
+        await step(handles)
+        lent = (await step(handles, copy=False))[0]
+        early = await handle.push_pull_async({"a": GRADIENT["a"]})
+        assert values(await early) == {3.0}
+        epoch = epoch_of(handles[0])
+        cluster._children[3].kill()
+        await until(lambda: epoch_of(handles[0]) > epoch)
+        assert np.unique(lent["b"]).tolist() == [2.0] and values(await early) == {3.0}
+        late = await handle.push_pull_async({"b": GRADIENT["b"]})
+        assert values(await late) == values(await early) == {3.0}
+        assert values((await step(handles, copy=False))[0]) == {4.0}
+        check_shared(handle, "server-2")
+
+
+async def test_a_drained_server_is_read_from_no_more(cluster: EmbeddedCluster) -> None:
+    async with joined(cluster, "shm", "grpc") as (_, handles):
+        await step(handles)
+        lent = (await step(handles, copy=False))[0]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "psdist.cli.main", "drain", "server-0"),
+            env={**os.environ, "PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token},
+        )
+        assert await process.wait() == 0
+        assert values(lent) == {2.0}
+        for done in range(3, 6):
+            assert all(values(result) == {done} for result in await step(handles, copy=False))
+        check_shared(handles[0], "server-0")
+
+
+# --- arenas that are replaced, and the end of what is not used any more -----------------------------------------------
+
+
+async def test_an_arena_that_is_replaced_while_it_is_offered_is_offered_anew(
+    cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(cluster, "auto", "grpc") as (_, handles):
+        sharing, attach, replaced = handles[0]._exchange.sharing, share.attach, []
+
+        async def slow(*arguments: Any) -> Any:
+            attached = await attach(*arguments)
+            if not replaced:
+                replaced.append(arguments)
+                sharing.renew()  # as after another call's push that did not end well
+            return attached
+
+        monkeypatch.setattr(share, "attach", slow)
+        buffer = await handles[0].gradient_buffers()
+        assert "replaced while it was offered" in str(handles[0].statistics().transports)
+        assert not sharing._streams
+        # What servers would read by the file that they were given is not what is written now.
+        for array in buffer.values():
+            array[...] = -1.0
+        results = await asyncio.gather(handles[0].push_pull(buffer), handles[1].push_pull(GRADIENT))
+        assert values(results[0]) == {1.0} and handles[0].statistics().transport == "shm"
+
+
+def mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:psdist-weights")
+
+
+async def test_what_was_shared_ends_with_its_last_user_without_the_garbage_collector(cluster: EmbeddedCluster) -> None:
+    async with joined(cluster, "shm") as (_, handles):
+        await step(handles, copy=False)
+        gc.collect()
+        gc.disable()
+        try:
+            sharing = handles[0]._exchange.sharing
+            streams = [weakref.ref(stream) for stream in sharing._streams.values()]
+            before = mapped()
+            sharing.renew()  # ends the streams; the next call opens others
+            await step(handles, copy=False)
+            assert [stream() for stream in streams] == [None] * len(streams) and mapped() == before
+            await handles[0].close()
+            handles[0]._viewed = None
+            assert mapped() == 0
+        finally:
+            gc.enable()
