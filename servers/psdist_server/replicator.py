@@ -126,8 +126,10 @@ class Replicator:
         self.machines[number] = PrimaryReplication(number, term, slices, base)
 
     def remove(self, number: int) -> None:
-        """It is the primary of this shard no more."""
+        """It is the primary of this shard no more: who waits for the word that it is gets none."""
         self.machines.pop(number, None)
+        for link in self._links.values():
+            link.refuse(number)
 
     def follow(self, entry: ParametersEntry) -> None:
         """A new map's word on who holds copies."""
