@@ -1,0 +1,158 @@
+"""The client's side of leased data where the wire fails it: answers are lost, the scheduler is away, a life ends.
+
+The scheduler's own machine of data sets answers here, over real gRPC, through a service that can be told to fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from client_fakes import FakeScheduler
+
+import psdist
+from psdist import errors
+from psdist.client.datasets import AsyncDataset
+from psdist.types import DataPosition
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire import convert, status
+from psdist_scheduler import events as ev
+from psdist_scheduler import messages
+from psdist_scheduler.datasets import Datasets
+from psdist_scheduler.records import Member
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+class DataScheduler(FakeScheduler):
+    """Loses the answers of the next ``mute`` requests; hears none of the next ``deaf``."""
+
+    mute = deaf = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.data = Datasets(())
+
+    def void(self) -> None:
+        """What the worker holds is given to others."""
+        self.data.lose(lambda *_: False)
+
+    async def _ask(self, request: Any, context: Any, what: Callable[[ev.Caller, Member], list[ev.Effect]]) -> Any:
+        if request.incarnation < self.fenced:
+            await status.abort(context, errors.FencedError(f"incarnation {request.incarnation} was silent"))
+        if self.deaf:
+            self.deaf -= 1
+            await status.abort(context, errors.ServerUnreachableError("the request was lost"))
+        who = messages.caller(request)
+        try:
+            effects = what(who, Member(who.member_id, "worker", who.incarnation))
+        except errors.PsdistError as error:
+            await status.abort(context, error)
+        if self.mute:
+            self.mute -= 1
+            await status.abort(context, errors.ServerUnreachableError("the answer was lost"))
+        return next(effect.value for effect in effects if isinstance(effect, ev.Answer))
+
+    async def OpenDataset(self, request: Any, context: Any) -> Any:
+        spec = convert.dataset_from_proto(request.spec)
+        value = await self._ask(request, context, lambda who, _: self.data.open(ev.OpenDataset(1, who, spec)))
+        return pb.OpenDatasetResponse(spec=request.spec, position=messages.dataset(value).position)
+
+    async def LeaseRange(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        ids = tuple(request.done), tuple(request.held)
+        value = await self._ask(
+            request, context, lambda who, mine: self.data.lease(ev.LeaseRange(1, who, request.dataset, *ids), mine)
+        )
+        yield messages.range_given(value, messages.MapCache())[0]
+
+    async def EndRanges(self, request: Any, context: Any) -> Any:
+        ids = tuple(request.done), tuple(request.returned)
+        await self._ask(
+            request, context, lambda who, mine: self.data.end(ev.EndRanges(1, who, request.dataset, *ids), mine)
+        )
+        return pb.EndRangesResponse()
+
+    async def GetDataPosition(self, request: Any, context: Any) -> Any:
+        (standing,) = (messages.dataset(standing) for standing in self.data.standings)
+        return pb.GetDataPositionResponse(spec=standing.spec, position=standing.position, leased=standing.leased)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def scheduler() -> AsyncIterator[DataScheduler]:
+    scheduler = DataScheduler([])
+    await scheduler.start()
+    yield scheduler
+    await scheduler.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(scheduler: DataScheduler) -> AsyncIterator[psdist.AsyncClient]:
+    async with psdist.AsyncClient(scheduler.address, rank=0) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def data(client: psdist.AsyncClient) -> AsyncDataset:
+    return await client.dataset("train", size=40, range_size=10, shuffle=False)
+
+
+async def test_answers_and_requests_that_are_lost_cost_no_range(scheduler: DataScheduler, data: AsyncDataset) -> None:
+    seen: list[int] = []
+    async for indices in data:
+        seen += indices.tolist()
+        scheduler.mute, scheduler.deaf = 2, 1
+    assert seen == list(range(40))
+    scheduler.mute = 0
+    assert await data.position() == DataPosition(1)
+
+
+async def test_a_range_whose_answer_was_not_awaited_is_given_again(
+    scheduler: DataScheduler, data: AsyncDataset
+) -> None:
+    scheduler.mute = 1_000_000
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await data.next()
+    scheduler.mute = 0
+    held = await data.next()
+    assert held is not None and held.number == 0
+    assert scheduler.data.standings[0].leased == 1
+
+
+async def test_what_is_left_while_the_scheduler_is_away_is_given_back_later(
+    scheduler: DataScheduler, data: AsyncDataset
+) -> None:
+    held = await data.next()
+    assert held is not None
+    scheduler.deaf = 1_000_000
+    await data.leave(held)
+    assert scheduler.data.standings[0].leased == 1
+    scheduler.deaf = 0
+    again = await data.next()
+    assert again is not None and (again.number, again.attempt) == (0, 0)
+    assert again.lease_id != held.lease_id
+
+
+async def test_what_was_held_in_a_life_that_ended_is_not_reported(scheduler: DataScheduler, data: AsyncDataset) -> None:
+    held = await data.next()
+    data.done()
+    scheduler.expel()
+    scheduler.void()
+    again = await data.next(held)
+    assert again is not None and (again.number, again.attempt) == (0, 1)
+    assert data.repeated == 1
+    assert await data.position() == DataPosition(0, (), 1)
+
+
+async def test_a_client_that_closes_says_what_is_done_and_what_is_not(
+    scheduler: DataScheduler, client: psdist.AsyncClient, data: AsyncDataset
+) -> None:
+    for _ in range(2):
+        assert await data.next() is not None
+    data.done()
+    await client.close()
+    (standing,) = scheduler.data.standings
+    assert (standing.position, standing.leased) == (DataPosition(0, ((1, 1),)), 0)
