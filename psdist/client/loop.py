@@ -77,6 +77,8 @@ class _Call(Generic[T]):
             self._task.cancel()
 
     def _end(self, task: asyncio.Task[T]) -> None:
+        if not task.cancelled():
+            task.exception()  # Who waits may have been told to end the script meanwhile: then nobody asks for it.
         self.ended.release()
 
     def result(self) -> T:

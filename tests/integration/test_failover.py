@@ -53,7 +53,7 @@ for push in range(pushes):
         assert (values == push + 1).all(), (push, np.unique(values))
     if rank == 0:
         print("made step", push, flush=True)
-client.barrier("all pushed")
+client.barrier("all-pushed")
 values = weights.pull()["w"]
 assert (values == pushes).all(), np.unique(values)
 print("rank", rank, "counts", np.unique(values), "resent", weights.statistics().resent)
