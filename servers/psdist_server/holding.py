@@ -117,6 +117,8 @@ class Holding:
         #: Something went wrong that makes slices stand for good, so nobody is to wait for them.
         self._defect: PsdistError | None = None
         self._fenced: set[int] = set()
+        #: Answers that wait for the replicas of a shard that was taken over.
+        self._withheld: dict[int, list[Reply]] = {}
         self._readers: dict[int, list[tuple[asyncio.Future[tuple[int, bytes]], str]]] = {}
         self.readers = Readers(self.dense)
         self._uninstalled: dict[int, list[Callable[[], None]]] = {}
@@ -320,6 +322,7 @@ class Holding:
     def _demote(self, number: int) -> None:
         """Another is the primary of a shard, or nobody."""
         del self.shards[number]
+        self._withheld.pop(number, None)
         self.replicator.remove(number)
         self._fail_calls(number)
         indices = self._slices_of(number)
@@ -467,6 +470,10 @@ class Holding:
                 call.fail(error)
 
     def _reply(self, effect: Reply) -> None:
+        number = effect.index % self._shard_count
+        if not self.replicator.is_level(number):
+            self._withheld.setdefault(number, []).append(effect)
+            return
         call = self._calls.pop(effect.token, None)
         if call is None:
             return
@@ -539,6 +546,11 @@ class Holding:
     def replicated(self, index: int, lsn: int) -> None:
         """See Source."""
         self._applier.replicated(index, lsn)
+
+    def level(self, number: int) -> None:
+        """See Source."""
+        for effect in self._withheld.pop(number, ()):
+            self._reply(effect)
 
     def has_room_again(self) -> None:
         """See Source."""

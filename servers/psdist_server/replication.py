@@ -79,6 +79,8 @@ class Peer:
     copying: bool = False
     #: Slices that the copy under way has not sent.
     missing: set[int] = field(default_factory=set)
+    #: It was found to have, or was given, what this primary began with.
+    level: bool = False
     #: Highest lsn that it acknowledged.
     acked: int = 0
     #: Highest lsn that workers may have been answered for without its acknowledgement, before it was filled.
@@ -122,6 +124,12 @@ class PrimaryReplication(Generic[G]):
         """Bytes of the gradients that are kept."""
         return sum(update.size for update in self._log.values())
 
+    @property
+    def is_level(self) -> bool:
+        """Whether all who must have it have what this primary began with: nobody may hear of that before. The primary
+        before this one may have died with updates that only this server has, and who waits for them asks here."""
+        return all(peer.level for peer in self.peers.values() if peer.required)
+
     def lag(self, replica: Replica) -> tuple[int, int]:
         """Updates, and bytes of them, that ``replica`` has not acknowledged."""
         acked = self.peers[replica].acked
@@ -160,7 +168,7 @@ class PrimaryReplication(Generic[G]):
         lsn = self._resumable(held) if peer.required and not peer.copying else None
         if lsn is None:
             return self.begin(replica)
-        peer.copying, peer.missing = False, set()
+        peer.copying, peer.missing, peer.level = False, set(), True
         again = [SendUpdate(replica, update, True) for update in self._log.values() if update.lsn > lsn]
         peer.waiting_since = now if again else None
         peer.acked = lsn
@@ -222,7 +230,7 @@ class PrimaryReplication(Generic[G]):
         peer = self.peers.get(replica)
         if peer is None or not peer.copying or peer.missing:
             return []
-        peer.copying, peer.filled, peer.owed = False, True, self.lsn
+        peer.copying, peer.filled, peer.level, peer.owed = False, True, True, self.lsn
         peer.waiting_since = now if peer.acked < self.lsn else None
         return self._settle()
 

@@ -96,6 +96,9 @@ class Source(Protocol):
     def replicated(self, index: int, lsn: int) -> None:
         """An update is with everybody who must have it."""
 
+    def level(self, number: int) -> None:
+        """All who must have it have what this server began with as the primary of a shard."""
+
     def has_room_again(self) -> None:
         """Updates that wait may go on."""
 
@@ -190,6 +193,11 @@ class Replicator:
         assert machine is not None
         self._carry_out(machine, machine.update(update, _now()))
 
+    def is_level(self, number: int) -> bool:
+        """Whether workers may hear of what this server began with as the primary of a shard."""
+        machine = self.machines.get(number)
+        return machine is None or machine.is_level
+
     def behind(self, index: int) -> str:
         """Names of the replicas that have not acknowledged all updates of the slice's shard."""
         machine = self._machine(index)
@@ -225,6 +233,8 @@ class Replicator:
                     link.copy(machine)
                 case Replicated(index, lsn):
                     self.source.replicated(index, lsn)
+        if machine.is_level:
+            self.source.level(machine.number)
 
     # --- what links tell ----------------------------------------------------------------------------------------------
 
