@@ -32,6 +32,7 @@ PURE = frozenset(
         *("psdist_scheduler.membership", "psdist_scheduler.placement", "psdist_scheduler.records"),
         *("psdist_scheduler.registry", "psdist_scheduler.rendezvous", "psdist_scheduler.snapshots"),
         *("psdist_server.events", "psdist_server.gates", "psdist_server.shard", "psdist_server.replication"),
+        *("psdist_server.records", "psdist_server.roles"),
     }
 )
 IMPURE_IMPORTS = frozenset(

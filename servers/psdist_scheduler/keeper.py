@@ -32,8 +32,8 @@ class Keeper:
         self._unreachable: dict[_Place, float] = {}
         #: Shards with a copy that became complete since the last epoch.
         self._fresh: set[tuple[str, int]] = set()
-        #: Whether something may be due though nothing changes.
-        self._due = False
+        #: Whether something may be due though nothing changes: after a restart, or after what was ``fresh``.
+        self._due = True
 
     def lose(self, epoch: int) -> list[Effect]:
         """Shards go on without the servers that are gone, or are lost with them. ``epoch`` is the one that shows it."""
@@ -96,12 +96,9 @@ class Keeper:
             tried=lambda *place: place in self._unreachable,
         ).changes()
         effects: list[Effect] = []
-        for name in dict.fromkeys(change.parameters for change in due):
+        for name, after in due.items():
             before = placed[name].entry.shards
-            for change in due:
-                if change.parameters == name:
-                    self._set(name, change.number, change.shard)
-            after = placed[name].entry.shards
+            self._registry.set_shards(name, after)
             effects += _fills(placed[name], before, after) + _promotions(name, before, after)
         return effects
 

@@ -1,7 +1,7 @@
-"""Who holds a shard: each change that a shard can go through, and which change is due next. Pure functions.
+"""Who holds a shard: each change that a shard can go through, and which changes are due. Pure functions.
 
 A shard changes when a server is lost (``after_loss``), when its primary says that a replica is filled (``filled``) or
-does not answer (``without``), and when ``next_change`` finds something to better, one change at a time:
+does not answer (``without``), and when ``Plan`` finds something to better:
 
 1. what is being filled on a server that leaves (drain) is given up, and a copy on one is dropped as soon as enough
    others are complete;
@@ -43,7 +43,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Shard ``number`` of these parameters becomes ``shard``."""
+    """Shard ``number`` of these parameters shall become ``shard``."""
 
     parameters: str
     number: int
@@ -126,7 +126,7 @@ class Plan:
         refused: Callable[[str, int, Replica], bool],
         tried: Callable[[str, int, Replica], bool],
     ) -> None:
-        self._entries = {entry.spec.name: entry for entry in entries}
+        self._now = {entry.spec.name: list(entry.shards) for entry in entries}
         self._sizes = {
             entry.spec.name: shard_elements(entry.slicing, len(entry.shards)) for entry in entries if entry.shards
         }
@@ -141,19 +141,27 @@ class Plan:
         for name, number, shard in self._shards():
             self._count(name, number, shard, 1)
 
-    def changes(self) -> list[Change]:
-        """All changes that are due at once, in order."""
-        changes: list[Change] = []
-        while change := self._next():
-            self._apply(change)
-            changes.append(change)
-        return changes
+    def changes(self) -> dict[str, tuple[Shard, ...]]:
+        """The shards of all parameters of which one or more change, as they shall be."""
+        changed: dict[str, None] = {}
+        again = True
+        while again:
+            again = False
+            for name, number, _ in self._shards():
+                while (better := self._better(name, number)) is not None:
+                    self._set(name, number, better)
+                    changed[name], again = None, True
+        settled = all(self._settled(name, number, shard) for name, number, shard in self._shards())
+        if settled and (move := self._move()):
+            self._set(move.parameters, move.number, move.shard)
+            changed[move.parameters] = None
+        return {name: tuple(self._now[name]) for name in changed}
 
     # --- inner --------------------------------------------------------------------------------------------------------
 
     def _shards(self) -> Iterator[tuple[str, int, Shard]]:
-        for name, entry in self._entries.items():
-            for number, shard in enumerate(entry.shards):
+        for name, shards in self._now.items():
+            for number, shard in enumerate(shards):
                 if not shard.lost:
                     yield name, number, shard
 
@@ -166,24 +174,19 @@ class Plan:
             self._primary[shard.primary.server_id] += elements
             self._fills[shard.primary.server_id] += sign * len(shard.filling)
 
-    def _apply(self, change: Change) -> None:
-        entry = self._entries[change.parameters]
-        self._count(change.parameters, change.number, entry.shards[change.number], -1)
-        shards = list(entry.shards)
-        shards[change.number] = change.shard
-        self._entries[change.parameters] = replace(entry, shards=tuple(shards))
-        self._count(change.parameters, change.number, change.shard, 1)
+    def _set(self, name: str, number: int, shard: Shard) -> None:
+        self._count(name, number, self._now[name][number], -1)
+        self._now[name][number] = shard
+        self._count(name, number, shard, 1)
 
-    def _next(self) -> Change | None:
-        filling = False
-        for name, number, shard in self._shards():
-            fresh = self._fresh(name, number)
-            better = None if fresh else self._without_leaving(name, number, shard)
-            better = better or self._with_more(name, number, shard)
-            if better is not None:
-                return Change(name, number, better)
-            filling = filling or fresh or bool(shard.filling) or len(complete(shard)) < self._wanted
-        return None if filling else self._move()
+    def _better(self, name: str, number: int) -> Shard | None:
+        """What a shard shall be at once; None if it may stay as it is."""
+        shard = self._now[name][number]
+        better = None if self._fresh(name, number) else self._without_leaving(name, number, shard)
+        return better or self._with_more(name, number, shard)
+
+    def _settled(self, name: str, number: int, shard: Shard) -> bool:
+        return not shard.filling and not self._fresh(name, number) and len(complete(shard)) >= self._wanted
 
     def _stays(self, replica: Replica) -> bool:
         holder = self._holders.get(replica.server_id)
@@ -254,7 +257,7 @@ class Plan:
 
     def _gain(self, change: Change) -> tuple[int, int, int] | None:
         """How balanced all would be after the move that ``change`` begins; None if not better than now."""
-        name, number, shard = change.parameters, change.number, self._entries[change.parameters].shards[change.number]
+        name, number, shard = change.parameters, change.number, self._now[change.parameters][change.number]
         whole = filled(shard, change.shard.filling[-1])
         options = [after for replica in complete(shard) for after in _dropped(whole, replica)]
         best = min(self._imbalance(name, number, shard, after) for after in options)

@@ -7,6 +7,7 @@ shard and once with two.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import settings
@@ -259,7 +260,10 @@ class Scheduling(RuleBasedStateMachine):
         before = self.map
         self._carry_out(self.cluster.start(self.now))
         assert (self.map.servers, self.map.workers) == (before.servers, before.workers)
-        assert self.map.parameters == before.parameters
+        # A move that was due goes on at once; how a shard may change is checked with every map.
+        assert [replace(e, shards=()) for e in self.map.parameters] == [
+            replace(e, shards=()) for e in before.parameters
+        ]
 
     # --- model --------------------------------------------------------------------------------------------------------
 
