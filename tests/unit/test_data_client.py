@@ -103,10 +103,18 @@ async def test_answers_and_requests_that_are_lost_cost_no_range(scheduler: DataS
     seen: list[int] = []
     async for indices in data:
         seen += indices.tolist()
+        assert len(seen) <= 40, "a range was given twice"
         scheduler.mute, scheduler.deaf = 2, 1
     assert seen == list(range(40))
-    scheduler.mute = 0
+    scheduler.mute = scheduler.deaf = 0
     assert await data.position() == DataPosition(1)
+
+
+async def test_what_is_done_is_told_again_until_it_is_heard(scheduler: DataScheduler, data: AsyncDataset) -> None:
+    assert await data.next() is not None
+    data.done()
+    scheduler.mute = scheduler.deaf = 1
+    assert await data.position() == DataPosition(0, ((0, 1),))
 
 
 async def test_a_range_whose_answer_was_not_awaited_is_given_again(
