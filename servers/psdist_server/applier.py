@@ -5,9 +5,10 @@ Where a replica has the slice, a kernel combines the contributions into their me
 replicas and applied here at the same time, and the update is done when the kernel is and all replicas that must have
 it acknowledged it. Replicas run the same kernel on the same mean, so all copies have the same bytes.
 
-Runs on the event loop but for the kernels, which run in threads without the GIL (small slices are updated on the loop: a
-thread costs more). Invariants: at most one kernel writes a slice at a time. A slice that stands still can be copied, and
-its record then tells exactly what is in its arrays. What a dropped slice was asked for has no effect any more.
+Runs on the event loop but for the kernels, which run in threads without the GIL (small slices are updated on the
+loop: a thread costs more). Invariants: at most one kernel writes a slice at a time. A slice that stands still can be
+copied, and its record then tells exactly what is in its arrays. What a dropped slice was asked for has no effect any
+more.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 from dataclasses import dataclass, field
 
-from psdist.errors import PsdistError
+from psdist.errors import FencedError, PsdistError
 from psdist.types import Identity
 from psdist.wire import limits
 
@@ -92,3 +92,12 @@ class Call:
         if isinstance(answer, PsdistError):
             raise answer
         return answer
+
+
+def fenced(identity: Identity) -> FencedError:
+    """The error for a worker that the cluster map does not know any more."""
+    return FencedError(
+        f"{identity.worker_id} (incarnation {identity.incarnation}) is not a live member: its lease ended or it was "
+        "replaced; start the worker anew",
+        worker_id=identity.worker_id,
+    )

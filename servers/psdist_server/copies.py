@@ -1,8 +1,8 @@
 """Copies: the shards that this server holds for another primary, and what their primaries send of them.
 
-What comes for a slice is carried out in the order in which it came: arrays that replace it, updates, and comparisons of
-its digest. Updates of different slices run in the kernel threads side by side; an update is acknowledged when it and all
-before it are in the arrays. Not here: who may send what (``replication``), the stream (``service``).
+What comes for a slice is carried out in the order in which it came: arrays that replace it, updates, and comparisons
+of its digest. Updates of different slices run in the kernel threads side by side; an update is acknowledged when it and
+all before it are in the arrays. Not here: who may send what (``replication``), the stream (``service``).
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Apply:
 
     step: number of the update, from 0 (the slice's version before it).
     lr_scale: factor on the learning rate (staleness; workers that came or went).
-    contributors, sequence: what the duplicate table learns by it: who contributed, and in SSP and ASP the push's number.
+    contributors, sequence: what the duplicate table learns by it: who contributed; in SSP and ASP the push's number.
     """
 
     index: int

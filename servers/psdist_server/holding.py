@@ -3,8 +3,8 @@
 Everything here runs on the event loop except the kernels (``applier``). A slice's weights are copied out only while
 no kernel writes them, and answers wait until the replicas have what they tell of.
 
-Which shards the server is the primary of, and which it holds copies of, is the map's decision (``update``). A call about
-a shard that goes elsewhere fails with StaleEpochError, and its sender routes it anew.
+Which shards the server is the primary of, and which it holds copies of, is the map's decision (``update``). A call
+about a shard that goes elsewhere fails with StaleEpochError, and its sender routes it anew.
 
 Contributions come in messages (``push``), or lie in memory that the worker shares (``push_shared``). The first are
 checked for NaN and Inf when they come; the second when their kernel reads them, because they could change in between.
@@ -15,26 +15,25 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import structlog
 
 from psdist.consistency import BSP
 from psdist.errors import (
-    FencedError,
     InternalError,
     InvalidArgumentError,
     NonFiniteGradientError,
     PsdistError,
     UnknownParametersError,
 )
-from psdist.types import ITEM_BYTES, Identity, ParametersEntry, ParametersMember, Replica
+from psdist.types import ITEM_BYTES, ParametersEntry, ParametersMember, Replica
 from psdist.v1 import server_pb2
 from psdist.wire import frames
 from psdist_server import kernels, memory, roles
 from psdist_server.applier import Applier, Outcome, Part
-from psdist_server.calls import Answer, Call
+from psdist_server.calls import Answer, Call, fenced
 from psdist_server.copies import Copies, Tell
 from psdist_server.dense import Array, Bad, DenseParameters, Gradient, gradient_of
 from psdist_server.events import (
@@ -55,12 +54,13 @@ from psdist_server.events import (
     SliceApplied,
     SlicePushed,
 )
-from psdist_server.norms import NormBoard
+from psdist_server.norms import Aggregation, NormBoard
 from psdist_server.pool import KernelPool
 from psdist_server.readers import Readers
 from psdist_server.records import SliceRecord
+from psdist_server.replica_stream import not_primary
 from psdist_server.replication import BackupReplication
-from psdist_server.replicator import Network, Replicator, Report, not_primary
+from psdist_server.replicator import Network, Replicator, Report
 from psdist_server.shard import AsyncShard, BspShard, make_shard
 from psdist_server.statistics import Counters
 
@@ -93,6 +93,7 @@ class Holding:
         self.dense = DenseParameters(entry)
         self.counters = Counters()
         self.norms = NormBoard()
+        self.aggregation = Aggregation(self.norms, lambda index: self._shard(index).slices[index].version)
         self._on_aggregated = on_aggregated
         self._asynchronous = not isinstance(entry.spec.consistency, BSP)
         self._clipping = entry.spec.optimizer.max_grad_norm > 0
@@ -122,8 +123,6 @@ class Holding:
         self._readers: dict[int, list[tuple[asyncio.Future[tuple[int, bytes]], str]]] = {}
         self.readers = Readers(self.dense)
         self._uninstalled: dict[int, list[Callable[[], None]]] = {}
-        #: Slices here that are not aggregated yet, by step.
-        self._unaggregated: dict[int, set[int]] = {}
         #: Done when the update kernel is compiled.
         self.ready = pool.prepare(self._compile)
 
@@ -238,10 +237,6 @@ class Holding:
         future: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._readers.setdefault(index, []).append((future, dtype))
         return await future
-
-    def needs_confirm(self, indices: Iterable[int]) -> bool:
-        """Whether the backups of these slices must confirm that they may be read here (``replicator.confirm``)."""
-        return self.replicator.needs_confirm(indices)
 
     async def close(self) -> None:
         """The parameters are gone, or the server ends."""
@@ -401,22 +396,8 @@ class Holding:
         self._applier.norms = {step: norm}
         self._dispatch_all(NormKnown(step))
 
-    def is_aggregated(self, step: int) -> bool:
-        """Whether no slice that is served here has still to be aggregated for ``step``."""
-        known = self.norms.known(step)
-        return all(index in known or self._shard(index).slices[index].version > step for index in self.indices)
-
-    def _note_aggregated(self, step: int, index: int) -> None:
-        if step not in self._unaggregated:
-            known = self.norms.known(step)
-            self._unaggregated = {old: left for old, left in self._unaggregated.items() if old >= step - 1}
-            self._unaggregated[step] = {
-                other
-                for other in self.indices
-                if other not in known and self._shard(other).slices[other].version <= step
-            }
-        self._unaggregated[step].discard(index)
-        if not self._unaggregated[step]:
+    def _aggregated(self, step: int, index: int) -> None:
+        if self.aggregation.note(step, index):
             self.norms.wake()
             self._on_aggregated(self, step)
 
@@ -425,10 +406,10 @@ class Holding:
         if not changed:
             return
         self.indices = tuple(sorted(index for shard in self.shards.values() for index in shard.slices))
-        self._unaggregated.clear()
+        self.aggregation.serve(self.indices)
         for index in self.indices if self._clipping and not self._asynchronous else ():
             if self._is_frozen(index):
-                self._note_aggregated(self._shard(index).slices[index].version, index)
+                self._aggregated(self._shard(index).slices[index].version, index)
 
     # --- machines and effects -----------------------------------------------------------------------------------------
 
@@ -503,7 +484,7 @@ class Holding:
         if isinstance(effect, Aggregate):
             self._dispatch(effect.index, SliceAggregated(effect.index))
             self.norms.record(effect.step, effect.index, outcome.square)
-            self._note_aggregated(effect.step, effect.index)
+            self._aggregated(effect.step, effect.index)
             return
         self.counters.applied_slices += 1
         effects = self._shard(effect.index).on(SliceApplied(effect.index))
@@ -617,12 +598,3 @@ class Holding:
             primary_of=sorted(self.shards),
             backup_of=sorted(self.copies.machines),
         )
-
-
-def fenced(identity: Identity) -> FencedError:
-    """The error for a worker that the cluster map does not know any more."""
-    return FencedError(
-        f"{identity.worker_id} (incarnation {identity.incarnation}) is not a live member: its lease ended or it was "
-        "replaced; start the worker anew",
-        worker_id=identity.worker_id,
-    )

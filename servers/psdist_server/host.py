@@ -29,8 +29,8 @@ from psdist.types import ClusterMap, Identity, ParametersMember, Replica
 from psdist.v1 import server_pb2, server_pb2_grpc
 from psdist.wire import auth, channels
 from psdist_server import kernels, memory
-from psdist_server.calls import Call
-from psdist_server.holding import Holding, fenced
+from psdist_server.calls import Call, fenced
+from psdist_server.holding import Holding
 from psdist_server.norms import global_norm
 from psdist_server.pool import KernelPool
 from psdist_server.replicator import Report

@@ -198,8 +198,10 @@ class SchedulerLink:
                 _log.error("shards lost", text=response.shards_lost.text)
 
     async def drain(self, timeout_seconds: float) -> None:
-        """Has everything moved away from this server; returns when it holds nothing, when nothing can be moved, or after
-        ``timeout_seconds``."""
+        """Has everything moved away from this server; returns when it holds nothing, when nothing can be moved, or
+        after ``timeout_seconds``. Does nothing where that is 0."""
+        if not timeout_seconds:
+            return
         request = pb.DrainRequest(run_id=self.run_id, server_id=self.server_id)
         try:
             call = self._stub.Drain(request, metadata=self._metadata, timeout=timeout_seconds)

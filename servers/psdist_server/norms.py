@@ -4,15 +4,15 @@ Every server adds the squares of all slices in slice order, in float64, so that 
 number of servers. The squares of a step are kept until no server can ask for them any more: a slice of step t + 2 can
 be aggregated only when every server knew the norm of step t.
 
-A server records the squares of the slices that it is the primary of when they are aggregated, those of its copies as they
-come with the updates, so that it can tell them once it is promoted, and what other servers told it.
+A server records the squares of the slices that it is the primary of when they are aggregated, those of its copies as
+they come with the updates, so that it can tell them once it is promoted, and what other servers told it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 _STEPS_KEPT = 2
 
@@ -47,6 +47,40 @@ class NormBoard:
     async def wait(self) -> None:
         """Returns at the next ``wake``."""
         await self._changed.wait()
+
+
+class Aggregation:
+    """Which of the slices served here have still to be aggregated, by step.
+
+    version: of a slice that is served here.
+    """
+
+    def __init__(self, board: NormBoard, version: Callable[[int], int]) -> None:
+        self._board = board
+        self._version = version
+        self._indices: tuple[int, ...] = ()
+        self._missing: dict[int, set[int]] = {}
+
+    def serve(self, indices: tuple[int, ...]) -> None:
+        """These slices are served here from now on."""
+        self._indices = indices
+        self._missing.clear()
+
+    def is_complete(self, step: int) -> bool:
+        """Whether no slice has still to be aggregated for ``step``."""
+        return not self._find_missing(step)
+
+    def note(self, step: int, index: int) -> bool:
+        """Slice ``index`` is aggregated; whether it was the last one of ``step``."""
+        if step not in self._missing:
+            self._missing = {old: left for old, left in self._missing.items() if old >= step - 1}
+            self._missing[step] = self._find_missing(step)
+        self._missing[step].discard(index)
+        return not self._missing[step]
+
+    def _find_missing(self, step: int) -> set[int]:
+        known = self._board.known(step)
+        return {index for index in self._indices if index not in known and self._version(index) <= step}
 
 
 def global_norm(squares: Mapping[int, float]) -> float:

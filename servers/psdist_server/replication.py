@@ -2,13 +2,13 @@
 
 The primary numbers its updates (lsn) and sends them over one stream to each replica, which takes them in this order and
 acknowledges them. A replica that lacks something that can not be sent again is copied: ``begin``, then every slice when
-it stands still, then ``end``. Updates come in between; those of slices that were not sent yet only count. What a replica
-had of a slice from an earlier term stays until that slice comes, so that it can still be promoted meanwhile.
+it stands still, then ``end``. Updates come in between; those of slices that were not sent yet only count. What a
+replica had of a slice from an earlier term stays until that slice comes, so that it can still be promoted meanwhile.
 
 Invariants: an update counts as replicated when each required replica (``backups`` of the map, and those that were
-filled) acknowledged it; one that is being copied acknowledges nothing before it is filled. A replica takes lsn + 1 only,
-acknowledges repeats again, and refuses whatever is not from the primary and the term of its map. Updates are kept by the
-primary until nobody needs them.
+filled) acknowledged it; one that is being copied acknowledges nothing before it is filled. A replica takes lsn + 1
+only, acknowledges repeats again, and refuses whatever is not from the primary and the term of its map. Updates are kept
+by the primary until nobody needs them.
 """
 
 from __future__ import annotations

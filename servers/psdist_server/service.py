@@ -151,7 +151,7 @@ class ServerService:
             call.pull_dtype = _wire_dtype(request.dtype)
             last = -1
             slices = request.slices or holding.indices
-            if holding.needs_confirm(slices):
+            if holding.replicator.needs_confirm(slices):
                 await holding.replicator.confirm(slices)
             for index in slices:
                 last = _check_ascending(index, last)
@@ -212,7 +212,7 @@ class ServerService:
             holding = await self._host.admit_server(request.run_id, request.epoch, request.parameters)
         except PsdistError as error:
             await status.abort(context, error)
-        while not holding.is_aggregated(request.step):
+        while not holding.aggregation.is_complete(request.step):
             await holding.norms.wait()
         squares = sorted(holding.norms.known(request.step).items())
         for start in range(0, len(squares), _NORMS_PER_MESSAGE):

@@ -245,7 +245,7 @@ class _Stream:
         )
 
     def _needs_confirm(self, pull: server_pb2.SharedPull) -> bool:
-        return self._attachment.holding.needs_confirm(pull.slices)
+        return self._attachment.holding.replicator.needs_confirm(pull.slices)
 
     async def _admit(self, call: _SharedCall, sender: server_pb2.Identity, request: server_pb2.ShareRequest) -> None:
         """Carries a call out once its sender is admitted, which may have to wait for a newer map, and once it is sure

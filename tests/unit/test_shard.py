@@ -1,5 +1,6 @@
 """Shard machines: one test per rule, events in and effects out."""
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -49,7 +50,14 @@ def step(shard, *pushes: SlicePushed, index: int = 0):
     effects = [effect for event in pushes for effect in shard.on(event)]
     effects += shard.on(SliceApplied(index))
     shard.validate()
-    return effects
+    return bare(effects)
+
+
+def bare(effects):
+    """The effects without what is only for the duplicate table."""
+    return [
+        replace(effect, contributors=(), sequence=None) if isinstance(effect, Apply) else effect for effect in effects
+    ]
 
 
 # --- BSP --------------------------------------------------------------------------------------------------------------
@@ -59,7 +67,7 @@ def test_bsp_applies_once_all_are_there_in_rank_order() -> None:
     shard = bsp()
     late, early = push(1, 0), push(0, 0)
     assert shard.on(late) == []
-    assert shard.on(early) == [Apply(0, 0, (early.token, late.token))]
+    assert bare(shard.on(early)) == [Apply(0, 0, (early.token, late.token))]
     assert shard.on(SliceApplied(0)) == [Reply(late.token, 0, 1), Reply(early.token, 0, 1)]
 
 
@@ -107,13 +115,13 @@ def test_bsp_goes_on_when_a_member_leaves_and_counts_what_it_gave() -> None:
     shard = bsp()
     mine = push(1, 0)
     shard.on(mine)
-    assert shard.on(MembersChanged((TWO[1],))) == [Apply(0, 0, (mine.token,))]
+    assert bare(shard.on(MembersChanged((TWO[1],)))) == [Apply(0, 0, (mine.token,))]
     shard.on(SliceApplied(0))
     gone, stays = push(1, 1), push(0, 1)
     shard.on(MembersChanged(TWO))
     shard.on(gone)
     shard.on(MembersChanged((TWO[0],)))
-    assert shard.on(stays) == [Apply(0, 1, (stays.token, gone.token))]
+    assert bare(shard.on(stays)) == [Apply(0, 1, (stays.token, gone.token))]
 
 
 def test_bsp_joiner_is_waited_for_from_its_first_step_on_even_before_it_is_confirmed() -> None:
@@ -125,7 +133,7 @@ def test_bsp_joiner_is_waited_for_from_its_first_step_on_even_before_it_is_confi
     waits = push(0, 1)
     assert shard.on(waits) == []
     assert "worker-1" in shard.waiting_for(waits.token, 0)
-    assert shard.on(JoinWithdrawn("worker-1")) == [Apply(0, 1, (waits.token,))]
+    assert bare(shard.on(JoinWithdrawn("worker-1"))) == [Apply(0, 1, (waits.token,))]
 
 
 def test_bsp_joiner_must_not_push_before_its_first_step() -> None:
@@ -140,7 +148,7 @@ def test_bsp_steps_that_nobody_can_contribute_to_are_empty() -> None:
     pull = PullRequested(next(tokens), 0, "worker-1", min_version=2)
     assert shard.on(pull) == []
     assert shard.on(MembersChanged(tuple(shard.members.values()))) == [Apply(0, 0, ())]
-    assert shard.on(SliceApplied(0)) == [Apply(0, 1, ())]
+    assert bare(shard.on(SliceApplied(0))) == [Apply(0, 1, ())]
     assert shard.on(SliceApplied(0)) == [Reply(pull.token, 0, 2)]
 
 
@@ -148,7 +156,7 @@ def test_bsp_abstention_counts_as_made_and_contributes_nothing() -> None:
     shard = bsp()
     nothing, something = push(0, 0, abstain=True), push(1, 0)
     shard.on(nothing)
-    assert shard.on(something) == [Forget(nothing.token), Apply(0, 0, (something.token,))]
+    assert bare(shard.on(something)) == [Forget(nothing.token), Apply(0, 0, (something.token,))]
 
 
 def test_bsp_pull_waits_for_its_version() -> None:
@@ -166,7 +174,7 @@ def test_bsp_clipping_aggregates_first_and_applies_when_the_norm_is_known() -> N
     assert "clipping" in shard.waiting_for(first.token, 0)
     shard.on(second)
     shard.on(SliceAggregated(1))
-    assert shard.on(NormKnown(0)) == [Apply(0, 0, ()), Apply(1, 0, ())]
+    assert bare(shard.on(NormKnown(0))) == [Apply(0, 0, ()), Apply(1, 0, ())]
     assert shard.on(SliceApplied(0)) == [Reply(first.token, 0, 1)]
     shard.validate()
 
@@ -176,7 +184,7 @@ def test_cancelled_call_is_not_answered_and_its_contribution_stays() -> None:
     gone, stays = push(0, 0), push(1, 0)
     shard.on(gone)
     shard.on(Cancelled(gone.token, gone.index))
-    assert shard.on(stays) == [Apply(0, 0, (gone.token, stays.token))]
+    assert bare(shard.on(stays)) == [Apply(0, 0, (gone.token, stays.token))]
     assert shard.on(SliceApplied(0)) == [Reply(stays.token, 0, 1)]
 
 
@@ -186,9 +194,9 @@ def test_cancelled_call_is_not_answered_and_its_contribution_stays() -> None:
 def test_asp_applies_on_arrival_one_at_a_time_and_reports_staleness() -> None:
     shard = asynchronous()
     one, two = push(0, 0), push(1, 0)
-    assert shard.on(one) == [Apply(0, 0, (one.token,))]
+    assert bare(shard.on(one)) == [Apply(0, 0, (one.token,))]
     assert shard.on(two) == []
-    assert shard.on(SliceApplied(0)) == [Reply(one.token, 0, 1), Apply(0, 1, (two.token,))]
+    assert bare(shard.on(SliceApplied(0))) == [Reply(one.token, 0, 1), Apply(0, 1, (two.token,))]
     assert shard.on(SliceApplied(0)) == [Reply(two.token, 0, 2, staleness=1)]
 
 
@@ -196,7 +204,7 @@ def test_asp_inverse_staleness_scales_the_learning_rate() -> None:
     shard = asynchronous(ASP("inverse"))
     step(shard, push(0, 0))
     stale = push(1, 0, base_version=0)
-    assert shard.on(stale) == [Apply(0, 1, (stale.token,), 0.5)]
+    assert bare(shard.on(stale)) == [Apply(0, 1, (stale.token,), 0.5)]
 
 
 def test_asp_repeats_are_applied_once() -> None:
@@ -277,4 +285,53 @@ def test_asp_new_life_starts_a_new_sequence() -> None:
     step(shard, push(0, 0))
     shard.on(MembersChanged((ParametersMember("worker-0", 2, 0),)))
     fresh = push(0, 0, incarnation=2)
-    assert shard.on(fresh) == [Apply(0, 1, (fresh.token,))]
+    assert bare(shard.on(fresh)) == [Apply(0, 1, (fresh.token,))]
+
+
+# --- another machine goes on ------------------------------------------------------------------------------------------
+
+
+def test_an_update_says_what_the_duplicate_table_learns_by_it() -> None:
+    shard = bsp()
+    shard.on(push(1, 0, abstain=True))
+    (_, applied) = shard.on(push(0, 0))
+    assert (applied.contributors, applied.sequence) == ((("worker-0", 1), ("worker-1", 1)), None)
+    shard = asynchronous()
+    (applied,) = shard.on(push(1, 0))
+    assert (applied.contributors, applied.sequence) == ((("worker-1", 1),), 0)
+
+
+def test_bsp_goes_on_from_a_record_and_knows_what_was_applied() -> None:
+    shard = bsp()
+    step(shard, push(0, 0), push(1, 0))
+    shard.on(push(0, 1))
+    shard.on(push(1, 1))  # Under way: not in the record.
+    heir = make_shard([0], TWO, BSP(), False, records={0: shard.record(0)})
+    again, fresh = push(0, 0), [push(0, 1), push(1, 1)]
+    assert heir.on(again) == [Forget(again.token), Reply(again.token, 0, 1, ignored=True)]
+    assert heir.on(fresh[0]) == []
+    assert bare(heir.on(fresh[1])) == [Apply(0, 1, tuple(part.token for part in fresh))]
+
+
+def test_asp_goes_on_from_records_of_slices_that_differ() -> None:
+    shard = asynchronous(slices=2)
+    step(shard, push(0, 0, index=0), index=0)
+    step(shard, push(0, 0, index=1), index=1)
+    step(shard, push(0, 1, index=1), index=1)
+    shard.on(push(0, 1, index=0))  # Under way: not in the record.
+    heir = make_shard(range(2), TWO, ASP(), False, records={index: shard.record(index) for index in range(2)})
+    heir.validate()
+    assert heir.clocks == {"worker-0": 1, "worker-1": 0}
+    again = push(0, 1, index=1)
+    assert heir.on(again) == [Forget(again.token), Reply(again.token, 1, 2, ignored=True)]
+    lost = push(0, 1, index=0)
+    assert bare(heir.on(lost)) == [Apply(0, 1, (lost.token,))]
+    heir.on(SliceApplied(0))
+    assert heir.clocks["worker-0"] == 2
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("none", 1.0), ("linear", 0.25), ("sqrt", 0.5)])
+def test_bsp_scales_the_learning_rate_by_who_took_part(rule: str, expected: float) -> None:
+    shard = make_shard([0], TWO[:1], BSP(resize_lr=rule), False, reference_workers=4)  # type: ignore[arg-type]
+    (applied,) = shard.on(push(0, 0))
+    assert applied.lr_scale == expected
