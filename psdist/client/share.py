@@ -285,6 +285,11 @@ class Sharing:
         return self._can_stitch and shown is not None and shown[1] == arena.nonce
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether other servers have copies."""
+        return any(len(shard.replicas) > 1 for shard in self._entry.shards)
+
+    @property
     def _holders(self) -> tuple[str, ...]:
         """The servers that have slices; a shard of few slices may have none."""
         return tuple(dict.fromkeys(self._entry.primaries[: self._entry.slicing.count]))

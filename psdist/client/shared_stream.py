@@ -5,8 +5,9 @@ the handover (``psdist.wire.line``), several at once if need be. The gRPC stream
 
 Invariants: what is in the arena is not touched between the request and its answer. Only slices that the server just
 answered for are read from its arena, where they lie at their own bounds. Weights that may change are read under the
-sequence lock: copied, and copied again if the slice was written meanwhile. A stream whose line or gRPC stream ended
-ends all of its calls at once, and is not used again.
+sequence lock: copied, and copied again if the slice was written meanwhile. Where that gave a newer version than the
+server told of, replicas may not have it yet, and it is asked about before it counts. A stream whose line or gRPC
+stream ended ends all of its calls at once, and is not used again.
 
 Not here: which servers are attached, why not (``share``), what is sent again after a break (``transfer``).
 """
@@ -16,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import grpc.aio
 import numpy as np
@@ -134,6 +135,17 @@ async def _ask(call: Any, attaching: server_pb2.Attach, peer: str) -> server_pb2
     return response.attached
 
 
+class _Taken(NamedTuple):
+    """A slice that was answered, and the version of the weights that were read then. ``is_ahead``: it is newer than the
+    one that the server told of."""
+
+    slice: int
+    version: int
+    is_ahead: bool
+    staleness: int
+    ignored: bool
+
+
 class SharedStream:
     """An attached stream.
 
@@ -199,9 +211,12 @@ class SharedStream:
             raise response
         wait.progress()
         try:
-            await self._take(job, response.answers)
-        except (ServerUnreachableError, ClosedError) as error:  # Broken while weights were read.
+            taken = await self._take(job, response.answers)
+            await self._confirm(job, route, taken, wait)
+        except (StaleEpochError, ServerUnreachableError, ClosedError) as error:  # Broken while weights were read.
             return error
+        for answer in taken.values():
+            job.request.answer(answer.slice, answer.version, answer.staleness, answer.ignored)
         if job.request.unanswered(slices):
             return ServerUnreachableError(f"{self._peer} did not answer all slices")
         return None
@@ -258,24 +273,41 @@ class SharedStream:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    async def _take(self, job: PushJob | PullJob, answers: server_pb2.SharedAnswers) -> None:
+    async def _take(self, job: PushJob | PullJob, answers: server_pb2.SharedAnswers) -> dict[int, _Taken]:
+        """Reads the weights that were answered; what was, by slice."""
         slices, count = answers.slices, len(answers.slices)
         versions = answers.versions if len(answers.versions) != 1 else [answers.versions[0]] * count
         staleness = answers.staleness or [0] * count
         if len(versions) != count or len(staleness) != count:
             raise InternalError(f"{self._peer} told {len(versions)} versions of {count} slices")
         ignored = set(answers.ignored)
-        for index, version, behind in zip(slices, versions, staleness, strict=True):
-            if index not in job.request.pending:
+        taken: dict[int, _Taken] = {}
+        for index, told, behind in zip(slices, versions, staleness, strict=True):
+            version = told
+            if index not in job.request.pending or index in taken:
                 raise InternalError(f"{self._peer} answered slice {index}, which is not asked for")
             if isinstance(job, PushPullJob | PullJob):
                 job.traffic.received += self._slicing.size(index) * ITEM_BYTES[_pull_dtype(job)]
                 if not (job.in_place and self.stable and self._is_shown(job, index)):
-                    version = await self._copy(job, index, version)
+                    version = await self._copy(job, index, told)
                 if self.stable and int(self.weights.sequence[index]) != 2 * version:
                     # Since the answer: this worker slept for longer than its lease.
                     raise NotMemberError(f"{self._peer} went on from version {version} without this worker")
-            job.request.answer(index, version, behind, index in ignored)
+            taken[index] = _Taken(index, version, version > told, behind, index in ignored)
+        return taken
+
+    async def _confirm(self, job: PushJob | PullJob, route: Route, taken: Mapping[int, _Taken], wait: Wait) -> None:
+        """Returns when all replicas have acknowledged what was read: a version that is newer than the server told of
+        may be lost with it until then, and never have been. Raises why that cannot be known."""
+        if job.sharing is None or not job.sharing.is_replicated:
+            return
+        ahead = [answer for answer in taken.values() if answer.is_ahead]
+        for version in sorted({answer.version for answer in ahead}):
+            slices = sorted(answer.slice for answer in ahead if answer.version == version)
+            pull = server_pb2.SharedPull(identity=job.sender.identity(route.epoch), min_version=version, slices=slices)
+            response = await self._ask(server_pb2.ShareRequest(pull=pull), wait)
+            if isinstance(response, PsdistError):
+                raise again(response)
 
     def _is_shown(self, job: PushPullJob | PullJob, index: int) -> bool:
         """Whether the vector that shows all weights has this slice from here: it may be another server's since."""

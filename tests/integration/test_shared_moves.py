@@ -22,11 +22,14 @@ import pytest
 import psdist
 from psdist import AsyncClient, AsyncParameters
 from psdist.client import share
+from psdist.client.shared_stream import SharedStream
 from psdist.config import Transport
+from psdist.consistency import Consistency
 from psdist.launch.embedded import EmbeddedCluster
 
 SIZE = 1 << 19
 SGD = psdist.optim.SGD(lr=1.0)
+_BSP = psdist.BSP()
 GRADIENT = {"a": np.full(SIZE, -1.0, np.float32), "b": np.full(SIZE, -1.0, np.float32)}
 
 
@@ -39,7 +42,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
 
 @asynccontextmanager
 async def joined(
-    cluster: EmbeddedCluster, *transports: Transport
+    cluster: EmbeddedCluster, *transports: Transport, consistency: Consistency = _BSP
 ) -> AsyncIterator[tuple[list[AsyncClient], list[AsyncParameters]]]:
     clients = [
         AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport)
@@ -48,7 +51,10 @@ async def joined(
     try:
         await asyncio.gather(*(client.connect() for client in clients))
         init = {name: np.zeros(SIZE, np.float32) for name in GRADIENT}
-        yield clients, list(await asyncio.gather(*(client.parameters("p", init, SGD) for client in clients)))
+        yield (
+            clients,
+            list(await asyncio.gather(*(client.parameters("p", init, SGD, consistency) for client in clients))),
+        )
     finally:
         await asyncio.gather(*(client.close() for client in clients))
 
@@ -145,6 +151,31 @@ async def test_a_drained_server_is_read_from_no_more(cluster: EmbeddedCluster) -
         for done in range(3, 6):
             assert all(values(result) == {done} for result in await step(handles, copy=False))
         check_shared(handles[0], "server-0")
+
+
+async def test_weights_that_replicas_do_not_have_yet_are_waited_for(
+    cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(cluster, "shm", "shm", consistency=psdist.ASP()) as (_, (reader, writer)):
+        await step([reader, writer])
+        copy, ahead = SharedStream._copy_moving, []
+
+        async def copy_newer(stream: SharedStream, index: int, target: np.ndarray) -> int:
+            """As if the server had just written another version, which is not acknowledged."""
+            version = await copy(stream, index, target)
+            ahead.append(version + 1)
+            return version + 1
+
+        monkeypatch.setattr(SharedStream, "_copy_moving", copy_newer)
+        pulling = asyncio.create_task(reader.pull())
+        slices = reader._exchange.slicing.count
+        await until(lambda: len(ahead) == slices)
+        await asyncio.wait({pulling}, timeout=0.2)
+        assert not pulling.done()
+        monkeypatch.setattr(SharedStream, "_copy_moving", copy)
+        await writer.push(GRADIENT)
+        await pulling
+        assert reader.version == 3
 
 
 # --- arenas that are replaced, and the end of what is not used any more -----------------------------------------------
