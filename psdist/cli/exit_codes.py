@@ -16,7 +16,7 @@ USAGE: Final = 2
 NEVER_CONNECTED: Final = 65
 #: No scheduler answers, or an address cannot be bound.
 UNAVAILABLE: Final = 69
-#: A server or the scheduler died.
+#: What a dead server held is lost, or servers or the scheduler die again and again.
 INFRASTRUCTURE: Final = 70
 #: Add the number of the signal that ended the command (130 is Ctrl-C, 143 is SIGTERM).
 SIGNAL_BASE: Final = 128
@@ -27,7 +27,7 @@ MEANINGS: Final[dict[int, str]] = {
     USAGE: "the command line is wrong; nothing was started",
     NEVER_CONNECTED: "a script ended without having connected, while others wait for it",
     UNAVAILABLE: "no scheduler answers, or an address cannot be bound",
-    INFRASTRUCTURE: "a server or the scheduler died",
+    INFRASTRUCTURE: "what a dead server held is lost, or servers or the scheduler die again and again",
     130: "interrupted (Ctrl-C)",
     143: "terminated (SIGTERM)",
 }

@@ -21,7 +21,7 @@ SCRIPT_USAGE = "script.py [script arguments]"
 EPILOG = (
     "Flags come before the script; what follows it is the script's. --some-flag can also be set by PSDIST_SOME_FLAG. "
     "Exit status: the script's; 128+n for signal n; 2 wrong use; 65 a script never connected; 69 no scheduler; "
-    "70 a server or the scheduler died."
+    "70 what a dead server held is lost."
 )
 
 
