@@ -34,6 +34,7 @@ class Report:
     it took longest; the target of a fault is left out if it is a worker. Each push needs every server.
 
     equal: whether the weights are byte for byte those of an undisturbed run; None where that is not to be expected.
+    expelled: servers that were taken for lost though no fault was meant for them, because the machine was too slow.
     problems: what else was not as promised, one sentence each.
     ended: where the run was to end: what its processes said last.
     """
@@ -45,6 +46,7 @@ class Report:
     equal: bool | None = None
     steps_per_second: float = 0.0
     seconds: float = 0.0
+    expelled: int = 0
     problems: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
 
@@ -72,6 +74,7 @@ class Report:
             "equal": self.equal,
             "steps_per_second": round(self.steps_per_second, 1),
             "seconds": round(self.seconds, 1),
+            "expelled": self.expelled,
             "problems": self.problems,
             "ended": self.ended,
             "injected": [
@@ -109,6 +112,8 @@ def table(report: Report) -> str:
         times = (f"{name} {1e3 * value:.0f} ms" for name, value in shown["recovery_seconds"].items())
         rows += [("recovery", ", ".join(times))]
         rows += [("longest pause", f"{1e3 * shown['pause_seconds_max']:.0f} ms")]
+    if report.expelled:
+        rows += [("expelled", f"{report.expelled} servers, silent for a lease without a fault of ours")]
     if report.equal is not None:
         rows += [("weights", "equal to the undisturbed run" if report.equal else "NOT those of the undisturbed run")]
     rows += [("ended", line) for line in report.ended]

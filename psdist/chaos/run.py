@@ -25,6 +25,7 @@ from psdist.chaos.cluster import ChaosCluster, ClusterSettings
 from psdist.chaos.oracle import Push, Verdict
 from psdist.chaos.report import Injected, Report
 from psdist.chaos.workload import EventReader, Mode, WorkloadSettings
+from psdist.cli.exit_codes import INFRASTRUCTURE
 from psdist.config import Transport
 from psdist.errors import InternalError, PsdistError
 from psdist.v1 import scheduler_pb2
@@ -216,6 +217,7 @@ class ChaosRun:
         every shard has its copies."""
 
         async def all_well() -> bool:
+            self._restart_servers()
             if not self.pushing(since, range(self.settings.workers)):
                 return False
             if min(len(reader.pushes) for reader in self.readers) < pushes:
@@ -224,6 +226,13 @@ class ChaosRun:
             return status is not None and self._is_whole(status)
 
         await self.until("all members there, all shards with their copies, all workers pushing", seconds, all_well)
+
+    def _restart_servers(self) -> None:
+        """Starts servers again that were taken for lost though nobody meant it, as a launcher does."""
+        for name, process in self.cluster.processes.items():
+            if name.startswith("server") and process.status == INFRASTRUCTURE:
+                self.report.expelled += 1
+                self.cluster.launch(name)
 
     async def resumed(self, moment: float, workers: range | list[int]) -> None:
         """Waits until these workers have a push acknowledged that was begun after ``moment``."""

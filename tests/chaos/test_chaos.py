@@ -14,7 +14,7 @@ import pytest
 
 from psdist.chaos import faults
 
-_QUICK = ("--failure-timeout", "0.6", "--down", "1", "--pace", "0.005")
+_QUICK = ("--failure-timeout", "1", "--down", "1", "--pace", "0.005")
 
 
 def _start(path: Path, *flags: str) -> subprocess.Popen[str]:
