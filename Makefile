@@ -46,7 +46,7 @@ demo: $(VENV)/.installed
 	$(BIN)/psdist run --nservers 2 --nproc-per-node 2 examples/digits.py --compare
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -20,6 +20,14 @@ hypothesis.settings.load_profile("psdist")
 _MARK = "PSDIST_TEST_SESSION"
 #: Variables by which a launcher would speak to the tests themselves.
 _FOREIGN = ("PSDIST_", "PET_", "DMLC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
+#: Tests that look at what the whole machine has: shared memory, sockets, processes, time.
+_ALONE = (
+    "tests/integration/",
+    "tests/chaos/",
+    "tests/unit/test_client_",
+    "tests/unit/test_wire_shm",
+    "tests/unit/test_benchmarks",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,6 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
         del os.environ[name]
     os.environ[_MARK] = uuid.uuid4().hex
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that start processes or share memory run one after another, in one process; the others beside them."""
+    for item in items:
+        path = item.path.relative_to(config.rootpath).as_posix()
+        if path.startswith(_ALONE):
+            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 @pytest.fixture(scope="session", autouse=True)

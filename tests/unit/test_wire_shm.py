@@ -26,6 +26,15 @@ from psdist.wire.shm import GradientArena, Piece, Stitched, WeightsArena
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
+@pytest.fixture(scope="module", autouse=True)
+def collecting_is_fast() -> Iterator[None]:
+    """What other tests imported is not looked at each time: that alone takes a second and more."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No test leaves a file descriptor, a socket or a mapping behind."""
