@@ -105,7 +105,7 @@ def test_the_run_waits_for_as_many_servers_as_copies() -> None:
 def test_copies_are_spread_evenly_and_over_hosts() -> None:
     assert Run(servers=4).load() == dict.fromkeys([f"server-{i}" for i in range(4)], (4, 8))
     d = Driver(replicas=2)
-    hosts = {d.join("server", host=host)[0].member_id: host for host in ("a", "a", "b", "b")}
+    hosts = {d.join("server", host=host)[0].member_id: host for host in ("a", "a", "a", "b")}
     worker, _ = d.join()
     d.create(worker, slice_elements=400)
     d.ask(ev.Commit, worker)
@@ -343,6 +343,19 @@ def test_a_new_server_gets_its_share_one_shard_at_a_time() -> None:
         moves += 1
     assert moves == 2
     assert sorted(run.load().values()) == [(2, 2), (3, 3), (3, 3)]
+
+
+def test_who_is_promoted_was_a_backup_in_the_epoch_before_even_over_a_restart() -> None:
+    run = Run(servers=2, replicas=1)
+    run.server()
+    (number,) = [number for number, shard in enumerate(run.shards) if shard.filling]
+    old = run.shards[number]
+    run.d.on(ev.ReplicaFilled(run.sessions[old.primary.server_id], "mlp", number, old.term, old.filling[0]))
+    assert run.shards[number] == Shard(old.primary, old.term, old.filling)
+    again = Driver(run.d.stored, workers_min=1)
+    assert again.map.parameters[0].shards[number] == Shard(old.filling[0], old.term + 1)
+    run.d.on(ev.Tick())
+    assert run.shards[number] == Shard(old.filling[0], old.term + 1)
 
 
 def test_a_new_server_shares_in_copies_too() -> None:
