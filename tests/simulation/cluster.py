@@ -17,13 +17,15 @@ import numpy as np
 from psdist.client.async_client import AsyncClient
 from psdist.client.parameters import AsyncParameters
 from psdist.errors import DuplicateMemberError, FencedError, PsdistError, ServerLostError
-from psdist.types import ClusterMap
+from psdist.types import ClusterMap, ParametersEntry
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.records import ClusterSettings
 from psdist_scheduler.service import Scheduler, Service
 from psdist_server.host import Host
 from psdist_server.link import SchedulerLink
+from psdist_server.records import SliceRecord
+from psdist_server.replication import BackupReplication
 from psdist_server.service import ServerService
 from tests.simulation import rpc
 from tests.simulation.disk import Disk, DiskStore
@@ -55,6 +57,7 @@ class World:
         self.disk = Disk(options.stream("disk"), RUN, options.disk_seconds)
         noise = np.random.default_rng(options.stream("noise").getrandbits(64))
         self.oracle = Oracle(options.consistency, options.optimizer, options.slices, options.slots, noise)
+        loop.oracle = self.oracle
         self.scheduler: Scheduler | None = None
         self.scheduler_node: Node | None = None
         self.server_nodes: dict[int, Node] = {}
@@ -63,6 +66,8 @@ class World:
         self.stopped_servers: set[int] = set()
         self.worker_nodes: dict[int, Node] = {}
         self.lives: list[Life] = []
+        #: By the number of the life that uses it.
+        self.clients: dict[int, AsyncClient] = {}
         #: Numbers of workers that have nothing more to do, or are gone for good.
         self.finished: set[int] = set()
         self.created = False
@@ -280,6 +285,7 @@ class World:
     async def _train(self, life: Life) -> None:
         steps = self.steps_left(life.worker)
         client = await self._connect(life.worker_id)
+        self.clients[life.number] = client
         handle = await self._open(client)
         self._joined(life, client, handle)
         self.created = True
@@ -307,7 +313,7 @@ class World:
         how = self.workload.random()
         if how < self.options.pulls:
             await self._read(client, life, handle)
-        others = self.members_beside(life)
+        others, acked = self.members_beside(life), self.oracle.acked
         before = handle.statistics()
         push = self.oracle.begins(life, handle.step)
         gradients = {"w": self.oracle.gradient(push.slot)}
@@ -324,7 +330,7 @@ class World:
         else:
             self._acked(life, handle, push, after.ignored - before.ignored)
         if weights is not None:
-            self._saw(life, handle, weights, others)
+            self._saw(life, handle, weights, others, acked)
 
     def _acked(self, life: Life, handle: AsyncParameters, push: Push, ignored: int) -> None:
         # A slice whose answer was lost says "ignored" to its repeat, and has the push all the same.
@@ -333,16 +339,16 @@ class World:
         self.counts["resent"] += handle.statistics().resent > 0
 
     async def _read(self, client: AsyncClient, life: Life, handle: AsyncParameters) -> None:
-        others = self.members_beside(life)
+        others, acked = self.members_beside(life), self.oracle.acked
         weights = await handle.pull()
         if life.incarnation != _incarnation(handle):
             self.counts["joined again by a pull"] += 1
             self._joined(life, client, handle)
-        self._saw(life, handle, weights["w"], others)
+        self._saw(life, handle, weights["w"], others, acked)
 
-    def _saw(self, life: Life, handle: AsyncParameters, weights: Any, others: list[Life]) -> None:
+    def _saw(self, life: Life, handle: AsyncParameters, weights: Any, others: list[Life], acked: list[Push]) -> None:
         still = [other for other in others if other in self.members_beside(life)]
-        self.oracle.saw(life, handle._session.versions, weights, still)
+        self.oracle.saw(life, handle._session.versions, weights, still, acked)
 
     def members_beside(self, life: Life) -> list[Life]:
         """Other lives that take part, by the scheduler's map."""
@@ -391,10 +397,17 @@ class World:
                 for index in range(number, entry.slicing.count, len(entry.shards)):
                     if primary.dense.digest(index) != copy.dense.digest(index):
                         self.oracle.violation(f"slice {index} differs between {shard.primary} and {replica}")
-                    mine = primary.shards[number].record(index)
-                    other = copy.copies.machines[number].records[index]
-                    if mine != other:
-                        self.oracle.violation(f"the record of slice {index} is {mine} and at {replica} {other}")
+                    self._check_records(
+                        index, primary.shards[number].record(index), copy.copies.machines[number], entry
+                    )
+
+    def _check_records(self, index: int, mine: SliceRecord, machine: BackupReplication, entry: ParametersEntry) -> None:
+        """What is known of members' pushes; of those that are gone nothing has to be."""
+        other = machine.records[index]
+        lives = {(member.worker_id, member.incarnation) for member in entry.members}
+        tables = [{life: n for life, n in r.producers.items() if life in lives} for r in (mine, other)]
+        if (mine.version, mine.contributors, tables[0]) != (other.version, other.contributors, tables[1]):
+            self.oracle.violation(f"the record of slice {index} is {mine}, and at a copy {other}")
 
     async def _final_read(self) -> None:
         client = await self._connect("reader")

@@ -28,9 +28,13 @@ import psdist_server.link
 import psdist_server.service  # noqa: F401
 from psdist.wire import channels, memory
 from psdist.wire.shm import WeightsArena
+from psdist_server.events import SlicePushed
+from psdist_server.holding import Holding
 from psdist_server.pool import KernelPool
+from psdist_server.shard import AsyncShard, BspShard
 from tests.simulation.loop import SimLoop
 from tests.simulation.network import Network
+from tests.simulation.oracle import Oracle
 from tests.simulation.rpc import SimChannel
 
 _PACKAGES = ("psdist", "psdist_server", "psdist_scheduler")
@@ -42,6 +46,7 @@ class RunLoop(SimLoop):
     network: Network
     #: Chance for production code.
     entropy: random.Random
+    oracle: Oracle
     #: Chance for how long kernels take.
     kernels: random.Random
 
@@ -180,6 +185,31 @@ def _no_arena(*args: Any, **kwargs: Any) -> Any:
     raise OSError(0, "simulated hosts share no memory")
 
 
+def _watch(machine: Any) -> Any:
+    """The machine's ``_pushed``, of which the oracle hears: it runs where a contribution is not refused."""
+    pushed = machine._pushed
+
+    def watched(self: Any, state: Any, event: SlicePushed) -> Any:
+        loop = running()
+        loop.oracle.took(loop.current().name, event.worker_id, event.incarnation, self.members)
+        return pushed(self, state, event)
+
+    return watched
+
+
+def _watch_reply(reply: Any) -> Any:
+    """``Holding._reply``, of which the oracle hears."""
+
+    def watched(self: Any, effect: Any) -> None:
+        number = effect.index % max(1, len(self.entry.shards))
+        machine = self.replicator.machines.get(number)
+        if machine is not None:
+            running().oracle.acts(self.entry.spec.name, number, machine.term, f"{self.me}/{self.me.incarnation}")
+        reply(self, effect)
+
+    return watched
+
+
 Undo = list[tuple[Any, str, Any]]
 
 
@@ -204,6 +234,9 @@ def install() -> Undo:
                 put(module, name, stands[id(value)])
     put(WeightsArena, "create", _no_arena)
     put(memory, "keep_buffers", lambda **_: False)
+    for machine in (BspShard, AsyncShard):
+        put(machine, "_pushed", _watch(machine))
+    put(Holding, "_reply", _watch_reply(Holding._reply))
     logging.disable(logging.CRITICAL)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     return undo

@@ -209,6 +209,17 @@ class Nemesis:
         self._part([f"server-{server}"], names, seconds, one_way=self._rng.random() < 0.4)
         return True
 
+    def _split_off(self) -> bool:
+        """A server and a worker are cut off from all others, together."""
+        server, worker = self._spare_server(), self._worker()
+        if server is None or worker is None:
+            return False
+        seconds = self._rng.uniform(1.0, 4.0) * self._lease
+        self._strike(server, seconds)
+        ours = [f"server-{server}", f"worker-{worker}"]
+        self._part(ours, [name for name in (*self._names(), "scheduler") if name not in ours], seconds, one_way=False)
+        return True
+
     def _partition_servers(self) -> bool:
         other = self._server()
         return other is not None and self._partition_server((f"server-{other}",))
@@ -308,6 +319,7 @@ _KINDS: dict[str, Callable[[Nemesis], bool]] = {
     "kill server host": lambda nemesis: nemesis._kill_server(silent=True),
     "freeze server": Nemesis._freeze_server,
     "partition server": Nemesis._partition_server,
+    "split off server and worker": Nemesis._split_off,
     "partition servers": Nemesis._partition_servers,
     "cut server from scheduler": lambda nemesis: nemesis._partition_server(("scheduler",)),
     "break session of server": Nemesis._break_session_of_server,

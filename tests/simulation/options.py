@@ -36,6 +36,7 @@ REPLICATED = (
     "freeze server",
     "partition server",
     "partition servers",
+    "split off server and worker",
     "cut server from scheduler",
     "break session of server",
     "join server",

@@ -11,7 +11,7 @@ published, and of who answers for which shard. ``violations`` has one sentence f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from psdist import BSP, SSP
 from psdist.consistency import Consistency
 from psdist.optim import Optimizer
-from psdist.types import ClusterMap, Slicing
+from psdist.types import ClusterMap, ParametersMember, Slicing
 from psdist_server import reference
 
 Array = NDArray[np.float32]
@@ -126,8 +126,11 @@ class Oracle:
         if ignored:
             self.counts["ignored"] += 1
 
-    def saw(self, life: Life, versions: Sequence[int], weights: Array, members: Sequence[Life]) -> None:
-        """A worker got weights. members: others that were members when it asked and still are."""
+    def saw(
+        self, life: Life, versions: Sequence[int], weights: Array, members: Sequence[Life], acked: Sequence[Push]
+    ) -> None:
+        """A worker got weights. members: others that were members when it asked and still are. acked: pushes that were
+        answered before it asked."""
         table = weights.reshape(self.slicing.count, self.slice_elements)
         self.counts["reads"] += 1
         for index, version in enumerate(versions):
@@ -138,6 +141,12 @@ class Oracle:
             if first != digest:
                 self.violation(f"slice {index} at version {version} is not for {life.worker_id} what it is for {who}")
         life.versions = list(versions)
+        for push in acked:
+            if not table[:, push.slot].all():
+                self.violation(
+                    f"{life.worker_id} read weights without push {push.step} of {push.life.worker_id}, which was "
+                    "acknowledged before it asked"
+                )
         self._check_own(life, table)
         if isinstance(self.consistency, SSP):
             self._check_bound(life, table, members)
@@ -188,6 +197,17 @@ class Oracle:
                     self.violation(f"shard {number} has primaries {before} and {now} under term {shard.term}")
                 elif shard.term > 1:
                     self.counts["term above 1"] += 1
+
+    @property
+    def acked(self) -> list[Push]:
+        """Pushes that were answered."""
+        return [push for push in self.pushes.values() if push.acked and not push.ignored]
+
+    def took(self, server: str, worker_id: str, incarnation: int, members: Mapping[str, ParametersMember]) -> None:
+        """A server took a contribution, by the members that it knows."""
+        member = members.get(worker_id)
+        if member is None or member.incarnation != incarnation:
+            self.violation(f"{server} took a push of incarnation {incarnation} of {worker_id}, which is no member")
 
     def acts(self, parameters: str, shard: int, term: int, server: str) -> None:
         """``server`` answered a worker as the primary of the shard."""

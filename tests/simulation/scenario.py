@@ -95,11 +95,14 @@ async def _main(world: World) -> None:
 
 def _state(world: World) -> str:
     """Who is at what."""
-    workers = [
-        f"{life.worker_id}/{life.number} pushes {len(life.pushes)} acked {sum(p.acked for p in life.pushes)}"
-        for life in world.lives
-        if not life.over
-    ]
+    workers = []
+    for life in world.lives:
+        client = world.clients.get(life.number)
+        if not life.over:
+            link = client._link if client is not None else None
+            waits = [wait.sentence for wait in link.waits._open.values()] if link is not None else []
+            acked = sum(push.acked for push in life.pushes)
+            workers.append(f"{life.worker_id} pushed {len(life.pushes)}, {acked} answered, {waits}")
     phase = world.scheduler.cluster.phase if world.scheduler is not None else "no scheduler"
     waits = world.scheduler.cluster.waits if world.scheduler is not None else []
     return f"workers {workers}; {phase}; waits {waits}"

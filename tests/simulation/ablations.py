@@ -1,0 +1,354 @@
+"""Ablations: the proof that the simulation sees something. Each takes one safeguard of production code away.
+
+``ABLATIONS`` names them; ``hunt`` runs seeds until one is caught, which must be within ``SEEDS``. An ablation names the
+options that make its fault likely; everything else of a run is drawn as ever.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from psdist import ASP, BSP, SSP
+from psdist.client import parameters, transfer
+from psdist.client.jobs import PushJob
+from psdist.errors import PsdistError
+from psdist.optim import SGD
+from psdist_scheduler import cluster as scheduler_cluster
+from psdist_scheduler import keeper, service
+from psdist_scheduler.events import Persist
+from psdist_server import applier, copies, gates, holding, host, replication, replicator, shard
+from psdist_server.records import SliceRecord
+from tests.simulation import scenario
+from tests.simulation.options import Options, draw
+
+#: An ablation must be caught within so many seeds.
+SEEDS = 200
+
+Put = Callable[[Any, str, Any], None]
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """A safeguard, how it is taken away, and the options that bring its fault."""
+
+    name: str
+    apply: Callable[[Put], None]
+    focus: Callable[[Options], Options]
+
+
+ABLATIONS: dict[str, Ablation] = {}
+
+
+def _ablation(name: str, **focus: Any) -> Callable[[Callable[[Put], None]], Callable[[Put], None]]:
+    """Notes an ablation. focus: options that its runs have."""
+
+    def note(apply: Callable[[Put], None]) -> Callable[[Put], None]:
+        ABLATIONS[name] = Ablation(name, apply, lambda options: replace(options, **focus))
+        return apply
+
+    return note
+
+
+@contextmanager
+def applied(name: str) -> Iterator[None]:
+    """The safeguard is away while this lasts."""
+    undo: list[tuple[Any, str, Any, bool]] = []
+
+    def put(owner: Any, attribute: str, value: Any) -> None:
+        had = attribute in vars(owner)
+        undo.append((owner, attribute, vars(owner).get(attribute), had))
+        setattr(owner, attribute, value)
+
+    ABLATIONS[name].apply(put)
+    try:
+        yield
+    finally:
+        for owner, attribute, value, had in reversed(undo):
+            if had:
+                setattr(owner, attribute, value)
+            else:
+                delattr(owner, attribute)
+
+
+def hunt(name: str, seeds: int = SEEDS) -> tuple[int, str]:
+    """The number of seeds that it took to catch the ablation, and what was seen; 0 where it was not."""
+    with applied(name):
+        for seed in range(seeds):
+            result = scenario.run(seed, ABLATIONS[name].focus(draw(seed)))
+            if result.violations:
+                return seed + 1, result.violations[0]
+    return 0, "not caught"
+
+
+_CUTS: dict[str, Any] = {"cut": 0.3, "faults": ("break connections",), "fault_count": 5, "fault_seconds": 1.5}
+_COPIES: dict[str, Any] = {"replicas": 2, "servers": 3, "workers": 3, "lives": 7}
+_LOSSES: dict[str, Any] = {
+    **_COPIES, "faults": ("kill server", "freeze server"), "fault_count": 4, "fault_seconds": 4.0,
+}  # fmt: skip
+_ZOMBIES: dict[str, Any] = {
+    **_COPIES, "faults": ("split off server and worker", "partition server", "cut server from scheduler"),
+    "fault_count": 4, "fault_seconds": 4.0, "think_seconds": 0.1, "steps": 6, "bare_pushes": 0.0,
+}  # fmt: skip
+
+
+# --- exactly once -----------------------------------------------------------------------------------------------------
+
+
+@_ablation("duplicate table, BSP", consistency=BSP(), workers=2, lives=6, **_CUTS)
+def _no_duplicates_bsp(put: Put) -> None:
+    pushed = shard.BspShard._pushed
+
+    def again(self: Any, state: Any, event: Any) -> Any:
+        if event.step < state.step:  # What comes again counts in the step that is open.
+            event = replace(event, step=state.step)
+        return pushed(self, state, event)
+
+    put(shard.BspShard, "_pushed", again)
+
+
+@_ablation("duplicate table, SSP and ASP", consistency=ASP(), optimizer=SGD(lr=1.0), **_CUTS)
+def _no_duplicates_async(put: Put) -> None:
+    pushed = shard.AsyncShard._pushed
+
+    def again(self: Any, state: Any, event: Any) -> Any:
+        producer = self.producers[event.worker_id]
+        if event.step < producer.sequence:
+            state.queue.append(event)
+            return self._try_apply(state)
+        return pushed(self, state, event)
+
+    put(shard.AsyncShard, "_pushed", again)
+
+
+@_ablation("a push keeps its number", **_CUTS)
+def _new_number(put: Put) -> None:
+    messages = PushJob.header
+
+    def header(self: Any, *args: Any) -> Any:
+        made = messages(self, *args)
+        self.headers = getattr(self, "headers", 0) + 1
+        made.step += self.headers > 4
+        return made
+
+    put(PushJob, "header", header)
+
+
+@_ablation("every slice is answered before a push returns", **_CUTS)
+def _early_return(put: Put) -> None:
+    attempt = transfer.DataPath._attempt
+
+    async def careless(self: Any, job: Any, route: Any, wait: Any) -> Any:
+        broken = await attempt(self, job, route, wait)
+        if broken is not None and job.method == "Push":
+            for index in job.request.unanswered(route.slices):
+                job.request.answer(index, 0)
+            return None
+        return broken
+
+    put(transfer.DataPath, "_attempt", careless)
+
+
+@_ablation(
+    "a dropped push is told", faults=("freeze worker", "partition worker"), fault_count=4, workers=2, lives=6,
+    think_seconds=0.1, steps=6,
+)  # fmt: skip
+def _untold_drop(put: Put) -> None:
+    put(parameters.AsyncParameters, "_count_dropped", lambda *_: None)
+
+
+# --- order and bounds -------------------------------------------------------------------------------------------------
+
+
+@_ablation("contributions are added in rank order", consistency=BSP(), workers=4, lives=8)
+def _any_order(put: Put) -> None:
+    put(shard, "sorted", lambda items, key=None: list(items))
+
+
+@_ablation("a step waits for every member", consistency=BSP(), workers=3, lives=7)
+def _no_apply_gate(put: Put) -> None:
+    put(gates, "bsp_complete", lambda *_: True)
+
+
+@_ablation("the bound of SSP", consistency=SSP(0), optimizer=SGD(lr=1.0), workers=3, lives=7, bare_pushes=0.0)
+def _no_read_gate(put: Put) -> None:
+    put(gates, "ssp_read", lambda *_: "")
+
+
+@_ablation("a first step is agreed on", consistency=BSP(), faults=("join worker",), fault_count=3, workers=2, lives=6)
+def _no_agreement(put: Put) -> None:
+    def propose(self: Any, member: Any) -> bool:
+        return True
+
+    put(holding.Holding, "propose", propose)
+
+
+@_ablation("weights are not read while they are written", consistency=ASP(), optimizer=SGD(lr=1.0), workers=4, lives=8)
+def _torn_reads(put: Put) -> None:
+    async def read(self: Any, index: int, dtype: str) -> Any:
+        return self._shard(index).slices[index].version, self.dense.read(index, dtype)
+
+    put(holding.Holding, "read", read)
+
+
+# --- lives and epochs -------------------------------------------------------------------------------------------------
+
+
+@_ablation(
+    "a life that is over changes nothing", faults=("freeze worker", "kill worker", "break session of worker"),
+    fault_count=5, workers=3, lives=7, think_seconds=0.02, delay=(0.001, 0.03),
+)  # fmt: skip
+def _no_fence(put: Put) -> None:
+    refusal = shard.ShardMachine._refusal
+
+    def lenient(self: Any, event: Any) -> Any:
+        error = refusal(self, event)
+        return None if error is not None and event.worker_id in self.members else error
+
+    put(shard.ShardMachine, "_refusal", lenient)
+    put(host.Host, "check_live", lambda *_: None)
+    put(holding.Holding, "fence", lambda *_: None)
+
+
+@_ablation(
+    "what is published is durable", faults=("kill scheduler",), fault_count=5, fault_seconds=1.5,
+    disk_seconds=(0.02, 0.15),
+)  # fmt: skip
+def _publish_first(put: Put) -> None:
+    async def run(self: Any) -> None:
+        while True:
+            await self._pending.wait()
+            self._pending.clear()
+            batch, self._effects = self._effects, deque()
+            for effect in batch:
+                self._carry_out(effect)
+            changes = [effect for effect in batch if isinstance(effect, Persist)]
+            if changes:
+                await self._loop.run_in_executor(self._writer, self._store.write, service._merge(changes))
+
+    put(service.Scheduler, "run", run)
+
+
+@_ablation("an epoch is used once", faults=("kill scheduler",), fault_count=3, fault_seconds=1.5)
+def _reused_epoch(put: Put) -> None:
+    begin = scheduler_cluster.Cluster.__init__
+
+    def forgetful(self: Any, settings: Any, stored: Any, now: float) -> None:
+        begin(self, settings, stored, now)
+        self.epoch = max(0, self.epoch - 1)
+
+    put(scheduler_cluster.Cluster, "__init__", forgetful)
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+@_ablation("a push is answered once copies have it", **_LOSSES, think_seconds=0.02, steps=6, delay=(0.001, 0.03))
+def _early_answer(put: Put) -> None:
+    ship = applier.Applier._ship
+
+    def eager(self: Any, shipment: Any) -> None:
+        shipment.is_replicated = True
+        ship(self, shipment)
+
+    put(applier.Applier, "_ship", eager)
+
+
+@_ablation("a primary waits for a silent backup", **_LOSSES, think_seconds=0.02, steps=6, delay=(0.001, 0.03))
+def _impatient(put: Put) -> None:
+    put(replication.Peer, "required", property(lambda self: (self.in_sync or self.filled) and self.is_open))
+
+
+@_ablation("a replica refuses an old term", **_ZOMBIES)
+def _any_term(put: Put) -> None:
+    put(copies.Copies, "_check", staticmethod(lambda *_: None))
+
+
+@_ablation("reads are confirmed", **_ZOMBIES, pulls=0.3)
+def _unconfirmed(put: Put) -> None:
+    put(replicator.Replicator, "needs_confirm", lambda *_: False)
+
+
+@_ablation("only a complete copy is promoted", **_LOSSES, slices=6, delay=(0.001, 0.03))
+def _hasty_promotion(put: Put) -> None:
+    after_loss = keeper.after_loss
+
+    def hasty(shard: Any, live: Any) -> Any:
+        lost = not live(shard.primary) and not any(live(replica) for replica in shard.backups)
+        if lost and shard.filling:
+            shard = replace(shard, backups=shard.filling, filling=())
+        return after_loss(replace(shard, backups=(*shard.filling, *shard.backups), filling=()), live)
+
+    put(keeper, "after_loss", hasty)
+
+
+@_ablation("the duplicate table is promoted, BSP", consistency=BSP(), **{**_LOSSES, "cut": 0.3}, think_seconds=0.02)
+def _forgotten_contributors(put: Put) -> None:
+    _forget_tables(put)
+
+
+@_ablation(
+    "the duplicate table is promoted, SSP and ASP", consistency=ASP(), optimizer=SGD(lr=1.0),
+    **{**_LOSSES, "cut": 0.3}, think_seconds=0.02,
+)  # fmt: skip
+def _forgotten_producers(put: Put) -> None:
+    _forget_tables(put)
+
+
+def _forget_tables(put: Put) -> None:
+    make = holding.make_shard
+
+    def forgetful(*args: Any) -> Any:
+        *others, records = args
+        bare = {index: SliceRecord(record.version) for index, record in (records or {}).items()}
+        return make(*others, bare if records is not None else None)
+
+    put(holding, "make_shard", forgetful)
+
+
+@_ablation("a stream goes on from what its replica has", **_COPIES, **_CUTS)
+def _blind_resume(put: Put) -> None:
+    put(replication.PrimaryReplication, "_resumable", lambda self, held: self.lsn)
+
+
+@_ablation("updates of a shard come without a gap", **_COPIES, **_CUTS)
+def _gaps(put: Put) -> None:
+    update = replication.BackupReplication.update
+
+    def lenient(self: Any, term: int, given: Any) -> Any:
+        if given.lsn > self.lsn + 1:
+            self.lsn = given.lsn - 1
+        return update(self, term, given)
+
+    put(replication.PrimaryReplication, "_resumable", lambda self, held: self.lsn)
+    put(replication.BackupReplication, "update", lenient)
+
+
+@_ablation("a slice is copied while it stands still", consistency=ASP(), optimizer=SGD(lr=1.0), **_LOSSES, steps=6)
+def _copy_at_once(put: Put) -> None:
+    put(holding.Holding, "at_rest", lambda self, index, callback: callback())
+
+
+@_ablation("a copy ends with its last slice", **_LOSSES, slices=6, steps=6, think_seconds=0.02)
+def _early_end(put: Put) -> None:
+    put(replication.PrimaryReplication, "next_copy", _skip_one(replication.PrimaryReplication.next_copy))
+    put(replication.BackupReplication, "end", lambda self: setattr(self, "_copying", False))
+
+
+def _skip_one(next_copy: Any) -> Any:
+    def careless(self: Any, replica: Any) -> Any:
+        peer = self.peers.get(replica)
+        if peer is not None and len(peer.missing) == 1:
+            peer.missing.clear()
+            self.skipped = True
+        return next_copy(self, replica)
+
+    return careless
+
+
+# Used where an ablation must let a typed error pass.
+_ = (builtins, PsdistError)
