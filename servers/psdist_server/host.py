@@ -7,6 +7,7 @@ that was routed by an older map is refused, and the client routes it anew.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Callable
 from functools import partial
@@ -82,6 +83,8 @@ class Host:
         self._live: dict[str, int] = {}
         self._map_changed = asyncio.Condition()
         self._peers: dict[str, grpc.aio.Channel] = {}
+        self._numbers = itertools.count()
+        self._on_end: dict[int, Callable[[], None]] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     # --- the cluster map ----------------------------------------------------------------------------------------------
@@ -297,6 +300,21 @@ class Host:
     def reports(self) -> list[Report]:
         """What the scheduler must hear about replicas."""
         return [report for holding in self._holdings.values() for report in holding.reports()]
+
+    def on_end(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Has ``callback`` called when the server ends, unless what is returned was called before."""
+        number = next(self._numbers)
+        self._on_end[number] = callback
+
+        def forget() -> None:
+            self._on_end.pop(number, None)
+
+        return forget
+
+    def hang_up(self) -> None:
+        """Ends the streams of other servers, which would keep the server from ending."""
+        for callback in list(self._on_end.values()):
+            callback()
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 

@@ -227,12 +227,14 @@ class ServerService:
         """Reads in a task of its own, since an update may wait for its kernel while the next ones come."""
         answers: asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None] = asyncio.Queue()
         reader = asyncio.create_task(self._read_updates(requests, answers))
+        hang_up = self._host.on_end(lambda: answers.put_nowait(None))
         try:
             while (answer := await answers.get()) is not None:
                 if isinstance(answer, PsdistError):
                     await status.abort(context, answer)
                 yield answer.SerializeToString()
         finally:
+            hang_up()
             reader.cancel()
 
     async def _read_updates(

@@ -1,0 +1,91 @@
+"""Two copies of each shard, real processes: a server is killed while workers train, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+import pytest
+
+from psdist import ASP, BSP, AsyncClient, AsyncParameters, optim
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.v1 import scheduler_pb2_grpc
+from psdist.wire import auth
+
+WORKERS, STEPS, KILLED_AT, SIZE = 2, 40, 12, 60_000
+
+
+@pytest.fixture
+def cluster() -> Iterator[EmbeddedCluster]:
+    cluster = EmbeddedCluster(servers=3, replicas=2)
+    yield cluster
+    cluster.close()
+
+
+async def train(cluster: EmbeddedCluster, settings: dict[str, object], transport: str, kill: bool) -> np.ndarray:
+    """The weights after all steps, with a server killed on the way."""
+    clients = [AsyncClient(cluster.address, cluster.token, rank=r, transport=transport) for r in range(WORKERS)]
+    await asyncio.gather(*(client.connect() for client in clients))
+    init = {"w": np.zeros(SIZE, np.float32)}
+    name = f"{transport}-{kill}"
+    handles = await asyncio.gather(
+        *(client.parameters(name, init=init, slice_elements=4096, **settings) for client in clients)
+    )
+    await asyncio.gather(*(work(cluster, handle, rank, kill) for rank, handle in enumerate(handles)))
+    weights = (await handles[0].pull())["w"].copy()
+    await asyncio.gather(*(client.close() for client in clients))
+    return weights
+
+
+async def work(cluster: EmbeddedCluster, handle: AsyncParameters, rank: int, kill: bool) -> None:
+    rng = np.random.default_rng(rank)
+    for step in range(STEPS):
+        if kill and rank == 0 and step == KILLED_AT:
+            cluster._children[1].send_signal(signal.SIGKILL)  # The scheduler is the first.
+        await handle.push_pull({"w": gradient(rng)})
+
+
+def gradient(rng: np.random.Generator) -> np.ndarray:
+    """Whole numbers: their sums do not depend on the order in which they are added."""
+    return rng.integers(-8, 9, SIZE).astype(np.float32)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+async def test_bsp_ends_with_the_same_bytes_whether_a_server_was_killed_or_not(
+    cluster: EmbeddedCluster, transport: str
+) -> None:
+    settings = {"optimizer": optim.Adam(lr=0.01, max_grad_norm=5.0), "consistency": BSP()}
+    undisturbed = await train(cluster, settings, transport, kill=False)
+    disturbed = await train(cluster, settings, transport, kill=True)
+    assert np.any(undisturbed) and undisturbed.tobytes() == disturbed.tobytes()
+
+
+async def test_asp_applies_each_push_once_though_a_server_was_killed(cluster: EmbeddedCluster) -> None:
+    settings = {"optimizer": optim.SGD(lr=1.0), "consistency": ASP()}
+    weights = await train(cluster, settings, "grpc", kill=True)
+    rngs = [np.random.default_rng(rank) for rank in range(WORKERS)]
+    expected = -sum(gradient(rng) for rng in rngs for _ in range(STEPS))
+    assert np.array_equal(weights, expected)
+
+
+async def test_copies_are_filled_again_and_compared(cluster: EmbeddedCluster) -> None:
+    settings = {"optimizer": optim.Adam(lr=0.01), "consistency": BSP()}
+    await train(cluster, settings, "grpc", kill=True)
+    replicas = [
+        replica
+        for member in status(cluster).members
+        if member.state == "live"
+        for parameters in member.statistics.parameters
+        for replica in parameters.replicas
+    ]
+    assert replicas and all(replica.digests > 0 for replica in replicas)
+
+
+def status(cluster: EmbeddedCluster) -> pb.GetStatusResponse:
+    with grpc.insecure_channel(cluster.address) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        return stub.GetStatus(pb.GetStatusRequest(), metadata=auth.metadata(cluster.token))
