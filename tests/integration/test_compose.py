@@ -7,8 +7,10 @@ Compose itself from ``servers/Dockerfile``.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -58,9 +60,9 @@ class Project:
         self.name = f"psdist-test-{uuid.uuid4().hex[:12]}"
         self._command = [*command, "--project-name", self.name]
 
-    def compose(self, *words: str) -> str:
+    def compose(self, *words: str, **environ: str) -> str:
         """Runs Compose on this project; its output."""
-        return _run([*self._command, *words], TRAIN_SECONDS)
+        return _run([*self._command, *words], TRAIN_SECONDS, **environ)
 
     def containers(self, service: str) -> list[str]:
         """Ids of a service's containers, the ended ones too."""
@@ -75,6 +77,11 @@ class Project:
     def logs(self, service: str) -> str:
         """What a service's containers have printed."""
         return self.compose("logs", "--no-color", service)
+
+    def follow(self, service: str) -> subprocess.Popen[str]:
+        """The command that prints what a service's containers print, until they end."""
+        command = [*self._command, "logs", "--no-color", "--follow", service]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
 
 
 @pytest.fixture
@@ -99,6 +106,23 @@ def test_digits_train_to_an_accuracy(project: Project, workers: int) -> None:
     assert {_health(container) for container in project.containers("server")} == {"healthy"}
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may kill a container's process from outside")
+def test_with_two_copies_a_server_and_the_scheduler_may_die(project: Project) -> None:
+    project.compose("up", "--detach", "--scale", "server=3", PSDIST_REPLICAS="2")
+    with project.follow("worker") as worker:
+        assert worker.stdout is not None
+        assert any("step" in line for line in worker.stdout), project.logs("worker")
+        killed = [project.containers(service)[0] for service in ("server", "scheduler")]
+        for container in killed:
+            # Not by docker kill, which is a wish that the container stays down.
+            os.kill(int(_inspect(container, "{{.State.Pid}}")), signal.SIGKILL)
+        worker.stdout.read()
+    codes, logs = project.wait("worker"), project.logs("worker")
+    assert codes == [0, 0], logs + project.logs("scheduler") + project.logs("server")
+    assert re.search(r"\btest accuracy (9[7-9]|100)", logs), logs
+    assert [_inspect(container, "{{.RestartCount}} {{.State.Running}}") for container in killed] == ["1 true"] * 2
+
+
 def test_processes_are_not_root_and_publish_no_port(project: Project) -> None:
     project.compose("up", "--detach", "scheduler")
     (container,) = project.containers("scheduler")
@@ -107,10 +131,22 @@ def test_processes_are_not_root_and_publish_no_port(project: Project) -> None:
 
 
 def _health(container: str) -> str:
-    return _run(["docker", "inspect", "--format", "{{.State.Health.Status}}", container], 30).strip()
+    return _inspect(container, "{{.State.Health.Status}}")
 
 
-def _run(command: list[str], timeout_seconds: float) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=timeout_seconds)
+def _inspect(container: str, template: str) -> str:
+    return _run(["docker", "inspect", "--format", template, container], 30).strip()
+
+
+def _run(command: list[str], timeout_seconds: float, **environ: str) -> str:
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=timeout_seconds,
+        env={**os.environ, **environ},
+    )
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     return done.stdout
