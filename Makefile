@@ -5,6 +5,7 @@
 #   make check    lint, types, drift of the generated stubs, tidiness (no training)
 #   make proto    write psdist/v1 anew from proto/
 #   make bench    psdist beside its peers, in some minutes: writes docs/performance.md anew (--full: BENCH=--full)
+#   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), and each safeguard taken away in turn
 #   make chaos    faults on real processes, each promise with its figure, in about half an hour (fewer: KILLS=10)
 #   make clean    remove everything that these targets made
 
@@ -22,7 +23,7 @@ KILLS ?= 100
 
 PROTOS := $(wildcard proto/psdist/v1/*.proto)
 
-.PHONY: demo test check proto bench chaos clean
+.PHONY: demo test check proto bench chaos sim clean
 .DEFAULT_GOAL := test
 
 # --- environment: the demo needs no torch and no linters, so it does not wait for them -------------------------------
@@ -63,6 +64,12 @@ bench: $(VENV)/.dev
 chaos: $(VENV)/.dev
 	$(BIN)/python -m pytest -q tests/chaos
 	$(BIN)/psdist chaos --suite --kills $(KILLS)
+
+SEEDS ?= 10000
+FIRST ?= 0
+sim: $(VENV)/.dev
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)
+	$(BIN)/python -m tests.simulation --ablations
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis psdist-runs .bench

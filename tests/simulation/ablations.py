@@ -6,7 +6,6 @@ options that make its fault likely; everything else of a run is drawn as ever.
 
 from __future__ import annotations
 
-import builtins
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +15,9 @@ from typing import Any
 from psdist import ASP, BSP, SSP
 from psdist.client import parameters, transfer
 from psdist.client.jobs import PushJob
-from psdist.errors import PsdistError
 from psdist.optim import SGD
 from psdist_scheduler import cluster as scheduler_cluster
-from psdist_scheduler import keeper, service
+from psdist_scheduler import replicas, service
 from psdist_scheduler.events import Persist
 from psdist_server import applier, copies, gates, holding, host, replication, replicator, shard
 from psdist_server.records import SliceRecord
@@ -90,9 +88,9 @@ _COPIES: dict[str, Any] = {"replicas": 2, "servers": 3, "workers": 3, "lives": 7
 _LOSSES: dict[str, Any] = {
     **_COPIES, "faults": ("kill server", "freeze server"), "fault_count": 4, "fault_seconds": 4.0,
 }  # fmt: skip
-_ZOMBIES: dict[str, Any] = {
-    **_COPIES, "faults": ("split off server and worker", "partition server", "cut server from scheduler"),
-    "fault_count": 4, "fault_seconds": 4.0, "think_seconds": 0.1, "steps": 6, "bare_pushes": 0.0,
+_STALE: dict[str, Any] = {
+    **_COPIES, "consistency": ASP(), "optimizer": SGD(lr=1.0), "fault_count": 4, "fault_seconds": 4.0,
+    "think_seconds": 0.4, "steps": 6, "pulls": 0.5, "lease_seconds": 1.0, "reader": True, "slices": 1,
 }  # fmt: skip
 
 
@@ -199,15 +197,14 @@ def _torn_reads(put: Put) -> None:
 
 
 @_ablation(
-    "a life that is over changes nothing", faults=("freeze worker", "kill worker", "break session of worker"),
-    fault_count=5, workers=3, lives=7, think_seconds=0.02, delay=(0.001, 0.03),
+    "a life that is over changes nothing", faults=("partition worker from server", "break session of worker"),
+    fault_count=8, fault_seconds=1.5, workers=2, lives=6, think_seconds=0.02, steps=6,
 )  # fmt: skip
 def _no_fence(put: Put) -> None:
     refusal = shard.ShardMachine._refusal
 
-    def lenient(self: Any, event: Any) -> Any:
-        error = refusal(self, event)
-        return None if error is not None and event.worker_id in self.members else error
+    def lenient(self: Any, event: Any) -> None:
+        refusal(self, event)
 
     put(shard.ShardMachine, "_refusal", lenient)
     put(host.Host, "check_live", lambda *_: None)
@@ -258,32 +255,32 @@ def _early_answer(put: Put) -> None:
     put(applier.Applier, "_ship", eager)
 
 
-@_ablation("a primary waits for a silent backup", **_LOSSES, think_seconds=0.02, steps=6, delay=(0.001, 0.03))
+@_ablation(
+    "a primary waits for a silent backup", **{**_COPIES, "workers": 4, "lives": 8}, think_seconds=0.01, steps=6,
+    faults=("break connections and kill server",), fault_count=4, fault_seconds=1.5, delay=(0.001, 0.03),
+)  # fmt: skip
 def _impatient(put: Put) -> None:
     put(replication.Peer, "required", property(lambda self: (self.in_sync or self.filled) and self.is_open))
 
 
-@_ablation("a replica refuses an old term", **_ZOMBIES)
+@_ablation("a replica refuses an old term", **_STALE, faults=("cut server and worker from scheduler",))
 def _any_term(put: Put) -> None:
     put(copies.Copies, "_check", staticmethod(lambda *_: None))
 
 
-@_ablation("reads are confirmed", **_ZOMBIES, pulls=0.3)
+@_ablation("reads are confirmed", **_STALE, faults=("split off server and worker",))
 def _unconfirmed(put: Put) -> None:
     put(replicator.Replicator, "needs_confirm", lambda *_: False)
 
 
 @_ablation("only a complete copy is promoted", **_LOSSES, slices=6, delay=(0.001, 0.03))
 def _hasty_promotion(put: Put) -> None:
-    after_loss = keeper.after_loss
+    after_loss = replicas.after_loss
 
     def hasty(shard: Any, live: Any) -> Any:
-        lost = not live(shard.primary) and not any(live(replica) for replica in shard.backups)
-        if lost and shard.filling:
-            shard = replace(shard, backups=shard.filling, filling=())
         return after_loss(replace(shard, backups=(*shard.filling, *shard.backups), filling=()), live)
 
-    put(keeper, "after_loss", hasty)
+    put(replicas, "after_loss", hasty)
 
 
 @_ablation("the duplicate table is promoted, BSP", consistency=BSP(), **{**_LOSSES, "cut": 0.3}, think_seconds=0.02)
@@ -344,11 +341,6 @@ def _skip_one(next_copy: Any) -> Any:
         peer = self.peers.get(replica)
         if peer is not None and len(peer.missing) == 1:
             peer.missing.clear()
-            self.skipped = True
         return next_copy(self, replica)
 
     return careless
-
-
-# Used where an ablation must let a typed error pass.
-_ = (builtins, PsdistError)

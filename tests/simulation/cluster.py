@@ -39,6 +39,8 @@ RUN = "run-sim"
 NAME = "p"
 SCHEDULER = "10.0.0.1:7000"
 KERNEL_THREADS = 2
+#: Number of the worker that only reads.
+READER = 90
 
 
 class World:
@@ -257,7 +259,7 @@ class World:
 
     async def all_finished(self) -> None:
         """Returns when no worker has anything to do."""
-        while len(self.finished) < len({life.worker for life in self.lives}):
+        while not {life.worker for life in self.lives} <= self.finished:
             self._changed.clear()
             await self._changed.wait()
 
@@ -294,6 +296,22 @@ class World:
             await self._step(client, life, handle)
         life.over = True
         await client.close()
+
+    def start_reader(self) -> None:
+        """A process that takes no part and reads all the time."""
+        life = Life(READER, -1, range(0))
+        self.worker_nodes[READER] = node = self.loop.node(life.worker_id, "host-r")
+        self.loop.start(node, self._follow(life))
+
+    async def _follow(self, life: Life) -> None:
+        try:
+            client = await self._connect(life.worker_id)
+            handle = await client.parameters(NAME)
+            while True:
+                await self.loop.after(self.workload.expovariate(1.0) * 0.15)
+                await self._read(client, life, handle)
+        except PsdistError as error:
+            self.oracle.violation(f"the reader ended: {error!r}{where(error)}")
 
     def _joined(self, life: Life, client: AsyncClient, handle: AsyncParameters) -> None:
         life.rank, life.incarnation, life.joined = client.rank, _incarnation(handle), True
@@ -341,7 +359,7 @@ class World:
     async def _read(self, client: AsyncClient, life: Life, handle: AsyncParameters) -> None:
         others, acked = self.members_beside(life), self.oracle.acked
         weights = await handle.pull()
-        if life.incarnation != _incarnation(handle):
+        if handle.member and life.incarnation != _incarnation(handle):
             self.counts["joined again by a pull"] += 1
             self._joined(life, client, handle)
         self._saw(life, handle, weights["w"], others, acked)

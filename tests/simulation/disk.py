@@ -1,8 +1,8 @@
 """The simulated disk: what the scheduler wrote, of which a crash leaves a prefix.
 
 A write takes virtual time, and is durable when it is done. A process that is killed meanwhile may leave the write that
-was under way on the disk, or not; a transaction is there whole or not at all, which is what SQLite promises. A scheduler
-that starts again reads all that is durable back through the real store.
+was under way on the disk, or not; a transaction is there whole or not at all, which is what SQLite promises. A
+scheduler that starts again reads all that is durable back through the real store.
 """
 
 from __future__ import annotations

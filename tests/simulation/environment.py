@@ -1,8 +1,10 @@
 """The environment: production code runs unchanged, but for what it gets from outside.
 
 ``install`` puts the simulation in the place of clocks, chance, host names, process ids, channels, threads and shared
-memory, in all modules of psdist that are loaded; ``uninstall`` takes it away again. Each stand-in asks the running loop,
-so that one installation serves all runs of a process.
+memory, in all modules of psdist that are loaded. Each stand-in asks the running loop, so that one installation serves
+all runs of a process. It stays: a process that simulates does nothing else.
+
+Besides, the oracle hears here of what servers do, and the paths that runs take are counted.
 """
 
 from __future__ import annotations
@@ -16,21 +18,22 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import structlog
 
-import psdist.client.async_client  # Loaded before its names are replaced.
 import psdist_scheduler.service  # noqa: F401
 import psdist_server.link
 import psdist_server.service  # noqa: F401
-from psdist.wire import channels, memory
+from psdist.wire import channels, memory, status
 from psdist.wire.shm import WeightsArena
-from psdist_server.events import SlicePushed
+from psdist_scheduler.joins import Joins
+from psdist_server.events import Forget, SlicePushed
 from psdist_server.holding import Holding
 from psdist_server.pool import KernelPool
+from psdist_server.replication import BackupReplication, PrimaryReplication
 from psdist_server.shard import AsyncShard, BspShard
 from tests.simulation.loop import SimLoop
 from tests.simulation.network import Network
@@ -121,8 +124,8 @@ class _Psutil:
 
 
 class InlinePool:
-    """Stands for ``psdist_server.pool.KernelPool``: a kernel runs whole, at the beginning or at the end of the time that it
-    takes, and so many run at once."""
+    """Stands for ``psdist_server.pool.KernelPool``: a kernel runs whole, at the beginning or at the end of the time
+    that it takes, and so many run at once."""
 
     def __init__(self, threads: int) -> None:
         self._free = threads
@@ -210,16 +213,52 @@ def _watch_reply(reply: Any) -> Any:
     return watched
 
 
-Undo = list[tuple[Any, str, Any]]
+def _counted(function: Any, text: str, happened: Callable[[Any, Any], bool] = lambda args, result: True) -> Any:
+    """``function``, whose calls are counted under ``text`` where something ``happened``."""
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if happened(args, result):
+            running().network.counts[text] += 1
+        return result
+
+    return counted
 
 
-def install() -> Undo:
-    """Replaces what production code gets from outside; the list that ``uninstall`` wants."""
-    undo: Undo = []
+def _told(to_detail: Any) -> Any:
+    """``status.to_detail``, which every error passes on its way to a peer."""
 
-    def put(owner: Any, name: str, value: Any) -> None:
-        undo.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
+    def told(error: Any) -> Any:
+        running().network.counts[f"told: {type(error).__name__}"] += 1
+        return to_detail(error)
+
+    return told
+
+
+#: Paths that a suite must have taken: owner, function, what is counted, and when.
+_PATHS: tuple[tuple[Any, str, str, Callable[[Any, Any], bool]], ...] = (
+    (PrimaryReplication, "begin", "a copy began", lambda args, result: True),
+    (PrimaryReplication, "_resumable", "a stream went on from what was held", lambda args, lsn: lsn is not None),
+    (PrimaryReplication, "filled", "a copy was complete", lambda args, effects: True),
+    (PrimaryReplication, "refused", "a primary heard that it is none", lambda args, result: True),
+    (BackupReplication, "update", "an update came again", lambda args, verdict: verdict == "repeat"),
+    (Holding, "_become_primary", "promoted", lambda args, result: args[2] is not None),
+    (Holding, "_demote", "demoted", lambda args, result: True),
+    (Joins, "_again", "a first step was refused", lambda args, result: True),
+    (Joins, "reroute", "a join met a new primary", lambda args, result: True),
+    (BspShard, "_pushed", "a contribution came again", lambda args, effects: _again(effects)),
+    (AsyncShard, "_pushed", "a push came again", lambda args, effects: _again(effects)),
+)
+
+
+def _again(effects: Sequence[Any]) -> bool:
+    """Whether a machine took nothing of what came."""
+    return bool(effects) and isinstance(effects[0], Forget)
+
+
+def install() -> None:
+    """Replaces what production code gets from outside, for good."""
+    put = setattr
 
     stands: dict[int, Any] = {id(time): _Time(), id(random): _Random(), id(os): _Os(), id(socket): _Socket()}
     stands |= {id(sys.modules["psutil"]): _Psutil(), id(random.Random): _Random().Random}
@@ -237,14 +276,8 @@ def install() -> Undo:
     for machine in (BspShard, AsyncShard):
         put(machine, "_pushed", _watch(machine))
     put(Holding, "_reply", _watch_reply(Holding._reply))
+    for owner, name, text, happened in _PATHS:
+        put(owner, name, _counted(getattr(owner, name), text, happened))
+    put(status, "to_detail", _told(status.to_detail))
     logging.disable(logging.CRITICAL)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    return undo
-
-
-def uninstall(undo: Undo) -> None:
-    """Puts back what ``install`` replaced."""
-    for owner, name, value in reversed(undo):
-        setattr(owner, name, value)
-    logging.disable(logging.NOTSET)
-    structlog.reset_defaults()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from tests.simulation.cluster import World
+from tests.simulation.cluster import READER, World
 from tests.simulation.loop import Node
 from tests.simulation.network import KEEPALIVE
 
@@ -102,14 +102,16 @@ class Nemesis:
         world.kill(world.worker_nodes[worker], silent=silent)
         for life in world.lives:
             life.over = life.over or life.worker == worker
-        if world.can_start_worker and (not world.created or self._rng.random() < 0.7):
+        if worker == READER or (world.can_start_worker and (not world.created or self._rng.random() < 0.7)):
             self._later(self._rng.uniform(0.05, 1.0), self._restart_worker, worker)
         else:
             world.finish(worker)
         return True
 
     def _restart_worker(self, worker: int) -> None:
-        if self._world.can_start_worker:
+        if worker == READER:
+            self._world.start_reader()
+        elif self._world.can_start_worker:
             self._world.start_worker(worker)
         else:
             self._world.finish(worker)
@@ -220,6 +222,22 @@ class Nemesis:
         self._part(ours, [name for name in (*self._names(), "scheduler") if name not in ours], seconds, one_way=False)
         return True
 
+    def _cut_both_from_scheduler(self) -> bool:
+        """A server and a worker miss the news, and reach all others."""
+        server, worker = self._spare_server(), self._worker()
+        if server is None or worker is None:
+            return False
+        seconds = self._rng.uniform(1.0, 4.0) * self._lease
+        self._strike(server, seconds)
+        self._part([f"server-{server}", f"worker-{worker}"], ["scheduler"], seconds, one_way=False)
+        return True
+
+    def _break_and_kill(self) -> bool:
+        """Connections break, and before they stand again a server dies."""
+        self._network.break_some(tuple(self._names()), 0.7)
+        self._later(self._rng.uniform(0.0, 0.05), self._kill_server)
+        return True
+
     def _partition_servers(self) -> bool:
         other = self._server()
         return other is not None and self._partition_server((f"server-{other}",))
@@ -320,6 +338,8 @@ _KINDS: dict[str, Callable[[Nemesis], bool]] = {
     "freeze server": Nemesis._freeze_server,
     "partition server": Nemesis._partition_server,
     "split off server and worker": Nemesis._split_off,
+    "cut server and worker from scheduler": Nemesis._cut_both_from_scheduler,
+    "break connections and kill server": Nemesis._break_and_kill,
     "partition servers": Nemesis._partition_servers,
     "cut server from scheduler": lambda nemesis: nemesis._partition_server(("scheduler",)),
     "break session of server": Nemesis._break_session_of_server,

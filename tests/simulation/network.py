@@ -2,10 +2,10 @@
 
 It carries bytes and knows nothing of psdist. A connection is what TCP gives: bytes arrive late, in order per stream,
 or the connection breaks; both ends learn of that at times of their own. Streams of one connection overtake each other.
-Faults are asked for by the nemesis (``scenario``): partitions in one or both directions (silence, until keepalive gives
-the connection up), slow links, broken connections, dead processes (their kernel says so) and dead hosts (silence).
-Besides, ``Faults.cut`` of all streams break by themselves, in the shapes of Ray's chaos: the request is lost, the answer
-is lost, or the caller is told of a failure while the request is still on its way, and overtaken by its repeat.
+Faults are asked for by the ``nemesis``: partitions in one or both directions (silence, until keepalive gives the
+connection up), slow links, broken connections, dead processes (their kernel says so) and dead hosts (silence).
+Besides, ``Faults.cut`` of all streams break by themselves, in the shapes of Ray's chaos: the request is lost, the
+answer is lost, or the caller is told of a failure while the request is still on its way, and overtaken by its repeat.
 
 Not here: what the ends of a stream do (``rpc``).
 """
@@ -117,7 +117,7 @@ class Network:
         """Tells a connection, or why there is none."""
         there = self._listening.get(address)
         delay = 2 * self._delay(client.name, there[0].name if there else "")
-        if there is None or there[0].dead and there[0] not in self._silent:
+        if there is None or (there[0].dead and there[0] not in self._silent):
             self._later(delay, client, told, f"connection to {address} refused")
         elif there[0].paused or there[0].dead or self._is_cut(client.name, there[0].name):
             self._later(CONNECT_SECONDS * self._rng.uniform(0.5, 1.0), client, told, f"{address} does not answer")

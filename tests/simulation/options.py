@@ -37,6 +37,8 @@ REPLICATED = (
     "partition server",
     "partition servers",
     "split off server and worker",
+    "cut server and worker from scheduler",
+    "break connections and kill server",
     "cut server from scheduler",
     "break session of server",
     "join server",
@@ -62,6 +64,8 @@ class Options:
     #: Fractions of steps that begin with a pull, and that push without a pull.
     pulls: float = 0.2
     bare_pushes: float = 0.2
+    #: Whether somebody who takes no part reads all the time.
+    reader: bool = False
     lease_seconds: float = 2.0
     handle_seconds: float = 0.0
     delay: tuple[float, float] = (0.0005, 0.005)
@@ -106,6 +110,7 @@ def draw(seed: int) -> Options:
         think_seconds=rng.choice((0.02, 0.1, 0.4)),
         pulls=rng.choice((0.0, 0.3)),
         bare_pushes=rng.choice((0.0, 0.3)),
+        reader=rng.random() < 0.25,
         lease_seconds=rng.choice((1.0, 2.0)),
         handle_seconds=rng.choice((0.0, 5e-6, 5e-5)),
         delay=rng.choice(((0.0002, 0.001), (0.0005, 0.005), (0.001, 0.03))),

@@ -1,11 +1,12 @@
 """The oracle: every push has an element of its own in every slice, so the weights say which pushes are in them.
 
-A push's gradient is -1 at its slot of each slice and nothing elsewhere but for some noise; the learning rate is 1. So in
-SSP and ASP a slot is 1 once the push is in and 2 if it is in twice; in BSP the whole slice, noise and all, must be what
-plain numpy makes of the pushes whose slots are set, in rank order, byte for byte.
+A push's gradient is -1 at its slot of each slice and nothing elsewhere but for some noise; the learning rate is 1. So
+in SSP and ASP a slot is 1 once the push is in and 2 if it is in twice; in BSP the whole slice, noise and all, must be
+what plain numpy makes of the pushes whose slots are set, in rank order, byte for byte.
 
 It hears of each push when it begins and when it is answered, of all weights that a worker gets, of every map that is
-published, and of who answers for which shard. ``violations`` has one sentence for each broken promise.
+published, and of who answers for which shard. All that was answered before weights were asked for must be in them, and
+nobody sees a version go back. ``violations`` has one sentence for each broken promise.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class Oracle:
                     "acknowledged before it asked"
                 )
         self._check_own(life, table)
-        if isinstance(self.consistency, SSP):
+        if isinstance(self.consistency, SSP) and life.joined:
             self._check_bound(life, table, members)
 
     def _check_own(self, life: Life, table: Array) -> None:

@@ -1,7 +1,7 @@
 """grpc.aio without gRPC: the parts of its interface that psdist uses, over the simulated network.
 
-``SimChannel`` stands for ``grpc.aio.insecure_channel``; ``serve`` hands calls to the very handlers that a grpc server is
-given. What is kept of grpc.aio's behaviour, because code relies on it or must survive it:
+``SimChannel`` stands for ``grpc.aio.insecure_channel``; ``serve`` hands calls to the very handlers that a grpc server
+is given. What is kept of grpc.aio's behaviour, because code relies on it or must survive it:
 
 * A write or read that is cancelled cancels its call; so does dropping the last reference to it.
 * A call that was cancelled here raises CancelledError; one that ended raises AioRpcError with the server's status.

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 #: Seeds that a process takes at a time.
@@ -43,8 +43,9 @@ class Summary:
         each = 1000 * self.cpu_seconds / max(1, self.seeds)
         return (
             f"{self.seeds} seeds, {len(self.failures)} failed; {each:.0f} ms CPU, "
-            f"{self.virtual_seconds / max(1, self.seeds):.1f} virtual s and {self.handles // max(1, self.seeds)} handles "
-            f"each; slowest {self.slowest[0]:.1f} s (seed {self.slowest[1]})"
+            f"{self.virtual_seconds / max(1, self.seeds):.1f} virtual s and "
+            f"{self.handles // max(1, self.seeds)} handles each; "
+            f"slowest {self.slowest[0]:.1f} s (seed {self.slowest[1]})"
         )
 
 
@@ -93,8 +94,46 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--hashes", action="store_true", help="the trace hash of each seed, and nothing else")
+    parser.add_argument("--ablations", nargs="*", metavar="NAME", help="safeguards taken away; without names all")
     given = parser.parse_args(arguments)
+    if given.hashes:
+        return _hashes(range(given.first, given.first + given.seeds))
+    if given.ablations is not None:
+        return _ablations(given.ablations, given.processes)
     return _one(given.seed, given.trace) if given.seed is not None else _many(given)
+
+
+def _hashes(seeds: Iterable[int]) -> int:
+    from tests.simulation import scenario
+
+    prepare()
+    for seed in seeds:
+        print(seed, scenario.run(seed).trace_hash)
+    return 0
+
+
+def hunt(name: str) -> tuple[str, int, str]:
+    """Looks for a seed that sees that a safeguard is gone, in a prepared process."""
+    from tests.simulation import ablations
+
+    return name, *ablations.hunt(name)
+
+
+def hunt_all(names: Sequence[str], processes: int) -> Iterator[tuple[str, int, str]]:
+    """For each ablation how many seeds it took (0: it was not caught), and what was seen."""
+    with multiprocessing.get_context("spawn").Pool(processes, prepare) as pool:
+        yield from pool.imap_unordered(hunt, names)
+
+
+def _ablations(names: Sequence[str], processes: int) -> int:
+    from tests.simulation.ablations import ABLATIONS
+
+    missed = 0
+    for name, seeds, seen in hunt_all(names or list(ABLATIONS), processes):
+        missed += not seeds
+        print(f"{f'caught by seed {seeds - 1}' if seeds else 'NOT CAUGHT':20} {name}: {seen:.100}", flush=True)
+    return 1 if missed else 0
 
 
 def _one(seed: int, trace: bool) -> int:

@@ -85,6 +85,8 @@ async def _main(world: World) -> None:
         world.start_server(number)
     for worker in range(options.workers):
         world.start_worker(worker)
+    if options.reader:
+        world.start_reader()
     nemesis = Nemesis(world)
     await nemesis.run()
     await loop.after(options.lease_seconds * options.stream("heal").random())

@@ -1,0 +1,94 @@
+"""The whole cluster under simulated faults: a thousand seeds, the same again in another process, and what is seen when
+a safeguard is missing. ``make sim`` runs more of all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulation import runner
+from tests.simulation.options import REPLICATED, SINGLE
+
+ROOT = Path(__file__).resolve().parents[2]
+FIRST = 100_000
+SEEDS = 1000
+#: Interesting paths, beside the faults themselves, that so many seeds must have taken.
+PATHS = (
+    "keepalive",
+    "stalled",
+    "resent",
+    "dropped",
+    "disk lost a write",
+    "copies compared",
+    "drained",
+    "promoted",
+    "demoted",
+    "term above 1",
+    "a copy began",
+    "a copy was complete",
+    "a stream went on from what was held",
+    "an update came again",
+    "a primary heard that it is none",
+    "a contribution came again",
+    "a push came again",
+    "a first step was refused",
+    "a join met a new primary",
+    "told: FencedError",
+    "told: StaleEpochError",
+    "told: StaleTermError",
+    *(f"cut: {shape}" for shape in ("request", "response", "flight")),
+)
+#: Safeguards whose absence is seen within a few seeds.
+QUICK = (
+    "duplicate table, SSP and ASP",
+    "contributions are added in rank order",
+    "the bound of SSP",
+    "what is published is durable",
+    "a replica refuses an old term",
+)
+
+
+@pytest.mark.timeout(400)
+def test_a_thousand_seeds() -> None:
+    print(f"seeds {FIRST} to {FIRST + SEEDS - 1}")
+    total = runner.Summary()
+    for part in runner.run_many(FIRST, SEEDS, processes=2):
+        total.add(part)
+    print(total.line)
+    assert not total.failures, "\n".join(total.failures)
+    untaken = [name for name in (*SINGLE, *REPLICATED, *PATHS) if not total.counts[name]]
+    assert not untaken, f"no seed took these paths: {untaken}"
+
+
+def _hashes(python: str, hash_seed: str) -> str:
+    command = [python, "-m", "tests.simulation", "--hashes", "--first", str(FIRST), "--seeds", "12"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "servers")])
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_a_seed_gives_the_same_run_in_every_process() -> None:
+    hashes = _hashes(sys.executable, "1")
+    assert len(set(hashes.splitlines())) == 12
+    assert _hashes(sys.executable, "2") == hashes
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_a_seed_gives_the_same_run_in_every_python(version: str) -> None:
+    python = shutil.which(f"python{version}")
+    needed = "import grpc, google.protobuf, numpy, numba, structlog, psutil, xxhash, uvloop, ml_dtypes"
+    if python is None or subprocess.run([python, "-c", needed], capture_output=True, check=False).returncode:
+        pytest.skip(f"no Python {version} that has what psdist needs")
+    assert _hashes(python, "0") == _hashes(sys.executable, "1")
+
+
+def test_missing_safeguards_are_seen() -> None:
+    missed = [name for name, seeds, _ in runner.hunt_all(QUICK, processes=2) if not seeds]
+    assert not missed
