@@ -2,7 +2,9 @@
 
 What comes for a slice is carried out in the order in which it came: arrays that replace it, updates, and comparisons
 of its digest. Updates of different slices run in the kernel threads side by side; an update is acknowledged when it and
-all before it are in the arrays. Not here: who may send what (``replication``), the stream (``service``).
+all before it are in the arrays. Of a server's streams only the one that was welcomed last counts: what comes late on an
+earlier one would begin a copy anew that is complete, and who waits for an answer reads the last. Not here: who may send
+what (``replication``), the stream (``service``).
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError, PsdistError, ReplicaMismatchError, StaleTermError
-from psdist.types import ITEM_BYTES, ParametersEntry, Replica
+from psdist.types import ITEM_BYTES, ParametersEntry, ParametersSpec, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, status
 from psdist.wire.frames import Frame
@@ -36,7 +39,7 @@ class _Taken:
     number: int
     term: int
     update: ReplicaUpdate[Gradient]
-    tell: Tell
+    sender: Replica
 
 
 class Copies:
@@ -44,12 +47,11 @@ class Copies:
 
     def __init__(
         self,
+        spec: ParametersSpec,
         dense: DenseParameters,
         applier: Applier,
         norms: NormBoard,
         counters: Counters,
-        *,
-        asynchronous: bool,
         stop: Callable[[PsdistError], None],
     ) -> None:
         self.machines: dict[int, BackupReplication] = {}
@@ -57,11 +59,14 @@ class Copies:
         self._applier = applier
         self._norms = norms
         self._counters = counters
-        self._asynchronous = asynchronous
+        self._asynchronous = not isinstance(spec.consistency, BSP)
+        self._clipping = spec.optimizer.max_grad_norm > 0 and not self._asynchronous
         self._stop = stop
         self._incoming: dict[int, list[Array]] = {}
         self._queues: dict[int, deque[_Taken | Callable[[], None]]] = {}
         self._busy: set[int] = set()
+        #: How each server hears answers, by its id: on its newest stream.
+        self._tells: dict[str, Tell] = {}
 
     # --- the map ------------------------------------------------------------------------------------------------------
 
@@ -84,8 +89,9 @@ class Copies:
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def welcome(self, sender: Replica) -> pb.ReplicateResponse:
-        """What is here of the sender's shards."""
+    def welcome(self, sender: Replica, tell: Tell) -> pb.ReplicateResponse:
+        """What is here of the sender's shards. From now on it is heard on the stream that ``tell`` answers, only."""
+        self._tells[sender.server_id] = tell
         held = [
             pb.ReplicateResponse.Held(
                 shard=number, term=machine.held.term, lsn=machine.held.lsn, complete=machine.held.complete
@@ -98,6 +104,8 @@ class Copies:
     def take(self, sender: Replica, frame: Frame[pb.ReplicateRequest], entry: ParametersEntry, tell: Tell) -> None:
         """Carries one message out. Raises InvalidArgumentError where the stream cannot go on."""
         message = frame.header
+        if self._tells.get(sender.server_id) != tell:
+            raise InvalidArgumentError(f"{sender} opened another stream since: this one counts no more")
         if message.WhichOneof("kind") == "confirm":
             self._confirm(sender, message.confirm, entry, tell)
             return
@@ -105,7 +113,7 @@ class Copies:
             self._check(sender, message.shard, message.term, entry)
             machine = self.machines.get(message.shard)
             if machine is not None:  # Else it was taken away from here, of which the primary will hear.
-                self._take(machine, frame, tell)
+                self._take(machine, sender, frame, tell)
         except (StaleTermError, ReplicaMismatchError) as error:
             tell(_refused(message.shard, message.term, error))
 
@@ -128,7 +136,7 @@ class Copies:
                 return
         tell(pb.ReplicateResponse(confirmed=pb.ReplicateResponse.Confirmed(number=confirm.number)))
 
-    def _take(self, machine: BackupReplication, frame: Frame[pb.ReplicateRequest], tell: Tell) -> None:
+    def _take(self, machine: BackupReplication, sender: Replica, frame: Frame[pb.ReplicateRequest], tell: Tell) -> None:
         message = frame.header
         match message.WhichOneof("kind"):
             case "begin":
@@ -142,7 +150,7 @@ class Copies:
                 filled = pb.ReplicateResponse.Filled(shard=message.shard, term=message.term)
                 tell(pb.ReplicateResponse(filled=filled))
             case "update":
-                self._take_update(machine, message, frame.payload, tell)
+                self._take_update(machine, sender, message, frame.payload)
             case "digest":
                 self._take_digest(machine, message, tell)
             case kind:
@@ -199,15 +207,20 @@ class Copies:
     # --- updates ------------------------------------------------------------------------------------------------------
 
     def _take_update(
-        self, machine: BackupReplication, message: pb.ReplicateRequest, payload: memoryview, tell: Tell
+        self, machine: BackupReplication, sender: Replica, message: pb.ReplicateRequest, payload: memoryview
     ) -> None:
         update = self._update(machine, message.update, payload)
         number, term = message.shard, message.term
         verdict = machine.update(term, update)
         if verdict == "apply":
-            self._enqueue(update.index, _Taken(number, term, update, tell))
+            self._enqueue(update.index, _Taken(number, term, update, sender))
         else:
-            tell(_ack(number, term, machine.applied(term, update.lsn)))
+            self._acknowledge(machine, sender, term, update.lsn)
+
+    def _acknowledge(self, machine: BackupReplication, sender: Replica, term: int, lsn: int) -> None:
+        """An update is in the arrays. Under another term its number means something else."""
+        if term == machine.term:
+            self._tells[sender.server_id](_ack(machine.number, term, machine.applied(term, lsn)))
 
     def _update(
         self, machine: BackupReplication, message: pb.ReplicateRequest.Update, payload: memoryview
@@ -263,10 +276,10 @@ class Copies:
         update, machine = work.update, self.machines.get(work.number)
         self._counters.apply_seconds += seconds
         self._busy.discard(update.index)
-        if update.square:
+        if self._clipping:
             self._norms.record(update.version, update.index, update.square)
         if machine is not None:
-            work.tell(_ack(work.number, work.term, machine.applied(work.term, update.lsn)))
+            self._acknowledge(machine, work.sender, work.term, update.lsn)
         self._next(update.index)
 
 

@@ -103,14 +103,7 @@ class Holding:
         self.indices: tuple[int, ...] = ()
         self.replicator = Replicator(entry, me, network, self)
         self._applier = Applier(entry, self.dense, pool, self.replicator, self)
-        self.copies = Copies(
-            self.dense,
-            self._applier,
-            self.norms,
-            self.counters,
-            asynchronous=self._asynchronous,
-            stop=self.stop,
-        )
+        self.copies = Copies(entry.spec, self.dense, self._applier, self.norms, self.counters, self.stop)
         self._calls: dict[int, Call] = {}
         self._encoded: dict[tuple[Answer, int, str], bytes] = {}
         self._effects: deque[Effect] = deque()
@@ -355,7 +348,7 @@ class Holding:
         self.dense.hold(indices)
         records, base = None, (0, 0)
         if copy is not None:
-            records, base = copy.records, (copy.term, copy.lsn)
+            records, base = copy.records, copy.base
             if not copy.complete:
                 self.stop(InternalError(f"shard {number} of {spec.name!r} was promoted before its copy was complete"))
                 records = {}

@@ -219,7 +219,8 @@ class Host:
         key = (holding.entry.spec.name, step)
 
         def done(task: asyncio.Task[None]) -> None:
-            self._tasks.pop(key, None)
+            if self._tasks.get(key) is task:
+                del self._tasks[key]
             if not task.cancelled() and (error := task.exception()):
                 holding.fail(f"the gradient norm of step {step}", error)
 
@@ -233,6 +234,8 @@ class Host:
         while self._holdings.get(name) is holding:
             missing = set(range(holding.slicing.count)) - holding.norms.known(step).keys()
             if not missing:
+                # A slice that is aggregated again from here on, after a promotion, asks anew.
+                self._tasks.pop((name, step), None)
                 holding.norm_known(step, global_norm(holding.norms.known(step)))
                 return
             await self._gather_squares(holding, step)

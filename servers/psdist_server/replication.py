@@ -98,7 +98,7 @@ class Peer:
     def complete(self) -> bool:
         """Whether it has all that workers were ever answered for, so that it may be promoted. Its copy is not enough:
         updates that were sent behind the copy may still be under way."""
-        return self.filled and self.acked >= self.owed
+        return self.filled and not self.copying and self.acked >= self.owed
 
 
 class PrimaryReplication(Generic[G]):
@@ -155,8 +155,10 @@ class PrimaryReplication(Generic[G]):
         for gone in [replica for replica in self.peers if replica not in wanted]:
             del self.peers[gone]
         for replica, in_sync in wanted.items():
-            peer = self.peers.setdefault(replica, Peer(replica, in_sync, waiting_since=now))
-            peer.in_sync = in_sync
+            known = self.peers.get(replica)
+            if known is None or (known.in_sync and not in_sync):  # It was taken off the list since the last map.
+                known = self.peers[replica] = Peer(replica, in_sync, waiting_since=now)
+            known.in_sync = in_sync
         return self._settle()
 
     # --- streams ------------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ class PrimaryReplication(Generic[G]):
     def begin(self, replica: Replica) -> list[ReplicationEffect[G]]:
         """Copies the shard to ``replica`` (again)."""
         peer = self.peers[replica]
-        peer.copying, peer.missing = True, set(self.slices)
+        peer.copying, peer.missing, peer.level = True, set(self.slices), False
         peer.acked = self.lsn
         return [SendBegin(replica, self.lsn), *self._settle()]
 
@@ -324,6 +326,12 @@ class BackupReplication:
     def complete(self) -> bool:
         """Whether every slice is here, so that this server can be promoted."""
         return len(self.records) == len(self.slices)
+
+    @property
+    def base(self) -> tuple[int, int]:
+        """Term and lsn from which this server goes on once it is promoted. What is half copied is of no lsn: nobody
+        else holds just that."""
+        return (0 if self._copying else self.term), self.lsn
 
     @property
     def held(self) -> Held:

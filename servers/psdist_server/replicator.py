@@ -126,21 +126,22 @@ class Replicator:
 
     def follow(self, entry: ParametersEntry) -> None:
         """A new map's word on who holds copies."""
+        for link in self._links.values():  # Before a copy begins by this map, which the replica may not have yet.
+            link.send(self.network.hello(self.name))
         for number, machine in sorted(self.machines.items()):
-            before, was_fenced = set(machine.peers), machine.fenced
+            before, was_fenced = dict(machine.peers), machine.fenced
             self._carry_out(machine, machine.follow(entry.shards[number], now()))
             for replica, peer in machine.peers.items():
+                is_new = before.get(replica) is not peer
                 if replica not in self._links:
                     self._links[replica] = Link(self, replica)
-                elif was_fenced or (replica not in before and peer.in_sync):
+                elif was_fenced or (is_new and peer.in_sync):
                     self._links[replica].restart()
-                elif replica not in before:
+                elif is_new:
                     self._links[replica].add(machine)
         wanted = {replica for machine in self.machines.values() for replica in machine.peers}
         for replica in [replica for replica in self._links if replica not in wanted]:
             self._links.pop(replica).close()
-        for link in self._links.values():
-            link.send(self.network.hello(self.name))
         self.source.has_room_again()
 
     async def close(self) -> None:

@@ -251,7 +251,7 @@ class ServerService:
                     is_first = sender is None
                     sender, holding = await self._host.admit_primary(frame.header.hello)
                     if is_first:
-                        answers.put_nowait(holding.copies.welcome(sender))
+                        answers.put_nowait(holding.copies.welcome(sender, answers.put_nowait))
                 elif sender is None or holding is None:
                     raise InvalidArgumentError("the first message of a Replicate stream must be hello")
                 else:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from psdist.types import Replica, Shard
-from psdist_server.records import ReplicaUpdate
-from psdist_server.replication import PrimaryReplication, Replicated
+from psdist_server.records import ReplicaUpdate, SliceRecord
+from psdist_server.replication import BackupReplication, Held, PrimaryReplication, Replicated, SendBegin
 
 OLD, NEW = Replica("server-0", 1), Replica("server-1", 1)
 
@@ -28,3 +28,42 @@ def test_updates_sent_behind_the_copy_must_be_acknowledged_before_the_replica_is
     machine.acknowledged(NEW, 1, 0.0)
     assert machine.peers[NEW].complete
     assert machine.acknowledged(NEW, 2, 0.0) == [Replicated(0, 2)]
+
+
+def test_one_that_is_copied_again_is_not_reported() -> None:
+    machine: PrimaryReplication[None] = PrimaryReplication(0, 1, [0])
+    machine.follow(Shard(OLD, filling=(NEW,)), 0.0)
+    machine.opened(NEW, None, 0.0)
+    machine.copied(NEW, 0)
+    machine.filled(NEW, 0.0)
+    assert machine.peers[NEW].complete
+    machine.closed(NEW, 1.0)
+    machine.opened(NEW, Held(0, 0, False), 1.0)
+    assert not machine.peers[NEW].complete
+
+
+def test_a_backup_that_was_removed_and_is_to_be_filled_by_the_next_map_seen_is_copied() -> None:
+    """A map in between may not have been seen here: the scheduler was started again. The replica has seen it, perhaps,
+    and has nothing any more; without a copy it would be sent updates without gradients."""
+    machine: PrimaryReplication[None] = PrimaryReplication(0, 2, [0], base=(1, 5))
+    machine.follow(Shard(OLD, 2, backups=(NEW,)), 0.0)
+    machine.opened(NEW, Held(1, 5, True), 0.0)
+    machine.follow(Shard(OLD, 2, filling=(NEW,)), 1.0)
+    assert not machine.peers[NEW].is_open
+    assert machine.opened(NEW, None, 1.0) == [SendBegin(NEW, 5)]
+    assert not machine.peers[NEW].required
+
+
+def test_what_is_promoted_while_it_is_copied_again_is_like_nobody_else() -> None:
+    """Some of its slices are older than its lsn says, those of another replica at the same lsn are not."""
+    machine = BackupReplication(0, [0, 1], Shard(OLD, 1, (NEW,)))
+    machine.begin(1, 4)
+    for index in range(2):
+        machine.state(index, SliceRecord())
+    machine.end()
+    assert machine.base == (1, 4)
+    machine.begin(2, 6)
+    machine.state(0, SliceRecord(3))
+    heir: PrimaryReplication[None] = PrimaryReplication(0, 3, [0, 1], machine.base)
+    heir.follow(Shard(NEW, 3, (OLD,)), 0.0)
+    assert heir.opened(OLD, Held(2, 6, True), 0.0) == [SendBegin(OLD, 6)]

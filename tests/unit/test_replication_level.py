@@ -48,3 +48,12 @@ def test_one_that_is_being_filled_is_not_waited_for() -> None:
     assert machine.is_level
     machine.opened(_NEW, None, 1.0)
     assert machine.is_level
+
+
+def test_while_a_backup_is_copied_again_nobody_hears_of_what_it_has_not() -> None:
+    machine = _promoted()
+    machine.opened(_BACKUP, Held(1, 188, True), 1.0)
+    machine.closed(_BACKUP, 2.0)
+    assert machine.is_level
+    assert machine.opened(_BACKUP, Held(0, 0, False), 3.0) == [SendBegin(_BACKUP, 188)]
+    assert not machine.is_level

@@ -1,0 +1,141 @@
+"""Copies at a replica: which stream of a primary counts, who is told of what was done, and squares for clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from psdist import BSP, optim
+from psdist.errors import InvalidArgumentError, PsdistError
+from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
+from psdist.v1 import common_pb2
+from psdist.v1 import server_pb2 as pb
+from psdist.wire.frames import Frame
+from psdist_server.applier import Applier
+from psdist_server.copies import Copies
+from psdist_server.dense import DenseParameters
+from psdist_server.norms import NormBoard
+from psdist_server.replication import BackupReplication
+from psdist_server.statistics import Counters
+
+SLICE, SLICES = 4096, 2
+P, B = Replica("server-0", 1), Replica("server-1", 1)
+SPEC = ParametersSpec("p", optim.SGD(lr=1.0, max_grad_norm=1.0), BSP(), slice_elements=SLICE)
+ENTRY = ParametersEntry(spec=SPEC, total=SLICES * SLICE, shards=(Shard(P, 1, (B,)),), ready=True)
+ZEROS = np.zeros(SLICE, np.float32)
+
+
+class Kernels:
+    """In place of the applier: kernels end when the test says so."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, Callable[[], None]] = {}
+
+    def submit(self, index: int, run: Callable[[Any], Any], work: Any, told: Callable[[Any, Any], None]) -> None:
+        self.running[index] = lambda: told(work, run([(index, work)])[0])
+
+    def end(self, index: int) -> None:
+        self.running.pop(index)()
+
+
+class Backup:
+    """A replica of the only shard."""
+
+    def __init__(self) -> None:
+        self.dense = DenseParameters(ENTRY)
+        self.dense.hold(range(SLICES))
+        self.kernels, self.norms = Kernels(), NormBoard()
+        self.stopped: list[PsdistError] = []
+        applier = cast(Applier, self.kernels)
+        self.copies = Copies(SPEC, self.dense, applier, self.norms, Counters(), self.stopped.append)
+        self.machine = self.copies.machines[0] = BackupReplication(0, range(SLICES), ENTRY.shards[0])
+
+    def open(self) -> list[pb.ReplicateResponse]:
+        """A new stream of the primary: what is answered on it."""
+        answers: list[pb.ReplicateResponse] = []
+        answers.append(self.copies.welcome(P, answers.append))
+        return answers
+
+    def take(self, answers: list[pb.ReplicateResponse], payload: bytes = b"", **kind: Any) -> None:
+        message = pb.ReplicateRequest(shard=0, term=1, **kind)
+        self.copies.take(P, Frame(message, memoryview(payload)), ENTRY, answers.append)
+
+    def fill(self, answers: list[pb.ReplicateResponse]) -> None:
+        self.take(answers, begin=pb.ReplicateRequest.Begin(lsn=0))
+        for index in range(SLICES):
+            state = pb.ReplicateRequest.SliceState(slice=index, array=0, arrays=1)
+            self.take(answers, ZEROS.tobytes(), state=state)
+        self.take(answers, end=pb.ReplicateRequest.End())
+
+    def update(self, answers: list[pb.ReplicateResponse], lsn: int, index: int, square: float = 1.0) -> None:
+        update = pb.ReplicateRequest.Update(
+            lsn=lsn,
+            slice=index,
+            version=0,
+            dtype=common_pb2.DTYPE_FLOAT32,
+            has_gradient=True,
+            lr_scale=1.0,
+            square=square,
+        )
+        self.take(answers, (ZEROS + 1).tobytes(), update=update)
+
+
+@pytest.fixture
+def backup() -> Iterator[Backup]:
+    made = Backup()
+    yield made
+    made.dense.close()
+
+
+def acked(answers: list[pb.ReplicateResponse]) -> int:
+    return max((answer.ack.lsn for answer in answers if answer.HasField("ack")), default=0)
+
+
+def test_what_comes_late_on_an_earlier_stream_changes_nothing(backup: Backup) -> None:
+    """Else a copy would begin anew, and updates that only count would be acknowledged."""
+    old = backup.open()
+    new = backup.open()
+    backup.fill(new)
+    with pytest.raises(InvalidArgumentError, match="another stream"):
+        backup.take(old, begin=pb.ReplicateRequest.Begin(lsn=0))
+    backup.update(new, 1, 0)
+    assert acked(new) == 0
+    backup.kernels.end(0)
+    assert acked(new) == 1 and (backup.dense.export(0)[0] == -1.0).all()
+
+
+def test_updates_of_a_stream_that_broke_are_acknowledged_on_the_next(backup: Backup) -> None:
+    """The primary takes what the welcome says as acknowledged, and waits for the rest on the stream that it reads."""
+    old = backup.open()
+    backup.fill(old)
+    backup.update(old, 1, 0)
+    new = backup.open()
+    assert new[0].welcome.held[0].lsn == 1
+    backup.update(new, 2, 1)
+    backup.kernels.end(1)
+    backup.kernels.end(0)
+    assert acked(new) == 2
+
+
+def test_the_square_of_a_gradient_of_zeros_is_known_too(backup: Backup) -> None:
+    """Once this server is the primary others ask it, and wait for as long as it does not know."""
+    answers = backup.open()
+    backup.fill(answers)
+    backup.update(answers, 1, 0, square=0.0)
+    backup.kernels.end(0)
+    assert backup.norms.known(0) == {0: 0.0}
+
+
+def test_an_update_of_an_earlier_term_is_acknowledged_to_nobody(backup: Backup) -> None:
+    answers = backup.open()
+    backup.fill(answers)
+    backup.update(answers, 1, 0)
+    entry = replace(ENTRY, shards=(Shard(Replica("server-2", 1), 2, (B,)),))
+    backup.machine.follow(entry.shards[0])
+    backup.machine.begin(2, 1)
+    backup.kernels.end(0)
+    assert acked(answers) == 0
