@@ -285,7 +285,7 @@ async def test_another_protocol_version(training: Training, monkeypatch: pytest.
     ("program", "flags", "token", "words"),
     [
         (_OLDER_SERVER, [], "", "protocol version 99, this scheduler speaks 2"),
-        ("", ["--server-id", "server-0"], "", "'server-0' is taken by server-0, process"),
+        ("", ["--server-id", "server-0", "--start-timeout", "1"], "", "'server-0' is taken by server-0, process"),
         ("", ["--run-id", "another"], "", "not 'another'"),
         ("", [], "wrong", "the token is missing or wrong"),
     ],
@@ -443,5 +443,5 @@ async def test_without_the_token_no_method_reads_a_body(training: Training, stra
                 refused = await refusal(channel.unary_unary(path)(b"\xff" * 100, metadata=metadata))
                 assert isinstance(refused, errors.UnauthenticatedError) and "PSDIST_TOKEN" in str(refused), path
                 asked += 1
-    assert asked == 3 * (10 + 7 + 7)
+    assert asked == 3 * (18 + 8 + 8)
     await training.goes_on()
