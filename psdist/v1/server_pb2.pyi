@@ -276,20 +276,22 @@ class ReplicateRequest(_message.Message):
         lsn: int
         def __init__(self, lsn: _Optional[int] = ...) -> None: ...
     class SliceState(_message.Message):
-        __slots__ = ("slice", "array", "arrays", "version", "contributors", "producers")
+        __slots__ = ("slice", "array", "arrays", "version", "contributors", "producers", "square")
         SLICE_FIELD_NUMBER: _ClassVar[int]
         ARRAY_FIELD_NUMBER: _ClassVar[int]
         ARRAYS_FIELD_NUMBER: _ClassVar[int]
         VERSION_FIELD_NUMBER: _ClassVar[int]
         CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
         PRODUCERS_FIELD_NUMBER: _ClassVar[int]
+        SQUARE_FIELD_NUMBER: _ClassVar[int]
         slice: int
         array: int
         arrays: int
         version: int
         contributors: _containers.RepeatedCompositeFieldContainer[Life]
         producers: _containers.RepeatedCompositeFieldContainer[ReplicateRequest.Producer]
-        def __init__(self, slice: _Optional[int] = ..., array: _Optional[int] = ..., arrays: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Life, _Mapping]]] = ..., producers: _Optional[_Iterable[_Union[ReplicateRequest.Producer, _Mapping]]] = ...) -> None: ...
+        square: float
+        def __init__(self, slice: _Optional[int] = ..., array: _Optional[int] = ..., arrays: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Life, _Mapping]]] = ..., producers: _Optional[_Iterable[_Union[ReplicateRequest.Producer, _Mapping]]] = ..., square: _Optional[float] = ...) -> None: ...
     class Producer(_message.Message):
         __slots__ = ("life", "next")
         LIFE_FIELD_NUMBER: _ClassVar[int]

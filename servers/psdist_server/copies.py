@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psdist.consistency import BSP
-from psdist.errors import InvalidArgumentError, PsdistError, ReplicaMismatchError, StaleTermError
+from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, ReplicaMismatchError, StaleTermError
 from psdist.types import ITEM_BYTES, ParametersEntry, ParametersSpec, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, status
@@ -65,6 +65,8 @@ class Copies:
         self._incoming: dict[int, list[Array]] = {}
         self._queues: dict[int, deque[_Taken | Callable[[], None]]] = {}
         self._busy: set[int] = set()
+        #: Shards that the map has this server copy, and that it has no memory for.
+        self.no_room: dict[int, LimitExceededError] = {}
         #: How each server hears answers, by its id: on its newest stream.
         self._tells: dict[str, Tell] = {}
 
@@ -111,10 +113,12 @@ class Copies:
             return
         try:
             self._check(sender, message.shard, message.term, entry)
+            if message.shard in self.no_room:
+                raise self.no_room[message.shard]
             machine = self.machines.get(message.shard)
             if machine is not None:  # Else it was taken away from here, of which the primary will hear.
                 self._take(machine, sender, frame, tell)
-        except (StaleTermError, ReplicaMismatchError) as error:
+        except (StaleTermError, ReplicaMismatchError, LimitExceededError) as error:
             tell(_refused(message.shard, message.term, error))
 
     @staticmethod
@@ -178,6 +182,8 @@ class Copies:
         )
         machine.state(index, record)
         version = state.version
+        if self._clipping and version:
+            self._norms.record(version - 1, index, state.square)
 
         def install() -> None:
             for number, array in enumerate(arrays):

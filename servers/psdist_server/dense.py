@@ -31,8 +31,8 @@ from psdist.errors import InternalError, InvalidArgumentError, LimitExceededErro
 from psdist.types import GroupRange, ParametersEntry, Slicing
 from psdist.wire.shm import WeightsArena, reason_of
 from psdist_server import kernels
-from psdist_server.memory import AnonymousMemory
-from psdist_server.optimizers import Rule, clip_factor
+from psdist_server.memory import AnonymousMemory, release_compiler
+from psdist_server.optimizers import Rule
 
 Array = NDArray[np.float32]
 #: A contribution as it came: float32, float16 or bfloat16, aligned, perhaps read-only.
@@ -89,7 +89,6 @@ class DenseParameters:
         self.states = tuple(state.array for state in self._states)
         self._look_into_arena()
         self._arrived: dict[int, set[int]] = {}
-        self._means: dict[int, Array | None] = {}
         self._closed = False
         self._thread = threading.local()
         if server_id is not None:
@@ -104,6 +103,11 @@ class DenseParameters:
             self._plain = AnonymousMemory(self.slicing.total)
             self.weights = self._plain.array
             self._sequence = np.zeros(self.slicing.count, np.uint64)
+
+    def compile(self) -> None:
+        """Compiles the update kernel, or loads it from the cache. In a thread."""
+        self.rule.warm_up()
+        release_compiler()
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -155,7 +159,7 @@ class DenseParameters:
             for state in self._states:
                 state.give_back(start, stop)
         for index in gone:
-            for table in (self._runs, self._segments, self._arrived, self._means):
+            for table in (self._runs, self._segments, self._arrived):
                 table.pop(index, None)
         self.installed.difference_update(gone)
         self._set_held(self.held.difference(gone))
@@ -255,22 +259,6 @@ class DenseParameters:
                 # Without a finite part it stays as the sum of them was found, not finite, and is not applied.
                 found.update(_combine(mean[block], [part[block] for part in parts]))
         return mean, 0.0, tuple(sorted(found))
-
-    def aggregate(self, index: int, parts: Sequence[Gradient]) -> tuple[float, Bad]:
-        """Keeps the mean of the parts for ``apply_aggregated``; its sum of squares (0 where there are no parts)."""
-        self._means[index], square, bad = self.combine(index, parts)
-        return square, bad
-
-    def apply_clipped(self, index: int, step: int, part: Gradient, norm: float, lr_scale: float) -> Bad:
-        """One update by one part, scaled down by its push's global norm (SSP and ASP)."""
-        factor = clip_factor(norm, self._max_grad_norm)
-        return self.apply([Update(index, step, [part], lr_scale, factor)])[0]
-
-    def apply_aggregated(self, index: int, step: int, norm: float) -> None:
-        """One update by what ``aggregate`` kept, scaled down by the step's global norm."""
-        mean = self._means.pop(index)
-        kept = [mean] if mean is not None else []
-        self.apply([Update(index, step, kept, factor=clip_factor(norm, self._max_grad_norm))])
 
     def apply(self, updates: Sequence[Update]) -> list[Bad]:
         """Carries updates of different slices out, and returns for each which parts were left out."""

@@ -24,6 +24,7 @@ from psdist.consistency import BSP
 from psdist.errors import (
     InternalError,
     InvalidArgumentError,
+    LimitExceededError,
     NonFiniteGradientError,
     PsdistError,
     UnknownParametersError,
@@ -31,10 +32,10 @@ from psdist.errors import (
 from psdist.types import ITEM_BYTES, ParametersEntry, ParametersMember, Replica
 from psdist.v1 import server_pb2
 from psdist.wire import frames
-from psdist_server import kernels, memory, roles
+from psdist_server import kernels, roles
 from psdist_server.applier import Applier, Outcome, Part
 from psdist_server.calls import Answer, Call, fenced
-from psdist_server.copies import Copies, Tell
+from psdist_server.copies import Copies
 from psdist_server.dense import Array, Bad, DenseParameters, Gradient, gradient_of
 from psdist_server.events import (
     Aggregate,
@@ -60,7 +61,7 @@ from psdist_server.readers import Readers
 from psdist_server.records import SliceRecord
 from psdist_server.replica_stream import not_primary
 from psdist_server.replication import BackupReplication
-from psdist_server.replicator import Network, Replicator, Report
+from psdist_server.replicator import Network, Replicator
 from psdist_server.shard import AsyncShard, BspShard, make_shard
 from psdist_server.statistics import Counters
 
@@ -117,18 +118,18 @@ class Holding:
         self.readers = Readers(self.dense)
         self._uninstalled: dict[int, list[Callable[[], None]]] = {}
         #: Done when the update kernel is compiled.
-        self.ready = pool.prepare(self._compile)
-
-    def _compile(self) -> None:
-        self.dense.rule.warm_up()
-        memory.release_compiler()
+        self.ready = pool.prepare(self.dense.compile)
 
     # --- what the service asks --------------------------------------------------------------------------------------
 
-    def check_installed(self) -> None:
-        """Raises UnknownParametersError while initial values are missing, and the error that made slices stand."""
+    def _check_defect(self) -> None:
+        """Raises the error that made slices stand, if there was one."""
         if self._defect is not None:
             raise type(self._defect)(self._defect.message, **self._defect.details)
+
+    def check_installed(self) -> None:
+        """Raises UnknownParametersError while initial values are missing, and the error that made slices stand."""
+        self._check_defect()
         missing = len(self.indices) - len(self.dense.installed.intersection(self.indices))
         if not self.entry.ready or missing:
             raise UnknownParametersError(
@@ -159,6 +160,7 @@ class Holding:
 
     def install(self, index: int, payload: memoryview, epoch: int) -> None:
         """Sets the initial weights of a slice. Raises InvalidArgumentError once the parameters are ready."""
+        self._check_defect()
         self.check_slice(index, epoch)
         expected = self.slicing.size(index) * ITEM_BYTES["float32"]
         if self.entry.ready:
@@ -293,6 +295,7 @@ class Holding:
         for number in changes.ended:
             await self._applier.settled(number)
         self._release([*changes.demoted, *changes.discarded])
+        self.copies.no_room.clear()
         for number in changes.added:
             self._add_copy(number)
         for number in (*changes.created, *changes.promoted):
@@ -339,13 +342,20 @@ class Holding:
 
     def _add_copy(self, number: int) -> None:
         indices = self._slices_of(number)
-        self.dense.hold(indices)
+        try:
+            self.dense.hold(indices)
+        except LimitExceededError as error:
+            self.copies.no_room[number] = error
+            return
         self.copies.machines[number] = BackupReplication(number, indices, self.entry.shards[number])
 
     def _become_primary(self, number: int, copy: BackupReplication | None) -> None:
         """Serves a shard from now on: a new one, or one that this server has a copy of."""
         spec, indices, shard = self.entry.spec, self._slices_of(number), self.entry.shards[number]
-        self.dense.hold(indices)
+        try:
+            self.dense.hold(indices)
+        except LimitExceededError as error:  # Of a new shard: what is promoted is held already.
+            self.stop(error)
         records, base = None, (0, 0)
         if copy is not None:
             records, base = copy.records, copy.base
@@ -370,10 +380,6 @@ class Holding:
     def step_next(self) -> int:
         """The step or clock that a worker may join at, as far as this server goes."""
         return max((shard.step_next for shard in self.shards.values()), default=0)
-
-    def reports(self) -> list[Report]:
-        """What the scheduler must hear about replicas."""
-        return self.replicator.reports(self.entry)
 
     @property
     def proposed(self) -> list[str]:
@@ -517,6 +523,10 @@ class Holding:
         """See Source."""
         return self.dense.digest(index)
 
+    def square(self, index: int, step: int) -> float:
+        """See Source."""
+        return self.norms.known(step).get(index, 0.0)
+
     def replicated(self, index: int, lsn: int) -> None:
         """See Source."""
         self._applier.replicated(index, lsn)
@@ -534,10 +544,6 @@ class Holding:
         """See Source."""
         self._fenced.add(number)
         self._fail_calls(number)
-
-    def take(self, sender: Replica, frame: frames.Frame[server_pb2.ReplicateRequest], tell: Tell) -> None:
-        """A message of the stream of another server, which is the primary of shards here."""
-        self.copies.take(sender, frame, self.entry, tell)
 
     # --- contributions ------------------------------------------------------------------------------------------------
 

@@ -302,7 +302,7 @@ class Host:
 
     def reports(self) -> list[Report]:
         """What the scheduler must hear about replicas."""
-        return [report for holding in self._holdings.values() for report in holding.reports()]
+        return [report for holding in self._holdings.values() for report in holding.replicator.reports(holding.entry)]
 
     def on_end(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Has ``callback`` called when the server ends, unless what is returned was called before."""

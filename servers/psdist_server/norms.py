@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 _STEPS_KEPT = 2
 
@@ -44,9 +45,9 @@ class NormBoard:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def wait(self) -> None:
-        """Returns at the next ``wake``."""
-        await self._changed.wait()
+    def wait(self) -> Coroutine[Any, Any, bool]:
+        """Returns at the next ``wake`` from now on, also where it is awaited later."""
+        return self._changed.wait()
 
 
 class Aggregation:

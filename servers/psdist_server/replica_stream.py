@@ -155,6 +155,7 @@ class Link:
         self._copies = asyncio.Queue()
         for machine in self._replicator.machines.values():
             machine.closed(self.replica, now())
+        self._replicator.source.has_room_again()  # Nothing is kept for a copy that broke off.
         return stood
 
     async def _session(self) -> None:
@@ -217,7 +218,8 @@ class Link:
         del call
         while True:
             machine = await self._copies.get()
-            while (index := machine.next_copy(self.replica)) is not None:
+            # Of a shard that went elsewhere nothing would be sent, and so there would always be a next slice.
+            while self._is_current(machine) and (index := machine.next_copy(self.replica)) is not None:
                 await self._copy_slice(machine, index)
                 while self._bytes_waiting > COPY_AHEAD_BYTES:
                     self._written.clear()
@@ -285,8 +287,10 @@ def update_message(
     return pb.ReplicateRequest(shard=machine.number, term=machine.term, update=message), gradient
 
 
-def state_message(record: SliceRecord, index: int, array: int, arrays: int) -> pb.ReplicateRequest.SliceState:
-    """The message that carries one array of a slice."""
+def state_message(
+    record: SliceRecord, square: float, index: int, array: int, arrays: int
+) -> pb.ReplicateRequest.SliceState:
+    """The message that carries one array of a slice, whose last step had the sum of squares ``square``."""
     return pb.ReplicateRequest.SliceState(
         slice=index,
         array=array,
@@ -297,4 +301,5 @@ def state_message(record: SliceRecord, index: int, array: int, arrays: int) -> p
             pb.ReplicateRequest.Producer(life=pb.Life(worker_id=life[0], incarnation=life[1]), next=following)
             for life, following in record.producers.items()
         ],
+        square=square,
     )

@@ -87,6 +87,8 @@ class Peer:
     owed: int = 0
     #: Since when it owes an answer.
     waiting_since: float | None = None
+    #: Why it cannot hold the shard.
+    refusal: str = ""
     digests: int = 0
 
     @property
@@ -166,7 +168,7 @@ class PrimaryReplication(Generic[G]):
     def opened(self, replica: Replica, held: Held | None, now: float) -> list[ReplicationEffect[G]]:
         """A stream to ``replica`` stands, which has ``held`` of the shard."""
         peer = self.peers[replica]
-        peer.is_open, peer.waiting_since = True, None
+        peer.is_open, peer.waiting_since, peer.refusal = True, None, ""
         lsn = self._resumable(held) if peer.required and not peer.copying else None
         if lsn is None:
             return self.begin(replica)
@@ -280,11 +282,11 @@ class PrimaryReplication(Generic[G]):
     # --- failures -----------------------------------------------------------------------------------------------------
 
     def unreachable(self, now: float, limit: float) -> list[Replica]:
-        """Replicas that have owed an answer for longer than ``limit``."""
+        """Replicas that have owed an answer for longer than ``limit``, or cannot hold the shard."""
         return [
             peer.replica
             for peer in self.peers.values()
-            if peer.waiting_since is not None and now - peer.waiting_since > limit
+            if peer.refusal or (peer.waiting_since is not None and now - peer.waiting_since > limit)
         ]
 
     def refused(self, term: int) -> None:
@@ -362,10 +364,8 @@ class BackupReplication:
 
     def end(self) -> None:
         """Every slice was sent. Raises InvalidArgumentError where one did not come."""
-        if self.awaited:
-            raise InvalidArgumentError(
-                f"the copy of shard {self.number} ends without slices {sorted(self.awaited)[:4]}"
-            )
+        if missing := self.awaited or self.slices[len(self.records) :]:
+            raise InvalidArgumentError(f"the copy of shard {self.number} ends without slices {sorted(missing)[:4]}")
         self._copying = False
 
     def update(self, term: int, update: ReplicaUpdate[G]) -> Verdict:

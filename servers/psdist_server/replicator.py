@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, Protocol
 
 import structlog
 
-from psdist.errors import PsdistError, ReplicaMismatchError
+from psdist.errors import LimitExceededError, PsdistError, ReplicaMismatchError
 from psdist.types import ParametersEntry, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
@@ -82,6 +82,9 @@ class Source(Protocol):
 
     def digest(self, index: int) -> bytes:
         """The digest of a slice at rest."""
+
+    def square(self, index: int, step: int) -> float:
+        """The sum of squares of a slice in ``step``, as far as it is known; else 0."""
 
     def replicated(self, index: int, lsn: int) -> None:
         """An update is with everybody who must have it."""
@@ -235,8 +238,9 @@ class Replicator:
     def copy_slice(self, link: Link, machine: Machine, index: int) -> None:
         """Sends a slice at rest."""
         record, arrays = self.source.export(index)
+        square = self.source.square(index, record.version - 1)
         for number, array in enumerate(arrays):
-            state = state_message(record, index, number, len(arrays))
+            state = state_message(record, square, index, number, len(arrays))
             link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, state=state), array.copy())
         machine.copied(link.replica, index)
         self._compare(machine, link, index)
@@ -268,7 +272,15 @@ class Replicator:
         if isinstance(error, ReplicaMismatchError):
             self.source.stop(error)
             return
+        if isinstance(error, LimitExceededError):
+            if peer := machine.peers.get(link.replica):
+                peer.refusal = str(error)
+                self.network.report()
+            return
         _log.warning("refused by a replica", parameters=self.name, server=str(link.replica), reason=str(error))
+        if int(error.details.get("term", machine.term)) < machine.term:  # Only its map is older: asked again, it waits.
+            link.restart()
+            return
         machine.refused(refused.term)
         for other in self._links.values():
             other.refuse(machine.number)
@@ -310,7 +322,7 @@ class Replicator:
                 if peer.complete and replica in shard.filling:
                     found.append(Report("filled", self.name, number, machine.term, replica))
             for replica in machine.unreachable(now(), self.network.lease_seconds):
-                reason = self._links[replica].reason or "it does not answer"
+                reason = machine.peers[replica].refusal or self._links[replica].reason or "it does not answer"
                 found.append(Report("unreachable", self.name, number, machine.term, replica, reason))
         return found
 

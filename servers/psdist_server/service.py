@@ -255,7 +255,7 @@ class ServerService:
                 elif sender is None or holding is None:
                     raise InvalidArgumentError("the first message of a Replicate stream must be hello")
                 else:
-                    holding.take(sender, frame, answers.put_nowait)
+                    holding.copies.take(sender, frame, holding.entry, answers.put_nowait)
             answers.put_nowait(None)
         except PsdistError as error:
             answers.put_nowait(error)

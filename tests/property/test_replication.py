@@ -177,7 +177,7 @@ class Replication(RuleBasedStateMachine):
 
     @rule()
     def make_backups_of_those_filled(self) -> None:
-        filled = tuple(replica for replica in self.shard.filling if self.machine.peers[replica].filled)
+        filled = tuple(replica for replica in self.shard.filling if self.machine.peers[replica].complete)
         filling = tuple(replica for replica in self.shard.filling if replica not in filled)
         self.publish(Shard(self.shard.primary, self.shard.term, (*self.shard.backups, *filled), filling))
 
@@ -199,7 +199,7 @@ class Replication(RuleBasedStateMachine):
         self.busy.clear()
         self.streams.clear()
         term = self.shard.term + 1
-        self.machine = PrimaryReplication(0, term, range(SLICES), (backup.term, backup.lsn))
+        self.machine = PrimaryReplication(0, term, range(SLICES), backup.base)
         self.publish(Shard(heir, term, others, (*self.shard.filling, *((old,) if survives else ()))))
 
     @precondition(lambda self: len(self.shard.replicas) < 3)

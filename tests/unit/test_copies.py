@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from psdist import BSP, optim
-from psdist.errors import InvalidArgumentError, PsdistError
+from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
@@ -139,3 +139,21 @@ def test_an_update_of_an_earlier_term_is_acknowledged_to_nobody(backup: Backup) 
     backup.machine.begin(2, 1)
     backup.kernels.end(0)
     assert acked(answers) == 0
+
+
+def test_the_square_of_a_slices_last_step_comes_with_its_copy(backup: Backup) -> None:
+    """A server that is still at that step asks for it, and perhaps nobody else is left who knows."""
+    answers = backup.open()
+    backup.take(answers, begin=pb.ReplicateRequest.Begin(lsn=7))
+    state = pb.ReplicateRequest.SliceState(slice=1, array=0, arrays=1, version=5, square=2.5)
+    backup.take(answers, ZEROS.tobytes(), state=state)
+    assert backup.norms.known(4) == {1: 2.5}
+
+
+def test_a_copy_that_has_no_room_is_refused_with_the_reason(backup: Backup) -> None:
+    del backup.copies.machines[0]
+    backup.copies.no_room[0] = LimitExceededError("the weights of more slices have no room")
+    answers = backup.open()
+    backup.take(answers, begin=pb.ReplicateRequest.Begin(lsn=0))
+    assert [answer.WhichOneof("kind") for answer in answers] == ["welcome", "refused"]
+    assert answers[1].refused.error.code == LimitExceededError.code

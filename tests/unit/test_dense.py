@@ -80,15 +80,14 @@ def test_the_arena_tells_twice_the_version_of_each_slice(dense: DenseParameters)
 def test_clipping_leaves_parts_out_too() -> None:
     clipped = DenseParameters(entry(optim.SGD(lr=1.0, max_grad_norm=1e9)), "server-0")
     clipped.install(0, part(1.0))
-    square, bad = clipped.aggregate(0, [part(np.nan), part(2.0)])
-    assert bad == (0,) and square == 4.0 * 4096
-    clipped.apply_aggregated(0, 0, 1.0)
+    mean, square, bad = clipped.combine(0, [part(np.nan), part(2.0)])
+    assert mean is not None and bad == (0,) and square == 4.0 * 4096
+    clipped.apply([Update(0, 0, [mean], factor=1.0)])
     assert (weights(clipped, 0) == -1.0).all()
-    assert clipped.aggregate(0, [part(np.nan)]) == (0.0, (0,))
-    clipped.apply_aggregated(0, 1, 0.0)
+    assert clipped.combine(0, [part(np.nan)]) == (None, 0.0, (0,))
+    assert clipped.apply([Update(0, 1, [part(np.inf)], factor=1.0)]) == [(0,)]
     assert (weights(clipped, 0) == -1.0).all()
-    assert clipped.apply_clipped(0, 2, part(np.inf), 1.0, 1.0) == (0,)
-    assert clipped.arena is not None and clipped.arena.sequence[0] == 6
+    assert clipped.arena is not None and clipped.arena.sequence[0] == 4
     clipped.close()
 
 

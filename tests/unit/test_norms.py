@@ -31,6 +31,13 @@ async def test_who_waits_looks_again_at_each_waking() -> None:
         await asyncio.gather(*waiting)
 
 
+async def test_a_waking_between_the_question_and_the_waiting_is_not_missed() -> None:
+    board = NormBoard()
+    waiting = asyncio.ensure_future(board.wait())
+    board.wake()
+    await asyncio.wait_for(waiting, 5)
+
+
 def test_the_norm_does_not_depend_on_the_order_in_which_squares_came() -> None:
     squares = {index: 1.0 / 3**index for index in range(30)}
     assert global_norm(squares) == global_norm(dict(reversed(squares.items())))

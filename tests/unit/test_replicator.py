@@ -1,0 +1,116 @@
+"""The replicator: what a primary makes of a replica's refusal, and whom it tells."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from random import Random
+from typing import Any, cast
+
+import pytest
+
+from psdist import BSP, optim
+from psdist.errors import LimitExceededError, PsdistError, ServerUnreachableError, StaleTermError
+from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
+from psdist.v1 import server_pb2 as pb
+from psdist.wire import status
+from psdist_server.replica_stream import Link
+from psdist_server.replicator import Replicator, Report, Source
+
+P, B, C = Replica("server-0", 1), Replica("server-1", 1), Replica("server-2", 1)
+SPEC = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=4096)
+ENTRY = ParametersEntry(spec=SPEC, total=2 * 4096, shards=(Shard(P, 3, (B,)), Shard(P, 3)), ready=True)
+
+
+class Network:
+    """Nobody can be reached."""
+
+    rng = Random(1)
+    lease_seconds = 60.0
+
+    def __init__(self) -> None:
+        self.reports = 0
+
+    def hello(self, parameters: str) -> pb.ReplicateRequest:
+        return pb.ReplicateRequest(hello=pb.ReplicateRequest.Hello(parameters=parameters))
+
+    def method(self, replica: Replica, name: str) -> Callable[..., Any]:
+        raise ServerUnreachableError(f"{replica} has no {name}")
+
+    def report(self) -> None:
+        self.reports += 1
+
+
+class Told:
+    """The slices, as far as it matters who serves them."""
+
+    def __init__(self) -> None:
+        self.fenced_shards: list[int] = []
+
+    def fenced(self, number: int) -> None:
+        self.fenced_shards.append(number)
+
+    def level(self, number: int) -> None:
+        pass
+
+    def has_room_again(self) -> None:
+        pass
+
+
+class Primary:
+    """The primary of two shards, the first of which has a backup."""
+
+    def __init__(self) -> None:
+        self.network, self.told = Network(), Told()
+        self.replicator = Replicator(ENTRY, P, self.network, cast(Source, self.told))
+        for number in range(2):
+            self.replicator.add(number, 3, [number])
+        self.follow(*ENTRY.shards)
+
+    def follow(self, *shards: Shard) -> None:
+        self.entry = replace(ENTRY, shards=shards)
+        self.replicator.follow(self.entry)
+
+    def link(self, replica: Replica = B) -> Link:
+        return self.replicator._links[replica]
+
+    def hear_refusal(self, error: PsdistError) -> None:
+        refused = pb.ReplicateResponse.Refused(shard=0, term=3, error=status.to_detail(error))
+        self.replicator.answered(self.link(), pb.ReplicateResponse(refused=refused))
+
+
+@pytest.fixture
+async def primary() -> AsyncIterator[Primary]:
+    made = Primary()
+    yield made
+    await made.replicator.close()
+
+
+async def test_a_replica_that_knows_a_newer_primary_ends_the_service_of_the_shard(primary: Primary) -> None:
+    primary.hear_refusal(StaleTermError("another", shard=0, term=4))
+    assert primary.told.fenced_shards == [0]
+
+
+async def test_a_replica_whose_map_is_older_does_not(primary: Primary) -> None:
+    """It would stay out of service until something else makes a new map."""
+    primary.hear_refusal(StaleTermError("not yet", shard=0, term=2))
+    assert primary.told.fenced_shards == []
+
+
+async def test_a_replica_that_has_no_room_is_reported_with_its_reason(primary: Primary) -> None:
+    assert primary.replicator.reports(primary.entry) == []
+    primary.hear_refusal(LimitExceededError("no room"))
+    assert primary.told.fenced_shards == [] and primary.network.reports == 1
+    assert primary.replicator.reports(primary.entry) == [Report("unreachable", "p", 0, 3, B, "no room")]
+    primary.follow(Shard(P, 3, (), (C,)), ENTRY.shards[1])
+    assert primary.replicator.reports(primary.entry) == []
+
+
+async def test_a_replica_hears_of_the_map_before_it_hears_of_what_the_map_says(primary: Primary) -> None:
+    """Else it refuses what its own map does not say yet."""
+    link = primary.link()
+    link._open(pb.ReplicateResponse(welcome=pb.ReplicateResponse.Welcome()))
+    link._out.clear()
+    primary.follow(ENTRY.shards[0], Shard(P, 3, (), (B,)))
+    sent = [(message.WhichOneof("kind"), message.shard) for message, _ in link._out]
+    assert sent == [("hello", 0), ("begin", 1)]
