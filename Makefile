@@ -63,6 +63,7 @@ bench: $(VENV)/.dev
 
 chaos: $(VENV)/.dev
 	$(BIN)/python -m pytest -q tests/chaos
+	$(BIN)/python -m pytest -q -m long tests/integration
 	$(BIN)/psdist chaos --suite --kills $(KILLS)
 
 SEEDS ?= 10000

@@ -41,6 +41,7 @@ def test_servers_killed_in_bsp_change_no_byte(tmp_path: Path) -> None:
     assert report["recovery_seconds"]["max"] < 5
 
 
+@pytest.mark.long
 def test_workers_frozen_are_fenced_and_come_back(tmp_path: Path) -> None:
     report = _run(tmp_path, "--fault", "worker-freeze", "--kills", "1", "--nservers", "2", "--consistency", "asp")
     assert (report["faults"], report["lost"], report["repeated"]) == (1, 0, 0)
@@ -53,6 +54,7 @@ def test_the_only_copy_lost_is_said(tmp_path: Path) -> None:
     assert all("server_lost" in text for text in report["ended"][:2]), report["ended"]
 
 
+@pytest.mark.long
 def test_a_network_that_is_cut(tmp_path: Path) -> None:
     if reason := faults.namespaces_missing():
         pytest.skip(reason)
@@ -60,6 +62,7 @@ def test_a_network_that_is_cut(tmp_path: Path) -> None:
     assert (report["faults"], report["lost"], report["repeated"]) == (1, 0, 0)
 
 
+@pytest.mark.long
 def test_killed_itself_it_leaves_nothing(tmp_path: Path) -> None:
     process = _start(tmp_path, "--fault", "worker-freeze", "--kills", "9", "--replicas", "1", "--nservers", "1")
     assert process.stderr is not None

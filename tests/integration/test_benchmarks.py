@@ -61,6 +61,7 @@ def test_a_peer_that_fails_says_why(tmp_path: Path) -> None:
     assert "psdist: " in done.stderr and "params=0" in done.stderr
 
 
+@pytest.mark.long
 def test_scaling_hides_communication_in_the_emulated_backward_pass(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     result = measure(
@@ -81,6 +82,7 @@ def test_latency_of_both_clients_beside_raw_grpc(tmp_path: Path) -> None:
         assert points["calls"] == 20 and 0 < points["p50"] <= points["p99"]
 
 
+@pytest.mark.long
 def test_memory_of_every_process_is_watched(tmp_path: Path) -> None:
     result = measure(tmp_path, "steady", "--steps", "20", "--params", "20000", "--transport", "grpc")
     processes = result["processes"]["grpc"]

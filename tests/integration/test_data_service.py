@@ -100,7 +100,7 @@ def uses(text: str) -> list[int]:
     return [int(count) for count in re.findall(r"uses ([\d ]+) position", text)[-1].split()]
 
 
-@pytest.mark.parametrize("consistency", ["BSP", "ASP"])
+@pytest.mark.parametrize("consistency", [pytest.param("BSP", marks=pytest.mark.long), "ASP"])
 def test_each_sample_is_used_once_in_each_data_epoch(tmp_path: Path, runs: list[Run], consistency: str) -> None:
     """The number of ranges is no multiple of the workers: in BSP the last one's step must not wait for the others."""
     run = start(tmp_path, runs, consistency, "plain", 124, 2)
@@ -112,7 +112,14 @@ def test_each_sample_is_used_once_in_each_data_epoch(tmp_path: Path, runs: list[
         assert uses(text) == [2] * 124
 
 
-@pytest.mark.parametrize(("consistency", "when"), [("ASP", "after"), ("ASP", "before"), ("BSP", "after")])
+@pytest.mark.parametrize(
+    ("consistency", "when"),
+    [
+        pytest.param("ASP", "after", marks=pytest.mark.long),
+        pytest.param("ASP", "before", marks=pytest.mark.long),
+        ("BSP", "after"),
+    ],
+)
 def test_what_a_killed_worker_held_is_used_again_and_counted(
     tmp_path: Path, runs: list[Run], consistency: str, when: str
 ) -> None:
@@ -129,6 +136,7 @@ def test_what_a_killed_worker_held_is_used_again_and_counted(
     assert "repeated 1 failed 0" in text
 
 
+@pytest.mark.long
 def test_what_a_frozen_worker_held_is_used_again_and_counted(tmp_path: Path, runs: list[Run]) -> None:
     run = start(tmp_path, runs, "ASP", "freeze", 300, 1)
     frozen = int(run.until(r"stops as (\d+)")[1])
@@ -143,6 +151,7 @@ def test_what_a_frozen_worker_held_is_used_again_and_counted(tmp_path: Path, run
     assert counts in (Counter({1: 300}), Counter({1: 295, 2: 5})), text
 
 
+@pytest.mark.long
 def test_another_run_goes_on_from_the_position_of_the_first(tmp_path: Path, runs: list[Run]) -> None:
     status, first = start(tmp_path, runs, "ASP", "stop", 124, 2).end()
     assert status == 0, first
@@ -154,6 +163,7 @@ def test_another_run_goes_on_from_the_position_of_the_first(tmp_path: Path, runs
     assert [a + b for a, b in zip(uses(first), uses(second), strict=True)] == [2] * 124
 
 
+@pytest.mark.long
 def test_a_killed_scheduler_forgets_no_lease(tmp_path: Path, runs: list[Run]) -> None:
     run = start(tmp_path, runs, "ASP", "plain", 1500, 1)
     run.until("used", 30)
@@ -165,6 +175,7 @@ def test_a_killed_scheduler_forgets_no_lease(tmp_path: Path, runs: list[Run]) ->
     assert text.count("repeated 0 failed 0") == 3, text
 
 
+@pytest.mark.long
 def test_the_example_trains_though_a_worker_is_killed(tmp_path: Path, runs: list[Run]) -> None:
     (tmp_path / "digits.py").write_text((EXAMPLES / "digits.py").read_text())
     runs.append(Run(tmp_path, (EXAMPLES / "elastic.py").read_text(), "--epochs", "12"))

@@ -213,6 +213,7 @@ def test_the_scheduler_and_a_server_die_at_once(stage: Stage) -> None:
     assert "scheduler died: killed by SIGKILL" in text and "server 1 died: killed by SIGKILL" in text, text
 
 
+@pytest.mark.long
 def test_when_all_copies_are_lost_the_run_ends_and_says_what_was_lost(stage: Stage) -> None:
     run = stage.start("bsp", *_COPIES)
     run.until("made step 200$")
@@ -234,6 +235,7 @@ def test_without_copies_a_killed_server_ends_the_run_and_says_how_to_go_on(stage
     assert "server 1 died: killed by SIGKILL" in last and "start the run again" in last, text
 
 
+@pytest.mark.long
 def test_a_server_that_is_told_to_end_hands_over_what_it_holds(stage: Stage) -> None:
     run = stage.start("bsp", "--nservers", "2")
     run.until("made step 10$")
@@ -247,7 +249,7 @@ def test_a_server_that_is_told_to_end_hands_over_what_it_holds(stage: Stage) -> 
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["bsp", "ssp", "asp"])
+@pytest.mark.parametrize("mode", ["bsp", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("ssp", "asp"))])
 def test_workers_join_and_leave_while_training_runs(stage: Stage, mode: str) -> None:
     run = stage.start(mode, *_COPIES)
     run.until("made step 10$")

@@ -75,7 +75,10 @@ def _digests(text: str) -> set[str]:
     return set(found)
 
 
-@pytest.mark.parametrize(("clip", "transport"), [(0.0, "grpc"), (0.0, "shm"), (1.0, "grpc")])
+@pytest.mark.parametrize(
+    ("clip", "transport"),
+    [*(pytest.param(0.0, transport, marks=pytest.mark.long) for transport in ("grpc", "shm")), (1.0, "grpc")],
+)
 def test_a_killed_server_changes_not_a_bit(tmp_path: Path, runs: list[Run], clip: float, transport: str) -> None:
     arguments = ("60", str(clip))
     (tmp_path / "plain").mkdir()
@@ -96,7 +99,14 @@ def test_a_killed_server_changes_not_a_bit(tmp_path: Path, runs: list[Run], clip
     assert "Traceback" not in everything, everything
 
 
-@pytest.mark.parametrize(("consistency", "transport"), [("asp", "grpc"), ("asp", "shm"), ("ssp", "grpc")])
+@pytest.mark.parametrize(
+    ("consistency", "transport"),
+    [
+        pytest.param("asp", "grpc", marks=pytest.mark.long),
+        ("asp", "shm"),
+        pytest.param("ssp", "grpc", marks=pytest.mark.long),
+    ],
+)
 def test_a_killed_server_loses_and_repeats_no_push(
     tmp_path: Path, runs: list[Run], consistency: str, transport: str
 ) -> None:

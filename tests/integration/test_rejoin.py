@@ -77,7 +77,12 @@ def runs() -> Iterator[list[Run]]:
 
 
 @pytest.mark.parametrize(
-    ("consistency", "transport"), [("bsp", "grpc"), ("bsp", "shm"), ("asp", "grpc"), ("asp", "shm"), ("ssp", "shm")]
+    ("consistency", "transport"),
+    [
+        ("bsp", "shm"),
+        ("asp", "grpc"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("bsp", "grpc"), ("asp", "shm"), ("ssp", "shm"))),
+    ],
 )
 def test_a_frozen_worker_takes_part_again(tmp_path: Path, runs: list[Run], consistency: str, transport: str) -> None:
     runs.append(Run(tmp_path, _SCRIPT, consistency, transport=transport))
