@@ -155,7 +155,8 @@ class Link:
         self._copies = asyncio.Queue()
         for machine in self._replicator.machines.values():
             machine.closed(self.replica, now())
-        self._replicator.source.has_room_again()  # Nothing is kept for a copy that broke off.
+        if not self._closed:
+            self._replicator.source.has_room_again()  # Nothing is kept for a copy that broke off.
         return stood
 
     async def _session(self) -> None:

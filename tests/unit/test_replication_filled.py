@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from psdist.errors import InvalidArgumentError
 from psdist.types import Replica, Shard
 from psdist_server.records import ReplicaUpdate, SliceRecord
 from psdist_server.replication import BackupReplication, Held, PrimaryReplication, Replicated, SendBegin
@@ -67,3 +70,10 @@ def test_what_is_promoted_while_it_is_copied_again_is_like_nobody_else() -> None
     heir: PrimaryReplication[None] = PrimaryReplication(0, 3, [0, 1], machine.base)
     heir.follow(Shard(NEW, 3, (OLD,)), 0.0)
     assert heir.opened(OLD, Held(2, 6, True), 0.0) == [SendBegin(OLD, 6)]
+
+
+def test_a_copy_of_which_the_beginning_was_not_heard_is_not_complete() -> None:
+    """The replica had an older map then."""
+    machine = BackupReplication(0, [0, 1], Shard(OLD, 1, (), (NEW,)))
+    with pytest.raises(InvalidArgumentError, match="without slices"):
+        machine.end()
