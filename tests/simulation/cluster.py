@@ -113,6 +113,7 @@ class World:
 
     def start_server(self, number: int) -> None:
         """A server, in a new life if there was one of this number."""
+        self.hosts.pop(number, None)
         self.server_nodes[number] = node = self.loop.node(f"server-{number}", f"host-{number % self.options.hosts}")
         self.loop.start(node, self._serve(node, number))
 
@@ -154,16 +155,18 @@ class World:
                 self.start_server(number)
 
     def can_lose(self, server: int, struck: set[int]) -> bool:
-        """Whether each shard has a whole copy beside ``server`` and the ``struck`` ones."""
+        """Whether ``server`` would be the only one that is gone: all other copies are at servers that live and are not
+        ``struck``. A silent server that nobody missed yet counts as gone too."""
         if self.scheduler is None or server not in self.hosts:
             return False
+        me = self.hosts[server].me
         good = {
             host.me
             for number, host in self.hosts.items()
             if number != server and number not in struck and not self.server_nodes[number].dead
         }
         shards = [shard for entry in self.scheduler.cluster.map.parameters for shard in entry.shards]
-        return all(good.intersection((shard.primary, *shard.backups)) for shard in shards)
+        return all(good.issuperset({shard.primary, *shard.backups} - {me}) for shard in shards) and bool(good)
 
     def drain(self, server: int) -> bool:
         """Asks for ``server`` to be emptied, and stops it then."""

@@ -27,7 +27,7 @@ import structlog
 import psdist_scheduler.service  # noqa: F401
 import psdist_server.link
 import psdist_server.service  # noqa: F401
-from psdist.wire import channels, memory, status
+from psdist.wire import channels, convert, memory, status
 from psdist.wire.shm import WeightsArena
 from psdist_scheduler.joins import Joins
 from psdist_server.events import Forget, SlicePushed
@@ -184,6 +184,23 @@ def _open_channel(address: str, message_bytes: int = 0) -> SimChannel:
     return SimChannel(running().network, address)
 
 
+class _MapReader:
+    """``convert.map_from_proto`` that reads a map once for all nodes: it is a frozen value, and costs as much as the
+    rest of its publication."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
+        self._known: dict[bytes, Any] = {}
+
+    def __call__(self, message: Any) -> Any:
+        data = message.SerializeToString(deterministic=True)
+        if data not in self._known:
+            if len(self._known) > 100:
+                self._known.clear()
+            self._known[data] = self._read(message)
+        return self._known[data]
+
+
 def _no_arena(*args: Any, **kwargs: Any) -> Any:
     raise OSError(0, "simulated hosts share no memory")
 
@@ -273,6 +290,7 @@ def install() -> None:
                 put(module, name, stands[id(value)])
     put(WeightsArena, "create", _no_arena)
     put(memory, "keep_buffers", lambda **_: False)
+    put(convert, "map_from_proto", _MapReader(convert.map_from_proto))
     for machine in (BspShard, AsyncShard):
         put(machine, "_pushed", _watch(machine))
     put(Holding, "_reply", _watch_reply(Holding._reply))

@@ -16,6 +16,7 @@ Invariants: the same seed gives the same trace. Nothing ready, no timer and no e
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import heapq
 import random
@@ -106,6 +107,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._timers: list[tuple[float, int, Handle]] = []
         self._order = 0
         self._runnable: list[Node] = []
+        self._nodes: list[Node] = []
         self._closed = False
         self._running = False
         self._stop = False
@@ -123,7 +125,9 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def node(self, name: str, host: str) -> Node:
         """A new node; its process starts with ``start``."""
-        return Node(name, host)
+        node = Node(name, host)
+        self._nodes.append(node)
+        return node
 
     def current(self) -> Node:
         """The node that runs."""
@@ -204,6 +208,8 @@ class SimLoop(asyncio.AbstractEventLoop):
         sys.set_asyncgen_hooks(firstiter=None, finalizer=self._finalize)
         asyncio._set_running_loop(self)
         self._running = True
+        collects = gc.isenabled()
+        gc.disable()  # What died at a time of its own would be no part of the seed.
         deadline = self._now + seconds
         try:
             main = self.create_task(work, context=self.world.context)
@@ -214,6 +220,8 @@ class SimLoop(asyncio.AbstractEventLoop):
             return main.result()
         finally:
             self._running = False
+            if collects:
+                gc.enable()
             asyncio._set_running_loop(None)
             sys.set_asyncgen_hooks(*hooks)
 
@@ -334,7 +342,13 @@ class SimLoop(asyncio.AbstractEventLoop):
         return self._closed
 
     def close(self) -> None:
-        """Drops everything. What dies now finds a loop that takes nothing."""
+        """Drops everything. What dies now finds a loop that takes nothing. Errors that nobody asked for
+        are failures."""
+        for task in [task for node in self._nodes if not node.dead for task in node.tasks]:
+            if task._log_traceback and not task.cancelled():  # type: ignore[attr-defined]
+                error = task.exception()
+                self.failures.append(f"nobody asked {task.get_name()}: {error!r:.400}{where(error)}")
+        self._nodes.clear()
         self._closed = True
         self._timers.clear()
         self._runnable.clear()

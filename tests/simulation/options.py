@@ -83,6 +83,13 @@ class Options:
         """Pushes that there may be."""
         return self.lives * self.steps
 
+    @property
+    def text(self) -> str:
+        """All of it on one line."""
+        values = {name: value for name, value in vars(self).items() if name not in ("seed", "optimizer")}
+        values["momentum"] = self.optimizer.values()["momentum"]
+        return ", ".join(f"{name}={value}" for name, value in values.items())
+
     def stream(self, name: str) -> random.Random:
         """A stream of chance of its own, so that more of one does not change another."""
         return random.Random(f"{self.seed}/{name}")

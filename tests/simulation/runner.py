@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ def prepare() -> None:
     from tests.simulation import environment, scenario
 
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    warnings.simplefilter("ignore", RuntimeWarning)  # Coroutines that a crash kept from beginning.
     environment.install()
     scenario.run(0)  # Loads what is loaded late, such as compiled kernels.
     gc.collect()
@@ -146,7 +148,7 @@ def _one(seed: int, trace: bool) -> int:
     for name, count in sorted(result.counts.items()):
         print(f"{count:8} {name}")
     print(f"{result.virtual_seconds:.3f} virtual s, {result.handles} handles, trace {result.trace_hash}")
-    print(result.text if result.violations else f"seed {seed}: {result.options}\n  nothing is wrong")
+    print(result.text if result.violations else f"seed {seed}: {result.options.text}\n  nothing is wrong")
     return 1 if result.violations else 0
 
 

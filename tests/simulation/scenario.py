@@ -40,9 +40,8 @@ class Result:
     def text(self) -> str:
         """What is wrong, and the command that shows it again."""
         wrong = "\n  ".join(self.violations)
-        return (
-            f"seed {self.seed}: {self.options}\n  {wrong}\nagain: python -m tests.simulation --seed {self.seed} --trace"
-        )
+        again = f"python -m tests.simulation --seed {self.seed} --trace"
+        return f"seed {self.seed}: {self.options.text}\n  {wrong}\nagain: {again}"
 
 
 def run(seed: int, options: Options | None = None, *, trace: bool = False) -> Result:
@@ -114,7 +113,6 @@ def _tear_down(loop: RunLoop) -> None:
     """Lets go of all nodes. What dies now may complain, as it dies in the middle of something."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
-        gc.collect()  # Tasks that failed and that nobody asked.
         psdist.client.loop._claims.clear()
         loop.close()
         loop.world = loop.network = None  # type: ignore[assignment]
