@@ -357,7 +357,8 @@ class Holding:
         except LimitExceededError as error:  # Of a new shard: what is promoted is held already.
             self.stop(error)
         records, base = None, (0, 0)
-        if copy is not None:
+        # Before it is ready, one that was being filled may take the place of one that is gone: all is uploaded again.
+        if copy is not None and (copy.complete or self.entry.ready):
             records, base = copy.records, copy.base
             if not copy.complete:
                 self.stop(InternalError(f"shard {number} of {spec.name!r} was promoted before its copy was complete"))
