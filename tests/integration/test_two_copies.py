@@ -1,0 +1,175 @@
+"""A primary and its backup over real gRPC, with cluster maps made by hand: what each does that knows another map than
+the other, and one that has no room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import numpy as np
+import pytest
+
+from psdist import optim
+from psdist.consistency import BSP
+from psdist.errors import LimitExceededError, StaleEpochError
+from psdist.types import (
+    ClusterMap,
+    ParametersEntry,
+    ParametersMember,
+    ParametersSpec,
+    Replica,
+    ServerEntry,
+    Shard,
+    WorkerEntry,
+)
+from psdist.v1 import common_pb2 as cpb
+from psdist.v1 import server_pb2 as pb
+from psdist.v1 import server_pb2_grpc
+from psdist.wire import auth, channels, status
+from psdist_server.dense import DenseParameters
+from psdist_server.host import Host
+from psdist_server.replicator import Report
+from psdist_server.service import ServerService
+
+TOKEN, SIZE = "secret", 4096
+A, B = Replica("server-0", 1), Replica("server-1", 1)
+ONES = np.ones(SIZE, np.float32)
+WORKER = ParametersMember("worker-0", 1, 0)
+SPEC = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=SIZE)
+
+
+class Server:
+    """One server on a free port, and what a worker says to it."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.host = Host(replica.server_id, "run", TOKEN, kernel_threads=1)
+        self.reported = asyncio.Event()
+        self.host.report = self.reported.set
+        self._server = channels.make_server(TOKEN)
+        self.address = f"127.0.0.1:{channels.bind(self._server, '127.0.0.1', 0, insecure=False)}"
+        self._server.add_generic_rpc_handlers((ServerService(self.host).handler(),))
+
+    async def start(self) -> None:
+        await self._server.start()
+        self._channel = channels.open_channel(self.address)
+        self.stub = server_pb2_grpc.ServerServiceStub(self._channel)
+
+    async def close(self) -> None:
+        self.host.hang_up()
+        await self._channel.close()
+        await self._server.stop(0)
+        await self.host.close()
+
+    def identity(self) -> pb.Identity:
+        epoch = self.host.map.epoch
+        return pb.Identity(run_id="run", worker_id="worker-0", incarnation=1, epoch=epoch, parameters="p")
+
+    async def install(self) -> None:
+        request = pb.InstallRequest(identity=self.identity(), slice=0, payload=(0 * ONES).tobytes())
+        await self.stub.Install(iter([request]), metadata=auth.metadata(TOKEN))
+
+    async def push(self, step: int) -> int:
+        """The version of the slice with a push of ones in it."""
+        header = pb.PushHeader(identity=self.identity(), step=step, codec=cpb.CODEC_RAW, dtype=cpb.DTYPE_FLOAT32)
+        request = pb.PushRequest(header=header, slice=0, payload=ONES.tobytes())
+        try:
+            versions: list[int] = [
+                a.version async for a in self.stub.Push(iter([request]), metadata=auth.metadata(TOKEN))
+            ]
+        except grpc.aio.AioRpcError as error:
+            raise status.from_call(error, "server") from None
+        return versions[-1]
+
+    async def pull(self) -> np.ndarray:
+        request = pb.PullRequest(identity=self.identity(), dtype=cpb.DTYPE_FLOAT32)
+        try:
+            payloads = [a.payload async for a in self.stub.Pull(request, metadata=auth.metadata(TOKEN))]
+        except grpc.aio.AioRpcError as error:
+            raise status.from_call(error, "server") from None
+        return np.frombuffer(payloads[-1], np.float32)
+
+
+class Pair:
+    """Two servers."""
+
+    def __init__(self) -> None:
+        self.a, self.b = Server(A), Server(B)
+
+    def map_of(self, epoch: int, shard: Shard, *, ready: bool = True) -> ClusterMap:
+        servers = (ServerEntry("server-0", 1, self.a.address), ServerEntry("server-1", 1, self.b.address))
+        entry = ParametersEntry(SPEC, SIZE, (shard,), (WORKER,), ready=ready)
+        return ClusterMap("run", epoch, servers, (WorkerEntry("worker-0", 1, 0),), (entry,))
+
+    async def show(self, epoch: int, shard: Shard, *, ready: bool = True) -> None:
+        for server in (self.b, self.a):
+            await server.host.follow(self.map_of(epoch, shard, ready=ready))
+
+    async def reports(self) -> list[Report]:
+        """What the primary has to report, as soon as there is something."""
+        async with asyncio.timeout(20):
+            while not (found := self.a.host.reports()):
+                self.a.reported.clear()
+                await self.a.reported.wait()
+        return found
+
+    async def create(self) -> None:
+        """A is the primary of the only shard, B its backup."""
+        await self.show(1, Shard(A, 1, (), (B,)), ready=False)
+        await self.a.install()
+        assert [report.kind for report in await self.reports()] == ["filled"]
+        await self.show(2, Shard(A, 1, (B,)))
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    pair = Pair()
+    await pair.a.start()
+    await pair.b.start()
+    yield pair
+    await pair.a.close()
+    await pair.b.close()
+
+
+async def test_one_that_does_not_know_that_it_was_replaced_takes_no_push_and_serves_no_read(pair: Pair) -> None:
+    await pair.create()
+    assert await pair.a.push(0) == 1
+    assert (await pair.a.pull() == -1).all()
+    await pair.b.host.follow(pair.map_of(3, Shard(B, 2)))
+    assert await pair.b.push(1) == 2
+    with pytest.raises(StaleEpochError):
+        await pair.a.pull()
+    with pytest.raises(StaleEpochError):
+        await pair.a.push(1)
+    assert (await pair.b.pull() == -2).all()
+
+
+async def test_a_push_to_one_that_was_replaced_is_refused_too_where_nobody_read_from_it_before(pair: Pair) -> None:
+    await pair.create()
+    await pair.b.host.follow(pair.map_of(3, Shard(B, 2)))
+    with pytest.raises(StaleEpochError):
+        await pair.a.push(0)
+    assert (await pair.b.pull() == 0).all()
+    assert await pair.b.push(0) == 1
+
+
+def no_room(dense: DenseParameters, indices: range) -> None:
+    raise LimitExceededError(f"{len(indices)} slices more have no room")
+
+
+async def test_a_copy_that_has_no_room_is_reported_and_stops_nobody(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = pair.map_of(1, Shard(A, 1, (), (B,)), ready=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(DenseParameters, "hold", no_room)
+        await pair.b.host.follow(begun)
+    await pair.a.host.follow(begun)
+    await pair.a.install()
+    (report,) = await pair.reports()
+    assert (report.kind, report.replica) == ("unreachable", B) and "no room" in report.reason
+    await pair.show(2, Shard(A, 1))
+    assert await pair.a.push(0) == 1
+    # It is tried again later, when there is room.
+    await pair.show(3, Shard(A, 1, (), (B,)))
+    assert [report.kind for report in await pair.reports()] == ["filled"]
