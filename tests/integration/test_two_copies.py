@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from random import Random
 
 import grpc.aio
 import numpy as np
 import pytest
 
 from psdist import optim
+from psdist.chaos.proxy import HELD, Fault, FaultProxy
 from psdist.consistency import BSP
 from psdist.errors import LimitExceededError, StaleEpochError
 from psdist.types import (
@@ -173,3 +175,25 @@ async def test_a_copy_that_has_no_room_is_reported_and_stops_nobody(
     # It is tried again later, when there is room.
     await pair.show(3, Shard(A, 1, (), (B,)))
     assert [report.kind for report in await pair.reports()] == ["filled"]
+
+
+async def test_a_backup_that_nothing_reaches_is_reported_after_a_lease_and_holds_up_until_the_map_drops_it(
+    pair: Pair,
+) -> None:
+    host, port = pair.b.address.split(":")
+    proxy = FaultProxy((host, int(port)), Random(1))
+    pair.b.address = await proxy.start()
+    await pair.create()
+    assert await pair.a.push(0) == 1
+    pair.a.host.lease_seconds = 0.2
+    proxy.fault = HELD
+    push = asyncio.create_task(pair.a.push(1))
+    async with asyncio.timeout(20):
+        while not (found := pair.a.host.reports()):
+            await asyncio.wait({push}, timeout=0.05)
+    (report,) = found
+    assert (report.kind, report.replica, push.done()) == ("unreachable", B, False)
+    await pair.show(3, Shard(A, 1))
+    assert await push == 2
+    proxy.fault = Fault()
+    await proxy.close()
