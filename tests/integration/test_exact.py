@@ -95,7 +95,16 @@ def group_ranges(spec: Optimizer) -> tuple[tuple[int, int, int], ...]:
     return tuple(ranges)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 5], ids=lambda servers: f"S{servers}")
+#: Servers and workers of make test; make chaos runs the other pairs, too.
+_BRIEFLY = {(1, 1), (2, 2), (3, 4), (5, 2)}
+_PAIRS = [
+    pytest.param(servers, workers, marks=[] if (servers, workers) in _BRIEFLY else [pytest.mark.long])
+    for servers in (1, 2, 3, 5)
+    for workers in (1, 2, 4)
+]
+
+
+@pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
     cluster = EmbeddedCluster(servers=request.param)
     yield cluster
@@ -108,7 +117,7 @@ async def create(client: AsyncClient, name: str, spec: Optimizer) -> AsyncParame
     return await client.parameters(name, init=split(values), optimizer=spec, consistency=BSP(), slice_elements=SLICE)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4], ids=lambda workers: f"W{workers}")
+@pytest.mark.parametrize(("cluster", "workers"), _PAIRS, indirect=["cluster"], scope="module")
 async def test_weights_are_byte_identical_to_the_reference(cluster: EmbeddedCluster, workers: int) -> None:
     clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(workers)]
     await asyncio.gather(*(client.connect() for client in clients))
