@@ -166,7 +166,8 @@ class World:
             if number != server and number not in struck and not self.server_nodes[number].dead
         }
         shards = [shard for entry in self.scheduler.cluster.map.parameters for shard in entry.shards]
-        return all(good.issuperset({shard.primary, *shard.backups} - {me}) for shard in shards) and bool(good)
+        left = [{shard.primary, *shard.backups} - {me} for shard in shards]
+        return all(others and good.issuperset(others) for others in left)
 
     def drain(self, server: int) -> bool:
         """Asks for ``server`` to be emptied, and stops it then."""

