@@ -65,7 +65,7 @@ from psdist_scheduler.events import (
 )
 from psdist_scheduler.keeper import Keeper
 from psdist_scheduler.membership import Membership
-from psdist_scheduler.records import ClusterSettings, Stored
+from psdist_scheduler.records import ClusterSettings, Member, Stored
 from psdist_scheduler.registry import Registry
 from psdist_scheduler.rendezvous import Barriers, Rendezvous
 from psdist_scheduler.scaling import Scaling
@@ -276,7 +276,17 @@ class Cluster:
         life = f", incarnation {member.incarnation}" if member.incarnation > 1 else ""
         where = f" at {member.address}" if member.address else f" on {member.host or 'an unknown host'}"
         registered = Registered(member, world_size, self.settings.lease_seconds)
-        return [Note(f"{member} registered{where}{life}"), Answer(event.call, registered)]
+        return [
+            Note(f"{member} registered{where}{life}"),
+            *self._replace_at_address(member),
+            Answer(event.call, registered),
+        ]
+
+    def _replace_at_address(self, member: Member) -> list[Effect]:
+        """An address has one process: a server that is another's successor there, or the same, whose first answer was
+        lost, ends the life before it. Else shards could be placed on that one, and their calls reach this one."""
+        before = [m.member_id for m in self.members.servers if m.address == member.address and m is not member]
+        return self._lose([(member_id, f"{member} registered at its address") for member_id in before])
 
     def _open_session(self, event: SessionOpened, now: float) -> list[Effect]:
         caller = Caller("", event.member_id, event.incarnation)

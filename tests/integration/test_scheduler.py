@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -95,6 +96,10 @@ async def _listening(process: asyncio.subprocess.Process) -> None:
         assert line, f"the scheduler ended: {''.join(lines)}"
 
 
+#: An address has one server.
+_ports = itertools.count(1)
+
+
 class Peer:
     """A channel to the scheduler with the token, and one member's session."""
 
@@ -108,7 +113,7 @@ class Peer:
     async def register(self, role: pb.Role = pb.ROLE_WORKER, **fields: Any) -> pb.RegisterResponse:
         """Registers and opens the session."""
         if role == pb.ROLE_SERVER:
-            fields.setdefault("address", "127.0.0.1:1")
+            fields.setdefault("address", f"127.0.0.1:{next(_ports)}")
         request = pb.RegisterRequest(protocol_version=limits.PROTOCOL_VERSION, role=role, host="box", pid=7, **fields)
         self.member = await self.stub.Register(request, metadata=self.metadata)
         await self.open()

@@ -80,7 +80,7 @@ class Driver:
         """Registers a member. Raises how it was refused."""
         call = self.number()
         if role == "server":
-            fields.setdefault("address", "127.0.0.1:1")
+            fields.setdefault("address", f"127.0.0.1:{call}")
         self.on(
             ev.Register(
                 call, fields.pop("protocol_version", PROTOCOL_VERSION), fields.pop("run_id", ""), role, **fields

@@ -83,6 +83,16 @@ def test_world_size_raises_the_minimum() -> None:
 # --- sessions and leases ----------------------------------------------------------------------------------------------
 
 
+def test_a_server_at_the_address_of_another_ends_its_life() -> None:
+    """It is its successor, or the same one, whose first answer was lost: no shard may be placed on the life before."""
+    d = Driver()
+    d.register("server", address="10.0.0.1:7")
+    d.join("server", address="10.0.0.2:7")
+    d.join("server", address="10.0.0.1:7")
+    assert [server.server_id for server in d.map.servers] == ["server-1", "server-2"]
+    assert d.lost == [ev.MemberLost("server-0", "server", "server-2 registered at its address")]
+
+
 def test_a_broken_session_is_a_loss_at_once() -> None:
     d, workers, sessions, _ = started()
     epoch = d.map.epoch
