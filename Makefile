@@ -47,7 +47,7 @@ demo: $(VENV)/.installed
 	$(BIN)/psdist run --nservers 2 --nproc-per-node 2 examples/digits.py --compare
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

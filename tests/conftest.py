@@ -5,6 +5,7 @@ Deadlines are off because a test's first example may pay for an import or a comp
 
 from __future__ import annotations
 
+import ctypes
 import os
 import uuid
 from collections.abc import Iterator
@@ -18,16 +19,10 @@ hypothesis.settings.load_profile("psdist")
 
 #: Inherited by every process that the tests start, however deep, so that survivors can be told from strangers.
 _MARK = "PSDIST_TEST_SESSION"
+#: Of Linux's headers.
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
 #: Variables by which a launcher would speak to the tests themselves.
 _FOREIGN = ("PSDIST_", "PET_", "DMLC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
-#: Tests that look at what the whole machine has: shared memory, sockets, processes, time.
-_ALONE = (
-    "tests/integration/",
-    "tests/chaos/",
-    "tests/unit/test_client_",
-    "tests/unit/test_wire_shm",
-    "tests/unit/test_benchmarks",
-)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,14 +30,17 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
         del os.environ[name]
     os.environ[_MARK] = uuid.uuid4().hex
+    if hasattr(config, "workerinput"):
+        _take_shared_memory_apart()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that start processes or share memory run one after another, in one process; the others beside them."""
-    for item in items:
-        path = item.path.relative_to(config.rootpath).as_posix()
-        if path.startswith(_ALONE):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+def _take_shared_memory_apart() -> None:
+    """Gives this process and its children a shared-memory file system of their own: tests look for what is left there,
+    and others run beside them. Only root may; without it such a test can see a socket of another's."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) == 0:
+        libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+        libc.mount(b"psdist-tests", b"/dev/shm", b"tmpfs", 0, None)
 
 
 @pytest.fixture(scope="session", autouse=True)
