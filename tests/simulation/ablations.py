@@ -236,7 +236,7 @@ def _reused_epoch(put: Put) -> None:
 
     def forgetful(self: Any, settings: Any, stored: Any, now: float) -> None:
         begin(self, settings, stored, now)
-        self.epoch = max(0, self.epoch - 1)
+        self.epoch = max(0, self.epoch - 2)  # One less would be the map that was published last, again.
 
     put(scheduler_cluster.Cluster, "__init__", forgetful)
 
