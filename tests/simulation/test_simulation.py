@@ -33,7 +33,6 @@ PATHS = (
     "a copy began",
     "a copy was complete",
     "a stream went on from what was held",
-    "an update came again",
     "a primary heard that it is none",
     "a contribution came again",
     "a push came again",
