@@ -109,6 +109,8 @@ class Cluster:
         self._barriers = Barriers()
         self._rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, now)
         self._ticked = now
+        #: Until then a session may end because this process itself was silent.
+        self._forgiving_until = now
         self._told: dict[int, _Told] = {}
         self._waits: dict[str, _Wait] = {}
         self._waiters: dict[int, str] = {}
@@ -119,6 +121,11 @@ class Cluster:
     def tick_seconds(self) -> float:
         """How often Tick is expected."""
         return self.settings.lease_seconds / _TICKS_PER_LEASE
+
+    @property
+    def _stall_seconds(self) -> float:
+        """A tick that is later than this says that this process stood still."""
+        return self.settings.lease_seconds / 2
 
     @property
     def map(self) -> ClusterMap:
@@ -208,7 +215,7 @@ class Cluster:
             case SessionOpened():
                 return self._open_session(event, now)
             case SessionClosed():
-                return self._close_session(event)
+                return self._close_session(event, now)
             case Leave():
                 return self._leave(event)
             case JoinAnswered():
@@ -297,9 +304,15 @@ class Cluster:
             effects += self.registry.server_session(member.member_id, self.members)
         return effects
 
-    def _close_session(self, event: SessionClosed) -> list[Effect]:
+    def _close_session(self, event: SessionClosed, now: float) -> list[Effect]:
         member_id = self.members.sessions.get(event.call)
-        return self._lose([(member_id, event.reason)]) if member_id else []
+        if not member_id:
+            return []
+        # Members hang up on a scheduler that stands still. They are alive, and will be back.
+        if now < self._forgiving_until or now - self._ticked > self.tick_seconds + self._stall_seconds:
+            self.members.detach(event.call, now)
+            return [Note(f"the session of {member_id} ended while the scheduler stood still: waiting for its return")]
+        return self._lose([(member_id, event.reason)])
 
     def _heartbeat(self, event: Heartbeat, now: float) -> list[Effect]:
         member = self.members.heartbeat(event, now)
@@ -336,6 +349,8 @@ class Cluster:
         self._ticked = now
         if late > self.tick_seconds:
             self.members.extend(now, late)
+        if late > self._stall_seconds:
+            self._forgiving_until = now + self.settings.lease_seconds
         return self._lose(self.members.expired(now))
 
     def _forget(self, call: int) -> None:

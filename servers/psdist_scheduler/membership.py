@@ -235,6 +235,12 @@ class Membership:
         presence.waiting_for = tuple(text[:_TEXT_CHARACTERS] for text in event.waiting_for[:_WAITS_KEPT])
         return self._members[member_id]
 
+    def detach(self, call: int, now: float) -> None:
+        """A session ended by no fault of its member's, which has a lease's time to open another."""
+        presence = self._presence[self._sessions.pop(call)]
+        presence.session = 0
+        presence.deadline = max(presence.deadline, now + self._settings.lease_seconds)
+
     def end(self, member_id: str, state: str, reason: str) -> tuple[Member, int]:
         """A live member left or is lost. Returns it as it is now, and the session that it had (0: none)."""
         member = self._members[member_id]

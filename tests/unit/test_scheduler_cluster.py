@@ -521,3 +521,23 @@ def test_too_many_slices_are_refused() -> None:
     refused = d.create(workers[0], layout=huge, slice_elements=1)
     assert isinstance(d.errors[refused], errors.LimitExceededError)
     assert d.cluster.registry.all == ()
+
+
+def test_a_scheduler_that_stood_still_waits_for_the_members_that_hung_up() -> None:
+    """Members' keepalive ends their sessions meanwhile, which says nothing about them."""
+    d, _, worker_sessions, server_sessions = trained()
+    epoch = d.cluster.epoch
+    d.now += 5.0  # No tick came: this process was frozen.
+    for session in (*worker_sessions, *server_sessions):
+        d.on(ev.SessionClosed(session, "keepalive"))
+    d.on(ev.Tick())
+    assert d.cluster.epoch == epoch and not d.lost and len(d.map.servers) == 2
+    back = d.cluster.members.servers[0]
+    session = d.open(back)
+    for _ in range(12):  # three seconds, longer than the lease
+        d.tick()
+        d.beat(session)
+    assert [server.server_id for server in d.map.servers] == [back.member_id]
+    assert {news.member_id for news in d.lost} == {"server-1", "worker-0", "worker-1"}
+    d.on(ev.SessionClosed(session, "killed"))
+    assert not d.map.servers, "a session that ends while the scheduler runs is a loss at once"
