@@ -58,8 +58,9 @@ class Scheduling(RuleBasedStateMachine):
     )
     def register(self, role: Any, rank: int | None, world: int) -> None:
         rank = rank if role == "worker" else None
-        address = "127.0.0.1:1" if role == "server" else ""
         call = self._call()
+        # Each a place of its own: who registers at another's address ends that one's life.
+        address = f"127.0.0.1:{call}" if role == "server" else ""
         self._post(ev.Register(call, PROTOCOL_VERSION, "run", role, "", rank, world, address))
 
     @precondition(lambda self: self._live())
