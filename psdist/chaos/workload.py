@@ -219,7 +219,7 @@ class _Worker:
         while not self._is_over():
             self._push()
             begin = max(begin + self._settings.pace_seconds, time.monotonic() - self._settings.pace_seconds)
-            time.sleep(max(0.0, begin - time.monotonic()))
+            time.sleep(max(0.0, begin - time.monotonic()))  # The pace of the load, which is what is emulated.
         self._client.barrier("end")
         self._save("counts", self._counts)
         if self._dense is not None:

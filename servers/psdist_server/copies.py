@@ -171,7 +171,7 @@ class Copies:
         if state.array != len(arrays) or state.arrays != self._dense.array_count:
             raise InvalidArgumentError(f"array {state.array} of {state.arrays} of slice {index} comes out of turn")
         values = self._values(index, payload, "float32")
-        arrays.append(values)  # type: ignore[arg-type]
+        arrays.append(values)  # type: ignore[arg-type]  # float32, as asked for one line above
         if len(arrays) < state.arrays:
             return
         del self._incoming[index]

@@ -72,7 +72,7 @@ class Link:
     def send(self, message: pb.ReplicateRequest, payload: Gradient | None = None) -> None:
         """Writes a message when its turn comes; nothing while there is no stream."""
         if self._is_open:
-            self._out.append((message, payload))  # type: ignore[arg-type]
+            self._out.append((message, payload))  # type: ignore[arg-type]  # of any dtype: only its bytes are sent
             self._bytes_waiting += payload.nbytes if payload is not None else 0
             self._changed.set()
 
@@ -140,7 +140,7 @@ class Link:
                 self.reason = "the stream was opened again"
             except asyncio.InvalidStateError:
                 self.reason = f"server {self.replica} ended the stream while it was written to"
-            except Exception as error:
+            except Exception as error:  # Without this the copies would fall behind and nobody would say why.
                 self.reason = f"a defect: {error!r}"
                 _log.error("the stream to a replica failed", server=str(self.replica), exc_info=error)
             finally:
@@ -242,7 +242,7 @@ class Link:
             try:
                 if self._is_current(machine) and machine.peers[self.replica].copying:
                     self._replicator.copy_slice(self, machine, index)
-            except Exception as error:
+            except Exception as error:  # Whoever waits for the copy raises it.
                 done.set_exception(error)
             else:
                 done.set_result(None)
