@@ -235,6 +235,41 @@ class ServerLostError(PsdistError):
     status = "DATA_LOSS"
 
 
+class StorageError(PsdistError):
+    """The storage of a run's snapshots cannot be read or written; the message says what was tried, and why not."""
+
+    code = "storage"
+    status = "UNAVAILABLE"
+
+
+class NoStorageError(PsdistError):
+    """The run has no storage, so that it can take no snapshots."""
+
+    code = "no_storage"
+    status = "FAILED_PRECONDITION"
+
+
+class SnapshotCorruptError(PsdistError):
+    """A file of a snapshot is not what was written; the message names it. Nothing of it was used."""
+
+    code = "snapshot_corrupt"
+    status = "DATA_LOSS"
+
+
+class UnknownSnapshotError(PsdistError):
+    """There is no such committed snapshot."""
+
+    code = "unknown_snapshot"
+    status = "NOT_FOUND"
+
+
+class SnapshotFailedError(PsdistError):
+    """A snapshot was given up; the message says why. Training goes on, and nothing was committed."""
+
+    code = "snapshot_failed"
+    status = "ABORTED"
+
+
 class WaitTimeoutError(PsdistError, TimeoutError):
     """A wait took longer than its caller allowed; the message says for whom it waited."""
 

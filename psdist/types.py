@@ -38,6 +38,7 @@ RANGES_MAX: Final = 1 << 32
 DATA_EPOCHS_MAX: Final = (1 << 30) - 1
 
 _NAME = re.compile(r"[A-Za-z0-9._/-]{1,256}")
+_DIRECTORY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 def check_name(name: str, what: str) -> str:
@@ -45,6 +46,18 @@ def check_name(name: str, what: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidNameError(
             f"{what} {name!r:.80} is not allowed: use 1 to 256 of the characters A-Z a-z 0-9 . _ / -", name=name
+        )
+    return name
+
+
+def check_directory(name: str) -> str:
+    """Returns ``name`` if it can name a snapshot's directory, or a file in one: 1 to 128 of ``A-Z a-z 0-9 . _ -``, the
+    first no dot. Else raises InvalidNameError."""
+    if not isinstance(name, str) or not _DIRECTORY.fullmatch(name):
+        raise InvalidNameError(
+            f"{name!r:.80} is no name of a file of a snapshot: use 1 to 128 of the characters A-Z a-z 0-9 . _ -, the "
+            "first no dot",
+            name=name,
         )
     return name
 
@@ -220,6 +233,17 @@ class Shard:
         return (self.primary, *self.backups, *self.filling)
 
 
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """A committed snapshot that values are loaded from.
+
+    directory: its name below ``snapshots/`` in the run's storage. manifest_digest: xxh3_128 of its manifest.
+    """
+
+    directory: str
+    manifest_digest: bytes
+
+
 @dataclass(frozen=True)
 class ParametersEntry:
     """Parameters as the cluster map shows them. Slice i is in shard ``i % len(shards)``."""
@@ -233,6 +257,10 @@ class ParametersEntry:
     layout_digest: bytes = b""
     #: Members when the parameters were placed; what ``BSP.resize_lr`` compares with.
     reference_workers: int = 0
+    #: Where servers load the initial values from, instead of a worker's upload.
+    restore: Restore | None = None
+    #: Counts how often the parameters began anew from a snapshot in this run; servers drop what they hold of a lower.
+    generation: int = 0
 
     @property
     def primaries(self) -> tuple[str, ...]:

@@ -184,8 +184,16 @@ class Shard(_message.Message):
     lost: bool
     def __init__(self, primary: _Optional[_Union[Replica, _Mapping]] = ..., term: _Optional[int] = ..., backups: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., filling: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., lost: _Optional[bool] = ...) -> None: ...
 
+class Restore(_message.Message):
+    __slots__ = ("directory", "manifest_digest")
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    directory: str
+    manifest_digest: bytes
+    def __init__(self, directory: _Optional[str] = ..., manifest_digest: _Optional[bytes] = ...) -> None: ...
+
 class ParametersEntry(_message.Message):
-    __slots__ = ("spec", "total", "shards", "members", "ranges", "ready", "layout_digest", "reference_workers")
+    __slots__ = ("spec", "total", "shards", "members", "ranges", "ready", "layout_digest", "reference_workers", "restore", "generation")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +202,8 @@ class ParametersEntry(_message.Message):
     READY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     spec: ParametersSpec
     total: int
     shards: _containers.RepeatedCompositeFieldContainer[Shard]
@@ -202,7 +212,9 @@ class ParametersEntry(_message.Message):
     ready: bool
     layout_digest: bytes
     reference_workers: int
-    def __init__(self, spec: _Optional[_Union[ParametersSpec, _Mapping]] = ..., total: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., members: _Optional[_Iterable[_Union[ParametersMember, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[GroupRange, _Mapping]]] = ..., ready: _Optional[bool] = ..., layout_digest: _Optional[bytes] = ..., reference_workers: _Optional[int] = ...) -> None: ...
+    restore: Restore
+    generation: int
+    def __init__(self, spec: _Optional[_Union[ParametersSpec, _Mapping]] = ..., total: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., members: _Optional[_Iterable[_Union[ParametersMember, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[GroupRange, _Mapping]]] = ..., ready: _Optional[bool] = ..., layout_digest: _Optional[bytes] = ..., reference_workers: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ServerEntry(_message.Message):
     __slots__ = ("server_id", "incarnation", "address")

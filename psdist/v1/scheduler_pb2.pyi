@@ -43,7 +43,7 @@ class RegisterRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., psdist_version: _Optional[str] = ..., run_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., member_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("run_id", "member_id", "incarnation", "rank", "world_size", "lease_seconds", "map", "psdist_version")
+    __slots__ = ("run_id", "member_id", "incarnation", "rank", "world_size", "lease_seconds", "map", "psdist_version", "storage")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class RegisterResponse(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MAP_FIELD_NUMBER: _ClassVar[int]
     PSDIST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     member_id: str
     incarnation: int
@@ -60,10 +61,169 @@ class RegisterResponse(_message.Message):
     lease_seconds: float
     map: _common_pb2.ClusterMap
     psdist_version: str
-    def __init__(self, run_id: _Optional[str] = ..., member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., psdist_version: _Optional[str] = ...) -> None: ...
+    storage: str
+    def __init__(self, run_id: _Optional[str] = ..., member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., psdist_version: _Optional[str] = ..., storage: _Optional[str] = ...) -> None: ...
+
+class SnapshotCommand(_message.Message):
+    __slots__ = ("attempt", "prepare", "mark", "cut", "end")
+    class Prepare(_message.Message):
+        __slots__ = ("parameters", "directory")
+        class Parameters(_message.Message):
+            __slots__ = ("parameters", "step")
+            PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+            STEP_FIELD_NUMBER: _ClassVar[int]
+            parameters: str
+            step: int
+            def __init__(self, parameters: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+        parameters: _containers.RepeatedCompositeFieldContainer[SnapshotCommand.Prepare.Parameters]
+        directory: str
+        def __init__(self, parameters: _Optional[_Iterable[_Union[SnapshotCommand.Prepare.Parameters, _Mapping]]] = ..., directory: _Optional[str] = ...) -> None: ...
+    class Mark(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class Cut(_message.Message):
+        __slots__ = ("parameters",)
+        class Parameters(_message.Message):
+            __slots__ = ("parameters", "producers")
+            PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+            PRODUCERS_FIELD_NUMBER: _ClassVar[int]
+            parameters: str
+            producers: _containers.RepeatedCompositeFieldContainer[_server_pb2.ReplicateRequest.Producer]
+            def __init__(self, parameters: _Optional[str] = ..., producers: _Optional[_Iterable[_Union[_server_pb2.ReplicateRequest.Producer, _Mapping]]] = ...) -> None: ...
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        parameters: _containers.RepeatedCompositeFieldContainer[SnapshotCommand.Cut.Parameters]
+        def __init__(self, parameters: _Optional[_Iterable[_Union[SnapshotCommand.Cut.Parameters, _Mapping]]] = ...) -> None: ...
+    class End(_message.Message):
+        __slots__ = ("committed", "reason")
+        COMMITTED_FIELD_NUMBER: _ClassVar[int]
+        REASON_FIELD_NUMBER: _ClassVar[int]
+        committed: bool
+        reason: str
+        def __init__(self, committed: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    prepare: SnapshotCommand.Prepare
+    mark: SnapshotCommand.Mark
+    cut: SnapshotCommand.Cut
+    end: SnapshotCommand.End
+    def __init__(self, attempt: _Optional[int] = ..., prepare: _Optional[_Union[SnapshotCommand.Prepare, _Mapping]] = ..., mark: _Optional[_Union[SnapshotCommand.Mark, _Mapping]] = ..., cut: _Optional[_Union[SnapshotCommand.Cut, _Mapping]] = ..., end: _Optional[_Union[SnapshotCommand.End, _Mapping]] = ...) -> None: ...
+
+class SnapshotReport(_message.Message):
+    __slots__ = ("attempt", "prepared", "marked", "written", "failed", "loaded", "load_failed")
+    class Prepared(_message.Message):
+        __slots__ = ("accepted", "steps_next")
+        class StepsNextEntry(_message.Message):
+            __slots__ = ("key", "value")
+            KEY_FIELD_NUMBER: _ClassVar[int]
+            VALUE_FIELD_NUMBER: _ClassVar[int]
+            key: str
+            value: int
+            def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+        ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+        STEPS_NEXT_FIELD_NUMBER: _ClassVar[int]
+        accepted: bool
+        steps_next: _containers.ScalarMap[str, int]
+        def __init__(self, accepted: _Optional[bool] = ..., steps_next: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    class Marked(_message.Message):
+        __slots__ = ("next",)
+        class NextEntry(_message.Message):
+            __slots__ = ("key", "value")
+            KEY_FIELD_NUMBER: _ClassVar[int]
+            VALUE_FIELD_NUMBER: _ClassVar[int]
+            key: str
+            value: int
+            def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+        NEXT_FIELD_NUMBER: _ClassVar[int]
+        next: _containers.ScalarMap[str, int]
+        def __init__(self, next: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    class Written(_message.Message):
+        __slots__ = ("parameters", "shard", "term", "file", "length", "digest", "versions", "digests", "state_names")
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        SHARD_FIELD_NUMBER: _ClassVar[int]
+        TERM_FIELD_NUMBER: _ClassVar[int]
+        FILE_FIELD_NUMBER: _ClassVar[int]
+        LENGTH_FIELD_NUMBER: _ClassVar[int]
+        DIGEST_FIELD_NUMBER: _ClassVar[int]
+        VERSIONS_FIELD_NUMBER: _ClassVar[int]
+        DIGESTS_FIELD_NUMBER: _ClassVar[int]
+        STATE_NAMES_FIELD_NUMBER: _ClassVar[int]
+        parameters: str
+        shard: int
+        term: int
+        file: str
+        length: int
+        digest: bytes
+        versions: _containers.RepeatedScalarFieldContainer[int]
+        digests: bytes
+        state_names: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., file: _Optional[str] = ..., length: _Optional[int] = ..., digest: _Optional[bytes] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ..., state_names: _Optional[_Iterable[str]] = ...) -> None: ...
+    class Failed(_message.Message):
+        __slots__ = ("error",)
+        ERROR_FIELD_NUMBER: _ClassVar[int]
+        error: _common_pb2.ErrorDetail
+        def __init__(self, error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+    class Loaded(_message.Message):
+        __slots__ = ("parameters", "generation", "shards", "terms")
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        GENERATION_FIELD_NUMBER: _ClassVar[int]
+        SHARDS_FIELD_NUMBER: _ClassVar[int]
+        TERMS_FIELD_NUMBER: _ClassVar[int]
+        parameters: str
+        generation: int
+        shards: _containers.RepeatedScalarFieldContainer[int]
+        terms: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, parameters: _Optional[str] = ..., generation: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., terms: _Optional[_Iterable[int]] = ...) -> None: ...
+    class LoadFailed(_message.Message):
+        __slots__ = ("parameters", "generation", "restore", "error")
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        GENERATION_FIELD_NUMBER: _ClassVar[int]
+        RESTORE_FIELD_NUMBER: _ClassVar[int]
+        ERROR_FIELD_NUMBER: _ClassVar[int]
+        parameters: str
+        generation: int
+        restore: _common_pb2.Restore
+        error: _common_pb2.ErrorDetail
+        def __init__(self, parameters: _Optional[str] = ..., generation: _Optional[int] = ..., restore: _Optional[_Union[_common_pb2.Restore, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
+    MARKED_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FAILED_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    prepared: SnapshotReport.Prepared
+    marked: SnapshotReport.Marked
+    written: SnapshotReport.Written
+    failed: SnapshotReport.Failed
+    loaded: SnapshotReport.Loaded
+    load_failed: SnapshotReport.LoadFailed
+    def __init__(self, attempt: _Optional[int] = ..., prepared: _Optional[_Union[SnapshotReport.Prepared, _Mapping]] = ..., marked: _Optional[_Union[SnapshotReport.Marked, _Mapping]] = ..., written: _Optional[_Union[SnapshotReport.Written, _Mapping]] = ..., failed: _Optional[_Union[SnapshotReport.Failed, _Mapping]] = ..., loaded: _Optional[_Union[SnapshotReport.Loaded, _Mapping]] = ..., load_failed: _Optional[_Union[SnapshotReport.LoadFailed, _Mapping]] = ...) -> None: ...
+
+class SnapshotProgress(_message.Message):
+    __slots__ = ("attempt", "bytes_done", "bytes", "bytes_aside", "waiting_for", "loading")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_ASIDE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    bytes_done: int
+    bytes: int
+    bytes_aside: int
+    waiting_for: str
+    loading: bool
+    def __init__(self, attempt: _Optional[int] = ..., bytes_done: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_aside: _Optional[int] = ..., waiting_for: _Optional[str] = ..., loading: _Optional[bool] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable")
+    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot")
     class Hello(_message.Message):
         __slots__ = ("member_id", "incarnation")
         MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -72,16 +232,18 @@ class SessionRequest(_message.Message):
         incarnation: int
         def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
     class Heartbeat(_message.Message):
-        __slots__ = ("epoch", "statistics", "waiting_for", "connections")
+        __slots__ = ("epoch", "statistics", "waiting_for", "connections", "snapshot")
         EPOCH_FIELD_NUMBER: _ClassVar[int]
         STATISTICS_FIELD_NUMBER: _ClassVar[int]
         WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
         CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+        SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
         epoch: int
         statistics: _server_pb2.GetStatisticsResponse
         waiting_for: _containers.RepeatedScalarFieldContainer[str]
         connections: Connections
-        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Union[Connections, _Mapping]] = ...) -> None: ...
+        snapshot: SnapshotProgress
+        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Union[Connections, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotProgress, _Mapping]] = ...) -> None: ...
     class JoinAnswer(_message.Message):
         __slots__ = ("proposal_id", "accepted", "version_max")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -96,12 +258,14 @@ class SessionRequest(_message.Message):
     JOIN_ANSWER_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FILLED_FIELD_NUMBER: _ClassVar[int]
     REPLICA_UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     hello: SessionRequest.Hello
     heartbeat: SessionRequest.Heartbeat
     join_answer: SessionRequest.JoinAnswer
     replica_filled: ReplicaFilled
     replica_unreachable: ReplicaUnreachable
-    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ...) -> None: ...
+    snapshot: SnapshotReport
+    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ...) -> None: ...
 
 class ReplicaFilled(_message.Message):
     __slots__ = ("parameters", "shard", "term", "replica")
@@ -130,7 +294,7 @@ class ReplicaUnreachable(_message.Message):
     def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost")
+    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back")
     class JoinProposal(_message.Message):
         __slots__ = ("proposal_id", "parameters", "member")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -171,17 +335,38 @@ class SessionResponse(_message.Message):
         version: int
         text: str
         def __init__(self, parameters: _Optional[str] = ..., shards: _Optional[_Iterable[int]] = ..., server_id: _Optional[str] = ..., version: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+    class RolledBack(_message.Message):
+        __slots__ = ("directory", "lost", "text")
+        class Lost(_message.Message):
+            __slots__ = ("parameters", "until")
+            PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+            FROM_FIELD_NUMBER: _ClassVar[int]
+            UNTIL_FIELD_NUMBER: _ClassVar[int]
+            parameters: str
+            until: int
+            def __init__(self, parameters: _Optional[str] = ..., until: _Optional[int] = ..., **kwargs) -> None: ...
+        DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+        LOST_FIELD_NUMBER: _ClassVar[int]
+        TEXT_FIELD_NUMBER: _ClassVar[int]
+        directory: str
+        lost: _containers.RepeatedCompositeFieldContainer[SessionResponse.RolledBack.Lost]
+        text: str
+        def __init__(self, directory: _Optional[str] = ..., lost: _Optional[_Iterable[_Union[SessionResponse.RolledBack.Lost, _Mapping]]] = ..., text: _Optional[str] = ...) -> None: ...
     MAP_FIELD_NUMBER: _ClassVar[int]
     JOIN_PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     JOIN_WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
     SHARDS_LOST_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
     map: _common_pb2.ClusterMap
     join_proposal: SessionResponse.JoinProposal
     join_withdrawn: SessionResponse.JoinWithdrawn
     member_lost: SessionResponse.MemberLost
     shards_lost: SessionResponse.ShardsLost
-    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ...) -> None: ...
+    snapshot: SnapshotCommand
+    rolled_back: SessionResponse.RolledBack
+    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("member_id", "incarnation", "reason")
@@ -476,20 +661,37 @@ class OpenDatasetResponse(_message.Message):
     def __init__(self, spec: _Optional[_Union[DatasetSpec, _Mapping]] = ..., position: _Optional[_Union[DataPosition, _Mapping]] = ...) -> None: ...
 
 class LeaseRangeRequest(_message.Message):
-    __slots__ = ("run_id", "worker_id", "incarnation", "dataset", "done", "held")
+    __slots__ = ("run_id", "worker_id", "incarnation", "dataset", "done", "held", "done_at", "now")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    DONE_AT_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     worker_id: str
     incarnation: int
     dataset: str
     done: _containers.RepeatedScalarFieldContainer[int]
     held: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., dataset: _Optional[str] = ..., done: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ...) -> None: ...
+    done_at: _containers.RepeatedCompositeFieldContainer[NextPushes]
+    now: NextPushes
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., dataset: _Optional[str] = ..., done: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., done_at: _Optional[_Iterable[_Union[NextPushes, _Mapping]]] = ..., now: _Optional[_Union[NextPushes, _Mapping]] = ...) -> None: ...
+
+class NextPushes(_message.Message):
+    __slots__ = ("next",)
+    class NextEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    next: _containers.ScalarMap[str, int]
+    def __init__(self, next: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LeaseRangeResponse(_message.Message):
     __slots__ = ("waiting_for", "lease_id", "data_epoch", "range", "attempt", "finished", "repeated_ranges", "failed_ranges")
@@ -512,24 +714,116 @@ class LeaseRangeResponse(_message.Message):
     def __init__(self, waiting_for: _Optional[str] = ..., lease_id: _Optional[int] = ..., data_epoch: _Optional[int] = ..., range: _Optional[int] = ..., attempt: _Optional[int] = ..., finished: _Optional[bool] = ..., repeated_ranges: _Optional[int] = ..., failed_ranges: _Optional[int] = ...) -> None: ...
 
 class EndRangesRequest(_message.Message):
-    __slots__ = ("run_id", "worker_id", "incarnation", "dataset", "done", "returned")
+    __slots__ = ("run_id", "worker_id", "incarnation", "dataset", "done", "returned", "done_at", "now")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     RETURNED_FIELD_NUMBER: _ClassVar[int]
+    DONE_AT_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     worker_id: str
     incarnation: int
     dataset: str
     done: _containers.RepeatedScalarFieldContainer[int]
     returned: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., dataset: _Optional[str] = ..., done: _Optional[_Iterable[int]] = ..., returned: _Optional[_Iterable[int]] = ...) -> None: ...
+    done_at: _containers.RepeatedCompositeFieldContainer[NextPushes]
+    now: NextPushes
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., dataset: _Optional[str] = ..., done: _Optional[_Iterable[int]] = ..., returned: _Optional[_Iterable[int]] = ..., done_at: _Optional[_Iterable[_Union[NextPushes, _Mapping]]] = ..., now: _Optional[_Union[NextPushes, _Mapping]] = ...) -> None: ...
 
 class EndRangesResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class SaveSnapshotRequest(_message.Message):
+    __slots__ = ("run_id", "worker_id", "incarnation", "next", "reason")
+    class NextEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    worker_id: str
+    incarnation: int
+    next: _containers.ScalarMap[str, int]
+    reason: str
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., next: _Optional[_Mapping[str, int]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class SaveSnapshotResponse(_message.Message):
+    __slots__ = ("waiting_for", "bytes_done", "bytes", "committed", "unchanged")
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    UNCHANGED_FIELD_NUMBER: _ClassVar[int]
+    waiting_for: str
+    bytes_done: int
+    bytes: int
+    committed: SnapshotInfo
+    unchanged: bool
+    def __init__(self, waiting_for: _Optional[str] = ..., bytes_done: _Optional[int] = ..., bytes: _Optional[int] = ..., committed: _Optional[_Union[SnapshotInfo, _Mapping]] = ..., unchanged: _Optional[bool] = ...) -> None: ...
+
+class SnapshotInfo(_message.Message):
+    __slots__ = ("directory", "sequence", "steps", "bytes", "time", "seconds", "reason")
+    class StepsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    directory: str
+    sequence: int
+    steps: _containers.ScalarMap[str, int]
+    bytes: int
+    time: float
+    seconds: float
+    reason: str
+    def __init__(self, directory: _Optional[str] = ..., sequence: _Optional[int] = ..., steps: _Optional[_Mapping[str, int]] = ..., bytes: _Optional[int] = ..., time: _Optional[float] = ..., seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class SnapshotsStatus(_message.Message):
+    __slots__ = ("storage", "policy", "committed", "attempt", "phase", "waiting_for", "bytes_done", "bytes", "failed", "last_failure", "last_failure_time", "restored")
+    STORAGE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    LAST_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    LAST_FAILURE_TIME_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    storage: str
+    policy: str
+    committed: _containers.RepeatedCompositeFieldContainer[SnapshotInfo]
+    attempt: int
+    phase: str
+    waiting_for: str
+    bytes_done: int
+    bytes: int
+    failed: int
+    last_failure: str
+    last_failure_time: float
+    restored: SnapshotInfo
+    def __init__(self, storage: _Optional[str] = ..., policy: _Optional[str] = ..., committed: _Optional[_Iterable[_Union[SnapshotInfo, _Mapping]]] = ..., attempt: _Optional[int] = ..., phase: _Optional[str] = ..., waiting_for: _Optional[str] = ..., bytes_done: _Optional[int] = ..., bytes: _Optional[int] = ..., failed: _Optional[int] = ..., last_failure: _Optional[str] = ..., last_failure_time: _Optional[float] = ..., restored: _Optional[_Union[SnapshotInfo, _Mapping]] = ...) -> None: ...
 
 class GetDataPositionRequest(_message.Message):
     __slots__ = ("run_id", "dataset")
@@ -634,7 +928,7 @@ class EventStatus(_message.Message):
     def __init__(self, time: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("run_id", "psdist_version", "epoch", "phase", "uptime_seconds", "workers_min", "servers_min", "members", "parameters", "waiting_for", "events", "replicas", "servers_wanted", "datasets")
+    __slots__ = ("run_id", "psdist_version", "epoch", "phase", "uptime_seconds", "workers_min", "servers_min", "members", "parameters", "waiting_for", "events", "replicas", "servers_wanted", "datasets", "snapshots")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PSDIST_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -649,6 +943,7 @@ class GetStatusResponse(_message.Message):
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     SERVERS_WANTED_FIELD_NUMBER: _ClassVar[int]
     DATASETS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     psdist_version: str
     epoch: int
@@ -663,4 +958,5 @@ class GetStatusResponse(_message.Message):
     replicas: int
     servers_wanted: int
     datasets: _containers.RepeatedCompositeFieldContainer[DatasetStatus]
-    def __init__(self, run_id: _Optional[str] = ..., psdist_version: _Optional[str] = ..., epoch: _Optional[int] = ..., phase: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., workers_min: _Optional[int] = ..., servers_min: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., events: _Optional[_Iterable[_Union[EventStatus, _Mapping]]] = ..., replicas: _Optional[int] = ..., servers_wanted: _Optional[int] = ..., datasets: _Optional[_Iterable[_Union[DatasetStatus, _Mapping]]] = ...) -> None: ...
+    snapshots: SnapshotsStatus
+    def __init__(self, run_id: _Optional[str] = ..., psdist_version: _Optional[str] = ..., epoch: _Optional[int] = ..., phase: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., workers_min: _Optional[int] = ..., servers_min: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., events: _Optional[_Iterable[_Union[EventStatus, _Mapping]]] = ..., replicas: _Optional[int] = ..., servers_wanted: _Optional[int] = ..., datasets: _Optional[_Iterable[_Union[DatasetStatus, _Mapping]]] = ..., snapshots: _Optional[_Union[SnapshotsStatus, _Mapping]] = ...) -> None: ...

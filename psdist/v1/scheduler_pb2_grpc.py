@@ -109,6 +109,11 @@ class SchedulerServiceStub:
                 request_serializer=psdist_dot_v1_dot_scheduler__pb2.EndRangesRequest.SerializeToString,
                 response_deserializer=psdist_dot_v1_dot_scheduler__pb2.EndRangesResponse.FromString,
                 _registered_method=True)
+        self.SaveSnapshot = channel.unary_stream(
+                '/psdist.v1.SchedulerService/SaveSnapshot',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.SaveSnapshotRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.SaveSnapshotResponse.FromString,
+                _registered_method=True)
         self.GetDataPosition = channel.unary_unary(
                 '/psdist.v1.SchedulerService/GetDataPosition',
                 request_serializer=psdist_dot_v1_dot_scheduler__pb2.GetDataPositionRequest.SerializeToString,
@@ -234,6 +239,13 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SaveSnapshot(self, request, context):
+        """Takes a snapshot; progress until it is committed. Several that wait at a time share one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetDataPosition(self, request, context):
         """Where a data set stands, and setting that, which voids all leases.
         """
@@ -330,6 +342,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.EndRanges,
                     request_deserializer=psdist_dot_v1_dot_scheduler__pb2.EndRangesRequest.FromString,
                     response_serializer=psdist_dot_v1_dot_scheduler__pb2.EndRangesResponse.SerializeToString,
+            ),
+            'SaveSnapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.SaveSnapshot,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.SaveSnapshotRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.SaveSnapshotResponse.SerializeToString,
             ),
             'GetDataPosition': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDataPosition,
@@ -752,6 +769,33 @@ class SchedulerService:
             '/psdist.v1.SchedulerService/EndRanges',
             psdist_dot_v1_dot_scheduler__pb2.EndRangesRequest.SerializeToString,
             psdist_dot_v1_dot_scheduler__pb2.EndRangesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/SaveSnapshot',
+            psdist_dot_v1_dot_scheduler__pb2.SaveSnapshotRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.SaveSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

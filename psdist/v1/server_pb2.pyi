@@ -22,7 +22,7 @@ class Identity(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm")
+    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class PushHeader(_message.Message):
     PULL_DTYPE_FIELD_NUMBER: _ClassVar[int]
     ABSTAIN_FIELD_NUMBER: _ClassVar[int]
     GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     step: int
     codec: _common_pb2.Codec
@@ -37,7 +38,8 @@ class PushHeader(_message.Message):
     pull_dtype: _common_pb2.DType
     abstain: bool
     grad_norm: float
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ...) -> None: ...
+    mark: int
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ...) -> None: ...
 
 class InstallRequest(_message.Message):
     __slots__ = ("identity", "slice", "padding", "payload")

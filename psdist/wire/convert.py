@@ -25,10 +25,12 @@ from psdist.types import (
     ParametersMember,
     ParametersSpec,
     Replica,
+    Restore,
     ServerEntry,
     Shard,
     TensorSpec,
     WorkerEntry,
+    check_directory,
     check_name,
 )
 from psdist.v1 import common_pb2 as pb
@@ -211,7 +213,21 @@ def entry_to_proto(entry: ParametersEntry) -> pb.ParametersEntry:
         ready=entry.ready,
         layout_digest=entry.layout_digest,
         reference_workers=entry.reference_workers,
+        restore=restore_to_proto(entry.restore),
+        generation=entry.generation,
     )
+
+
+def restore_to_proto(restore: Restore | None) -> pb.Restore | None:
+    """Where values are loaded from, as a message."""
+    if restore is None:
+        return None
+    return pb.Restore(directory=restore.directory, manifest_digest=restore.manifest_digest)
+
+
+def restore_from_proto(message: pb.Restore) -> Restore:
+    """Where values are loaded from. Raises InvalidNameError for a directory that is no plain name."""
+    return Restore(check_directory(message.directory), message.manifest_digest)
 
 
 def entry_from_proto(message: pb.ParametersEntry) -> ParametersEntry:
@@ -225,6 +241,8 @@ def entry_from_proto(message: pb.ParametersEntry) -> ParametersEntry:
         ready=message.ready,
         layout_digest=message.layout_digest,
         reference_workers=message.reference_workers,
+        restore=restore_from_proto(message.restore) if message.HasField("restore") else None,
+        generation=message.generation,
     )
 
 

@@ -25,7 +25,7 @@ import grpc
 import grpc.aio
 
 import psdist
-from psdist.errors import InternalError, InvalidArgumentError, PsdistError, WaitTimeoutError
+from psdist.errors import InternalError, InvalidArgumentError, NoStorageError, PsdistError, WaitTimeoutError
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert, frames
@@ -398,6 +398,11 @@ class Service:
         returned = messages.leases(request.returned)
         await self._ask(lambda call: EndRanges(call, who, request.dataset, done, returned))
         return pb.EndRangesResponse()
+
+    @_typed
+    async def SaveSnapshot(self, request: pb.SaveSnapshotRequest, context: grpc.aio.ServicerContext) -> None:
+        """Takes a snapshot."""
+        raise NoStorageError("this run has no storage: start it with --storage-path DIR or URL")
 
     @_typed
     async def GetDataPosition(
