@@ -15,11 +15,12 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError, SchedulerUnreachableError
+from psdist.snapshots.policy import KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
 
 if TYPE_CHECKING:
     from psdist.cli.flags import CommandLine, Flag
@@ -36,6 +37,9 @@ TOKEN_CHARACTERS_MAX: Final = 4096
 _ADDRESS_FILE_BYTES_MAX: Final = 512
 _POLL_SECONDS: Final = 0.02
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_STORAGE_SCHEMES: Final = ("file", "s3", "gs", "az")
+#: What ``--storage-path`` is given where there shall be no snapshots; a directory of this name is ./none.
+_NO_STORAGE: Final = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,11 @@ class SchedulerSettings:
     token: str
     log_format: str
     log_level: str
+    #: Where snapshots lie: an absolute path or a URL; empty for none.
+    storage: str = ""
+    policy: SavePolicy = field(default_factory=SavePolicy)
+    #: Begin anew; refused where the storage has snapshots.
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +139,22 @@ def check_run_id(value: str) -> str:
     """Returns ``value`` if it is 1 to 64 of ``A-Z a-z 0-9 . _ -``, which is safe in a file name."""
     if not _RUN_ID.fullmatch(value) or value.startswith("."):
         raise ConfigurationError(f"{value!r:.100} is not a run id: use 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+    return value
+
+
+def storage_text(value: str) -> str:
+    """An absolute path, or a URL as it is, of what ``--storage-path`` was given; empty for ``none``.
+
+    Raises ConfigurationError.
+    """
+    if not value or value == _NO_STORAGE:
+        return ""
+    scheme, separator, rest = value.partition("://")
+    if not separator:
+        return os.path.abspath(Path(value).expanduser())
+    if scheme not in _STORAGE_SCHEMES or not rest.strip("/"):
+        known = ", ".join(f"{each}://" for each in _STORAGE_SCHEMES)
+        raise ConfigurationError(f"{value!r:.200} is no storage of snapshots: use a directory, or one of {known}")
     return value
 
 
@@ -304,6 +329,9 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
         token=_program_token(line.program, given, environ),
         log_format=given.log_format,
         log_level=given.log_level,
+        storage=given.storage_path or "",
+        policy=save_policy(given),
+        fresh=given.fresh,
     )
 
 
@@ -387,6 +415,33 @@ def _shared_flags() -> tuple[Flag, ...]:
     )
 
 
+def storage_flags(default: str) -> tuple[Flag, ...]:
+    """Flags on snapshots of every program that starts a scheduler. ``default``: in words, where they lie by default."""
+    from psdist.cli.flags import Flag, integer
+
+    return (
+        Flag(
+            "--storage-path",
+            f"directory or URL (s3://, gs://, az://) for snapshots, or none (default: {default}). What is there, a run "
+            "of the same --run-id goes on from",
+            storage_text,
+            None,
+            "PATH",
+        ),
+        Flag("--save-interval", "take a snapshot every: 100 (steps), 30s, 5m, 2h", parse_interval, None, "EVERY"),
+        Flag("--keep-last", "newest snapshots that are kept", integer(1, KEEP_MAX), 3, "N"),
+        Flag("--keep-every", "keep the first of every so many steps, too", integer(0, STEPS_MAX), 0, "STEPS"),
+        Flag("--no-save-at-end", "take no snapshot when the run ends"),
+        Flag("--fresh", "begin anew; refused where there are snapshots already"),
+    )
+
+
+def save_policy(given: Any) -> SavePolicy:
+    """The policy of the parsed ``storage_flags``."""
+    steps, every = given.save_interval or (0, 0.0)
+    return SavePolicy(steps, every, given.keep_last, given.keep_every, not given.no_save_at_end)
+
+
 def _scheduler_line() -> CommandLine:
     from psdist.cli.flags import CommandLine, Flag, integer, seconds, text
 
@@ -404,6 +459,7 @@ def _scheduler_line() -> CommandLine:
             Flag("--join-grace", "wait for late workers when parameters are made", seconds(), 0.0, "SECONDS"),
             Flag("--store", "SQLite file that keeps the map over a restart", Path, None, "FILE"),
             Flag("--address-file", "file to write HOST:PORT into once listening", Path, None, "FILE"),
+            *storage_flags("none"),
             *_shared_flags(),
         ),
     )

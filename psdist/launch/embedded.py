@@ -13,14 +13,16 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from psdist.config import START_TIMEOUT_SECONDS, await_address
+from psdist.config import START_TIMEOUT_SECONDS, await_address, check_run_id, storage_text
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
-from psdist.launch.plan import SchedulerLink, ServicesPlan
+from psdist.launch.plan import SchedulerLink, ServicesPlan, SnapshotPlan
 from psdist.launch.process import ProcessSpec
 from psdist.launch.runfile import DIRECTORY_PREFIX
+from psdist.snapshots.policy import SavePolicy
 
 _STOP_SECONDS: Final = 5.0
 
@@ -33,7 +35,12 @@ class EmbeddedCluster:
     failure_timeout: the lease in seconds. Longer than elsewhere: a script that computes on its event loop cannot send
         heartbeats meanwhile, and its death is seen at once all the same, because its connections break.
 
-    Raises SchedulerUnreachableError where the scheduler does not come up.
+    storage: directory or URL for snapshots; None for none. What is there, a run of the same ``run_id`` goes on from.
+        ``policy`` says when they are taken, except that none is taken by ``close``; ``fresh`` refuses older ones.
+
+    run_id: name of the run; None makes one.
+
+    Raises SchedulerUnreachableError where the scheduler does not come up, ConfigurationError for values out of range.
     """
 
     def __init__(
@@ -42,6 +49,10 @@ class EmbeddedCluster:
         environ: Mapping[str, str] | None = None,
         failure_timeout: float = 10.0,
         replicas: int = 1,
+        storage: str | os.PathLike[str] | None = None,
+        policy: SavePolicy | None = None,
+        fresh: bool = False,
+        run_id: str | None = None,
     ) -> None:
         if not 1 <= replicas <= servers:
             raise ConfigurationError(
@@ -51,7 +62,11 @@ class EmbeddedCluster:
         self._failure_timeout = failure_timeout
         self._replicas = replicas
         self.token = secrets.token_urlsafe(32)
-        self.run_id = f"local-{secrets.token_hex(4)}"
+        self.run_id = f"local-{secrets.token_hex(4)}" if run_id is None else check_run_id(run_id)
+        self._snapshots: SnapshotPlan | None = None
+        if storage is not None and (place := storage_text(os.fspath(storage))):
+            # By its end the servers are gone.
+            self._snapshots = SnapshotPlan(place, replace(policy or SavePolicy(), at_end=False), fresh)
         self._directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
         lifeline, self._lifeline_end = os.pipe()
         self._children: list[subprocess.Popen[bytes]] = []
@@ -77,6 +92,7 @@ class EmbeddedCluster:
             log_level="error",  # the end of a server is a warning, but here it is the plan
             replicas=self._replicas,
             drain_timeout_seconds=0.0,  # all end together
+            snapshots=self._snapshots,
         )
 
     def _start(self, plan: ServicesPlan, environ: Mapping[str, str], lifeline: int) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from psdist.config import DRAIN_TIMEOUT_SECONDS
 from psdist.launch.process import ProcessSpec
 from psdist.launch.supervisor import ProcessKey
+from psdist.snapshots.policy import SavePolicy
 
 #: Variables that tell a process its place in a run; none is handed down from outside.
 _OWNED: Final = (
@@ -27,6 +28,12 @@ _OWNED: Final = (
     "PSDIST_ADVERTISE",
     "PSDIST_INSECURE",
     "PSDIST_SERVER_ID",
+    "PSDIST_STORAGE_PATH",
+    "PSDIST_SAVE_INTERVAL",
+    "PSDIST_KEEP_LAST",
+    "PSDIST_KEEP_EVERY",
+    "PSDIST_NO_SAVE_AT_END",
+    "PSDIST_FRESH",
     "DMLC_ROLE",
     "DMLC_WORKER_ID",
     "DMLC_NUM_WORKER",
@@ -116,6 +123,28 @@ class WorkersPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotPlan:
+    """Where a run's snapshots lie, an absolute path or a URL, and when they are taken.
+
+    fresh: the run begins anew, and there must be none yet.
+    """
+
+    storage: str
+    policy: SavePolicy = field(default_factory=SavePolicy)
+    fresh: bool = False
+
+    def flags(self) -> tuple[str, ...]:
+        """As the scheduler's command line has it."""
+        policy = self.policy
+        return (
+            *("--storage-path", self.storage, "--save-interval", policy.interval or "0"),
+            *("--keep-last", str(policy.keep_last), "--keep-every", str(policy.keep_every)),
+            *(() if policy.at_end else ("--no-save-at-end",)),
+            *(("--fresh",) if self.fresh else ()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ServicesPlan:
     """The scheduler and the servers of a run on this machine."""
 
@@ -131,6 +160,7 @@ class ServicesPlan:
     replicas: int = 1
     #: Longest wait of a server that is told to end for others to take its shards.
     drain_timeout_seconds: float = DRAIN_TIMEOUT_SECONDS
+    snapshots: SnapshotPlan | None = None
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
         """The scheduler, which leaves its address in the link's file. Started again it needs the port that it had."""
@@ -141,6 +171,7 @@ class ServicesPlan:
             *("--replicas", str(self.replicas)),
             *("--failure-timeout", f"{self.failure_timeout_seconds:g}", "--join-grace", "0"),
             *("--store", str(self.directory / "scheduler.sqlite"), "--address-file", str(self.link.file)),
+            *(self.snapshots.flags() if self.snapshots is not None else ()),
             *self._shared(),
         )
         return ProcessSpec(ProcessKey("scheduler", 0), argv, self.link.environment(base))

@@ -1,0 +1,90 @@
+"""When a run takes snapshots, and which of them it keeps. Values only: nothing is saved, deleted or counted here."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from psdist.errors import ConfigurationError
+
+STEPS_MAX: Final = 1 << 40
+#: Shorter intervals would let one attempt follow upon the other.
+SECONDS_MIN: Final = 0.1
+SECONDS_MAX: Final = 366 * 86400.0
+KEEP_MAX: Final = 1_000_000
+
+_INTERVAL = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]*)")
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_STEPS: Final = ("", "step", "steps")
+
+
+@dataclass(frozen=True, slots=True)
+class SavePolicy:
+    """When snapshots are taken by themselves, and which stay.
+
+    steps, seconds: the interval, of which at most one is set; with none snapshots are taken on demand and at the end.
+    keep_last: so many of the newest stay, at least 1.
+    keep_every: of every so many steps the first snapshot stays for good, besides those; 0 for none.
+    at_end: whether one is taken when the run ends and something was trained since the last.
+
+    Raises ConfigurationError for a value out of range.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    keep_last: int = 3
+    keep_every: int = 0
+    at_end: bool = True
+
+    def __post_init__(self) -> None:
+        if self.steps and self.seconds:
+            raise ConfigurationError(f"an interval is in steps or in seconds, not {self.steps} and {self.seconds:g}")
+        _check_range("steps", self.steps, 0, STEPS_MAX)
+        _check_range("keep_last", self.keep_last, 1, KEEP_MAX)
+        _check_range("keep_every", self.keep_every, 0, STEPS_MAX)
+        if self.seconds:
+            _check_range("seconds", self.seconds, SECONDS_MIN, SECONDS_MAX)
+
+    @property
+    def interval(self) -> str:
+        """As ``parse_interval`` reads it; empty where there is none."""
+        if self.steps:
+            return f"{self.steps}steps"
+        return f"{self.seconds:.10g}s" if self.seconds else ""
+
+    @property
+    def text(self) -> str:
+        """For people: ``every 100 steps and at the end, the last 3 kept``."""
+        when = f"every {_counted(self.steps, 'step')}" if self.steps else ""
+        when = f"every {self.seconds:g} s" if self.seconds else when
+        if self.at_end:
+            when = f"{when} and at the end" if when else "at the end"
+        kept = f"the last {self.keep_last} kept" if self.keep_last > 1 else "the last one kept"
+        kept += f", and one of every {_counted(self.keep_every, 'step')}" if self.keep_every else ""
+        return f"{when or 'on demand'}, {kept}"
+
+
+def parse_interval(text: str) -> tuple[int, float]:
+    """Steps and seconds, one of which is 0, of ``100``, ``100steps``, ``30s``, ``5m``, ``2h`` or ``1d``; ``0`` is none.
+
+    Raises ConfigurationError.
+    """
+    found = _INTERVAL.fullmatch(text.strip().lower())
+    number, unit = (found[1], found[2]) if found else ("", "")
+    if found is None or (unit not in _STEPS and unit not in _SECONDS) or (unit in _STEPS and "." in number):
+        raise ConfigurationError(f"{text!r:.80} is no interval: write steps, as 100, or a time, as 30s, 5m or 2h")
+    steps = int(number) if unit in _STEPS else 0
+    seconds = 0.0 if unit in _STEPS else float(number) * _SECONDS[unit]
+    policy = SavePolicy(steps, seconds)
+    return policy.steps, policy.seconds
+
+
+def _check_range(name: str, value: float, minimum: float, maximum: float) -> None:
+    if not math.isfinite(value) or not minimum <= value <= maximum:
+        raise ConfigurationError(f"{name} {value} is not possible: it must be {minimum:g} to {maximum:,.0f}")
+
+
+def _counted(count: int, noun: str) -> str:
+    return noun if count == 1 else f"{count:,} {noun}s"
