@@ -1,4 +1,6 @@
-"""Snapshots of a run: their format, the storage they lie in, and how they are read.
+"""Snapshots of a run: what they look like, where they lie, and how they are read. docs/snapshot-format.md says it in
+MUSTs.
 
-Imports nothing by itself: a program loads obstore, numpy and rich only where it reads or writes a snapshot.
+``format`` is pure: dataclasses and their bytes. ``storage`` is a directory or a bucket. ``reader`` finds what is
+committed and reads it, checking every byte. Who takes snapshots, and when, is for the scheduler and the servers.
 """

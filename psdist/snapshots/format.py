@@ -1,0 +1,539 @@
+"""What a snapshot looks like: the commit record, the manifest, the names of files, and the layout of a shard's file.
+
+Pure: values to bytes and back. docs/snapshot-format.md is the specification. Nothing here reads or writes; whether the
+bytes are those that were committed is for ``psdist.snapshots.reader``.
+
+Invariants: a value has one representation, so that what was parsed and is written again is the same bytes, else it is
+refused; a value that can be made can be parsed; a commit record carries its own digest, and the manifest's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any, Final, TypeVar, cast
+
+import xxhash
+
+from psdist.consistency import ASP, BSP, SSP, Consistency
+from psdist.errors import InvalidArgumentError, PsdistError, SnapshotCorruptError, StorageError
+from psdist.optim import Override, optimizer_from_values, schedule_from_values
+from psdist.types import (
+    DataPosition,
+    DatasetSpec,
+    Layout,
+    ParametersSpec,
+    Slicing,
+    TensorSpec,
+    check_directory,
+    check_name,
+)
+from psdist.wire.limits import DIMENSIONS_MAX
+
+#: Version of the format that is written, and the newest that can be read.
+FORMAT: Final = 1
+COMMIT_BYTES_MAX: Final = 1 << 20
+MANIFEST_BYTES_MAX: Final = 1 << 30
+#: Bytes of one element in a shard's file: float32, little-endian.
+ELEMENT_BYTES: Final = 4
+#: Name of the first array of a slice; the others are the optimizer's.
+WEIGHTS: Final = "weights"
+COMMITS: Final = "commits"
+SNAPSHOTS: Final = "snapshots"
+
+_COMMIT_PATH = re.compile(r"commits/([0-9]{12})\.json")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_NUMBER_MAX: Final = (1 << 63) - 1
+_TEXT_MAX: Final = 4096
+
+T = TypeVar("T")
+#: The type, in classes that have something else of this name.
+_Bytes = bytes
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def commit_path(sequence: int) -> str:
+    """Where commit record ``sequence`` lies in the storage."""
+    return f"{COMMITS}/{sequence:012d}.json"
+
+
+def commit_sequence(path: str) -> int | None:
+    """The number of the commit record at ``path``; None where no commit record can be."""
+    found = _COMMIT_PATH.fullmatch(path)
+    return int(found[1]) if found else None
+
+
+def directory_name(step: int, epoch: int, attempt: int, token: str) -> str:
+    """Name of a snapshot's directory; ``token`` is random, so that no name is used twice. The step is for people."""
+    return check_directory(f"{step:012d}-{epoch}-{attempt}-{token}")
+
+
+def directory_path(directory: str) -> str:
+    """Where a snapshot's files lie in the storage."""
+    return f"{SNAPSHOTS}/{check_directory(directory)}"
+
+
+def file_path(directory: str, file: str) -> str:
+    """Where a file of a snapshot lies in the storage."""
+    return f"{directory_path(directory)}/{check_directory(file)}"
+
+
+def manifest_path(directory: str) -> str:
+    """Where the manifest of a snapshot lies in the storage."""
+    return file_path(directory, "manifest.json")
+
+
+def shard_file_name(parameters_number: int, shard: int, shards: int) -> str:
+    """Name of the file of shard ``shard`` of ``shards``; ``parameters_number`` is the parameters' place in the
+    manifest, from 0."""
+    return f"parameters-{parameters_number:04d}-{shard:05d}-of-{shards:05d}.safetensors"
+
+
+# --- a shard's file ---------------------------------------------------------------------------------------------------
+
+
+def shard_slices(shard: int, shards: int, count: int) -> range:
+    """Ascending slices that lie in shard ``shard`` of ``shards``, of ``count`` altogether."""
+    return range(shard, count, shards)
+
+
+def shard_header(slices: Sequence[int], sizes: Sequence[int], state_names: Sequence[str]) -> bytes:
+    """The first bytes of a shard's file, up to the first slice's weights: a safetensors header with its length.
+
+    slices: ascending numbers. sizes: elements of each. state_names: the optimizer's arrays, in their order. The
+    tensors are ``"<slice>/weights"`` and ``"<slice>/<state name>"``, F32, of one dimension, in the order of the file.
+    A pure function of these, so that who reads a file knows each byte that its header must have.
+    """
+    entries, offset = [], 0
+    for index, size in zip(slices, sizes, strict=True):
+        for name in (WEIGHTS, *state_names):
+            end = offset + size * ELEMENT_BYTES
+            entries.append(f'"{index}/{name}":{{"dtype":"F32","shape":[{size}],"data_offsets":[{offset},{end}]}}')
+            offset = end
+    text = ("{" + ",".join(entries) + "}").encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def slice_offset(header_bytes: int, position: int, slice_elements: int, state_count: int) -> int:
+    """Where in a shard's file the slice at ``position`` (from 0, in the shard) begins; its arrays lie one after
+    another. header_bytes: length of what ``shard_header`` gives. slice_elements: of the parameters; only the last
+    slice of all may be shorter. state_count: arrays of the optimizer."""
+    return header_bytes + position * (1 + state_count) * slice_elements * ELEMENT_BYTES
+
+
+# --- the manifest -----------------------------------------------------------------------------------------------------
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise InvalidArgumentError(f"{name} is {value!r:.80}, not {allowed}")
+
+
+def _check_number(name: str, value: object, low: int = 0) -> None:
+    _require(type(value) is int and low <= value <= _NUMBER_MAX, name, value, f"a whole number of {low} or more")
+
+
+def _check_text(name: str, value: object) -> None:
+    _require(isinstance(value, str) and len(value) <= _TEXT_MAX, name, value, f"text of at most {_TEXT_MAX} characters")
+
+
+def _check_digest(name: str, value: object) -> None:
+    _require(isinstance(value, str) and bool(_DIGEST.fullmatch(value)), name, value, "an xxh3_128 in hexadecimal")
+
+
+def _check_time(name: str, value: object) -> None:
+    _require(type(value) is float and math.isfinite(value) and value >= 0, name, value, "seconds as a float, 0 or more")
+
+
+def _check_unique(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        _require(name not in seen, what, name, "named once only")
+        seen.add(name)
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """The file of one shard.
+
+    file: its name in the snapshot's directory. length: bytes. digest: xxh3_128 of the whole file, hexadecimal.
+    versions, digests: by slice of the shard, ascending; a digest is xxh3_128 over the slice's weights and then each
+        array of its state.
+    """
+
+    file: str
+    length: int
+    digest: str
+    versions: tuple[int, ...]
+    digests: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_directory(self.file)
+        _check_number("length", self.length)
+        _check_digest("digest", self.digest)
+        _require(len(self.versions) == len(self.digests), "digests", len(self.digests), f"{len(self.versions)}")
+        for version in self.versions:
+            _check_number("version", version)
+        for digest in self.digests:
+            _check_digest("digest", digest)
+
+
+@dataclass(frozen=True)
+class ParametersState:
+    """Parameters in a snapshot.
+
+    spec: ``slice_elements`` is never 0. reference_workers: as in ``ParametersEntry``.
+    state_names: the optimizer's arrays, in their order.
+    step: BSP: the cut, all steps below it are in the snapshot; SSP and ASP: the highest version of any slice.
+    next: SSP and ASP: (worker_id, incarnation, the number of its next push): lower ones are in the snapshot.
+    shards: by number; slice i is in shard ``i % len(shards)``.
+    """
+
+    spec: ParametersSpec
+    layout: Layout
+    reference_workers: int
+    state_names: tuple[str, ...]
+    step: int
+    next: tuple[tuple[str, int, int], ...]
+    shards: tuple[ShardFile, ...]
+
+    def __post_init__(self) -> None:
+        _check_number("slice_elements", self.spec.slice_elements, 1)
+        _check_number("reference_workers", self.reference_workers)
+        _check_number("step", self.step)
+        for name in self.state_names:
+            check_directory(name)
+        _check_unique("state array", (WEIGHTS, *self.state_names))
+        _check_unique("tensor", (tensor.name for tensor in self.layout.tensors))
+        for worker_id, incarnation, number in self.next:
+            check_name(worker_id, "worker id")
+            _check_number("incarnation", incarnation)
+            _check_number("next push", number)
+        _require(bool(self.shards), "number of shards", 0, "1 or more")
+        for number, shard in enumerate(self.shards):
+            slices = shard_slices(number, len(self.shards), self.slicing.count)
+            _require(len(shard.versions) == len(slices), shard.file, len(shard.versions), f"of {len(slices)} slices")
+
+    @property
+    def slicing(self) -> Slicing:
+        """The cut of the flat vector."""
+        return Slicing(self.layout.total, self.spec.slice_elements)
+
+    def header(self, shard: int) -> bytes:
+        """The header that the file of ``shard`` must have."""
+        slices = shard_slices(shard, len(self.shards), self.slicing.count)
+        return shard_header(slices, [self.slicing.size(index) for index in slices], self.state_names)
+
+    def data_bytes(self, shard: int) -> int:
+        """Bytes of the file of ``shard`` after its header."""
+        slices = shard_slices(shard, len(self.shards), self.slicing.count)
+        elements = sum(self.slicing.size(index) for index in slices)
+        return elements * (1 + len(self.state_names)) * ELEMENT_BYTES
+
+
+@dataclass(frozen=True)
+class DatasetState:
+    """A data set in a snapshot: where it goes on."""
+
+    spec: DatasetSpec
+    position: DataPosition
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is in a snapshot, and by which bytes.
+
+    directory: its own name below ``snapshots/``. epoch: of the cluster map when it was cut.
+    time: seconds since 1970 when the cut was agreed. reason: who wanted it. configuration: the run's settings.
+    """
+
+    run_id: str
+    directory: str
+    epoch: int
+    time: float
+    reason: str
+    configuration: Mapping[str, str | int]
+    parameters: tuple[ParametersState, ...]
+    datasets: tuple[DatasetState, ...] = ()
+    psdist_version: str = ""
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        check_name(self.run_id, "run id")
+        check_directory(self.directory)
+        _check_number("epoch", self.epoch)
+        _check_time("time", self.time)
+        _check_text("reason", self.reason)
+        _check_text("psdist_version", self.psdist_version)
+        _require(self.format == FORMAT, "format", self.format, f"{FORMAT}")
+        for key, value in self.configuration.items():
+            _check_text("name of a setting", key)
+            if type(value) is not int:
+                _check_text(f"setting {key}", value)
+        _check_unique("parameters", (state.spec.name for state in self.parameters))
+        _check_unique("data set", (state.spec.name for state in self.datasets))
+        _check_unique("file", ("manifest.json", *(shard.file for state in self.parameters for shard in state.shards)))
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """By parameters, what ``ParametersState.step`` says."""
+        return {state.spec.name: state.step for state in self.parameters}
+
+    @property
+    def files(self) -> dict[str, tuple[int, str]]:
+        """Length and digest of each file of the snapshot, beside the manifest, by its name."""
+        return {shard.file: (shard.length, shard.digest) for state in self.parameters for shard in state.shards}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files of the snapshot, beside the manifest."""
+        return sum(length for length, _ in self.files.values())
+
+    def state(self, parameters: str) -> ParametersState | None:
+        """The parameters of this name, if they are in the snapshot."""
+        return next((state for state in self.parameters if state.spec.name == parameters), None)
+
+    def to_bytes(self) -> _Bytes:
+        """Canonical JSON."""
+        values = {name: getattr(self, name) for name in _MANIFEST_PLAIN}
+        values["parameters"] = [_parameters_to_json(state) for state in self.parameters]
+        values["datasets"] = [
+            {"spec": asdict(state.spec), "position": asdict(state.position)} for state in self.datasets
+        ]
+        return _canonical(values)
+
+    @classmethod
+    def from_bytes(cls, data: _Bytes, file: str) -> Manifest:
+        """What ``to_bytes`` gave. Raises SnapshotCorruptError, which names ``file``, and StorageError where the format
+        is a newer one."""
+        values = _parse(data, file)
+        _check_format(values, file)
+        try:
+            manifest = cls(
+                **{name: values[name] for name in _MANIFEST_PLAIN},
+                parameters=tuple(_parameters_from_json(item) for item in values["parameters"]),
+                datasets=tuple(_dataset_from_json(item) for item in values["datasets"]),
+            )
+        except _UNUSABLE as error:
+            raise corrupt(file, f"it is no manifest: {_text(error)}") from None
+        return _same(manifest, data, file)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit record: with it the snapshot in ``directory`` exists.
+
+    sequence: its own number. manifest_length, manifest_digest: bytes of the manifest, and its xxh3_128.
+    epoch: of the cluster map of the scheduler that committed. time: seconds since 1970. seconds: that it took.
+    steps, bytes: as the manifest has them.
+    """
+
+    sequence: int
+    run_id: str
+    directory: str
+    epoch: int
+    time: float
+    seconds: float
+    reason: str
+    manifest_length: int
+    manifest_digest: str
+    steps: Mapping[str, int]
+    bytes: int
+
+    def __post_init__(self) -> None:
+        check_name(self.run_id, "run id")
+        check_directory(self.directory)
+        for name in ("sequence", "epoch", "manifest_length", "bytes"):
+            _check_number(name, getattr(self, name))
+        _require(self.sequence < 10**12, "sequence", self.sequence, "of 12 digits at most")
+        _require(self.manifest_length <= MANIFEST_BYTES_MAX, "manifest_length", self.manifest_length, "up to 1 GiB")
+        _check_digest("manifest_digest", self.manifest_digest)
+        _check_time("time", self.time)
+        _check_time("seconds", self.seconds)
+        _check_text("reason", self.reason)
+        for name, step in self.steps.items():
+            check_name(name, "parameters name")
+            _check_number("step", step)
+
+    @cached_property
+    def path(self) -> str:
+        """Where it lies in the storage."""
+        return commit_path(self.sequence)
+
+    def to_bytes(self) -> _Bytes:
+        """Canonical JSON, with its own digest."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"format": FORMAT}
+        return _canonical(values | {"digest": digest_of(_canonical(values))})
+
+    @classmethod
+    def from_bytes(cls, data: _Bytes, file: str) -> Commit:
+        """What ``to_bytes`` gave. Raises SnapshotCorruptError, which names ``file``, and StorageError where the format
+        is a newer one."""
+        values = _parse(data, file)
+        digest = values.pop("digest", None)
+        if digest != digest_of(_canonical(values)):
+            raise corrupt(file, "its digest is not that of its content")
+        _check_format(values, file)
+        del values["format"]
+        try:
+            commit = cls(**values)
+        except _UNUSABLE as error:
+            raise corrupt(file, f"it is no commit record: {_text(error)}") from None
+        return _same(commit, data, file)
+
+
+_MANIFEST_PLAIN: Final = (
+    *("run_id", "directory", "epoch", "time", "reason", "configuration", "psdist_version", "format"),
+)
+
+
+def corrupt(file: str, why: str) -> SnapshotCorruptError:
+    """The error that says that ``file`` is not what was written, and why."""
+    return SnapshotCorruptError(f"{file} is not what was written: {why}", file=file)
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> str:
+    """xxh3_128 in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+#: What a value of another kind, or out of its range, may raise on its way into a dataclass.
+_UNUSABLE: Final = (PsdistError, KeyError, TypeError, ValueError, AttributeError, OverflowError)
+
+
+def _text(error: Exception) -> str:
+    return f"{error.args[0] if error.args else error}"[:200]
+
+
+def _canonical(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(
+        values, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False, default=dict
+    ).encode()
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _parse(data: bytes, file: str) -> dict[str, Any]:
+    try:
+        values = json.loads(data.decode("ascii"), parse_constant=_no_constant)
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object")
+    except (ValueError, RecursionError) as error:
+        raise corrupt(file, _text(error)) from None
+    return cast(dict[str, Any], values)
+
+
+def _check_format(values: Mapping[str, Any], file: str) -> None:
+    found = values.get("format")
+    if type(found) is not int or found < 1:
+        raise corrupt(file, f"its format is {found!r:.40}")
+    if found > FORMAT:
+        raise StorageError(
+            f"{file} has format {found}, and this psdist reads up to {FORMAT}: use the psdist that wrote it",
+            file=file,
+        )
+
+
+def _same(value: T, data: bytes, file: str) -> T:
+    if value.to_bytes() != data:  # type: ignore[attr-defined]
+        raise corrupt(file, "it is not in the one form that it can have")
+    return value
+
+
+def _consistency_to_json(consistency: Consistency) -> dict[str, Any]:
+    kind = {BSP: "bsp", SSP: "ssp", ASP: "asp"}[type(consistency)]
+    return {"kind": kind, **asdict(consistency)}
+
+
+def _consistency_from_json(values: Mapping[str, Any]) -> Consistency:
+    kinds: dict[str, type[Consistency]] = {"bsp": BSP, "ssp": SSP, "asp": ASP}
+    given = dict(values)
+    return kinds[given.pop("kind")](**given)
+
+
+def _spec_to_json(spec: ParametersSpec) -> dict[str, Any]:
+    optimizer = spec.optimizer
+    schedule = {field.name: float(getattr(optimizer.schedule, field.name)) for field in fields(optimizer.schedule)}
+    return {
+        "name": spec.name,
+        "consistency": _consistency_to_json(spec.consistency),
+        "non_finite": spec.non_finite,
+        "slice_elements": spec.slice_elements,
+        "optimizer": {
+            "kind": optimizer.kind,
+            "values": optimizer.values(),
+            "schedule": {"kind": optimizer.schedule.kind, "values": schedule},
+            "max_grad_norm": float(optimizer.max_grad_norm),
+            "overrides": [{"pattern": item.pattern, "values": dict(item.values)} for item in optimizer.overrides],
+        },
+    }
+
+
+def _spec_from_json(values: Mapping[str, Any]) -> ParametersSpec:
+    given = values["optimizer"]
+    overrides = [Override(item["pattern"], tuple(sorted(item["values"].items()))) for item in given["overrides"]]
+    schedule = schedule_from_values(given["schedule"]["kind"], given["schedule"]["values"])
+    return ParametersSpec(
+        name=values["name"],
+        optimizer=optimizer_from_values(given["kind"], given["values"], schedule, given["max_grad_norm"], overrides),
+        consistency=_consistency_from_json(values["consistency"]),
+        non_finite=values["non_finite"],
+        slice_elements=values["slice_elements"],
+    )
+
+
+def _layout_from_json(values: Sequence[Sequence[Any]]) -> Layout:
+    tensors = []
+    for name, shape, dtype in values:
+        _require(dtype in ("float32", "float16", "bfloat16", "float64"), f"dtype of {name}", dtype, "a known one")
+        _require(len(shape) <= DIMENSIONS_MAX, f"dimensions of {name}", len(shape), f"at most {DIMENSIONS_MAX}")
+        for size in shape:
+            _check_number(f"shape of {name}", size)
+        tensors.append(TensorSpec(check_name(name, "tensor name"), tuple(shape), dtype))
+    layout = Layout(tuple(tensors))
+    _check_number("number of elements", layout.total)
+    return layout
+
+
+def _parameters_to_json(state: ParametersState) -> dict[str, Any]:
+    return {
+        "spec": _spec_to_json(state.spec),
+        "layout": [[tensor.name, list(tensor.shape), tensor.dtype] for tensor in state.layout.tensors],
+        "reference_workers": state.reference_workers,
+        "state_names": list(state.state_names),
+        "step": state.step,
+        "next": [list(item) for item in state.next],
+        "shards": [vars(shard) for shard in state.shards],
+    }
+
+
+def _parameters_from_json(values: Mapping[str, Any]) -> ParametersState:
+    return ParametersState(
+        spec=_spec_from_json(values["spec"]),
+        layout=_layout_from_json(values["layout"]),
+        reference_workers=values["reference_workers"],
+        state_names=tuple(values["state_names"]),
+        step=values["step"],
+        next=tuple((worker_id, incarnation, number) for worker_id, incarnation, number in values["next"]),
+        shards=tuple(
+            ShardFile(**(item | {"versions": tuple(item["versions"]), "digests": tuple(item["digests"])}))
+            for item in values["shards"]
+        ),
+    )
+
+
+def _dataset_from_json(values: Mapping[str, Any]) -> DatasetState:
+    position = values["position"]
+    done = tuple((first, count) for first, count in position["done"])
+    return DatasetState(DatasetSpec(**values["spec"]), DataPosition(**(position | {"done": done})))
