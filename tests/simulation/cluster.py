@@ -87,17 +87,7 @@ class World:
         self.loop.start(node, self._schedule(node))
 
     async def _schedule(self, node: Node) -> None:
-        options = self.options
-        store = DiskStore(self.disk)
-        settings = ClusterSettings(
-            run_id=RUN,
-            workers_min=options.workers,
-            servers_min=options.servers,
-            lease_seconds=options.lease_seconds,
-            replicas=options.replicas,
-        )
-        cluster = Cluster(settings, store.load(), self.loop.time())
-        self.scheduler = scheduler = Scheduler(cluster, store)
+        self.scheduler = scheduler = await self.make_scheduler(DiskStore(self.disk))
         self.counts["scheduler started"] += 1
         publish = scheduler.maps.set
 
@@ -110,6 +100,22 @@ class World:
         ticks = asyncio.create_task(scheduler.tick())
         await scheduler.run()
         ticks.cancel()
+
+    @property
+    def settings(self) -> ClusterSettings:
+        """Of the scheduler."""
+        options = self.options
+        return ClusterSettings(
+            run_id=RUN,
+            workers_min=options.workers,
+            servers_min=options.servers,
+            lease_seconds=options.lease_seconds,
+            replicas=options.replicas,
+        )
+
+    async def make_scheduler(self, store: DiskStore) -> Scheduler:
+        """A scheduler that goes on from its store."""
+        return Scheduler(Cluster(self.settings, store.load(), self.loop.time()), store)
 
     def start_server(self, number: int) -> None:
         """A server, in a new life if there was one of this number."""

@@ -1,0 +1,301 @@
+"""The oracle of runs with snapshots: what a snapshot must hold, and what is left after a roll-back or a new beginning.
+
+A run has eras. The first begins with the initial weights; each other one begins with a committed snapshot, its base,
+when the parameters are placed anew. A push belongs to the era in which its life was a member. What is in a snapshot of
+an era: its base, and of the era's own pushes exactly those before the cut, in every slice; weights and optimizer state
+are what plain numpy makes of them, byte for byte. What is there at the end: the base of the last era, and every push
+of that era that was answered. Pushes of an era before that are not in the base are gone, and no part of them is left.
+
+Snapshots are read from a copy of the storage, made when the commit record was, by the real reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from psdist.consistency import Consistency
+from psdist.errors import PsdistError
+from psdist.optim import Optimizer
+from psdist.snapshots import reader
+from psdist.snapshots.format import Manifest, ParametersState
+from psdist.types import ClusterMap
+from psdist_server import reference
+from tests.simulation.oracle import Array, Life, Oracle, Push
+from tests.simulation.storage import Bucket, SimStorage
+
+#: (phase, worker, incarnation); a phase is the life of a scheduler's store.
+Member = tuple[int, str, int]
+
+
+@dataclass
+class Era:
+    """A stretch of training from one base. base: directory of a snapshot, or "" for the initial weights."""
+
+    base: str
+    key: tuple[int, int, str]
+    #: Commit record that was the newest when the era began.
+    newest: str = ""
+
+
+@dataclass
+class Saved:
+    """A commit: its record's path, the era it was made in, the storage as it was then."""
+
+    record: str
+    era: int
+    files: dict[str, tuple[bytes, float]]
+    #: By directory, filled when it is looked at: the pushes in it.
+    slots: frozenset[int] = frozenset()
+    directory: str = ""
+    acked: frozenset[int] = field(default_factory=frozenset)
+
+
+class SnapshotOracle(Oracle):
+    """See the module. name: of the parameters."""
+
+    def __init__(
+        self,
+        name: str,
+        consistency: Consistency,
+        optimizer: Optimizer,
+        slices: int,
+        slots: int,
+        noise: np.random.Generator,
+    ) -> None:
+        super().__init__(consistency, optimizer, slices, slots, noise)
+        self.phase = 0
+        self.eras = [Era("", (0, 0, ""))]
+        self.commits: list[Saved] = []
+        #: Storage faults of this run spoil files without a word, so that an era may begin with an older snapshot.
+        self.spoilt = False
+        self._name = name
+        self._era_of: dict[Member, int] = {}
+        self._of_push: dict[int, tuple[Member, int]] = {}
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    def begins(self, life: Life, step: int) -> Push:
+        """See Oracle."""
+        push = super().begins(life, step)
+        self._of_push[push.slot] = ((self.phase, life.worker_id, life.incarnation), len(self.eras) - 1)
+        return push
+
+    def new_phase(self) -> None:
+        """All processes and the scheduler's store are gone; what the storage has is left."""
+        self.phase += 1
+        self._maps.clear()
+        self._primaries.clear()
+        self._acting.clear()
+
+    def published(self, cluster: ClusterMap) -> None:
+        """See Oracle."""
+        super().published(cluster)
+        entry = cluster.entry(self._name)
+        if entry is None:
+            return
+        base = entry.restore.directory if entry.restore is not None else ""
+        key = (self.phase, entry.generation, base)
+        # A map may stop to tell the restore once all is loaded.
+        if key[:2] != self.eras[-1].key[:2] or (base and base != self.eras[-1].base):
+            newest = max((saved.record for saved in self.commits), default="")
+            self.eras.append(Era(base, key, newest))
+            self.counts["eras"] += 1
+            self.counts["began from a snapshot"] += bool(base)
+        for member in entry.members:
+            self._era_of[self.phase, member.worker_id, member.incarnation] = len(self.eras) - 1
+
+    def committed(self, record: str, bucket: Bucket) -> None:
+        """A commit record was created."""
+        acked = frozenset(push.slot for push in self.pushes.values() if push.acked and not push.ignored)
+        self.commits.append(Saved(record, len(self.eras) - 1, dict(bucket.files), acked=acked))
+        self.counts["commits"] += 1
+
+    def era_of(self, push: Push) -> int:
+        """The number of the era that a push belongs to."""
+        member, begun = self._of_push[push.slot]
+        return self._era_of.get(member, begun)
+
+    def era_of_life(self, life: Life) -> int:
+        """The number of the era of a life as it is now."""
+        return self._era_of.get((self.phase, life.worker_id, life.incarnation), -1)
+
+    @property
+    def acked(self) -> list[Push]:
+        """Answered pushes of this era."""
+        return [push for push in super().acked if self.era_of(push) == len(self.eras) - 1]
+
+    def saw(
+        self, life: Life, versions: Sequence[int], weights: Array, members: Sequence[Life], acked: Sequence[Push]
+    ) -> None:
+        """See Oracle. What is read while an era ends says nothing."""
+        era = self.era_of_life(life)
+        if era != len(self.eras) - 1:
+            life.versions = []
+            self.counts["reads while an era ended"] += 1
+            return
+        if getattr(life, "era", None) != era:
+            life.versions = []
+            life.era = era  # type: ignore[attr-defined]
+            self._seen = {}
+        super().saw(life, versions, weights, members, [push for push in acked if self.era_of(push) == era])
+
+    def _check_own(self, life: Life, table: Array) -> None:
+        era, pushes = self.era_of_life(life), life.pushes
+        life.pushes = [push for push in pushes if self.era_of(push) == era]
+        try:
+            super()._check_own(life, table)
+        finally:
+            life.pushes = pushes
+
+    # --- what is checked at the end -----------------------------------------------------------------------------------
+
+    async def check_commits(self, loop: Any) -> None:
+        """Every snapshot that was committed holds what it must."""
+        for saved in self.commits:
+            bucket = Bucket(loop.entropy, (0.0, 0.0), saved.files)
+            storage = SimStorage(loop, bucket)
+            try:
+                await self._check_commit(storage, saved)
+            except (PsdistError, FileNotFoundError) as error:
+                if not self.spoilt:
+                    self.violation(f"{saved.record} cannot be read: {error!r}")
+        self._check_bases()
+
+    def _check_bases(self) -> None:
+        """An era begins with what was committed, and with the newest."""
+        for number, era in enumerate(self.eras[1:], 1):
+            known = {saved.directory: saved for saved in self.commits if saved.directory}
+            if era.base and era.base not in known:
+                self.violation(f"era {number} began with {era.base}, which is no snapshot that was committed")
+            elif not self.spoilt and era.newest and (not era.base or known[era.base].record != era.newest):
+                self.violation(f"era {number} began with {era.base!r}, though {era.newest} was the newest commit")
+
+    async def _check_commit(self, storage: SimStorage, saved: Saved) -> None:
+        commits = await reader.commits(storage)
+        found = next((c for c in commits if isinstance(c, reader.Commit) and _record(c) == saved.record), None)
+        if found is None:
+            raise PsdistError(f"{saved.record} is no valid commit record")
+        manifest = await reader.load_manifest(storage, found)
+        await reader.check_files(storage, manifest)
+        saved.directory = manifest.directory
+        state = next((state for state in manifest.parameters if state.spec.name == self._name), None)
+        if state is None:
+            self.violation(f"{saved.record} does not have {self._name!r}")
+            return
+        table = [await reader.read_slice(storage, manifest, state, i) for i in range(self.slicing.count)]
+        self.counts["snapshots compared"] += 1
+        self._check_table(saved, manifest, state, table)
+
+    def _check_table(
+        self, saved: Saved, manifest: Manifest, state: ParametersState, table: Sequence[Sequence[Array]]
+    ) -> None:
+        base = self._slots_of(self.eras[saved.era].base)
+        shards, present = len(state.shards), list[set[int]]()
+        for index, arrays in enumerate(table):
+            version = state.shards[index % shards].versions[index // shards]
+            slots = [slot for slot in range(self.slots) if arrays[0][slot] != 0.0]
+            present.append(set(slots))
+            where = f"{saved.record}: slice {index}"
+            for slot in slots:
+                if slot not in self.pushes:
+                    self.violation(f"{where} has a push that nobody made (slot {slot})")
+            for slot in sorted(base ^ {slot for slot in slots if self._era(slot) < saved.era}):
+                self.violation(f"{where} differs from the snapshot that its era began with (slot {slot})")
+            self._check_cut(where, saved, state, version, set(slots))
+            if self.exact:
+                self._check_bytes(where, version, arrays, slots)
+            else:
+                self._check_counts(index, version, arrays[0], slots)
+        saved.slots = frozenset(set.intersection(*present))
+
+    def _era(self, slot: int) -> int:
+        return self.era_of(self.pushes[slot]) if slot in self.pushes else 0
+
+    def _slots_of(self, directory: str) -> frozenset[int]:
+        found = [saved.slots for saved in self.commits if directory and saved.directory == directory]
+        return found[0] if found else frozenset()
+
+    def _check_cut(self, where: str, saved: Saved, state: ParametersState, version: int, slots: set[int]) -> None:
+        """Of the era's own pushes exactly those before the cut are there."""
+        mine = [push for push in self.pushes.values() if self.era_of(push) == saved.era]
+        if self.exact and version != state.step:
+            self.violation(f"{where} is at version {version}, and the cut at step {state.step}")
+        ends = {(worker, incarnation): number for worker, incarnation, number in state.next}
+        for push in mine:
+            end = state.step if self.exact else ends.get((push.life.worker_id, push.incarnation))
+            there = push.slot in slots
+            who = f"push {push.step} of {push.life.worker_id}/{push.incarnation} (slot {push.slot})"
+            if end is None:
+                continue
+            if there and push.step >= end:
+                self.violation(f"{where} has {who}, after the cut at {end}")
+            must = push.acked and not push.ignored and not push.dropped
+            if not there and push.step < end and must:
+                self.violation(f"{where} lacks {who}, before the cut at {end}")
+            if not self.exact and not there and push.step < end and not push.dropped:
+                self.violation(f"{where} lacks {who}, which is said to be before the cut at {end}")
+        if not self.exact:
+            self._check_gone(where, saved, mine, ends, slots)
+
+    def _check_gone(
+        self, where: str, saved: Saved, mine: Sequence[Push], ends: dict[tuple[str, int], int], slots: set[int]
+    ) -> None:
+        """Of a life that the cut does not name, because it was over before or began after, all or nothing is there."""
+        lives: dict[tuple[str, int], list[Push]] = {}
+        for push in mine:
+            life = (push.life.worker_id, push.incarnation)
+            if life not in ends and push.slot in saved.acked:
+                lives.setdefault(life, []).append(push)
+        for life, pushes in lives.items():
+            if len({push.slot in slots for push in pushes}) > 1:
+                self.violation(f"{where} has a part of the acknowledged pushes of {life}, which the cut does not name")
+
+    def _check_bytes(self, where: str, version: int, arrays: Sequence[Array], slots: Sequence[int]) -> None:
+        steps: dict[int, list[Push]] = {}
+        for slot in slots:
+            if slot in self.pushes:
+                steps.setdefault(self.pushes[slot].step, []).append(self.pushes[slot])
+        index = int(where.rpartition(" ")[2])
+        expected = self.replay(index, version, steps)
+        names = ["weights", *(f"state {n}" for n in range(len(expected) - 1))]
+        if len(arrays) != len(expected):
+            self.violation(f"{where} has {len(arrays)} arrays instead of {len(expected)}")
+        for name, want, have in zip(names, expected, arrays, strict=False):
+            if want.tobytes() != have.tobytes():
+                self.violation(f"{where} at version {version}: {name} differ from what its pushes make")
+
+    def replay(self, index: int, version: int, steps: dict[int, list[Push]]) -> list[Array]:
+        """Weights and state that numpy makes of pushes, by step."""
+        weights = self.initial[index].copy()
+        names: dict[str, Any] = self.optimizer.group_values(0)
+        states = [np.zeros_like(weights)] if names.get("momentum") else []
+        mean = np.zeros_like(weights)
+        for step in range(version):
+            pushes = sorted(steps.get(step, ()), key=lambda push: (push.rank, push.life.worker_id, push.incarnation))
+            if pushes:
+                parts = [self.gradient(push.slot).reshape(self.slicing.count, -1)[index] for push in pushes]
+                reference.combine(mean, parts, len(parts))
+                reference.update(self.optimizer, names, weights, states, mean, step)
+        return [weights, *states]
+
+    def check_last(self, versions: Sequence[int], weights: Array) -> None:
+        """The weights when all is over; after ``check_commits``."""
+        last = len(self.eras) - 1
+        base = self._slots_of(self.eras[last].base)
+        table = weights.reshape(self.slicing.count, self.slice_elements)
+        for push in self.pushes.values():
+            if self.era_of(push) == last:
+                continue
+            there = table[:, push.slot] != 0.0
+            push.acked = push.slot in base
+            if not push.acked and there.any():
+                self.violation(f"push {push.step} of {push.life.worker_id} (slot {push.slot}) came back after its era")
+        self.check_end(versions, weights)
+
+
+def _record(commit: reader.Commit) -> str:
+    return f"commits/{commit.sequence:012d}.json"

@@ -1,0 +1,166 @@
+"""The simulated storage of snapshots: what a directory or an object store is to servers and scheduler, on virtual time.
+
+``Bucket`` is what is stored; it outlives every process. ``SimStorage`` is a process's way to it, with the interface of
+``psdist.snapshots.storage.Storage``. Each call is one operation, numbered from 1; ``Bucket.fault`` says what goes wrong
+with it. A process that is killed leaves nothing of an operation that was under way, unless a fault says otherwise.
+
+Faults: an operation fails before it did anything, or after; the process that does it dies before, or after; what is
+written is torn (a part of it stays) and its process dies, or is told; what is written is torn and nobody is told; it
+takes very long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from psdist.errors import StorageError
+from psdist.snapshots.storage import Stored
+from tests.simulation.loop import Node, SimLoop
+
+#: What may go wrong with an operation. Reads are not torn.
+FAULTS: Final = (
+    "error before",
+    "error after",
+    "crash before",
+    "crash after",
+    "torn, error",
+    "torn, crash",
+    "torn, silently",
+    "slow",
+)
+#: Kinds of operations that change what is stored.
+WRITING: Final = ("write", "close", "create", "delete")
+SLOW_SECONDS: Final = 20.0
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call. kind: "read", "list", "open" (a writer), "write", "close", "create" or "delete"."""
+
+    number: int
+    kind: str
+    path: str
+    node: str
+    time: float
+
+
+@dataclass
+class Bucket:
+    """What is stored. seconds: least and most virtual time of an operation."""
+
+    rng: random.Random
+    seconds: tuple[float, float]
+    files: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+    operations: list[Operation] = field(default_factory=list)
+    #: What goes wrong with an operation: one of FAULTS, or "".
+    fault: Callable[[Operation], str] = lambda operation: ""
+    #: Ends the process that does an operation.
+    crash: Callable[[Node], None] = lambda node: None
+    #: Told of each file that was created exclusively, at once.
+    created: Callable[[str], None] = lambda path: None
+    #: Deleted or written paths that were there already, as nothing may be overwritten.
+    overwritten: list[str] = field(default_factory=list)
+
+    @property
+    def data(self) -> dict[str, bytes]:
+        """Contents by path."""
+        return {path: data for path, (data, _) in self.files.items()}
+
+
+class SimStorage:
+    """See the module."""
+
+    def __init__(self, loop: SimLoop, bucket: Bucket) -> None:
+        self.url = "sim://bucket"
+        self._loop = loop
+        self._bucket = bucket
+
+    async def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        """Bytes of a file. Raises StorageError."""
+        async with self._operation("read", path):
+            if path not in self._bucket.files:
+                raise StorageError(f"{self.url}/{path} is missing", path=path)
+            data = self._bucket.files[path][0]
+            return data[start:] if length is None else data[start : start + length]
+
+    async def list(self, prefix: str) -> list[Stored]:
+        """The files below a prefix."""
+        async with self._operation("list", prefix):
+            return [
+                Stored(path, len(data), modified)
+                for path, (data, modified) in sorted(self._bucket.files.items())
+                if path.startswith(prefix)
+            ]
+
+    async def create(self, path: str, data: bytes) -> None:
+        """Makes a file that is not there. Raises FileExistsError, StorageError."""
+        async with self._operation("create", path) as torn:
+            if path in self._bucket.files:
+                raise FileExistsError(path)
+            self._put(path, bytes(data), torn)
+            self._bucket.created(path)
+
+    @asynccontextmanager
+    async def writer(self, path: str) -> AsyncIterator[_Writer]:
+        """A file that is there once the block is left without an error."""
+        async with self._operation("open", path):
+            writer = _Writer(self, path)
+        yield writer
+        async with self._operation("close", path) as torn:
+            if path in self._bucket.files:
+                self._bucket.overwritten.append(path)
+            self._put(path, b"".join(writer.parts), torn)
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        """Removes files. Raises StorageError."""
+        async with self._operation("delete", " ".join(paths)) as torn:
+            for path in list(paths)[: len(paths) // 2 if torn else len(paths)]:
+                self._bucket.files.pop(path, None)
+
+    def _put(self, path: str, data: bytes, torn: bool) -> None:
+        self._bucket.files[path] = (data[: len(data) // 2] if torn else data, self._loop.time())
+
+    @asynccontextmanager
+    async def _operation(self, kind: str, path: str) -> AsyncIterator[bool]:
+        """Around what an operation does, which takes no time itself; whether it is torn."""
+        bucket, loop, node = self._bucket, self._loop, self._loop.current()
+        operation = Operation(len(bucket.operations) + 1, kind, path, node.name, loop.time())
+        bucket.operations.append(operation)
+        fault = bucket.fault(operation)
+        loop.trace(f"storage {kind} {path} {fault}")
+        await loop.after(SLOW_SECONDS if fault == "slow" else bucket.rng.uniform(*bucket.seconds))
+        await self._fail(fault, "before", node, operation)
+        yield fault.startswith("torn")
+        await self._fail(fault, "after", node, operation)
+
+    async def _fail(self, fault: str, when: str, node: Node, operation: Operation) -> None:
+        if fault == f"error {when}" or (when == "after" and fault == "torn, error"):
+            raise StorageError(f"{self.url}/{operation.path}: simulated failure of a {operation.kind}")
+        if fault == f"crash {when}" or (when == "after" and fault == "torn, crash"):
+            self._loop.world_soon(self._bucket.crash, node)
+            await asyncio.Event().wait()
+
+    async def write(self, writer: _Writer, data: bytes) -> None:
+        """A part of a file that is being written: nothing of it is there before the end, unless it is torn."""
+        async with self._operation("write", writer.path) as torn:
+            writer.parts.append(data)
+            if torn:
+                self._put(writer.path, b"".join(writer.parts), torn)
+
+
+class _Writer:
+    """A file that is being written."""
+
+    def __init__(self, storage: SimStorage, path: str) -> None:
+        self.path = path
+        self.parts: list[bytes] = []
+        self._storage = storage
+
+    async def write(self, buffer: bytes | bytearray | memoryview) -> None:
+        """Adds to it."""
+        await self._storage.write(self, bytes(buffer))
