@@ -9,21 +9,24 @@ own. All clients of a process must share one loop, because grpc.aio polls for on
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, get_args
+from typing import Any, Final, Literal, Self, get_args, overload
 
 from numpy.typing import ArrayLike
 
 from psdist import __version__
-from psdist.client import creation, loop, partition
+from psdist.client import creation, loop, partition, saving
 from psdist.client.connection import Registration, SchedulerLink, Target
 from psdist.client.datasets import AsyncDataset
 from psdist.client.exchange import Options
 from psdist.client.parameters import AsyncParameters
+from psdist.client.saving import SnapshotInfo
 from psdist.client.transfer import DataPath
 from psdist.compression import Cast, resolve
 from psdist.config import Transport, client_settings, read_address
@@ -42,6 +45,8 @@ from psdist.errors import (
 from psdist.optim import Optimizer
 from psdist.types import WIRE_DTYPES, DatasetSpec, DType, Layout, NonFinite, ParametersSpec, check_name
 from psdist.v1 import scheduler_pb2
+
+logger = logging.getLogger("psdist")
 
 _POLL_SECONDS: Final = 0.02
 
@@ -88,6 +93,8 @@ class AsyncClient:
         self._opened_handles: list[AsyncParameters] = []
         self._creating: dict[str, asyncio.Lock] = {}
         self._datasets: dict[str, AsyncDataset] = {}
+        #: Snapshots that nobody waits for.
+        self._saving: set[asyncio.Task[SnapshotInfo]] = set()
         self._closed = False
         self._pid = os.getpid()
         self.local_rank = 0
@@ -161,6 +168,8 @@ class AsyncClient:
             return
         self._closed = True
         try:
+            for task in self._saving:
+                task.cancel()
             for data in self._datasets.values():
                 await data.close()
             for handle in self._opened_handles:
@@ -305,6 +314,78 @@ class AsyncClient:
         self._datasets[name].check_same(spec)
         return self._datasets[name]
 
+    # --- snapshots ---
+
+    @overload
+    async def snapshot(self, wait: Literal[True] = True, timeout: float | None = None) -> SnapshotInfo: ...
+
+    @overload
+    async def snapshot(self, wait: Literal[False], timeout: float | None = None) -> None: ...
+
+    @overload
+    async def snapshot(self, wait: bool, timeout: float | None = None) -> SnapshotInfo | None: ...
+
+    async def snapshot(self, wait: bool = True, timeout: float | None = None) -> SnapshotInfo | None:
+        """Takes a snapshot of the run: all parameters with their optimizers' state, and where data sets stand.
+
+        wait: returns when it is committed, and holds every push that this worker has made. Other calls on this client's
+            parameters wait until then; other workers may go on. Ranks that call it at the same step share one. False
+            returns None once the scheduler knows of the wish; training goes on, and the log tells how it ended.
+        timeout: seconds; it may be committed later all the same.
+
+        Raises NoStorageError where the run has no storage, SnapshotFailedError and StorageError where the snapshot was
+        given up, which changes nothing else; WaitTimeoutError; FencedError if this worker was taken for dead while it
+        waited, or the run went back to a snapshot: then call it again. InvalidArgumentError while a step is given in
+        buckets, and after a push that failed, which has to be made first.
+        """
+        link, _ = self._opened()
+        if not wait:
+            await self._snapshot_begun(link, timeout)
+            return None
+        try:
+            async with asyncio.timeout(timeout), AsyncExitStack() as stack:
+                for name in sorted(self._handles):
+                    if self._handles[name].member:
+                        await stack.enter_async_context(self._handles[name].at_rest())
+                mine = await link.as_member(_itself)
+                request = scheduler_pb2.SaveSnapshotRequest(
+                    run_id=mine.run_id,
+                    worker_id=mine.worker_id,
+                    incarnation=mine.incarnation,
+                    next=link.pushes.next(),
+                    reason="on demand",
+                )
+                with link.waits.open(f"for {link.peer} to take a snapshot") as waiting:
+                    return await saving.save(link, request, waiting)
+        except FencedError as error:
+            raise FencedError(f"no snapshot is known to be taken: {error.message}. Call it again") from None
+        except TimeoutError:
+            raise WaitTimeoutError(f"no snapshot was committed within {timeout:g} s") from None
+
+    async def _snapshot_begun(self, link: SchedulerLink, timeout: float | None) -> None:
+        """Has a snapshot taken in a task of its own. Returns when the scheduler has said something about it."""
+        request = scheduler_pb2.SaveSnapshotRequest(run_id=link.registration.run_id, reason="on demand")
+        heard = asyncio.Event()
+
+        async def save() -> SnapshotInfo:
+            with link.waits.open(f"for {link.peer} to take a snapshot") as waiting:
+                return await saving.save(link, request, waiting, heard.set)
+
+        task = asyncio.create_task(save(), name="psdist snapshot")
+        self._saving.add(task)
+        task.add_done_callback(self._saving.discard)
+        hearing = asyncio.ensure_future(heard.wait())
+        try:
+            await asyncio.wait({task, hearing}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            hearing.cancel()
+        if task.done():
+            task.result()
+        elif not heard.is_set():
+            task.cancel()
+            raise WaitTimeoutError(f"{link.peer} did not answer within {timeout:g} s")
+        task.add_done_callback(_tell_saved)
+
     # --- the rest ---
 
     async def barrier(self, name: str = "default", timeout: float | None = None) -> None:
@@ -353,6 +434,16 @@ class AsyncClient:
         if self._link is None or self._data is None:
             raise ClosedError("the client is not connected: use it in a with block, or call connect() first")
         return self._link, self._data
+
+
+def _tell_saved(task: asyncio.Task[SnapshotInfo]) -> None:
+    """Logs how a snapshot ended that nobody waits for."""
+    if task.cancelled():
+        return
+    if (error := task.exception()) is not None:
+        logger.warning("no snapshot was taken: %s", error)
+    else:
+        logger.info("snapshot %s is committed", task.result().directory)
 
 
 async def _itself(mine: Registration) -> Registration:

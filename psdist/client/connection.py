@@ -2,10 +2,11 @@
 
 The session runs in a task of its own: heartbeats up, maps and news of failures down into ``cluster``. When it breaks it
 is opened again, for ever, with the same incarnation; pushes and pulls do not notice, because they go to the servers.
+What a snapshot wants to know of this worker is answered here, at once, whatever the script is doing.
 
-A client that the scheduler took for dead (it was frozen for longer than its lease, or cut off) registers anew under its
-id: that is a new life, with a new incarnation. Calls of the old life end with FencedError, inside the client mostly:
-``parameters`` takes part again and goes on.
+A client that the scheduler took for dead (it was frozen for longer than its lease, or cut off), or whose run went back
+to a snapshot, registers anew under its id: that is a new life, with a new incarnation. Calls of the old life end with
+FencedError, inside the client mostly: ``parameters`` takes part again and goes on.
 
 Not here: the data path (``transfer``), what the calls mean (``async_client``, ``creation``).
 """
@@ -27,6 +28,7 @@ import grpc
 import grpc.aio
 
 from psdist.client.cluster import ClusterWatch, again
+from psdist.client.pushes import Pushes
 from psdist.client.retry import Backoff
 from psdist.client.waits import Wait, Waits
 from psdist.errors import (
@@ -105,6 +107,10 @@ class SchedulerLink:
         self._beaten = self._silence = 0.0
         #: What each open handle shares with servers; told in the heartbeats.
         self.sharings: list[Sharing] = []
+        #: The next pushes of all of this worker's parameters.
+        self.pushes = Pushes()
+        #: What goes up the session that is open, besides heartbeats.
+        self._reports: asyncio.Queue[scheduler_pb2.SnapshotReport] = asyncio.Queue()
         self._registration: Registration | None = None
         self._watch: ClusterWatch | None = None
 
@@ -151,6 +157,7 @@ class SchedulerLink:
             response.lease_seconds,
         )
         self._beaten, self._silence = asyncio.get_running_loop().time(), 0.0
+        self.pushes.begin_life()
         return convert.map_from_proto(response.map) if response.HasField("map") else ClusterMap("", 0)
 
     async def _register(self, timeout: float) -> scheduler_pb2.RegisterResponse:
@@ -312,6 +319,9 @@ class SchedulerLink:
     async def _session_once(self, backoff: Backoff) -> PsdistError:
         """One session stream, to its end. Returns why it ended."""
         mine = self.registration
+        self._reports = asyncio.Queue()
+        if (unheard := self.pushes.unheard) is not None:
+            self._tell_next_pushes(*unheard)
         call = self.stub.Session(metadata=self.metadata)
         hello = scheduler_pb2.SessionRequest.Hello(member_id=mine.worker_id, incarnation=mine.incarnation)
         beats = asyncio.create_task(self._beat(call, hello), name="psdist heartbeat")
@@ -325,7 +335,7 @@ class SchedulerLink:
             return SchedulerUnreachableError(f"{self.peer} ended the session")
         except grpc.aio.AioRpcError as failure:
             return status.from_call(failure, self.peer)
-        except PsdistError as error:  # a map that cannot be read
+        except PsdistError as error:  # a map that cannot be read, or the end of this life
             return error
         finally:
             beats.cancel()
@@ -353,7 +363,15 @@ class SchedulerLink:
                 )
                 told = connections
                 await call.write(scheduler_pb2.SessionRequest(heartbeat=beat))
-                await asyncio.sleep(self.registration.lease_seconds / 4)
+                while (report := await self._next_report(now + self.registration.lease_seconds / 4)) is not None:
+                    await call.write(scheduler_pb2.SessionRequest(snapshot=report))
+
+    async def _next_report(self, until: float) -> scheduler_pb2.SnapshotReport | None:
+        """What is to be told besides heartbeats; None if that is nothing until the loop's time ``until``."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                return await self._reports.get()
+        return None
 
     def _connections(self) -> scheduler_pb2.Connections:
         """How the open handles reach servers."""
@@ -378,6 +396,21 @@ class SchedulerLink:
                 self.watch.see_loss(lost.member_id, lost.reason)
             case "shards_lost":
                 self.watch.see_shards_lost(response.shards_lost.parameters, response.shards_lost.text)
+            case "snapshot":
+                self._obey(response.snapshot)
+            case "rolled_back":
+                raise _rolled_back(response.rolled_back)
+
+    def _obey(self, command: scheduler_pb2.SnapshotCommand) -> None:
+        match command.WhichOneof("kind"):
+            case "mark" if (answer := self.pushes.answer(command.attempt)) is not None:
+                self._tell_next_pushes(command.attempt, answer)
+            case "end":
+                self.pushes.end(command.attempt)
+
+    def _tell_next_pushes(self, attempt: int, answer: dict[str, int]) -> None:
+        marked = scheduler_pb2.SnapshotReport.Marked(next=answer)
+        self._reports.put_nowait(scheduler_pb2.SnapshotReport(attempt=attempt, marked=marked))
 
     # --- calls ---
 
@@ -446,6 +479,18 @@ class SchedulerLink:
         request = scheduler_pb2.LeaveRequest(member_id=mine.worker_id, incarnation=mine.incarnation, reason=reason)
         with suppress(grpc.aio.AioRpcError):
             await self.stub.Leave(request, metadata=self.metadata, timeout=_LEAVE_SECONDS)
+
+
+def _rolled_back(news: scheduler_pb2.SessionResponse.RolledBack) -> FencedError:
+    """What ends this life where the run went back to a snapshot. The user reads it in the log."""
+    lost = [_lost_steps(part) for part in news.lost if part.until > getattr(part, "from")]
+    logger.warning("the run went back to a snapshot: %s Lost: %s", news.text, ", ".join(lost) or "no step")
+    return FencedError(f"the run went back to a snapshot: {news.text}")
+
+
+def _lost_steps(part: scheduler_pb2.SessionResponse.RolledBack.Lost) -> str:
+    first, last = getattr(part, "from"), part.until - 1
+    return f"{f'step {first}' if first == last else f'steps {first} to {last}'} of {part.parameters!r}"
 
 
 def _tell_launcher() -> None:

@@ -74,8 +74,8 @@ class AsyncDataset:
         #: The life of this client that the leases belong to.
         self._incarnation = 0
         self._held: dict[int, None] = {}
-        #: Ended, and not known to be heard of by the scheduler.
-        self._done: dict[int, None] = {}
+        #: Ended, and not known to be heard of by the scheduler; what is done, with this worker's next pushes then.
+        self._done: dict[int, pb.NextPushes] = {}
         self._returned: dict[int, None] = {}
 
     @property
@@ -106,18 +106,20 @@ class AsyncDataset:
         """Another range, or None at the end of the data; ``before`` is done. ``async for`` is this in a loop."""
         async with self._asking:
             if before is not None:
-                self._mark(before.lease_id, self._done)
+                self._mark_done(before.lease_id)
             answer = await self._link.as_member(self._lease)
             return None if answer.finished else await self._given(answer)
 
     def done(self) -> None:
         """The samples of the range that was given last are in the weights, though no other is asked for yet."""
         if self._held:
-            self._mark(next(reversed(self._held)), self._done)
+            self._mark_done(next(reversed(self._held)))
 
     async def leave(self, held: Range) -> None:
         """Gives the range back unused, unless it is done. Not heard at once by a scheduler that is away."""
-        self._mark(held.lease_id, self._returned)
+        if held.lease_id in self._held:
+            del self._held[held.lease_id]
+            self._returned[held.lease_id] = None
         await self._report_soon()
 
     async def position(self) -> DataPosition:
@@ -159,7 +161,9 @@ class AsyncDataset:
         if self._returned:
             await self._report(mine)
         done = tuple(self._done)
-        request = pb.LeaseRangeRequest(**_who(mine), dataset=self.name, done=done, held=self._held)
+        request = pb.LeaseRangeRequest(
+            **_who(mine), dataset=self.name, done=done, held=self._held, done_at=self._done.values(), now=self._now()
+        )
 
         async def first(answer: Any) -> Any:
             return None if answer.waiting_for else answer
@@ -185,7 +189,9 @@ class AsyncDataset:
         done, returned = tuple(self._done), tuple(self._returned)
         if not done and not returned:
             return
-        request = pb.EndRangesRequest(**_who(mine), dataset=self.name, done=done, returned=returned)
+        request = pb.EndRangesRequest(
+            **_who(mine), dataset=self.name, done=done, returned=returned, done_at=self._done.values(), now=self._now()
+        )
         await self._ask(self._link.stub.EndRanges, request)
         _drop(self._done, done)
         _drop(self._returned, returned)
@@ -223,10 +229,13 @@ class AsyncDataset:
         for leases in (self._held, self._done, self._returned):
             leases.clear()
 
-    def _mark(self, lease_id: int, ended: dict[int, None]) -> None:
+    def _mark_done(self, lease_id: int) -> None:
         if lease_id in self._held:
             del self._held[lease_id]
-            ended[lease_id] = None
+            self._done[lease_id] = self._now()
+
+    def _now(self) -> pb.NextPushes:
+        return pb.NextPushes(next=self._link.pushes.next())
 
     def _hear(self, position: pb.DataPosition) -> None:
         self.repeated, self.failed = position.repeated_ranges, position.failed_ranges
@@ -297,6 +306,6 @@ def _who(mine: Registration) -> dict[str, Any]:
     return {"run_id": mine.run_id, "worker_id": mine.worker_id, "incarnation": mine.incarnation}
 
 
-def _drop(leases: dict[int, None], heard: tuple[int, ...]) -> None:
+def _drop(leases: dict[int, Any], heard: tuple[int, ...]) -> None:
     for lease_id in heard:
         leases.pop(lease_id, None)

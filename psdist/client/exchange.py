@@ -44,8 +44,8 @@ class Exchange:
     def __init__(self, link: SchedulerLink, data: DataPath, ready: Ready, options: Options, *, member: bool) -> None:
         spec = ready.entry.spec
         self.slicing: Slicing = ready.entry.slicing
-        #: Another one in each life of this worker.
-        self.session = Session(self.slicing.count, spec.consistency if member else None, ready.first_step)
+        #: Where the values came from, and how often they began anew from a snapshot.
+        self.restore, self.generation = ready.entry.restore, ready.entry.generation
         self.options = options
         self.traffic = Traffic()
         self._name = spec.name
@@ -54,6 +54,8 @@ class Exchange:
         self._every = range(self.slicing.count)
         self._planned: tuple[ClusterMap, News, Plan] | None = None
         self._spec, self._layout, self._member = spec, ready.layout, member
+        #: Another one in each life of this worker.
+        self.session = self._make_session(ready)
         self._sender = self._make_sender(link.registration)
         # Between its own pushes a member's weights stand still, if nobody goes on without it.
         stable = member and isinstance(spec.consistency, BSP) and not spec.consistency.backup_workers
@@ -63,6 +65,12 @@ class Exchange:
 
     def _make_sender(self, mine: Registration) -> Sender:
         return Sender(mine.run_id, mine.worker_id, mine.incarnation, self._name)
+
+    def _make_session(self, ready: Ready) -> Session:
+        session = Session(self.slicing.count, self._spec.consistency if self._member else None, ready.first_step)
+        if self._member:
+            self._link.pushes.enter(self._name, session)
+        return session
 
     async def rejoin(self, fenced: FencedError) -> None:
         """After ``fenced`` ended a call: takes part anew, in the next life of this client. Raises what ends its
@@ -85,7 +93,8 @@ class Exchange:
             ready = await creation.describe(self._link, self._name)
         self._sender = self._make_sender(mine)
         self._planned = None
-        self.session = Session(self.slicing.count, self._spec.consistency if self._member else None, ready.first_step)
+        self.session = self._make_session(ready)
+        self.restore, self.generation = ready.entry.restore, ready.entry.generation
         self.sharing.rejoin(self._sender, ready.entry)
 
     @property
@@ -118,7 +127,7 @@ class Exchange:
             self._sender, request, self.slicing, self.session.versions, flat, self.options.codec, norm,
             self._push_title(request), self.traffic, sharing=self.sharing,
         )  # fmt: skip
-        await self._deliver(job, begins=True)
+        await self._deliver(job)
 
     async def push_pull(self, request: Request, flat: Flat | None, norm: float, arrival: Arrival) -> None:
         """Sends a gradient (None: abstains); the new weights arrive."""
@@ -127,7 +136,7 @@ class Exchange:
             self._push_title(request), self.traffic, sharing=self.sharing, target=arrival.target,
             pull_dtype=self.options.pull_dtype, in_place=arrival.shared is not None, received=arrival.received,
         )  # fmt: skip
-        await self._deliver(job, begins=True)
+        await self._deliver(job)
 
     async def pull(self, arrival: Arrival) -> None:
         """Weights arrive."""
@@ -154,23 +163,25 @@ class Exchange:
             self.sharing.renew()
             raise
 
-    async def _deliver(self, job: Job, begins: bool = False) -> None:
-        """Gets a job answered. ``begins``: it is a step, which begins only while the run has enough workers."""
+    async def _deliver(self, job: Job) -> None:
+        """Gets a job answered. A push begins only while the run has enough workers."""
         if self.options.request_timeout is None:
-            await self._deliver_in_time(job, begins)
+            await self._deliver_in_time(job)
             return
         try:
             async with asyncio.timeout(self.options.request_timeout):
-                await self._deliver_in_time(job, begins)
+                await self._deliver_in_time(job)
         except TimeoutError:
             raise WaitTimeoutError(
                 f"{job.title} took longer than request_timeout={self.options.request_timeout:g} s: waiting "
                 f"{self._data.last_reason}. The step was not advanced; calling again goes on with it"
             ) from None
 
-    async def _deliver_in_time(self, job: Job, begins: bool) -> None:
-        if begins and self._link.watch.cluster.paused:
-            await self._until_resumed(job)
+    async def _deliver_in_time(self, job: Job) -> None:
+        if isinstance(job, PushJob):
+            if self._link.watch.cluster.paused:
+                await self._until_resumed(job)
+            job.mark = self.session.send(self._link.pushes.mark)
         try:
             await self._data.deliver(job, self._plan)
         except NotMemberError:

@@ -84,6 +84,8 @@ class PushJob:
     traffic: Traffic
     method: str = "Push"
     sharing: Sharing | None = None
+    #: The newest snapshot attempt that had marked this worker's pushes when this one began.
+    mark: int = 0
     _scratch: NDArray[Any] | None = field(default=None, init=False, repr=False)
 
     def header(self, route: Route, pull_dtype: common_pb2.DType | None = None) -> server_pb2.PushHeader:
@@ -100,6 +102,7 @@ class PushJob:
     def number(self, header: server_pb2.PushHeader) -> None:
         """Writes into a header what differs from push to push."""
         header.step, header.abstain, header.grad_norm = self.request.number, self.flat is None, self.grad_norm
+        header.mark = self.mark
 
     def _payload(self, index: int) -> memoryview:
         if self.flat is None:

@@ -7,7 +7,8 @@ of another one those slices count that had not arrived.
 
 A worker that was taken for dead while it lived (frozen, cut off) takes part again by itself at its next call, from a
 step that the others have not reached. What it pushed at that moment, or had computed, is dropped and counted: the
-others went on without it, so it belongs to no step.
+others went on without it, so it belongs to no step. The same happens to all workers where the run goes back to a
+snapshot; then the next step is the one that the snapshot was cut before, which is lower.
 
 Not here: jobs (``exchange``), a step that is given in buckets (``overlap``).
 """
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -47,7 +49,8 @@ class Statistics:
 
     ignored: slices whose contribution was not used, because it had been taken before or came after its step was closed.
     resent: slices that were sent again after a break.
-    dropped: pushes that were dropped because this worker had been taken for dead.
+    dropped: pushes that were dropped because this worker had been taken for dead, or the run went back to a snapshot.
+    rolled_back: how often the parameters went back to a snapshot.
     staleness_mean, staleness_max: over the slices of the last push, in versions.
     push_bytes, pull_bytes: payloads only, those in shared memory too.
     transport: "shm" or "grpc", "mixed" where it depends on the server.
@@ -60,6 +63,7 @@ class Statistics:
     ignored: int = 0
     resent: int = 0
     dropped: int = 0
+    rolled_back: int = 0
     push_bytes: int = 0
     pull_bytes: int = 0
     staleness_mean: float = 0.0
@@ -89,6 +93,7 @@ class AsyncParameters:
         self._turn = asyncio.Lock()
         self._pushes = self._pulls = self._abstained = self._ignored = self._dropped = 0
         self._staleness = (0.0, 0)
+        self._generation = ready.entry.generation
 
     @property
     def _session(self) -> Session:
@@ -117,6 +122,13 @@ class AsyncParameters:
         return self._session.first_step
 
     @property
+    def restored(self) -> str:
+        """Directory of the snapshot that the values were loaded from when they began, or last went back; empty where
+        they began with ``init``."""
+        restore = self._exchange.restore
+        return restore.directory if restore is not None else ""
+
+    @property
     def version(self) -> int:
         """Updates in the weights last pulled (the least of any slice)."""
         return self._session.version
@@ -137,6 +149,7 @@ class AsyncParameters:
             ignored=self._ignored,
             resent=self._exchange.resent,
             dropped=self._dropped,
+            rolled_back=self._exchange.generation - self._generation,
             push_bytes=self._exchange.traffic.sent,
             pull_bytes=self._exchange.traffic.received,
             staleness_mean=self._staleness[0],
@@ -235,6 +248,26 @@ class AsyncParameters:
             await self._open()
             self._buffers = self._buffers or partition.split(self.layout, self._vector)
             return dict(self._buffers)
+
+    @asynccontextmanager
+    async def at_rest(self) -> AsyncIterator[None]:
+        """Nothing is pushed as long as it lasts, and all that was pushed before is applied. For ``snapshot``.
+
+        Raises InvalidArgumentError where that cannot be had without another call of the user.
+        """
+        async with self._turn:
+            while True:
+                try:
+                    await self._begin()
+                    break
+                except FencedError as error:
+                    await self._live_again(error)
+            if self._session.unfinished:
+                raise InvalidArgumentError(
+                    f"push {self.step} of {self.name!r} failed, and servers may have a part of it: push its gradient "
+                    "again before a snapshot"
+                )
+            yield
 
     async def close(self) -> None:
         """Ends what is under way, and gives shared memory back. The client does it when it is closed."""

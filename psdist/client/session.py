@@ -9,6 +9,7 @@ Invariants, checked by ``Request.answer`` and the tests:
 * The number grows only when a push is finished: after an error or a cancelled call the next push has the same number,
   and the servers take from it only what they have not.
 * A slice is answered at most once per push; an answer for a slice that was not asked for is an error.
+* A push carries the snapshot mark that was the newest when its first slice was sent, however often it is sent again.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Session:
         self.step = self.first_step
         #: Version of each slice as last seen by the user.
         self.versions = [0] * slices
+        #: The mark of the push that was begun and not finished; None where none was.
+        self._mark: int | None = None
 
     @property
     def synchronous(self) -> bool:
@@ -98,6 +101,22 @@ class Session:
     def before_first_step(self) -> bool:
         """Whether the others may not have reached this joiner's first step yet, as far as the user has seen."""
         return self.synchronous and self.step == self.first_step > self.version
+
+    @property
+    def next(self) -> int:
+        """Number of the next push that no server has anything of: one under way, or broken off, counts as made."""
+        return self.step + self.unfinished
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a push was begun that is not answered: it is under way, or to be made again."""
+        return self._mark is not None
+
+    def send(self, mark: int) -> int:
+        """A slice of the push is about to be sent, and ``mark`` is the newest: the mark to send with it."""
+        if self._mark is None:
+            self._mark = mark
+        return self._mark
 
     def begin_push(self) -> Request:
         """The next push, with all slices unanswered. Beginning it again after a failure gives the same number."""
@@ -117,16 +136,20 @@ class Session:
         assert push.finished and push.number == self.step
         if seen:
             self._see(push)
-        self.step += 1
+        self._go_to(self.step + 1)
         if self.synchronous:
-            self.step = max(self.step, min(push.versions.values(), default=0))
+            self._go_to(min(push.versions.values(), default=0))
 
     def end_pull(self, pull: Request) -> None:
         """All of ``pull`` is answered. BSP: a step that is over everywhere is not this worker's next one any more."""
         assert pull.finished
         self._see(pull)
         if self.synchronous:
-            self.step = max(self.step, self.version)
+            self._go_to(self.version)
+
+    def _go_to(self, step: int) -> None:
+        if step > self.step:
+            self.step, self._mark = step, None
 
     def _see(self, request: Request) -> None:
         for index, version in request.versions.items():

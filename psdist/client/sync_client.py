@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +20,7 @@ from psdist.client.farewell import farewell
 from psdist.client.overlap import AsyncBucket
 from psdist.client.parameters import AsyncParameters, Statistics
 from psdist.client.partition import Arrays
+from psdist.client.saving import SnapshotInfo
 from psdist.compression import Cast
 from psdist.config import Transport
 from psdist.consistency import Consistency
@@ -138,6 +139,19 @@ class Client:
         settings = (name, size, range_size, shuffle, seed, data_epochs, retries_max)
         return Dataset(loop.shared().call(self._client.dataset(*settings)))
 
+    @overload
+    def snapshot(self, wait: Literal[True] = True, timeout: float | None = None) -> SnapshotInfo: ...
+
+    @overload
+    def snapshot(self, wait: Literal[False], timeout: float | None = None) -> None: ...
+
+    @overload
+    def snapshot(self, wait: bool, timeout: float | None = None) -> SnapshotInfo | None: ...
+
+    def snapshot(self, wait: bool = True, timeout: float | None = None) -> SnapshotInfo | None:
+        """Takes a snapshot of the run. See ``AsyncClient.snapshot``."""
+        return loop.shared().call(self._client.snapshot(wait, timeout))
+
     def barrier(self, name: str = "default", timeout: float | None = None) -> None:
         """Returns when all live workers have called it with this name. See ``AsyncClient.barrier``."""
         loop.shared().call(self._client.barrier(name, timeout))
@@ -187,6 +201,11 @@ class Parameters:
     def first_step(self) -> int:
         """BSP: the first step that this worker contributes to."""
         return self._handle.first_step
+
+    @property
+    def restored(self) -> str:
+        """Directory of the snapshot that the values came from; empty where they began with ``init``."""
+        return self._handle.restored
 
     @property
     def version(self) -> int:
