@@ -18,6 +18,8 @@ NEVER_CONNECTED: Final = 65
 UNAVAILABLE: Final = 69
 #: What a dead server held is lost, or servers or the scheduler die again and again.
 INFRASTRUCTURE: Final = 70
+#: The scripts ended well, but the snapshot at the end, for which a storage was named, failed.
+UNSAVED: Final = 74
 #: Add the number of the signal that ended the command (130 is Ctrl-C, 143 is SIGTERM).
 SIGNAL_BASE: Final = 128
 
@@ -28,6 +30,7 @@ MEANINGS: Final[dict[int, str]] = {
     NEVER_CONNECTED: "a script ended without having connected, while others wait for it",
     UNAVAILABLE: "no scheduler answers, or an address cannot be bound",
     INFRASTRUCTURE: "what a dead server held is lost, or servers or the scheduler die again and again",
+    UNSAVED: "the scripts ended well, but the snapshot at the end failed",
     130: "interrupted (Ctrl-C)",
     143: "terminated (SIGTERM)",
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from psdist.cli.exit_codes import USAGE
 from psdist.cli.flags import CommandLine, Flag, fail, integer, one_of, seconds, text, torchrun
-from psdist.config import START_TIMEOUT_SECONDS, check_run_id
+from psdist.config import START_TIMEOUT_SECONDS, check_run_id, save_policy, storage_flags
 from psdist.errors import ConfigurationError, InvalidArgumentError
 from psdist.launch.local import SIGNALS, LocalOptions, run_local
 from psdist.launch.output import Routing, parse_ranks, parse_streams
@@ -21,7 +21,8 @@ SCRIPT_USAGE = "script.py [script arguments]"
 EPILOG = (
     "Flags come before the script; what follows it is the script's. --some-flag can also be set by PSDIST_SOME_FLAG. "
     "Exit status: the script's; 128+n for signal n; 2 wrong use; 65 a script never connected; 69 no scheduler; "
-    "70 what a dead server held is lost."
+    "70 what a dead server held is lost; 74 the scripts ended well, but the snapshot at the end failed (only where "
+    "--storage-path is given). The same command with the same --run-id goes on from the newest snapshot."
 )
 
 
@@ -88,6 +89,7 @@ def local_flags() -> tuple[Flag, ...]:
         Flag("--kernel-threads", "threads of each server (default: cores / servers)", integer(1, 1024), None, "N"),
         Flag("--log-level", "least level shown of servers and scheduler",
              one_of("debug", "info", "warning", "error"), "warning", "LEVEL"),
+        *storage_flags("./psdist-runs/RUN_ID"),
     )  # fmt: skip
 
 
@@ -141,6 +143,9 @@ def local_options(given: Namespace) -> LocalOptions:
         role=given.role,
         signals=given.signals_to_handle,
         log_level=given.log_level,
+        storage=given.storage_path,
+        policy=save_policy(given),
+        fresh=given.fresh,
     )
 
 

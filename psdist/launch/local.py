@@ -2,6 +2,7 @@
 
 The directory (mode 0700, removed at the end) holds the token, the scheduler's address and its store. All processes are
 started at once and find each other by the address file. The run is noted for ``psdist status`` while it lives.
+Snapshots lie elsewhere, and stay: a later run of the same id goes on from them.
 """
 
 from __future__ import annotations
@@ -22,23 +23,40 @@ from typing import Final
 from psdist.config import START_TIMEOUT_SECONDS, find_token, parse_address, read_address
 from psdist.errors import ConfigurationError
 from psdist.launch.output import STDOUT, Output, Routing
-from psdist.launch.plan import SchedulerLink, ServicesPlan, WorkersPlan, program, python_command, server_number
+from psdist.launch.plan import (
+    SchedulerLink,
+    ServicesPlan,
+    SnapshotPlan,
+    WorkersPlan,
+    program,
+    python_command,
+    server_number,
+)
 from psdist.launch.process import Child, ProcessSpec
 from psdist.launch.runfile import DIRECTORY_PREFIX, RunNote, RunRegistry, notes_directory
 from psdist.launch.runner import Crew, Runner
 from psdist.launch.script import check_script
 from psdist.launch.supervisor import INFRASTRUCTURE_STATUS, Event, Failed, ProcessKey, Scaled
 from psdist.launch.watch import Wish
+from psdist.snapshots.policy import SavePolicy
 from psdist.wire import handover
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+#: Where snapshots lie by default, below the working directory; in it, a directory for each run.
+STORAGE_DIRECTORY: Final = "psdist-runs"
+#: Of a run whose scripts ended well, but whose snapshot at the end could not be taken.
+UNSAVED_STATUS: Final = 74
 #: The start of workers and servers comes first: one more program would only delay the first step.
 _LISTEN_DELAY_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """What ``psdist run`` was told. ``script`` is the script or module or program, then its arguments."""
+    """What ``psdist run`` was told. ``script`` is the script or module or program, then its arguments.
+
+    storage: an absolute path or a URL for snapshots; empty for none, None for a directory of the run in
+        ``STORAGE_DIRECTORY``. policy: when they are taken. fresh: there must be none yet.
+    """
 
     script: tuple[str, ...]
     servers: int = 2
@@ -56,6 +74,14 @@ class LocalOptions:
     role: str = "worker"
     signals: tuple[int, ...] = SIGNALS
     log_level: str = "warning"
+    storage: str | None = ""
+    policy: SavePolicy = field(default_factory=SavePolicy)
+    fresh: bool = False
+
+    def snapshots(self, run_id: str) -> SnapshotPlan | None:
+        """Where and when snapshots are taken; None where they are not."""
+        storage = str(Path(STORAGE_DIRECTORY, run_id).absolute()) if self.storage is None else self.storage
+        return SnapshotPlan(storage, self.policy, self.fresh) if storage else None
 
 
 def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -> int:
@@ -144,6 +170,7 @@ async def _run(
         kernel_threads=options.kernel_threads or default_kernel_threads(options.servers),
         log_level=options.log_level,
         replicas=options.replicas,
+        snapshots=options.snapshots(link.run_id),
     )
     try:
         return await _supervise(options, environ, workers, services, registration)
@@ -171,6 +198,8 @@ async def _supervise(
             return workers.spec(key.number, attempt, environ)
         if key.role == "server":
             return services.server(key.number, environ)
+        if key.role == "snapshot":
+            return services.snapshot(environ)
         return services.scheduler(environ, watch.port)
 
     runner = Runner(
@@ -180,7 +209,10 @@ async def _supervise(
             connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
             servers=services.servers,
             schedulers=1,
-            durable=services.replicas > 1,
+            durable=services.replicas > 1 or services.snapshots is not None,
+            saves=services.snapshots is not None and options.policy.at_end,
+            # Who did not ask for snapshots is only told.
+            unsaved_status=UNSAVED_STATUS if options.storage else 0,
             lifeline=services.lifeline,
         ),
         output,
@@ -197,6 +229,8 @@ async def _supervise(
             f"run {run_id}: {plural(options.servers, 'server')}, {plural(options.processes, 'worker')}{copies}; "
             f"to look at it: psdist status --run-id {run_id}"
         )
+        if options.storage and services.snapshots is not None:
+            output.say(f"snapshots {services.snapshots.policy.text}, in {services.snapshots.storage}")
         announce(output, routing, workers, environ)
         return (await runner.run()).status
     finally:

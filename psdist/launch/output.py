@@ -128,7 +128,7 @@ class Output:
         """Shows, files and remembers lines of a process."""
         self._tails[key].extend((stream, line) for line in lines)
         rank = self._local_rank(key.number) if key.role == "worker" else None
-        muted = self.stopping and self._mute_stopping_services and key.role != "worker"
+        muted = self.stopping and self._mute_stopping_services and key.role in ("server", "scheduler")
         if self._routing.to_console(rank, stream) and not muted:
             prefix = self._prefix(key, stream)
             self._write(stream, "".join(f"{prefix} {line}\n" for line in lines))

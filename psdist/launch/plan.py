@@ -188,6 +188,10 @@ class ServicesPlan:
         )
         return ProcessSpec(ProcessKey("server", number), argv, self.link.environment(base))
 
+    def snapshot(self, base: Mapping[str, str]) -> ProcessSpec:
+        """What has the last snapshot taken."""
+        return ProcessSpec(ProcessKey("snapshot", 0), program("psdist.launch.save"), self.link.environment(base))
+
     def _shared(self) -> tuple[str, ...]:
         return ("--lifeline-fd", str(self.lifeline), "--log-format", "console", "--log-level", self.log_level)
 

@@ -34,8 +34,8 @@ from psdist.launch.supervisor import (
 class Crew:
     """The processes of a run.
 
-    spec: the command of a process's attempt. connected: whether a rank's attempt has registered. durable: whether a
-    server may die (see ``Supervisor``).
+    spec: the command of a process's attempt. connected: whether a rank's attempt has registered. durable, saves,
+    unsaved_status: see ``Supervisor``.
     """
 
     ranks: range
@@ -44,6 +44,8 @@ class Crew:
     servers: int = 0
     schedulers: int = 0
     durable: bool = False
+    saves: bool = False
+    unsaved_status: int = 0
     lifeline: int | None = None
 
     @property
@@ -89,6 +91,8 @@ class Runner:
             crew.schedulers,
             self._restarts_max,
             durable=crew.durable,
+            saves=crew.saves,
+            unsaved_status=crew.unsaved_status,
             now=self._loop.time(),
         )
         self._guard = Guard()
@@ -143,7 +147,7 @@ class Runner:
     def _start(self, spec: ProcessSpec) -> None:
         key = spec.key
         self._output.begin(key)
-        lifeline = self._crew.lifeline if key.role != "worker" else None
+        lifeline = self._crew.lifeline if key.role in ("server", "scheduler") else None
         try:
             child = Child(
                 spec,

@@ -1,20 +1,24 @@
 """Decides what the exit of a process means for its run. Pure: events in, effects out, ``now`` is an argument.
 
-The machine knows three groups, stopped in this order: workers, servers, scheduler. While it runs:
+The machine knows three groups, stopped in this order: workers, servers, scheduler. Between workers and servers one more
+process has its turn, where there is a storage: the ``snapshot``, which saves what was trained. While the run goes on:
 
 * A worker that fails is started again with its rank, up to ``restarts_max`` times; then everybody is stopped, and the
   first worker that had no restart left is the *cause*, whose status the run ends with.
 * A worker that ends well without ever having connected is the cause if a worker that runs is connected: that one waits
   for a peer that never comes.
-* The scheduler is started again, and so is a server where others have a copy of what it held (``durable``). Whoever
-  ends by its own doing ``QUICK_DEATHS_MAX`` times in a row, each time soon after its start, is the cause. Where there
-  is no copy, a server that ends badly is the cause; one that ends well has handed over what it held.
+* The scheduler is started again, and so is a server where others have a copy of what it held, or a snapshot
+  (``durable``). Whoever ends by its own doing ``QUICK_DEATHS_MAX`` times in a row, each time soon after its start, is
+  the cause. Where there is no copy, a server that ends badly is the cause; one that ends well has handed over what it
+  held. A scheduler that refuses its settings, which are the user's, is the cause at once.
 * Servers are started, and those that were drained are stopped, as the scheduler wishes (``Scaled``). The number of a
   server that was stopped is not given again.
 * When all workers ended well, the servers and then the scheduler are stopped, and the run ends well.
 
 Stopping is SIGTERM, then SIGKILL after ``grace_seconds``, group by group; a second signal from the user kills at once.
-Nothing that happens while stopping changes the cause.
+The snapshot has all the time that it needs. It is left out where nobody ever connected, where the scheduler is gone,
+and where servers or the scheduler are the cause. Nothing that happens while stopping changes the cause, except that a
+run that ends well ends with ``unsaved_status`` where its snapshot fails.
 """
 
 from __future__ import annotations
@@ -31,20 +35,22 @@ INFRASTRUCTURE_STATUS: Final = 70
 #: A server or scheduler that ends so many times in a row, each within QUICK_SECONDS of its start, is given up.
 QUICK_DEATHS_MAX: Final = 5
 QUICK_SECONDS: Final = 10.0
+USAGE_STATUS: Final = 2
 _SIGNAL_BASE: Final = 128
-_ORDER: Final = ("worker", "server", "scheduler")
+_SNAPSHOT: Final = "snapshot"
+_ORDER: Final = ("worker", _SNAPSHOT, "server", "scheduler")
 #: Nobody sends these to itself: they say nothing about whether the next life will be longer.
 _FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
 class ProcessKey(NamedTuple):
-    """A process of a run: ``worker`` and its rank, ``server`` and its number, or ``scheduler`` and 0."""
+    """A process of a run: ``worker`` and its rank, ``server`` and its number, ``scheduler`` or ``snapshot`` and 0."""
 
     role: str
     number: int
 
     def __str__(self) -> str:
-        return self.role if self.role == "scheduler" else f"{self.role} {self.number}"
+        return self.role if self.role in ("scheduler", _SNAPSHOT) else f"{self.role} {self.number}"
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -154,6 +160,8 @@ class Supervisor:
     """The state of one run. All of ``workers``, ``servers`` and ``schedulers`` are taken as started at ``now``.
 
     durable: whether what a server holds outlives it, so that the run goes on without it.
+    saves: whether a snapshot is taken at the end.
+    unsaved_status: what a run ends with that ended well, but for that snapshot.
     """
 
     workers: Iterable[int]
@@ -162,6 +170,8 @@ class Supervisor:
     restarts_max: int = 3
     grace_seconds: float = GRACE_SECONDS
     durable: bool = False
+    saves: bool = False
+    unsaved_status: int = 0
     now: float = 0.0
     _alive: dict[ProcessKey, _Process] = field(default_factory=dict, init=False)
     #: Servers that were told to stop, and when they are killed.
@@ -200,7 +210,7 @@ class Supervisor:
         if isinstance(event, Interrupted):
             return self._interrupted(event, now)
         if isinstance(event, Failed):
-            return [] if self.stopping else self._stop(Finish(event.status, event.message, event.key), now)
+            return [] if self.stopping else self._give_up(Finish(event.status, event.message, event.key), now)
         if isinstance(event, Scaled):
             return [] if self.stopping else self._scaled(event, now)
         return self._tick(now)
@@ -210,7 +220,7 @@ class Supervisor:
         if event.connected:
             self._ever_connected = True
         if self.stopping:
-            return self._advance(now)
+            return [*self._saved(event), *self._advance(now)]
         if event.key in self._retired:
             del self._retired[event.key]
             return []
@@ -227,12 +237,14 @@ class Supervisor:
         how = f"{key} {'died' if event.returncode else 'ended'}: {describe(event.returncode)}"
         if key.role == "server" and not self.durable and event.returncode != 0:
             lost = f"{how}; the only copy of what it held is lost: start the run again (--replicas 2 survives this)"
-            return self._stop(Finish(INFRASTRUCTURE_STATUS, lost, key), now)
+            return self._give_up(Finish(INFRASTRUCTURE_STATUS, lost, key), now)
+        if key.role == "scheduler" and event.returncode == USAGE_STATUS:
+            return self._give_up(Finish(USAGE_STATUS, "the scheduler refuses to begin", key), now)
         quick = event.returncode not in _FROM_OUTSIDE and now - process.started < QUICK_SECONDS
         deaths = process.quick_deaths + 1 if quick else 0
         if deaths == QUICK_DEATHS_MAX:
             given_up = f"{how}; the last of {deaths} times in a row within {QUICK_SECONDS:g} s of its start"
-            return self._stop(Finish(INFRASTRUCTURE_STATUS, given_up, key), now)
+            return self._give_up(Finish(INFRASTRUCTURE_STATUS, given_up, key), now)
         self._alive[key] = _Process(now, process.attempt + 1, quick_deaths=deaths)
         return [Say(f"{how}; the run goes on, and it is started again"), Start(key, process.attempt + 1)]
 
@@ -271,6 +283,7 @@ class Supervisor:
 
     def _interrupted(self, event: Interrupted, now: float) -> list[Effect]:
         if self.stopping:
+            self.saves = False
             return [Kill(key, signal.SIGKILL) for key in self._alive]
         name = signal.Signals(event.signum).name
         said = Say(f"{name}: stopping all processes; once more kills them")
@@ -297,6 +310,11 @@ class Supervisor:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
+    def _give_up(self, end: Finish, now: float) -> list[Effect]:
+        """Stops because servers or scheduler do not work: nothing is saved."""
+        self.saves = False
+        return self._stop(end, now)
+
     def _stop(self, end: Finish, now: float) -> list[Effect]:
         self._end = end
         self._stage = -1
@@ -309,9 +327,27 @@ class Supervisor:
             self._stage += 1
             if self._stage == len(_ORDER):
                 return [*effects, self._end]
+            if _ORDER[self._stage] == _SNAPSHOT:
+                effects += self._save(now)
+                continue
             effects += [Kill(key, signal.SIGTERM) for key in self._members(self._stage)]
             self._deadline = now + self.grace_seconds
         return effects
+
+    def _save(self, now: float) -> list[Effect]:
+        if not self.saves or not self._ever_connected or not self._members(_ORDER.index("scheduler")):
+            return []
+        key = ProcessKey(_SNAPSHOT, 0)
+        self._alive[key] = _Process(now)
+        self._deadline = math.inf
+        return [Start(key, 0)]
+
+    def _saved(self, event: Exited) -> list[Effect]:
+        if event.key.role != _SNAPSHOT or event.returncode == 0:
+            return []
+        if self._end.status == 0:
+            self._end = replace(self._end, status=self.unsaved_status)
+        return [Say(f"what was trained since the last snapshot is not saved: {describe(event.returncode)}")]
 
     def _members(self, stage: int) -> list[ProcessKey]:
         return [key for key in self._alive if 0 <= stage < len(_ORDER) and key.role == _ORDER[stage]]

@@ -29,10 +29,20 @@ W0, W1 = ProcessKey("worker", 0), ProcessKey("worker", 1)
 S0, S1 = ProcessKey("server", 0), ProcessKey("server", 1)
 S2, S3 = ProcessKey("server", 2), ProcessKey("server", 3)
 SCHEDULER = ProcessKey("scheduler", 0)
+SNAPSHOT = ProcessKey("snapshot", 0)
 
 
-def supervisor(restarts: int = 0, durable: bool = False) -> Supervisor:
-    return Supervisor(range(2), servers=2, schedulers=1, restarts_max=restarts, grace_seconds=5.0, durable=durable)
+def supervisor(restarts: int = 0, durable: bool = False, saves: bool = False) -> Supervisor:
+    return Supervisor(
+        range(2),
+        servers=2,
+        schedulers=1,
+        restarts_max=restarts,
+        grace_seconds=5.0,
+        durable=durable,
+        saves=saves,
+        unsaved_status=74,
+    )
 
 
 def test_all_workers_end_well() -> None:
@@ -42,6 +52,69 @@ def test_all_workers_end_well() -> None:
     assert machine.on(Exited(S0, 0), 2.1) == []
     assert machine.on(Exited(S1, -15), 2.2) == [Kill(SCHEDULER, signal.SIGTERM)]
     assert machine.on(Exited(SCHEDULER, 0), 2.3) == [Finish(0)]
+
+
+def test_a_snapshot_is_taken_between_the_workers_and_the_servers_end() -> None:
+    for interrupted in (False, True):
+        machine = supervisor(saves=True)
+        machine.on(Connected(W0), 0.5)
+        if interrupted:
+            machine.on(Interrupted(signal.SIGTERM), 0.9)
+        machine.on(Exited(W0, 0, True), 1.0)
+        assert machine.on(Exited(W1, -15, True) if interrupted else Exited(W1, 0, True), 2.0) == [Start(SNAPSHOT, 0)]
+        # It has all the time that it needs.
+        assert machine.on(Tick(), 3600.0) == []
+        assert machine.on(Exited(SNAPSHOT, 0), 3600.0) == [Kill(S0, signal.SIGTERM), Kill(S1, signal.SIGTERM)]
+        assert finish(machine, {S0, S1, SCHEDULER}).status == (143 if interrupted else 0)
+
+
+def test_a_snapshot_that_fails_is_told_and_makes_a_good_end_a_bad_one() -> None:
+    for returncode, status in ((0, 74), (3, 3)):
+        machine = supervisor(saves=True)
+        machine.on(Exited(W0, returncode, True), 1.0)
+        assert Start(SNAPSHOT, 0) in machine.on(Exited(W1, 0, True), 2.0)
+        said, *kills = machine.on(Exited(SNAPSHOT, 1), 3.0)
+        assert isinstance(said, Say) and "not saved" in said.message
+        assert kills == [Kill(S0, signal.SIGTERM), Kill(S1, signal.SIGTERM)]
+        assert finish(machine, {S0, S1, SCHEDULER}).status == status
+
+
+def test_no_snapshot_of_what_is_lost_or_was_never_used() -> None:
+    cases: list[tuple[Event, set[ProcessKey]]] = [
+        (Exited(S0, -9), {W0, W1, S1, SCHEDULER}),
+        (Failed("lost: server-1", 70), {W0, W1, S0, S1, SCHEDULER}),
+        (Exited(SCHEDULER, 2), {W0, W1, S0, S1}),
+    ]
+    for event, alive in cases:
+        machine = supervisor(saves=True)
+        machine.on(Connected(W0), 0.5)
+        machine.on(event, 1.0)
+        finish(machine, alive)
+    machine = supervisor(saves=True)
+    machine.on(Exited(W0, 0), 1.0)
+    assert machine.on(Exited(W1, 0), 2.0)[1:] == [Kill(S0, signal.SIGTERM), Kill(S1, signal.SIGTERM)]
+
+
+def test_a_second_signal_leaves_the_snapshot_out() -> None:
+    machine = supervisor(saves=True)
+    machine.on(Connected(W0), 0.5)
+    machine.on(Interrupted(signal.SIGINT), 1.0)
+    machine.on(Exited(W0, -15, True), 1.1)
+    assert machine.on(Exited(W1, -15, True), 1.2) == [Start(SNAPSHOT, 0)]
+    kills = machine.on(Interrupted(signal.SIGINT), 1.3)
+    assert set(kills) == {Kill(key, signal.SIGKILL) for key in (S0, S1, SCHEDULER, SNAPSHOT)}
+    machine = supervisor(saves=True)
+    machine.on(Connected(W0), 0.5)
+    machine.on(Interrupted(signal.SIGINT), 1.0)
+    machine.on(Interrupted(signal.SIGINT), 1.1)
+    assert finish(machine, {W0, W1, S0, S1, SCHEDULER}).status == 130
+
+
+def test_a_scheduler_that_refuses_its_settings_is_not_started_again() -> None:
+    machine = supervisor(durable=True)
+    assert machine.on(Exited(SCHEDULER, 2), 1.0) == [Kill(W0, signal.SIGTERM), Kill(W1, signal.SIGTERM)]
+    end = finish(machine, {W0, W1, S0, S1})
+    assert (end.status, end.culprit) == (2, SCHEDULER)
 
 
 def test_a_failed_worker_is_started_again_with_its_rank() -> None:
@@ -240,7 +313,7 @@ NUMBERS = st.lists(st.integers(0, 3), max_size=2).map(tuple)
 @given(
     st.lists(
         st.one_of(
-            st.builds(Exited, st.sampled_from(ALL), st.sampled_from([0, 1, -9]), st.booleans()),
+            st.builds(Exited, st.sampled_from((*ALL, SNAPSHOT)), st.sampled_from([0, 1, -9]), st.booleans()),
             st.builds(Connected, st.sampled_from(ALL[:2])),
             st.just(Interrupted(signal.SIGTERM)),
             st.builds(Scaled, st.integers(1, 4), NUMBERS, NUMBERS),
@@ -250,16 +323,22 @@ NUMBERS = st.lists(st.integers(0, 3), max_size=2).map(tuple)
     ),
     st.integers(0, 2),
     st.booleans(),
+    st.booleans(),
 )
-def test_every_history_ends_once_and_leaves_nobody(history: list[Event], restarts: int, durable: bool) -> None:
+def test_every_history_ends_once_and_leaves_nobody(
+    history: list[Event], restarts: int, durable: bool, saves: bool
+) -> None:
     """Invariants: one Finish, when nobody is alive; only the living are signalled; no process runs twice at a time;
     restarts of workers stay within the limit."""
-    machine = Supervisor(range(2), servers=2, schedulers=1, restarts_max=restarts, durable=durable)
+    machine = Supervisor(range(2), servers=2, schedulers=1, restarts_max=restarts, durable=durable, saves=saves)
     alive = dict.fromkeys(ALL, 0)
     attempts: dict[ProcessKey, int] = dict.fromkeys(ALL, 0)
     ends: list[Finish] = []
     later = [ProcessKey("server", number) for number in range(2, 64)]
-    tail: list[Event] = [Interrupted(signal.SIGTERM), *(Exited(key, -15) for key in (*ALL, *later))]
+    tail: list[Event] = [
+        Interrupted(signal.SIGTERM),
+        *(Exited(key, -15) for key in (*ALL[:2], SNAPSHOT, *ALL[2:], *later)),
+    ]
     for now, event in enumerate([*history, *tail]):
         if isinstance(event, Exited | Connected):
             if event.key not in alive:
