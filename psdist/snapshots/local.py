@@ -1,0 +1,336 @@
+"""A storage in a local directory.
+
+By the system's own calls and not through obstore, which neither syncs what it writes nor keeps to the directory where
+there are symbolic links. Every part of a name is opened relative to the directory above it and without following links,
+so that no name, and nothing that somebody puts below the root, leads out of it. The root itself may be a link.
+
+All calls that may wait for the disk run in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import stat
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+
+from psdist.errors import InvalidNameError, StorageError, UnknownSnapshotError
+from psdist.snapshots.storage import Buffer, Stored, check_path
+from psdist.types import check_directory
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_HINTS = {
+    errno.ENOSPC: "; free some space, or have fewer snapshots kept",
+    errno.EDQUOT: "; free some space, or have fewer snapshots kept",
+    errno.EACCES: "; give this user the right, or use another --storage-path",
+    errno.EPERM: "; give this user the right, or use another --storage-path",
+    errno.EROFS: "; use another --storage-path",
+    errno.ELOOP: "; symbolic links are not followed below the root of the storage",
+    errno.ENOTDIR: "; a part of the path is no directory, or a symbolic link, which is not followed below the root",
+}
+#: What a file system without hard links says to one.
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+_TRIES = 4
+
+
+class LocalStorage:
+    """See ``psdist.snapshots.storage.Storage``. ``path`` need not exist yet."""
+
+    def __init__(self, path: str) -> None:
+        self.url = os.path.realpath(path)
+
+    async def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        return await asyncio.to_thread(self._read, check_path(path), start, length)
+
+    async def list(self, prefix: str = "") -> list[Stored]:
+        return [*await asyncio.to_thread(self._list, check_path(prefix) if prefix else "")]
+
+    async def create(self, path: str, data: bytes) -> None:
+        await asyncio.to_thread(self._create, check_path(path), data)
+
+    def writer(self, path: str) -> AbstractAsyncContextManager[LocalWriter]:
+        return self._writer(check_path(path))
+
+    async def delete(self, paths: Iterable[str]) -> None:
+        await asyncio.to_thread(self._delete, tuple(check_path(path) for path in paths))
+
+    # --- in a thread --------------------------------------------------------------------------------------------------
+
+    def _read(self, path: str, start: int, length: int | None) -> bytes:
+        with self._errors("read", path), self._parent(path) as (parent, name):
+            file = os.open(name, _READ, dir_fd=parent)
+            try:
+                status = os.fstat(file)
+                if not stat.S_ISREG(status.st_mode):
+                    raise StorageError(f"cannot read {path} in {self.url}: it is no regular file")
+                end = status.st_size if length is None else min(status.st_size, start + length)
+                return _read_range(file, start, end)
+            finally:
+                os.close(file)
+
+    def _list(self, prefix: str) -> Sequence[Stored]:
+        found: list[Stored] = []
+        with self._errors("list", prefix or "."):
+            try:
+                with self._opened(prefix.split("/") if prefix else []) as top:
+                    _collect(top, f"{prefix}/" if prefix else "", found)
+            except FileNotFoundError:
+                return []
+        return sorted(found, key=lambda stored: stored.path)
+
+    def _create(self, path: str, data: bytes) -> None:
+        with self._errors("create", path):
+            _again_where_removed(lambda: self._create_once(path, data))
+
+    def _create_once(self, path: str, data: bytes) -> None:
+        with self._parent(path, make=True) as (parent, name):
+            draft = f"{name[:100]}.draft-{secrets.token_hex(8)}"
+            _write_new(parent, draft, data)
+            try:
+                _link(parent, draft, name, data)
+            finally:
+                os.unlink(draft, dir_fd=parent)
+            try:
+                os.fsync(parent)
+            except OSError:
+                os.unlink(name, dir_fd=parent)
+                raise
+
+    def _delete(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            with self._errors("delete", path):
+                try:
+                    with self._parent(path) as (parent, name):
+                        with suppress(FileNotFoundError):
+                            os.unlink(name, dir_fd=parent)
+                        os.fsync(parent)
+                except FileNotFoundError:
+                    continue
+                self._remove_empty(path)
+
+    def _remove_empty(self, path: str) -> None:
+        """Removes the directories that ``path`` was the last file of, those at the root excepted."""
+        parts = path.split("/")[:-1]
+        while len(parts) > 1:
+            name = parts.pop()
+            try:
+                with self._opened(parts) as parent:
+                    os.rmdir(name, dir_fd=parent)
+                    os.fsync(parent)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    return
+                raise
+
+    @asynccontextmanager
+    async def _writer(self, path: str) -> AsyncIterator[LocalWriter]:
+        file = LocalWriter(self, path)
+        try:
+            await file.open()
+            yield file
+            await file.finish()
+        except BaseException:
+            await asyncio.shield(file.abandon())
+            raise
+
+    # --- directories --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+        """The open directory that ``path`` lies in, and its name there."""
+        *parts, name = path.split("/")
+        with self._opened(parts, make=make) as parent:
+            yield parent, name
+
+    @contextmanager
+    def _opened(self, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
+        """The directory at the end of ``parts``, open; with ``make`` those that are missing are made, durably."""
+        if make:
+            _make_root(self.url)
+        directory = os.open(self.url, _DIRECTORY)
+        try:
+            for part in parts:
+                if make:
+                    _make(directory, part)
+                below = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+                os.close(directory)
+                directory = below
+            yield directory
+        finally:
+            os.close(directory)
+
+    @contextmanager
+    def _errors(self, verb: str, path: str) -> Iterator[None]:
+        """Says in psdist's words what the system refused."""
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, FileExistsError) and verb == "create":
+                raise FileExistsError(errno.EEXIST, f"{path} exists already in {self.url}") from None
+            if isinstance(error, FileNotFoundError):
+                raise UnknownSnapshotError(f"there is no {path} in {self.url}", path=path) from None
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            hint = _HINTS.get(error.errno or 0, "")
+            raise StorageError(f"cannot {verb} {path} in {self.url}: {reason}{hint}", path=path) from None
+
+
+class LocalWriter:
+    """A file that is being written; see ``psdist.snapshots.storage.Writer``."""
+
+    def __init__(self, storage: LocalStorage, path: str) -> None:
+        self._storage = storage
+        self._path = path
+        self._file = -1
+        self._made = False
+        #: A thread that was given up by its caller may still write.
+        self._lock = threading.Lock()
+
+    async def open(self) -> None:
+        """Makes the file."""
+        await asyncio.to_thread(self._open)
+
+    async def write(self, buffer: Buffer) -> None:
+        """Appends bytes."""
+        await asyncio.to_thread(self._write, buffer)
+
+    async def finish(self) -> None:
+        """Makes what was written durable."""
+        await asyncio.to_thread(self._finish)
+
+    async def abandon(self) -> None:
+        """Leaves nothing, as far as that can be done."""
+        await asyncio.to_thread(self._abandon)
+
+    def _open(self) -> None:
+        with self._storage._errors("write", self._path):
+            _again_where_removed(self._open_once)
+
+    def _open_once(self) -> None:
+        with self._storage._parent(self._path, make=True) as (parent, name), self._lock:
+            self._file = os.open(name, _NEW, 0o666, dir_fd=parent)
+            self._made = True
+
+    def _write(self, buffer: Buffer) -> None:
+        with self._storage._errors("write", self._path), self._lock:
+            _write_all(self._file, buffer)
+
+    def _finish(self) -> None:
+        storage = self._storage
+        with storage._errors("write", self._path), self._lock:
+            os.fsync(self._file)
+            self._close()
+            with storage._parent(self._path) as (parent, _):
+                os.fsync(parent)
+
+    def _abandon(self) -> None:
+        with self._lock, suppress(OSError):
+            self._close()
+            if self._made:
+                with self._storage._parent(self._path) as (parent, name):
+                    os.unlink(name, dir_fd=parent)
+                self._storage._remove_empty(self._path)
+
+    def _close(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+
+def _again_where_removed(function: Callable[[], None]) -> None:
+    """Carries out what makes a file, again where somebody removed its directory, which was empty, at that moment."""
+    for _ in range(_TRIES - 1):
+        try:
+            return function()
+        except FileNotFoundError:
+            continue
+    return function()
+
+
+def _make_root(path: str) -> None:
+    """Makes a directory and those above it, durably."""
+    if os.path.isdir(path):
+        return
+    above = os.path.dirname(path)
+    if above != path:
+        _make_root(above)
+    with suppress(FileExistsError):
+        os.mkdir(path)
+    directory = os.open(above, _DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _make(directory: int, name: str) -> None:
+    try:
+        os.mkdir(name, dir_fd=directory)
+    except FileExistsError:
+        return
+    os.fsync(directory)
+
+
+def _read_range(file: int, start: int, end: int) -> bytes:
+    parts = []
+    while start < end and (part := os.pread(file, end - start, start)):
+        parts.append(part)
+        start += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _write_all(file: int, buffer: Buffer) -> None:
+    view = memoryview(buffer)
+    rest = view.cast("B") if view.nbytes else memoryview(b"")
+    while rest:
+        rest = rest[os.write(file, rest) :]
+
+
+def _write_new(parent: int, name: str, data: bytes) -> None:
+    """A new file with this content, durable but for its name. Nothing stays where that fails."""
+    file = os.open(name, _NEW, 0o666, dir_fd=parent)
+    try:
+        _write_all(file, data)
+        os.fsync(file)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=parent)
+        raise
+    finally:
+        os.close(file)
+
+
+def _link(parent: int, draft: str, name: str, data: bytes) -> None:
+    """Gives ``draft`` its name, unless that is taken. Where the file system has no hard links the file is written under
+    its name: then a crash at that moment leaves a torn one, which its digest shows."""
+    try:
+        os.link(draft, name, src_dir_fd=parent, dst_dir_fd=parent)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _write_new(parent, name, data)
+
+
+def _collect(directory: int, prefix: str, found: list[Stored]) -> None:
+    """Adds the regular files in and below an open directory whose names a storage allows."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            try:
+                check_directory(entry.name)
+                status = os.stat(entry.name, dir_fd=directory, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    found.append(Stored(prefix + entry.name, status.st_size, status.st_mtime))
+                elif stat.S_ISDIR(status.st_mode):
+                    below = os.open(entry.name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+                    try:
+                        _collect(below, f"{prefix}{entry.name}/", found)
+                    finally:
+                        os.close(below)
+            except (InvalidNameError, FileNotFoundError):
+                continue
