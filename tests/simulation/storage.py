@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from psdist.errors import StorageError
+from psdist.errors import StorageError, UnknownSnapshotError
 from psdist.snapshots.storage import Stored
 from tests.simulation.loop import Node, SimLoop
 
@@ -81,24 +81,24 @@ class SimStorage:
         self._bucket = bucket
 
     async def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
-        """Bytes of a file. Raises StorageError."""
+        """See Storage."""
         async with self._operation("read", path):
             if path not in self._bucket.files:
-                raise StorageError(f"{self.url}/{path} is missing", path=path)
+                raise UnknownSnapshotError(f"{self.url}/{path} is missing", path=path)
             data = self._bucket.files[path][0]
             return data[start:] if length is None else data[start : start + length]
 
-    async def list(self, prefix: str) -> list[Stored]:
-        """The files below a prefix."""
+    async def list(self, prefix: str = "") -> list[Stored]:
+        """See Storage."""
         async with self._operation("list", prefix):
             return [
                 Stored(path, len(data), modified)
                 for path, (data, modified) in sorted(self._bucket.files.items())
-                if path.startswith(prefix)
+                if not prefix or path.startswith(f"{prefix}/")
             ]
 
     async def create(self, path: str, data: bytes) -> None:
-        """Makes a file that is not there. Raises FileExistsError, StorageError."""
+        """See Storage."""
         async with self._operation("create", path) as torn:
             if path in self._bucket.files:
                 raise FileExistsError(path)
@@ -107,7 +107,7 @@ class SimStorage:
 
     @asynccontextmanager
     async def writer(self, path: str) -> AsyncIterator[_Writer]:
-        """A file that is there once the block is left without an error."""
+        """See Storage."""
         async with self._operation("open", path):
             writer = _Writer(self, path)
         yield writer
@@ -116,10 +116,11 @@ class SimStorage:
                 self._bucket.overwritten.append(path)
             self._put(path, b"".join(writer.parts), torn)
 
-    async def delete(self, paths: Sequence[str]) -> None:
-        """Removes files. Raises StorageError."""
-        async with self._operation("delete", " ".join(paths)) as torn:
-            for path in list(paths)[: len(paths) // 2 if torn else len(paths)]:
+    async def delete(self, paths: Iterable[str]) -> None:
+        """See Storage."""
+        names = list(paths)
+        async with self._operation("delete", " ".join(names)) as torn:
+            for path in names[: len(names) // 2 if torn else len(names)]:
                 self._bucket.files.pop(path, None)
 
     def _put(self, path: str, data: bytes, torn: bool) -> None:

@@ -1,0 +1,347 @@
+"""Runs with snapshots: the cluster of ``cluster`` with a storage, losses that it goes back from, and new beginnings.
+
+Beside the faults of ``nemesis`` a server may be lost whose shards nobody else has, all processes may end at once and
+begin again with an empty store and another number of servers, and every operation of the storage may fail. In the end
+everything ends once more, and what begins anew must have a snapshot that was committed: the newest.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from psdist import ASP, BSP, SSP
+from psdist.client.async_client import AsyncClient
+from psdist.client.parameters import AsyncParameters
+from psdist.consistency import Consistency
+from psdist.errors import SnapshotFailedError, StorageError
+from psdist.optim import SGD
+from psdist.snapshots.policy import SavePolicy
+from psdist_scheduler.service import Scheduler
+from psdist_server.host import Host
+from psdist_server.link import SchedulerLink
+from tests.simulation import scenario
+from tests.simulation.cluster import KERNEL_THREADS, NAME, RUN, World
+from tests.simulation.disk import Disk, DiskStore
+from tests.simulation.environment import RunLoop
+from tests.simulation.loop import Deadlock, Failed, Node, TooLong
+from tests.simulation.nemesis import Nemesis
+from tests.simulation.options import SINGLE, Options
+from tests.simulation.oracle import Life
+from tests.simulation.snapshot_oracle import SnapshotOracle
+from tests.simulation.storage import Bucket, Operation, SimStorage
+
+#: Faults of runs with snapshots, beside those of other runs.
+LOSSES: Final = ("lose server", "restart everything")
+#: Virtual seconds in which a run that has to load must be over, once nothing is wrong any more.
+CONVERGE_SECONDS: Final = 150.0
+
+
+@dataclass(frozen=True)
+class SnapshotOptions(Options):
+    """See Options.
+
+    saves: fraction of steps after which the worker asks for a snapshot. storage_faults: fraction of the storage's
+    operations that something happens to, of ``storage_kinds``. ends: how often everything ends at the end, and begins
+    again.
+    """
+
+    save_steps: int = 0
+    save_seconds: float = 0.0
+    keep_last: int = 2
+    saves: float = 0.2
+    storage_seconds: tuple[float, float] = (0.0005, 0.005)
+    storage_faults: float = 0.0
+    storage_kinds: tuple[str, ...] = ("error before", "error after", "torn, error", "slow")
+    ends: int = 1
+
+    @property
+    def policy(self) -> SavePolicy:
+        """When the scheduler has snapshots taken by itself."""
+        return SavePolicy(self.save_steps, self.save_seconds, self.keep_last)
+
+
+def draw(seed: int) -> SnapshotOptions:
+    """The options of a seed."""
+    rng = random.Random(f"{seed}/snapshots")
+    replicas, workers = rng.choice((1, 1, 1, 2)), rng.choice((1, 2, 2, 3))
+    consistency: Consistency = rng.choice((BSP(), BSP(), SSP(1), ASP()))
+    kinds = [*SINGLE, *LOSSES * 5]
+    ends = rng.choice((1, 1, 2))
+    save_steps = rng.choice((0, 1, 2)) if isinstance(consistency, BSP) else 0
+    return SnapshotOptions(
+        seed=seed,
+        servers=rng.choice((1, 2, 3)) if replicas == 1 else rng.choice((2, 3)),
+        workers=workers,
+        replicas=replicas,
+        consistency=consistency,
+        optimizer=SGD(lr=1.0, momentum=rng.choice((0.0, 0.5)) if isinstance(consistency, BSP) else 0.0),
+        steps=rng.choice((4, 6, 8)),
+        slices=rng.choice((2, 4, 6)),
+        lives=workers * (ends + 3) + 4,
+        think_seconds=rng.choice((0.02, 0.1, 0.4)),
+        pulls=rng.choice((0.0, 0.3)),
+        bare_pushes=rng.choice((0.0, 0.3)),
+        lease_seconds=rng.choice((1.0, 2.0)),
+        handle_seconds=rng.choice((0.0, 5e-6)),
+        delay=rng.choice(((0.0002, 0.001), (0.0005, 0.005), (0.001, 0.03))),
+        cut=rng.choice((0.0, 0.0, 0.05)),
+        faults=tuple(sorted(set(rng.choices(kinds, k=rng.choice((1, 2, 3)))))),
+        fault_count=rng.choice((0, 1, 2, 3)),
+        fault_seconds=rng.choice((1.5, 4.0)),
+        save_steps=save_steps,
+        save_seconds=0.0 if save_steps else rng.choice((0.0, 0.3, 1.0)),
+        keep_last=rng.choice((1, 2, 3)),
+        saves=rng.choice((0.0, 0.1, 0.4)),
+        storage_seconds=rng.choice(((0.0005, 0.003), (0.0005, 0.003), (0.01, 0.1))),
+        storage_faults=rng.choice((0.0, 0.0, 0.02, 0.1)),
+        ends=ends,
+    )
+
+
+class SnapshotWorld(World):
+    """See the module."""
+
+    options: SnapshotOptions
+    oracle: SnapshotOracle
+
+    def __init__(self, loop: RunLoop, options: SnapshotOptions) -> None:
+        super().__init__(loop, options)
+        noise = np.random.default_rng(options.stream("noise").getrandbits(64))
+        make: Any = SnapshotOracle
+        self.oracle = make(NAME, options.consistency, options.optimizer, options.slices, options.slots, noise)
+        loop.oracle = self.oracle
+        self._saving = options.stream("saving")
+        self._chance = options.stream("storage faults")
+        self.bucket = Bucket(options.stream("storage"), options.storage_seconds)
+        self.bucket.fault = self._fault
+        self.bucket.crash = self._storage_crash
+        self.bucket.created = self._created
+        self._restarts = 0
+        #: No operation of the storage fails any more.
+        self.healed = False
+        #: What a worker was told: its life, the snapshot's directory, and the slots that must be in it.
+        self.promises: list[tuple[str, str, list[int]]] = []
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    async def make_scheduler(self, store: DiskStore) -> Scheduler:
+        """See World."""
+        raise NotImplementedError
+
+    def make_host(self, link: SchedulerLink) -> Host:
+        """See World."""
+        return Host(
+            link.server_id,
+            link.run_id,
+            "",
+            KERNEL_THREADS,
+            incarnation=link.incarnation,
+            lease_seconds=link.lease_seconds,
+            open_storage=self.open_storage,
+        )
+
+    def open_storage(self, url: str) -> SimStorage:
+        """The run's storage."""
+        return SimStorage(self.loop, self.bucket)
+
+    def restart(self) -> None:
+        """Everything ends, the scheduler's store is lost, and the same command begins anew, with other servers."""
+        self.counts["restart everything"] += 1
+        for node in (self.scheduler_node, *self.server_nodes.values(), *self.worker_nodes.values()):
+            if node is not None and not node.dead:
+                self.kill(node, silent=False)
+        for life in self.lives:
+            life.over = True
+        self.disk = Disk(self.options.stream(f"disk {self._restarts}"), RUN, self.options.disk_seconds)
+        self.oracle.new_phase()
+        self.hosts.clear()
+        self.server_nodes.clear()
+        self.stopped_servers.clear()
+        self._restarts += 1
+        self.start_scheduler()
+        for number in range(max(self.options.replicas, 1 + (self.options.servers + self._restarts) % 3)):
+            self.start_server(number)
+        for worker in range(self.options.workers):
+            self.finished.discard(worker)
+            self.start_worker(worker)
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether there are lives for all workers, and for the end."""
+        needed = self.options.workers * (1 + self.options.ends)
+        return len(self.lives) + needed <= self.options.lives
+
+    def start_worker(self, worker: int) -> None:
+        """See World."""
+        super().start_worker(worker)
+        self.finished.discard(worker)
+
+    # --- the storage --------------------------------------------------------------------------------------------------
+
+    def _fault(self, operation: Operation) -> str:
+        if self.healed or self._chance.random() >= self.options.storage_faults:
+            return ""
+        kind = self._chance.choice(self.options.storage_kinds)
+        self.counts[f"storage {operation.kind}: {kind}"] += 1
+        return kind
+
+    def _created(self, path: str) -> None:
+        if path.startswith("commits/"):
+            self.oracle.committed(path, self.bucket)
+
+    def _storage_crash(self, node: Node) -> None:
+        if node.dead:
+            return
+        self.kill(node, silent=False)
+        if node is self.scheduler_node:
+            self.loop.call_later(0.3, self._again, node, context=self.loop.world.context)
+            return
+        number = next(number for number, other in self.server_nodes.items() if other is node)
+        self.loop.call_later(0.3, self._server_again, number, context=self.loop.world.context)
+
+    def _again(self, node: Node) -> None:
+        if self.scheduler_node is node:
+            self.start_scheduler()
+
+    def _server_again(self, number: int) -> None:
+        if self.server_nodes[number].dead:
+            self.start_server(number)
+
+    # --- a worker's script --------------------------------------------------------------------------------------------
+
+    async def _step(self, client: AsyncClient, life: Life, handle: AsyncParameters) -> None:
+        await super()._step(client, life, handle)
+        if self._saving.random() < self.options.saves:
+            await self._save(client, life)
+
+    async def _save(self, client: AsyncClient, life: Life) -> None:
+        era = len(self.oracle.eras)
+        mine = [push.slot for push in life.since if push.acked and not push.dropped]
+        try:
+            info = await client.snapshot()
+        except (SnapshotFailedError, StorageError) as error:
+            self.counts[f"a worker was told: {type(error).__name__}"] += 1
+            return
+        self.counts["a worker was told of a snapshot"] += 1
+        self.counts["a worker was told: unchanged"] += info.unchanged
+        if era == len(self.oracle.eras):
+            self.promises.append((life.worker_id, info.directory, mine))
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    async def _final_read(self) -> None:
+        client = await self._connect("reader")
+        handle = await client.parameters(NAME)
+        weights = (await handle.pull())["w"]
+        await self.oracle.check_commits(self.loop)
+        self._check_promises()
+        self.oracle.check_last(handle._session.versions, weights)
+        if self.bucket.overwritten:
+            self.oracle.violation(f"written again: {self.bucket.overwritten}")
+        await client.close()
+
+    def _check_promises(self) -> None:
+        slots = {saved.directory: saved.slots for saved in self.oracle.commits}
+        for worker_id, directory, mine in self.promises:
+            if directory not in slots:
+                self.oracle.violation(f"{worker_id} was told of {directory}, which was not committed")
+            elif missing := [slot for slot in mine if slot not in slots[directory]]:
+                self.oracle.violation(f"{worker_id} was told of {directory}, which lacks its pushes {missing}")
+
+
+class SnapshotNemesis(Nemesis):
+    """Brings the losses, too."""
+
+    _world: SnapshotWorld
+
+    def heal(self) -> None:
+        """See Nemesis."""
+        self._world.healed = True
+        super().heal()
+
+    def _bring(self, kind: str) -> None:
+        if kind not in LOSSES:
+            super()._bring(kind)
+        elif self._world.oracle.commits:
+            done = self._lose_server() if kind == "lose server" else self._restart_everything()
+            self._loop.trace(f"nemesis {kind} {done}")
+            self._world.counts["lose server"] += done and kind == "lose server"
+
+    def _restart_worker(self, worker: int) -> None:
+        node = self._world.worker_nodes.get(worker)
+        if node is None or node.dead:
+            super()._restart_worker(worker)
+
+    def _lose_server(self) -> bool:
+        server = self._server()
+        if server is None or not self._may_be_short(0.0):
+            return False
+        self._world.kill(self._world.server_nodes[server], silent=self._rng.random() < 0.3)
+        self._later(self._rng.uniform(0.1, 2.0), self._restart_server, server)
+        return True
+
+    def _restart_server(self, server: int) -> None:
+        if server in self._world.server_nodes:
+            super()._restart_server(server)
+
+    def _restart_everything(self) -> bool:
+        if not self._world.can_restart:
+            return False
+        self._world.restart()
+        return True
+
+
+async def _main(world: SnapshotWorld) -> None:
+    options, loop = world.options, world.loop
+    world.start_scheduler()
+    for number in range(options.servers):
+        world.start_server(number)
+    for worker in range(options.workers):
+        world.start_worker(worker)
+    nemesis = SnapshotNemesis(world)
+    await nemesis.run()
+    await loop.after(options.lease_seconds * options.stream("heal").random())
+    nemesis.heal()
+    await world.all_finished()
+    for _ in range(options.ends):
+        world.restart()
+        await world.all_finished()
+    await world.final_read()
+
+
+def run(seed: int, options: SnapshotOptions | None = None, *, trace: bool = False) -> scenario.Result:
+    """Runs a seed. The environment must be installed."""
+    options = options or draw(seed)
+    started = time.process_time()
+    loop = RunLoop(options.stream("schedule"), options.handle_seconds)
+    loop.lines = [] if trace else None
+    world = SnapshotWorld(loop, options)
+    result = play(loop, world, options)
+    scenario._tear_down(loop)
+    result.violations += loop.failures
+    result.cpu_seconds = time.process_time() - started
+    return result
+
+
+def play(loop: RunLoop, world: SnapshotWorld, options: SnapshotOptions) -> scenario.Result:
+    """Runs a world to its end."""
+    violations, begun = list[str](), loop.time()
+    try:
+        loop.run(_main(world), options.fault_seconds + CONVERGE_SECONDS)
+    except (Deadlock, TooLong) as error:
+        violations.append(f"no end: {error}; {scenario._state(world)}")
+    except Failed:
+        pass
+    except Exception as error:
+        violations.append(f"the run failed: {error!r}")
+    violations = [*world.oracle.violations, *world.doomed, *violations]
+    counts = world.counts + world.network.counts + world.oracle.counts
+    return scenario.Result(
+        options.seed, options, violations, loop.trace_hash, counts, loop.time() - begun, loop.steps, 0.0,
+        loop.lines or [],
+    )  # fmt: skip
