@@ -379,12 +379,13 @@ class AsyncClient:
             await asyncio.wait({task, hearing}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
             hearing.cancel()
-        if task.done():
+        if heard.is_set():
+            task.add_done_callback(_tell_saved)
+        elif task.done():
             task.result()
-        elif not heard.is_set():
+        else:
             task.cancel()
             raise WaitTimeoutError(f"{link.peer} did not answer within {timeout:g} s")
-        task.add_done_callback(_tell_saved)
 
     # --- the rest ---
 

@@ -14,11 +14,13 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
+import psdist
 from psdist import errors
 from psdist.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, server_pb2, server_pb2_grpc
 from psdist.wire import channels, status
 
 RUN, SLICE = "fake-run", 4
+ELEMENTS = 22
 
 
 @dataclass
@@ -168,12 +170,19 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     #: Refusals of registrations to come.
     register_errors: list[errors.PsdistError] = field(default_factory=list)
     first_step: int = 0
+    #: Directory of the snapshot that the values came from, and how often they did.
+    restored: str = ""
+    generation: int = 0
 
     def __post_init__(self) -> None:
         self.news: asyncio.Queue[Any] = asyncio.Queue()
         self.barriers: list[Any] = []
         self.barrier = asyncio.Event()
         self.hello = asyncio.Event()
+        #: What workers said about snapshots; what they asked for, and what is answered.
+        self.reports: asyncio.Queue[Any] = asyncio.Queue()
+        self.saves: list[Any] = []
+        self.save_answers: asyncio.Queue[Any] = asyncio.Queue()
         self._server = channels.make_server("")
 
     async def start(self, port: int = 0) -> FakeScheduler:
@@ -193,7 +202,17 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             spec = common_pb2.ParametersSpec()
             spec.CopyFrom(self.created)
             spec.slice_elements = SLICE
-            entries.append(common_pb2.ParametersEntry(spec=spec, total=total, shards=self._placed(), ready=True))
+            restore = common_pb2.Restore(directory=self.restored) if self.restored else None
+            entries.append(
+                common_pb2.ParametersEntry(
+                    spec=spec,
+                    total=total,
+                    shards=self._placed(),
+                    ready=True,
+                    restore=restore,
+                    generation=self.generation,
+                )
+            )
         servers = [
             common_pb2.ServerEntry(server_id=s.name, incarnation=s.incarnation, address=s.address) for s in self.servers
         ]
@@ -260,16 +279,39 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.sessions += 1
         if self.session_error is not None:
             await status.abort(context, self.session_error)
-        hello = (await anext(aiter(requests))).hello
+        hello = (await anext(requests)).hello
         if hello.incarnation < self.fenced:
             await status.abort(context, errors.FencedError(f"incarnation {hello.incarnation} was silent"))
         self.hello.set()
-        yield scheduler_pb2.SessionResponse(map=self.map())
-        while True:
-            item = await self.news.get()
-            if isinstance(item, errors.PsdistError):
-                await status.abort(context, item)
-            yield item
+        reading = asyncio.create_task(self._read(requests))
+        try:
+            yield scheduler_pb2.SessionResponse(map=self.map())
+            while True:
+                item = await self.news.get()
+                if isinstance(item, errors.PsdistError):
+                    await status.abort(context, item)
+                yield item
+        finally:
+            reading.cancel()
+
+    async def _read(self, requests: AsyncIterator[Any]) -> None:
+        async for request in requests:
+            if request.HasField("snapshot"):
+                self.reports.put_nowait(request.snapshot)
+
+    def command(self, attempt: int, **kind: Any) -> None:
+        """A snapshot's command, sent down the session."""
+        command = scheduler_pb2.SnapshotCommand(attempt=attempt, **kind)
+        self.news.put_nowait(scheduler_pb2.SessionResponse(snapshot=command))
+
+    async def SaveSnapshot(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.saves.append(request)
+        if self.save_answers.empty():
+            yield scheduler_pb2.SaveSnapshotResponse(waiting_for="for nobody in particular")
+        item = await self.save_answers.get()
+        if isinstance(item, errors.PsdistError):
+            await status.abort(context, item)
+        yield item
 
     async def Leave(self, request: Any, context: Any) -> Any:
         self.left = True
@@ -316,3 +358,57 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def CommitParameters(self, request: Any, context: Any) -> Any:
         self.commits += 1
         return scheduler_pb2.CommitParametersResponse(epoch=self.epoch)
+
+
+class Setup:
+    """A client of two fake servers, and its parameters ``p``."""
+
+    def __init__(self) -> None:
+        self.servers = [FakeServer("server-0"), FakeServer("server-1")]
+        self.scheduler = FakeScheduler(self.servers[:])
+        self.client: psdist.AsyncClient
+        self.weights: psdist.AsyncParameters
+
+    async def start(self, **settings: object) -> Setup:
+        for server in self.servers:
+            await server.start()
+        await self.scheduler.start()
+        self.client = await psdist.AsyncClient(self.scheduler.address, rank=3).connect()
+        await self.scheduler.hello.wait()
+        init = {"v": np.zeros(8, np.float32), "w": np.zeros(ELEMENTS - 8, np.float32)}
+        self.weights = await self.client.parameters("p", init, psdist.optim.SGD(), **settings)
+        return self
+
+    def expel(self, first_step: int) -> None:
+        """The worker is taken for dead; the others go on to ``first_step``."""
+        for server in self.servers:
+            server.versions = dict.fromkeys(server.versions, first_step)
+        self.scheduler.expel(first_step)
+
+    async def expelled(self) -> None:
+        """Returns once the client is in its next life."""
+        link = self.client._link
+        while link.watch.fenced is not None or link.registration.incarnation < self.scheduler.fenced:
+            await link.watch.changed()
+        await self.scheduler.hello.wait()
+
+    async def stop(self) -> None:
+        await self.client.close()
+        for server in self.servers:
+            await server.stop()
+        await self.scheduler.stop()
+
+
+async def waits_for(client: psdist.AsyncClient, words: str) -> None:
+    """Returns once a call says that it waits for that."""
+    waits = client._link.waits
+    while not any(words in wait.reason for wait in waits._open.values()):  # noqa: ASYNC110 - yields, and no more
+        await asyncio.sleep(0)
+
+
+def gradient(value: float = 1.0) -> dict[str, np.ndarray]:
+    return {"v": np.full(8, value, np.float32), "w": np.full(ELEMENTS - 8, value, np.float32)}
+
+
+def flat(values: dict[str, np.ndarray]) -> list[float]:
+    return np.concatenate([values["v"], values["w"]]).tolist()

@@ -12,52 +12,12 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
-from client_fakes import Break, FakeScheduler, FakeServer
+from client_fakes import ELEMENTS, Break, FakeScheduler, FakeServer, Setup, flat, gradient, waits_for
 
 import psdist
 from psdist import errors
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-ELEMENTS = 22
-
-
-class Setup:
-    """A client of two fake servers, and its parameters ``p``."""
-
-    def __init__(self) -> None:
-        self.servers = [FakeServer("server-0"), FakeServer("server-1")]
-        self.scheduler = FakeScheduler(self.servers[:])
-        self.client: psdist.AsyncClient
-        self.weights: psdist.AsyncParameters
-
-    async def start(self, **settings: object) -> Setup:
-        for server in self.servers:
-            await server.start()
-        await self.scheduler.start()
-        self.client = await psdist.AsyncClient(self.scheduler.address, rank=3).connect()
-        await self.scheduler.hello.wait()
-        init = {"v": np.zeros(8, np.float32), "w": np.zeros(ELEMENTS - 8, np.float32)}
-        self.weights = await self.client.parameters("p", init, psdist.optim.SGD(), **settings)
-        return self
-
-    def expel(self, first_step: int) -> None:
-        """The worker is taken for dead; the others go on to ``first_step``."""
-        for server in self.servers:
-            server.versions = dict.fromkeys(server.versions, first_step)
-        self.scheduler.expel(first_step)
-
-    async def expelled(self) -> None:
-        """Returns once the client is in its next life."""
-        link = self.client._link
-        while link.watch.fenced is not None or link.registration.incarnation < self.scheduler.fenced:
-            await link.watch.changed()
-        await self.scheduler.hello.wait()
-
-    async def stop(self) -> None:
-        await self.client.close()
-        for server in self.servers:
-            await server.stop()
-        await self.scheduler.stop()
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -65,21 +25,6 @@ async def setup() -> AsyncIterator[Setup]:
     setup = await Setup().start()
     yield setup
     await setup.stop()
-
-
-async def waits_for(client: psdist.AsyncClient, words: str) -> None:
-    """Returns once a call says that it waits for that."""
-    waits = client._link.waits
-    while not any(words in wait.reason for wait in waits._open.values()):  # noqa: ASYNC110 - yields, and no more
-        await asyncio.sleep(0)
-
-
-def gradient(value: float = 1.0) -> dict[str, np.ndarray]:
-    return {"v": np.full(8, value, np.float32), "w": np.full(ELEMENTS - 8, value, np.float32)}
-
-
-def flat(values: dict[str, np.ndarray]) -> list[float]:
-    return np.concatenate([values["v"], values["w"]]).tolist()
 
 
 @pytest.mark.parametrize("who", ["session", "server", "server in the middle"])

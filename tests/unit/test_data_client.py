@@ -9,9 +9,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
-from client_fakes import FakeScheduler
+from client_fakes import FakeScheduler, FakeServer
 
 import psdist
 from psdist import errors
@@ -35,6 +36,8 @@ class DataScheduler(FakeScheduler):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.data = Datasets(())
+        #: What was said of leases that ended: which, at which next pushes, and what the next ones are now.
+        self.told: list[tuple[list[int], list[dict[str, int]], dict[str, int]]] = []
 
     def void(self) -> None:
         """What the worker holds is given to others."""
@@ -43,6 +46,9 @@ class DataScheduler(FakeScheduler):
     async def _ask(self, request: Any, context: Any, what: Callable[[ev.Caller, Member], list[ev.Effect]]) -> Any:
         if request.incarnation < self.fenced:
             await status.abort(context, errors.FencedError(f"incarnation {request.incarnation} was silent"))
+        if isinstance(request, pb.LeaseRangeRequest | pb.EndRangesRequest):
+            done_at = [dict(at.next) for at in request.done_at]
+            self.told.append((list(request.done), done_at, dict(request.now.next)))
         if self.deaf:
             self.deaf -= 1
             await status.abort(context, errors.ServerUnreachableError("the request was lost"))
@@ -164,3 +170,23 @@ async def test_a_client_that_closes_says_what_is_done_and_what_is_not(
     await client.close()
     (standing,) = scheduler.data.standings
     assert (standing.position, standing.leased) == (DataPosition(0, ((1, 1),)), 0)
+
+
+async def test_what_is_done_is_told_with_the_pushes_that_it_was_done_at(scheduler: DataScheduler) -> None:
+    server = await FakeServer("server-0").start()
+    scheduler.servers = [server]
+    async with psdist.AsyncClient(scheduler.address, rank=0) as client:
+        data = await client.dataset("train", size=40, range_size=10, shuffle=False)
+        ranges = aiter(data)
+        await anext(ranges)
+        ones = {"w": np.ones(4, np.float32)}
+        weights = await client.parameters("p", ones, psdist.optim.SGD())
+        await weights.push(ones)
+        await anext(ranges)
+        await weights.push(ones)
+        data.done()
+        await weights.push(ones)
+        scheduler.mute = 1  # What is said again is the same.
+        assert await data.position() == DataPosition(0, ((0, 2),))
+    assert scheduler.told == [([], [], {}), ([1], [{"p": 1}], {"p": 1}), *[([2], [{"p": 2}], {"p": 3})] * 2]
+    await server.stop()
