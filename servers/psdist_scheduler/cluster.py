@@ -69,6 +69,7 @@ from psdist_scheduler.records import ClusterSettings, Member, Stored
 from psdist_scheduler.registry import Registry
 from psdist_scheduler.rendezvous import Barriers, Rendezvous
 from psdist_scheduler.scaling import Scaling
+from psdist_scheduler.snapshot_events import History
 
 #: A call that waits hears its reason again after so long, so that its peer can tell a wait from a dead connection.
 REPEAT_SECONDS = 2.0
@@ -95,9 +96,12 @@ class _Wait:
 
 
 class Cluster:
-    """One run. ``stored`` is what a store kept of an earlier scheduler's life, if there was one."""
+    """One run. ``stored`` is what a store kept of an earlier scheduler's life, if there was one; ``history`` what the
+    run's storage holds, None where it was not read."""
 
-    def __init__(self, settings: ClusterSettings, stored: Stored | None, now: float) -> None:
+    def __init__(
+        self, settings: ClusterSettings, stored: Stored | None, now: float, history: History | None = None
+    ) -> None:
         stored = stored or Stored(settings.run_id, 0)
         self.settings = settings
         self.epoch = stored.epoch

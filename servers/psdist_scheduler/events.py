@@ -13,7 +13,18 @@ from typing import Literal
 
 from psdist.errors import PsdistError
 from psdist.types import ClusterMap, DataPosition, DatasetSpec, Layout, ParametersMember, ParametersSpec, Replica
-from psdist_scheduler.records import DataLease, DatasetRecord, Member, Node, ParametersRecord, Role
+from psdist_scheduler.records import Base, DataLease, DatasetRecord, Member, Node, ParametersRecord, Role
+from psdist_scheduler.snapshot_events import (
+    Progress,
+    RolledBack,
+    Save,
+    Saved,
+    Saving,
+    SnapshotCommand,
+    SnapshotEvent,
+    StorageEffect,
+    StorageEvent,
+)
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
@@ -68,6 +79,8 @@ class Heartbeat:
     epoch: int = 0
     versions: tuple[tuple[str, int], ...] = ()
     waiting_for: tuple[str, ...] = ()
+    #: Servers, while they write or load.
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +285,9 @@ Event = (
     | Scale
     | WatchScale
     | DataEvent
+    | Save
+    | SnapshotEvent
+    | StorageEvent
     | CallEnded
     | Tick
 )
@@ -424,7 +440,7 @@ class ShardsLost:
     text: str
 
 
-News = MemberLost | ShardsLost
+News = MemberLost | ShardsLost | RolledBack
 Value = (
     Waiting
     | Registered
@@ -441,6 +457,9 @@ Value = (
     | Drained
     | Scaled
     | ScaleNews
+    | Saving
+    | Saved
+    | SnapshotCommand
 )
 
 # --- effects ----------------------------------------------------------------------------------------------------------
@@ -458,6 +477,10 @@ class Persist:
     #: None leaves it as it was.
     servers_wanted: int | None = None
     datasets: tuple[DatasetRecord, ...] = ()
+    #: Names of parameters that are not placed any more. Before ``parameters``: a name may be in both.
+    forgotten: tuple[str, ...] = ()
+    #: None leaves it as it was.
+    base: Base | None = None
 
 
 @dataclass(frozen=True)
@@ -512,4 +535,4 @@ class Note:
     level: Literal["info", "warning", "wait"] = "info"
 
 
-Effect = Persist | Publish | Attach | Announce | Answer | Refuse | Close | Note
+Effect = Persist | Publish | Attach | Announce | Answer | Refuse | Close | Note | StorageEffect

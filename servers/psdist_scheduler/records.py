@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from psdist.types import DatasetSpec, Layout, ParametersEntry
+from psdist.snapshots.policy import SavePolicy
+from psdist.types import DatasetSpec, Layout, ParametersEntry, Restore
 
 Role = Literal["server", "worker"]
 MemberState = Literal["live", "left", "lost"]
@@ -25,6 +26,9 @@ class ClusterSettings:
     replicas: copies of each shard, the primary's included.
     lease_seconds: a member that is silent for longer is lost.
     join_grace_seconds: time to wait for more of them once enough workers (or nodes) are there.
+    storage: where servers write snapshots to: an absolute path or a URL; empty for nowhere.
+    policy: when snapshots are taken, and which are kept.
+    salt: of this life of the scheduler alone; in the names of directories, so that none is used twice.
     """
 
     run_id: str
@@ -33,6 +37,9 @@ class ClusterSettings:
     lease_seconds: float = 2.0
     join_grace_seconds: float = 0.0
     replicas: int = 1
+    storage: str = ""
+    policy: SavePolicy = SavePolicy()
+    salt: str = "0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +130,20 @@ class DatasetRecord:
     given: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What parameters begin from that are not placed yet.
+
+    restore: the snapshot that the run went on from; None where it began from nothing.
+    generation: how often this run went back to a snapshot. term: of the shards of what is placed from now on, above all
+        terms that shards of these names had.
+    """
+
+    restore: Restore | None = None
+    generation: int = 0
+    term: int = 1
+
+
 @dataclass(frozen=True)
 class Stored:
     """All that a restarted scheduler begins with."""
@@ -135,3 +156,4 @@ class Stored:
     datasets: tuple[DatasetRecord, ...] = ()
     #: Servers that the run shall have; 0 if nobody said so.
     servers_wanted: int = 0
+    base: Base = Base()

@@ -19,13 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import wraps
 from itertools import count
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import grpc.aio
 
 import psdist
 from psdist.errors import InternalError, InvalidArgumentError, NoStorageError, PsdistError, WaitTimeoutError
+from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert, frames
@@ -68,7 +69,11 @@ from psdist_scheduler.events import (
     WatchScale,
 )
 from psdist_scheduler.outbox import Outbox
+from psdist_scheduler.snapshot_events import Prune, ReadHistory, RemoveDirectory, WriteCommit
 from psdist_scheduler.store import Store
+
+if TYPE_CHECKING:
+    from psdist_scheduler.snapshot_io import SnapshotIo
 
 log = logging.getLogger("psdist.scheduler")
 
@@ -92,8 +97,14 @@ Handler = TypeVar("Handler", bound=Callable[..., Coroutine[Any, Any, Any]])
 class Scheduler:
     """The machine, its store, and the calls that wait for it."""
 
-    def __init__(self, cluster: Cluster, store: Store) -> None:
+    def __init__(self, cluster: Cluster, store: Store, storage: Storage | None = None) -> None:
         self.cluster = cluster
+        self._storage: SnapshotIo | None = None
+        if storage is not None:
+            # What reads snapshots takes a while to load.
+            from psdist_scheduler.snapshot_io import SnapshotIo
+
+            self._storage = SnapshotIo(storage, cluster.settings.run_id, self.post)
         self.maps = messages.MapCache()
         self.statistics: dict[str, server_pb2.GetStatisticsResponse] = {}
         self.connections: dict[str, list[pb.Connection]] = {}
@@ -142,6 +153,10 @@ class Scheduler:
 
     async def run(self) -> None:
         """Carries effects out, for ever. Raises what the store raises."""
+        async with _background(self._storage.run() if self._storage else asyncio.sleep(0)):
+            await self._carry_out_all()
+
+    async def _carry_out_all(self) -> None:
         while True:
             await self._pending.wait()
             self._pending.clear()
@@ -203,6 +218,9 @@ class Scheduler:
                     self._sessions[number].close()
             case Note():
                 self._note(effect)
+            case WriteCommit() | RemoveDirectory() | Prune() | ReadHistory():
+                if self._storage is not None:
+                    self._storage.put(effect)
 
     def _answer(self, number: int, value: Value) -> None:
         if number in self._calls:

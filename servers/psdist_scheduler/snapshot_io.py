@@ -1,0 +1,251 @@
+"""The scheduler's hand on the storage: carries out what the machine wants of it, one thing after another.
+
+A task of its own, so that a slow storage holds up nothing else; what became of each effect goes back to the machine as an
+event. The order of a commit: every shard's file is durable (the machine has waited for that), then the manifest, then,
+created exclusively, the commit record. Nothing is overwritten or renamed, and what is deleted loses its record first.
+
+An answer of the storage may be lost, so an error is not taken for "it was not done": where a record of our own number is
+there it is read, and if it is one of ours the snapshot exists; if it is not, another scheduler has taken over (C8) and
+this one saves no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from psdist.errors import ConfigurationError, PsdistError, SnapshotCorruptError, StorageError, UnknownSnapshotError
+from psdist.snapshots import format as layout
+from psdist.snapshots import reader
+from psdist.snapshots.format import Commit
+from psdist.snapshots.storage import Storage
+from psdist_scheduler.snapshot_events import (
+    CommitFailed,
+    Committed,
+    Found,
+    History,
+    HistoryRead,
+    Prune,
+    Pruned,
+    ReadHistory,
+    RemoveDirectory,
+    StorageEffect,
+    StorageEvent,
+    WriteCommit,
+)
+
+log = logging.getLogger("psdist.scheduler")
+
+#: What no commit names and nobody of this life made is garbage when it is so old, in seconds.
+GARBAGE_SECONDS: Final = 3600.0
+
+
+async def read_history(storage: Storage, run_id: str = "", base: str = "", bad: tuple[str, ...] = ()) -> History:
+    """What the storage holds. ``run_id``: whose it must be; empty for anybody's. ``base``: directory of a snapshot that
+    is wanted besides the newest. ``bad``: directories that are passed over.
+
+    Raises ConfigurationError where the storage is another run's, and StorageError.
+    """
+    records = await reader.commits(storage)
+    commits = tuple(record for record in records if isinstance(record, Commit))
+    for commit in commits:
+        if run_id and commit.run_id != run_id:
+            raise ConfigurationError(
+                f"the storage {storage.url} has snapshots of run {commit.run_id!r}, not of {run_id!r}: pass --run-id "
+                f"{commit.run_id}, or another --storage-path",
+                run_id=commit.run_id,
+            )
+    skipped = [f"{record.path}: {record.error}" for record in records if not isinstance(record, Commit)]
+    highest = max((layout.commit_sequence(r.path) or 0 for r in records), default=0)
+    newest = None
+    for commit in commits:
+        if commit.directory in bad:
+            continue
+        try:
+            newest = await _load(storage, commit)
+            break
+        except (SnapshotCorruptError, UnknownSnapshotError) as error:
+            skipped.append(f"{commit.directory}: {error}")
+    wanted = next((commit for commit in commits if base and commit.directory == base), None)
+    found_base = None
+    if wanted is not None and base not in bad:
+        try:
+            found_base = await _load(storage, wanted)
+        except (SnapshotCorruptError, UnknownSnapshotError) as error:
+            skipped.append(f"{base}: {error}")
+    return History(commits, highest, newest, tuple(dict.fromkeys(skipped)), found_base)
+
+
+async def _load(storage: Storage, commit: Commit) -> Found:
+    manifest = await reader.load_manifest(storage, commit)
+    await reader.check_files(storage, manifest)
+    return Found(commit, manifest)
+
+
+def check_fresh(history: History, url: str) -> None:
+    """Raises ConfigurationError where a run that shall begin anew finds snapshots."""
+    if not history.highest:
+        return
+    newest = history.commits[0] if history.commits else None
+    steps = ", ".join(f"{name} at step {step}" for name, step in sorted(newest.steps.items())) if newest else ""
+    what = f"the newest {newest.directory} ({steps})" if newest else "none of which can be read"
+    raise ConfigurationError(
+        f"--fresh, but {url} has {max(len(history.commits), 1)} snapshots, {what}: leave --fresh out to go on from "
+        "there, pass another --storage-path, or remove them with `psdist snapshot delete`"
+    )
+
+
+class SnapshotIo:
+    """Effects in, events out. ``post`` gives the machine an event."""
+
+    def __init__(self, storage: Storage, run_id: str, post: Callable[[StorageEvent], None]) -> None:
+        self._storage = storage
+        self._run_id = run_id
+        self._post = post
+        self._effects: deque[StorageEffect] = deque()
+        self._pending = asyncio.Event()
+        #: Records that were tried, and of which nobody knows whether they are there, by their number.
+        self._unsure: dict[int, list[bytes]] = {}
+        #: Directories that this life gave up.
+        self._given_up: dict[str, None] = {}
+
+    def put(self, effect: StorageEffect) -> None:
+        """Has it carried out, after those before it."""
+        self._effects.append(effect)
+        self._pending.set()
+
+    async def run(self) -> None:
+        """Carries effects out, for ever."""
+        while True:
+            await self._pending.wait()
+            self._pending.clear()
+            while self._effects:
+                await self._carry_out(self._effects.popleft())
+
+    async def _carry_out(self, effect: StorageEffect) -> None:
+        match effect:
+            case WriteCommit():
+                self._post(await self._commit(effect))
+            case RemoveDirectory(directory):
+                await self._abandon(directory)
+            case Prune():
+                self._post(await self._prune(effect))
+            case ReadHistory(base, bad):
+                self._post(await self._read(base, bad))
+
+    # --- committing ---------------------------------------------------------------------------------------------------
+
+    async def _commit(self, effect: WriteCommit) -> StorageEvent:
+        started = time.monotonic()
+        manifest = replace(effect.manifest, time=time.time())
+        data = manifest.to_bytes()
+        try:
+            await self._create(layout.manifest_path(manifest.directory), data)
+        except (PsdistError, FileExistsError) as error:
+            await self._abandon(manifest.directory)
+            return CommitFailed(effect.attempt, f"the manifest cannot be written: {error}")
+        commit = Commit(
+            sequence=effect.sequence,
+            run_id=manifest.run_id,
+            directory=manifest.directory,
+            epoch=manifest.epoch,
+            time=manifest.time,
+            seconds=effect.seconds + time.monotonic() - started,
+            reason=manifest.reason,
+            manifest_length=len(data),
+            manifest_digest=layout.digest_of(data),
+            steps=manifest.steps,
+            bytes=manifest.bytes,
+        )
+        try:
+            commit = await self._record(commit)
+        except FileExistsError:
+            await self._abandon(commit.directory)
+            return CommitFailed(effect.attempt, f"{commit.path} is another scheduler's, which has taken over", True)
+        except PsdistError as error:
+            return CommitFailed(effect.attempt, f"the commit record cannot be written: {error}")
+        return Committed(effect.attempt, commit, manifest)
+
+    async def _record(self, commit: Commit) -> Commit:
+        """Creates the record. Where its number is taken by a record of this life, whose answer never came, that one's
+        snapshot exists, and the next number is free. Raises FileExistsError where it is another's, and StorageError."""
+        while True:
+            record = commit.to_bytes()
+            try:
+                await self._create(commit.path, record)
+                return commit
+            except FileExistsError:
+                if await self._storage.read(commit.path) not in self._unsure.get(commit.sequence, ()):
+                    raise
+            except PsdistError:
+                # It may be there all the same, now or later: what it names is not removed.
+                self._unsure.setdefault(commit.sequence, []).append(record)
+                raise
+            self._post(await self._read("", ()))
+            commit = replace(commit, sequence=commit.sequence + 1)
+
+    async def _create(self, path: str, data: bytes) -> None:
+        """Creates a file. That our own answer was lost is no failure: then the very bytes are there. Raises
+        FileExistsError where others are, StorageError where nobody knows."""
+        try:
+            await self._storage.create(path, data)
+        except (StorageError, FileExistsError):
+            try:
+                there = await self._storage.read(path)
+            except (UnknownSnapshotError, StorageError):
+                there = None
+            if there != data:
+                raise
+
+    # --- removing -----------------------------------------------------------------------------------------------------
+
+    async def _abandon(self, directory: str) -> None:
+        self._given_up[directory] = None
+        await self._remove(directory)
+
+    async def _remove(self, directory: str) -> None:
+        """Removes the files of a directory that no record names; if the storage does not answer they stay for now."""
+        try:
+            files = await self._storage.list(layout.directory_path(directory))
+            await self._storage.delete(file.path for file in files)
+        except PsdistError as error:
+            log.warning("the files of %s, which was given up, are left: %s", directory, error)
+
+    async def _prune(self, effect: Prune) -> StorageEvent:
+        done: list[int] = []
+        try:
+            for commit in effect.commits:
+                await self._storage.delete([commit.path])
+                done.append(commit.sequence)
+                await self._abandon(commit.directory)
+            await self._collect(effect.under_way)
+        except PsdistError as error:
+            return Pruned(tuple(done), str(error))
+        return Pruned(tuple(done))
+
+    async def _collect(self, under_way: str) -> None:
+        """Removes directories that no record names, where every record could be read."""
+        records = await reader.commits(self._storage)
+        named = {record.directory for record in records if isinstance(record, Commit)}
+        if len(named) != len(records):
+            return
+        newest: dict[str, float] = {}
+        for file in await self._storage.list(layout.SNAPSHOTS):
+            directory = file.path.split("/")[1]
+            newest[directory] = max(newest.get(directory, 0.0), file.modified)
+        oldest = time.time() - GARBAGE_SECONDS
+        for directory, modified in newest.items():
+            if directory not in named and directory != under_way:
+                if directory in self._given_up or modified < oldest:
+                    await self._remove(directory)
+
+    async def _read(self, base: str, bad: tuple[str, ...]) -> HistoryRead:
+        try:
+            return HistoryRead(await read_history(self._storage, self._run_id, base, bad))
+        except PsdistError as error:
+            return HistoryRead(None, str(error))
