@@ -25,7 +25,7 @@ PURE = frozenset(
         *("psdist.errors", "psdist.types", "psdist.optim", "psdist.consistency", "psdist.compression"),
         *("psdist.wire.limits", "psdist.launch.supervisor"),
         *("psdist.client.buckets", "psdist.client.partition", "psdist.client.retry", "psdist.client.routing"),
-        "psdist.client.session",
+        *("psdist.client.pushes", "psdist.client.session"),
         *("psdist_scheduler.cluster", "psdist_scheduler.datasets", "psdist_scheduler.events", "psdist_scheduler.joins"),
         *("psdist_scheduler.datasets", "psdist_scheduler.keeper", "psdist_scheduler.replicas"),
         "psdist_scheduler.scaling",
