@@ -1,0 +1,288 @@
+"""Finds the committed snapshots of a storage, and reads them.
+
+Invariants: nothing is given out that differs from what was committed by one bit; an error names the file. A commit
+record vouches for itself and for the manifest; the manifest for each slice and, being what headers are made from, for
+each header; so all that is read is checked before it is used. What is corrupt is skipped, and said; what cannot be
+read for another reason (no permission, no connection, a newer format) is an error: a run that took an older snapshot
+for the newest because of it would lose steps for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from psdist.errors import PsdistError, SnapshotCorruptError, UnknownSnapshotError
+from psdist.snapshots import format as layouts
+from psdist.snapshots.format import Commit, Manifest, ParametersState, corrupt
+from psdist.snapshots.storage import Storage
+
+Floats = NDArray[np.float32]
+#: Called with (bytes that were read, bytes that will be).
+Progress = Callable[[int, int], None]
+
+#: Commit records that are read at a time.
+_AT_A_TIME: Final = 8
+#: Bytes that are read at a time, where that is more than one slice.
+_BATCH_BYTES: Final = 8 << 20
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A commit record that cannot be used."""
+
+    path: str
+    error: PsdistError
+
+    @property
+    def sequence(self) -> int:
+        """The number that its name says."""
+        return layouts.commit_sequence(self.path) or 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """A snapshot that can be used. skipped: one sentence for each newer one that cannot."""
+
+    commit: Commit
+    manifest: Manifest
+    skipped: tuple[str, ...] = ()
+
+
+# --- what is committed ------------------------------------------------------------------------------------------------
+
+
+async def commits(storage: Storage) -> list[Commit | Unreadable]:
+    """All commit records, the newest first. Raises StorageError where they cannot be listed."""
+    numbered = [
+        (sequence, stored.path)
+        for stored in await storage.list(layouts.COMMITS)
+        if (sequence := layouts.commit_sequence(stored.path)) is not None
+    ]
+    gate = asyncio.Semaphore(_AT_A_TIME)
+
+    async def read(path: str) -> Commit | Unreadable | None:
+        async with gate:
+            return await _read_commit(storage, path)
+
+    found = await asyncio.gather(*(read(path) for _, path in sorted(numbered, reverse=True)))
+    return [record for record in found if record is not None]
+
+
+async def _read_commit(storage: Storage, path: str) -> Commit | Unreadable | None:
+    """None where it was deleted meanwhile."""
+    try:
+        data = await storage.read(path, 0, layouts.COMMIT_BYTES_MAX + 1)
+        if len(data) > layouts.COMMIT_BYTES_MAX:
+            raise corrupt(path, f"it is longer than {layouts.COMMIT_BYTES_MAX} bytes")
+        commit = Commit.from_bytes(data, path)
+        if commit.path != path:
+            raise corrupt(path, f"its number is {commit.sequence}")
+        return commit
+    except UnknownSnapshotError:
+        return None
+    except PsdistError as error:
+        return Unreadable(path, error)
+
+
+async def load_manifest(storage: Storage, commit: Commit) -> Manifest:
+    """The manifest that ``commit`` names. Raises SnapshotCorruptError where it is not what was committed."""
+    path = layouts.manifest_path(commit.directory)
+    data = await _read(storage, path, 0, commit.manifest_length + 1)
+    if len(data) != commit.manifest_length:
+        raise corrupt(path, f"it has {_length(data, commit.manifest_length)}, not {commit.manifest_length}")
+    if layouts.digest_of(data) != commit.manifest_digest:
+        raise corrupt(path, f"its digest is not that in {commit.path}")
+    manifest = Manifest.from_bytes(data, path)
+    for name in ("run_id", "directory", "steps", "bytes"):
+        mine, theirs = getattr(manifest, name), getattr(commit, name)
+        if mine != theirs:
+            raise corrupt(path, f"{name} is {mine!r:.80}, and in {commit.path} {theirs!r:.80}")
+    return manifest
+
+
+async def check_files(storage: Storage, manifest: Manifest) -> None:
+    """Whether all files are there in their length, without reading them. Raises SnapshotCorruptError."""
+    directory = layouts.directory_path(manifest.directory)
+    sizes = {stored.path: stored.size for stored in await storage.list(directory)}
+    for file, (length, _) in manifest.files.items():
+        path = layouts.file_path(manifest.directory, file)
+        if path not in sizes:
+            raise corrupt(path, "it is missing")
+        if sizes[path] != length:
+            raise corrupt(path, f"it has {sizes[path]} bytes, not {length}")
+
+
+async def usable(
+    storage: Storage, without: Collection[str] = (), where: Callable[[Commit], bool] = lambda commit: True
+) -> AsyncIterator[Found]:
+    """Snapshots whose files are all there, the newest first, each with what was skipped before it.
+
+    without: directories that are passed over, because they are known to be corrupt. where: which are wanted.
+    Raises SnapshotCorruptError at the end where there was something to skip and nothing else, so that a run does not
+    begin anew by mistake; nothing where nothing was ever committed. Raises StorageError as it comes.
+    """
+    skipped: list[str] = []
+    found = False
+    for record in await commits(storage):
+        try:
+            if isinstance(record, Unreadable):
+                raise record.error
+            if not where(record):
+                continue
+            if record.directory in without:
+                raise corrupt(layouts.directory_path(record.directory), "that was found before")
+            manifest = await load_manifest(storage, record)
+            await check_files(storage, manifest)
+        except SnapshotCorruptError as error:
+            skipped.append(error.message)
+            continue
+        found = True
+        yield Found(record, manifest, tuple(skipped))
+    if skipped and not found:
+        raise SnapshotCorruptError(
+            f"none of the {len(skipped)} snapshots in {storage.url} can be used: {'; '.join(skipped)[:2000]}. Bring "
+            "the files back, or give another --run-id or --storage-path to begin anew"
+        )
+
+
+async def newest(storage: Storage, without: Collection[str] = ()) -> Found | None:
+    """The newest snapshot whose record, manifest and lengths are as they should be; None where none was ever committed.
+    The content is checked as it is read. See ``usable`` for ``without`` and errors."""
+    async for found in usable(storage, without):
+        return found
+    return None
+
+
+# --- content ----------------------------------------------------------------------------------------------------------
+
+
+class SliceReader:
+    """Reads slices of one snapshot, and checks each file's header once."""
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self._storage = storage
+        self._manifest = manifest
+        self._headers: dict[str, int] = {}
+
+    async def slice(self, state: ParametersState, index: int) -> list[Floats]:
+        """A slice's weights and the optimizer's arrays, read-only. Raises SnapshotCorruptError."""
+        position, shard = divmod(index, len(state.shards))
+        async for _, arrays in self._positions(state, shard, range(position, position + 1)):
+            return arrays
+        raise AssertionError("a position of its own gives one slice")
+
+    async def slices(self, state: ParametersState, shard: int) -> AsyncIterator[tuple[int, list[Floats]]]:
+        """All slices of a shard, ascending, each with its number; several are read at a time. Raises
+        SnapshotCorruptError."""
+        async for found in self._positions(state, shard, range(len(state.shards[shard].versions))):
+            yield found
+
+    async def header(self, state: ParametersState, shard: int) -> int:
+        """Length of the header of a shard's file, which is compared with what it must be. Raises
+        SnapshotCorruptError."""
+        file = state.shards[shard]
+        if file.file not in self._headers:
+            wanted, path = state.header(shard), self.path(state, shard)
+            if file.length != len(wanted) + state.data_bytes(shard):
+                raise corrupt(path, f"{file.length} bytes are not what its slices need")
+            if await _read(self._storage, path, 0, len(wanted)) != wanted:
+                raise corrupt(path, "its header is not that of its slices")
+            self._headers[file.file] = len(wanted)
+        return self._headers[file.file]
+
+    def path(self, state: ParametersState, shard: int) -> str:
+        """Where a shard's file lies."""
+        return layouts.file_path(self._manifest.directory, state.shards[shard].file)
+
+    async def _positions(
+        self, state: ParametersState, shard: int, positions: range
+    ) -> AsyncIterator[tuple[int, list[Floats]]]:
+        header = await self.header(state, shard)
+        arrays = 1 + len(state.state_names)
+        for batch in _batches(state, shard, positions):
+            start = layouts.slice_offset(header, batch[0], state.spec.slice_elements, arrays - 1)
+            sizes = [_slice_bytes(state, shard, position) for position in batch]
+            data = await _read(self._storage, self.path(state, shard), start, sum(sizes))
+            taken = 0
+            for position, size in zip(batch, sizes, strict=True):
+                index = position * len(state.shards) + shard
+                part = memoryview(data)[taken : taken + size]
+                self._check(state, shard, position, part, size)
+                yield index, _split(part, arrays)
+                taken += size
+
+    def _check(self, state: ParametersState, shard: int, position: int, data: memoryview, size: int) -> None:
+        index, path = position * len(state.shards) + shard, self.path(state, shard)
+        if len(data) != size:
+            raise corrupt(path, f"it ends in slice {index}")
+        if layouts.digest_of(data) != state.shards[shard].digests[position]:
+            raise corrupt(path, f"slice {index} has another digest than in the manifest")
+
+
+async def read_slice(storage: Storage, manifest: Manifest, state: ParametersState, index: int) -> list[Floats]:
+    """One slice's weights and the optimizer's arrays; use a ``SliceReader`` for more. Raises SnapshotCorruptError."""
+    return await SliceReader(storage, manifest).slice(state, index)
+
+
+async def verify(storage: Storage, manifest: Manifest, progress: Progress | None = None) -> None:
+    """Reads every byte of every file, the manifest excepted, and raises SnapshotCorruptError for the first file that is
+    not what was written, or that does not belong there."""
+    await check_files(storage, manifest)
+    await _check_strangers(storage, manifest)
+    reader, done = SliceReader(storage, manifest), 0
+    for state in manifest.parameters:
+        for shard, file in enumerate(state.shards):
+            await reader.header(state, shard)
+            whole = xxhash.xxh3_128(state.header(shard))
+            done += file.length - state.data_bytes(shard)
+            async for _, arrays in reader.slices(state, shard):
+                for array in arrays:
+                    whole.update(array.data)
+                    done += array.nbytes
+                if progress is not None:
+                    progress(done, manifest.bytes)
+            if whole.hexdigest() != file.digest:
+                raise corrupt(reader.path(state, shard), "its digest is not that in the manifest")
+
+
+async def _check_strangers(storage: Storage, manifest: Manifest) -> None:
+    names = {"manifest.json", *manifest.files}
+    known = {layouts.file_path(manifest.directory, name) for name in names}
+    for stored in await storage.list(layouts.directory_path(manifest.directory)):
+        if stored.path not in known:
+            raise corrupt(stored.path, "no file of this name belongs to the snapshot")
+
+
+async def _read(storage: Storage, path: str, start: int, length: int) -> bytes:
+    try:
+        return await storage.read(path, start, length)
+    except UnknownSnapshotError:
+        raise corrupt(path, "it is missing") from None
+
+
+def _length(data: bytes, limit: int) -> str:
+    return f"more than {limit} bytes" if len(data) > limit else f"{len(data)} bytes"
+
+
+def _slice_bytes(state: ParametersState, shard: int, position: int) -> int:
+    elements = state.slicing.size(position * len(state.shards) + shard)
+    return elements * (1 + len(state.state_names)) * layouts.ELEMENT_BYTES
+
+
+def _batches(state: ParametersState, shard: int, positions: range) -> Iterator[range]:
+    """``positions`` in stretches of some bytes, or one slice."""
+    each = max(1, _BATCH_BYTES // max(1, _slice_bytes(state, shard, 0)))
+    for first in range(positions.start, positions.stop, each):
+        yield range(first, min(first + each, positions.stop))
+
+
+def _split(data: memoryview, arrays: int) -> list[Floats]:
+    parts: Sequence[Floats] = np.frombuffer(data, np.dtype("<f4")).reshape(arrays, -1)
+    return list(parts)
