@@ -37,8 +37,8 @@ class Era:
 
     base: str
     key: tuple[int, int, str]
-    #: Commit record that was the newest when the era began.
-    newest: str = ""
+    #: Commits that there were when the era began.
+    commits: int = 0
 
 
 @dataclass
@@ -70,7 +70,7 @@ class SnapshotOracle(Oracle):
         self.phase = 0
         self.eras = [Era("", (0, 0, ""))]
         self.commits: list[Saved] = []
-        #: Storage faults of this run spoil files without a word, so that an era may begin with an older snapshot.
+        #: Storage faults of this run spoil files without a word, so that some snapshots cannot be read.
         self.spoilt = False
         self._name = name
         self._era_of: dict[Member, int] = {}
@@ -101,8 +101,7 @@ class SnapshotOracle(Oracle):
         key = (self.phase, entry.generation, base)
         # A map may stop to tell the restore once all is loaded.
         if key[:2] != self.eras[-1].key[:2] or (base and base != self.eras[-1].base):
-            newest = max((saved.record for saved in self.commits), default="")
-            self.eras.append(Era(base, key, newest))
+            self.eras.append(Era(base, key, len(self.commits)))
             self.counts["eras"] += 1
             self.counts["began from a snapshot"] += bool(base)
         for member in entry.members:
@@ -166,13 +165,14 @@ class SnapshotOracle(Oracle):
         self._check_bases()
 
     def _check_bases(self) -> None:
-        """An era begins with what was committed, and with the newest."""
+        """An era begins with the newest snapshot that was committed and is whole."""
         for number, era in enumerate(self.eras[1:], 1):
-            known = {saved.directory: saved for saved in self.commits if saved.directory}
-            if era.base and era.base not in known:
+            whole = [saved.directory for saved in self.commits[: era.commits] if saved.directory]
+            newest = whole[-1] if whole else ""
+            if era.base not in ("", *whole):
                 self.violation(f"era {number} began with {era.base}, which is no snapshot that was committed")
-            elif not self.spoilt and era.newest and (not era.base or known[era.base].record != era.newest):
-                self.violation(f"era {number} began with {era.base!r}, though {era.newest} was the newest commit")
+            elif era.base != newest:
+                self.violation(f"era {number} began with {era.base!r}, though {newest!r} was committed")
 
     async def _check_commit(self, storage: SimStorage, saved: Saved) -> None:
         commits = await reader.commits(storage)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -18,23 +18,27 @@ from psdist import ASP, BSP, SSP
 from psdist.client.async_client import AsyncClient
 from psdist.client.parameters import AsyncParameters
 from psdist.consistency import Consistency
-from psdist.errors import SnapshotFailedError, StorageError
+from psdist.errors import FencedError, SnapshotFailedError, StorageError
 from psdist.optim import SGD
 from psdist.snapshots.policy import SavePolicy
+from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.records import ClusterSettings
 from psdist_scheduler.service import Scheduler
+from psdist_scheduler.snapshot_io import read_history
 from psdist_server.host import Host
 from psdist_server.link import SchedulerLink
 from tests.simulation import scenario
 from tests.simulation.cluster import KERNEL_THREADS, NAME, RUN, World
 from tests.simulation.disk import Disk, DiskStore
 from tests.simulation.environment import RunLoop
-from tests.simulation.loop import Deadlock, Failed, Node, TooLong
+from tests.simulation.loop import Deadlock, Failed, Node, TooLong, where
 from tests.simulation.nemesis import Nemesis
 from tests.simulation.options import SINGLE, Options
 from tests.simulation.oracle import Life
 from tests.simulation.snapshot_oracle import SnapshotOracle
 from tests.simulation.storage import Bucket, Operation, SimStorage
 
+URL: Final = "sim://bucket"
 #: Faults of runs with snapshots, beside those of other runs.
 LOSSES: Final = ("lose server", "restart everything")
 #: Virtual seconds in which a run that has to load must be over, once nothing is wrong any more.
@@ -129,9 +133,23 @@ class SnapshotWorld(World):
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
+    @property
+    def settings(self) -> ClusterSettings:
+        """See World."""
+        salt = f"{self.loop.entropy.getrandbits(24):06x}"
+        return replace(super().settings, storage=URL, policy=self.options.policy, salt=salt)
+
     async def make_scheduler(self, store: DiskStore) -> Scheduler:
         """See World."""
-        raise NotImplementedError
+        storage, stored = self.open_storage(URL), store.load()
+        while True:
+            try:
+                history = await read_history(storage, RUN)
+                break
+            except StorageError:
+                self.counts["the storage could not be read at the beginning"] += 1
+                await self.loop.after(0.3)
+        return Scheduler(Cluster(self.settings, stored, self.loop.time(), history), store, storage)
 
     def make_host(self, link: SchedulerLink) -> Host:
         """See World."""
@@ -224,7 +242,7 @@ class SnapshotWorld(World):
         mine = [push.slot for push in life.since if push.acked and not push.dropped]
         try:
             info = await client.snapshot()
-        except (SnapshotFailedError, StorageError) as error:
+        except (SnapshotFailedError, StorageError, FencedError) as error:
             self.counts[f"a worker was told: {type(error).__name__}"] += 1
             return
         self.counts["a worker was told of a snapshot"] += 1
@@ -316,20 +334,25 @@ async def _main(world: SnapshotWorld) -> None:
 
 def run(seed: int, options: SnapshotOptions | None = None, *, trace: bool = False) -> scenario.Result:
     """Runs a seed. The environment must be installed."""
-    options = options or draw(seed)
+    return play(options or draw(seed), trace=trace)[1]
+
+
+def play(
+    options: SnapshotOptions, make: type[SnapshotWorld] = SnapshotWorld, *, trace: bool = False
+) -> tuple[SnapshotWorld, scenario.Result]:
+    """Runs a world to its end. The environment must be installed."""
     started = time.process_time()
     loop = RunLoop(options.stream("schedule"), options.handle_seconds)
     loop.lines = [] if trace else None
-    world = SnapshotWorld(loop, options)
-    result = play(loop, world, options)
+    world = make(loop, options)
+    result = _play(loop, world, options)
     scenario._tear_down(loop)
     result.violations += loop.failures
     result.cpu_seconds = time.process_time() - started
-    return result
+    return world, result
 
 
-def play(loop: RunLoop, world: SnapshotWorld, options: SnapshotOptions) -> scenario.Result:
-    """Runs a world to its end."""
+def _play(loop: RunLoop, world: SnapshotWorld, options: SnapshotOptions) -> scenario.Result:
     violations, begun = list[str](), loop.time()
     try:
         loop.run(_main(world), options.fault_seconds + CONVERGE_SECONDS)
@@ -338,7 +361,7 @@ def play(loop: RunLoop, world: SnapshotWorld, options: SnapshotOptions) -> scena
     except Failed:
         pass
     except Exception as error:
-        violations.append(f"the run failed: {error!r}")
+        violations.append(f"the run failed: {error!r}{where(error)}")
     violations = [*world.oracle.violations, *world.doomed, *violations]
     counts = world.counts + world.network.counts + world.oracle.counts
     return scenario.Result(

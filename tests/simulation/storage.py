@@ -61,9 +61,9 @@ class Bucket:
     fault: Callable[[Operation], str] = lambda operation: ""
     #: Ends the process that does an operation.
     crash: Callable[[Node], None] = lambda node: None
-    #: Told of each file that was created exclusively, at once.
+    #: Told of each file that was created exclusively, and is whole, at once.
     created: Callable[[str], None] = lambda path: None
-    #: Deleted or written paths that were there already, as nothing may be overwritten.
+    #: Paths that were written though they were there.
     overwritten: list[str] = field(default_factory=list)
 
     @property
@@ -103,7 +103,8 @@ class SimStorage:
             if path in self._bucket.files:
                 raise FileExistsError(path)
             self._put(path, bytes(data), torn)
-            self._bucket.created(path)
+            if not torn:
+                self._bucket.created(path)
 
     @asynccontextmanager
     async def writer(self, path: str) -> AsyncIterator[_Writer]:

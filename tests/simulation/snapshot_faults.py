@@ -1,0 +1,102 @@
+"""Killed at any point of a save: each operation of the storage in a small run, each with every fault that it can have.
+
+A run without a fault says which operations there are. Then the same run once more for each of them and each fault:
+until then it is the same to the last handle. The oracle of ``snapshots`` says what must be there afterwards: training
+has gone on, and what begins anew in the end has the previous or the new snapshot, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from psdist import ASP, BSP
+from psdist.optim import SGD
+from tests.simulation import scenario, snapshots
+from tests.simulation.snapshots import SnapshotOptions, SnapshotWorld
+from tests.simulation.storage import FAULTS, WRITING, Operation
+
+#: What the runs are made of, by name: one with a step agreed on, one with marks.
+RUNS: dict[str, SnapshotOptions] = {
+    name: SnapshotOptions(
+        seed=seed, servers=2, workers=2, consistency=consistency, optimizer=SGD(lr=1.0, momentum=momentum), steps=6,
+        slices=2, lives=6, think_seconds=0.1, pulls=0.0, saves=0.0, save_steps=steps, save_seconds=seconds,
+        keep_last=2, lease_seconds=1.0, ends=1,
+    )
+    for name, seed, consistency, momentum, steps, seconds in (
+        ("bsp", 1, BSP(), 0.5, 2, 0.0),
+        ("asp", 2, ASP(), 0.0, 0, 0.25),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault at one operation of a run of RUNS."""
+
+    run: str
+    number: int
+    kind: str
+    path: str
+    node: str
+    fault: str
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return f"{self.run}: {self.fault} at operation {self.number}, {self.kind} {self.path} by {self.node}"
+
+
+class FaultyWorld(SnapshotWorld):
+    """A world where one operation fails."""
+
+    case: Case | None = None
+
+    def _fault(self, operation: Operation) -> str:
+        case = self.case
+        if case is None or operation.number != case.number:
+            return ""
+        if (operation.kind, operation.path.count("/")) != (case.kind, case.path.count("/")):
+            self.oracle.violation(f"operation {case.number} is {operation}, not {case}")
+        self.counts[f"{operation.kind}: {case.fault}"] += 1
+        return case.fault
+
+
+def cases(run: str, faults: Sequence[str] = FAULTS) -> list[Case]:
+    """All that can happen in a run, from its first commit on: before that a lost server is lost."""
+    world, result = _play(run, None)
+    if result.violations:
+        raise AssertionError(result.text)
+    operations = world.bucket.operations
+    first = next(op.number for op in operations if op.kind == "create" and op.path.startswith("commits/"))
+    return [
+        Case(run, op.number, op.kind, op.path, op.node, fault)
+        for op in operations[first:]
+        for fault in faults
+        if _can_have(op, fault)
+    ]
+
+
+def _can_have(operation: Operation, fault: str) -> bool:
+    if fault == "torn, silently":  # What a writer was given is written once more by its end.
+        return operation.kind in ("close", "create") and not operation.path.startswith("commits/")
+    return operation.kind in WRITING or not fault.startswith("torn")
+
+
+def run_cases(given: Sequence[Case]) -> list[tuple[Case, list[str]]]:
+    """The cases that broke a promise, and what was seen; in a prepared process."""
+    failed = []
+    for case in given:
+        _, result = _play(case.run, case)
+        if result.violations:
+            failed.append((case, result.violations))
+    return failed
+
+
+def _play(run: str, case: Case | None, *, trace: bool = False) -> tuple[SnapshotWorld, scenario.Result]:
+    options = replace(RUNS[run])
+    return snapshots.play(options, _world(case), trace=trace)
+
+
+def _world(case: Case | None) -> type[SnapshotWorld]:
+    return type("CaseWorld", (FaultyWorld,), {"case": case})
