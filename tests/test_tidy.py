@@ -23,7 +23,7 @@ FILE_LINES_MAX = 600
 PURE = frozenset(
     {
         *("psdist.errors", "psdist.types", "psdist.optim", "psdist.consistency", "psdist.compression"),
-        *("psdist.wire.limits", "psdist.launch.supervisor"),
+        *("psdist.wire.limits", "psdist.launch.supervisor", "psdist.snapshots.format"),
         *("psdist.client.buckets", "psdist.client.partition", "psdist.client.retry", "psdist.client.routing"),
         *("psdist.client.pushes", "psdist.client.session"),
         *("psdist_scheduler.cluster", "psdist_scheduler.datasets", "psdist_scheduler.events", "psdist_scheduler.joins"),

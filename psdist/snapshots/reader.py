@@ -10,7 +10,7 @@ for the newest because of it would lose steps for nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -174,9 +174,8 @@ class SliceReader:
     async def slice(self, state: ParametersState, index: int) -> list[Floats]:
         """A slice's weights and the optimizer's arrays, read-only. Raises SnapshotCorruptError."""
         position, shard = divmod(index, len(state.shards))
-        async for _, arrays in self._positions(state, shard, range(position, position + 1)):
-            return arrays
-        raise AssertionError("a position of its own gives one slice")
+        [(_, arrays)] = [found async for found in self._positions(state, shard, range(position, position + 1))]
+        return arrays
 
     async def slices(self, state: ParametersState, shard: int) -> AsyncIterator[tuple[int, list[Floats]]]:
         """All slices of a shard, ascending, each with its number; several are read at a time. Raises
@@ -284,5 +283,4 @@ def _batches(state: ParametersState, shard: int, positions: range) -> Iterator[r
 
 
 def _split(data: memoryview, arrays: int) -> list[Floats]:
-    parts: Sequence[Floats] = np.frombuffer(data, np.dtype("<f4")).reshape(arrays, -1)
-    return list(parts)
+    return list(np.frombuffer(data, np.dtype("<f4")).reshape(arrays, -1))
