@@ -53,7 +53,7 @@ def _ablation(name: str, **focus: Any) -> Callable[[Callable[[Put], None]], Call
 
 
 @contextmanager
-def applied(name: str) -> Iterator[None]:
+def applied(ablation: Ablation) -> Iterator[None]:
     """The safeguard is away while this lasts."""
     undo: list[tuple[Any, str, Any, bool]] = []
 
@@ -62,7 +62,7 @@ def applied(name: str) -> Iterator[None]:
         undo.append((owner, attribute, vars(owner).get(attribute), had))
         setattr(owner, attribute, value)
 
-    ABLATIONS[name].apply(put)
+    ablation.apply(put)
     try:
         yield
     finally:
@@ -75,7 +75,7 @@ def applied(name: str) -> Iterator[None]:
 
 def hunt(name: str, seeds: int = SEEDS) -> tuple[int, str]:
     """The number of seeds that it took to catch the ablation, and what was seen; 0 where it was not."""
-    with applied(name):
+    with applied(ABLATIONS[name]):
         for seed in range(seeds):
             result = scenario.run(seed, ABLATIONS[name].focus(draw(seed)))
             if result.violations:

@@ -8,7 +8,7 @@ has gone on, and what begins anew in the end has the previous or the new snapsho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from psdist import ASP, BSP
 from psdist.optim import SGD
@@ -87,15 +87,19 @@ def run_cases(given: Sequence[Case]) -> list[tuple[Case, list[str]]]:
     """The cases that broke a promise, and what was seen; in a prepared process."""
     failed = []
     for case in given:
-        _, result = _play(case.run, case)
+        result = run_case(case)
         if result.violations:
             failed.append((case, result.violations))
     return failed
 
 
+def run_case(case: Case, *, trace: bool = False) -> scenario.Result:
+    """One case; in a prepared process."""
+    return _play(case.run, case, trace=trace)[1]
+
+
 def _play(run: str, case: Case | None, *, trace: bool = False) -> tuple[SnapshotWorld, scenario.Result]:
-    options = replace(RUNS[run])
-    return snapshots.play(options, _world(case), trace=trace)
+    return snapshots.play(RUNS[run], _world(case), trace=trace)
 
 
 def _world(case: Case | None) -> type[SnapshotWorld]:
