@@ -21,7 +21,7 @@ RUNS: dict[str, SnapshotOptions] = {
     name: SnapshotOptions(
         seed=seed, servers=2, workers=2, consistency=consistency, optimizer=SGD(lr=1.0, momentum=momentum), steps=6,
         slices=2, lives=6, think_seconds=0.1, pulls=0.0, saves=0.0, save_steps=steps, save_seconds=seconds,
-        keep_last=2, lease_seconds=1.0, ends=1,
+        keep_last=2, lease_seconds=1.0, ends=1, data=True,
     )
     for name, seed, consistency, momentum, steps, seconds in (
         ("bsp", 1, BSP(), 0.5, 2, 0.0),

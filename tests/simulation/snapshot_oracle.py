@@ -51,6 +51,7 @@ class Saved:
     #: By directory, filled when it is looked at: the pushes in it.
     slots: frozenset[int] = frozenset()
     directory: str = ""
+    done: frozenset[int] = frozenset()
     acked: frozenset[int] = field(default_factory=frozenset)
 
 
@@ -75,6 +76,8 @@ class SnapshotOracle(Oracle):
         self._name = name
         self._era_of: dict[Member, int] = {}
         self._of_push: dict[int, tuple[Member, int]] = {}
+        #: By the number of a range of the data set, the pushes that it was used for.
+        self._uses: dict[int, list[Push]] = {}
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -83,6 +86,10 @@ class SnapshotOracle(Oracle):
         push = super().begins(life, step)
         self._of_push[push.slot] = ((self.phase, life.worker_id, life.incarnation), len(self.eras) - 1)
         return push
+
+    def used(self, push: Push, number: int) -> None:
+        """The push was made with this range of the data."""
+        self._uses.setdefault(number, []).append(push)
 
     def new_phase(self) -> None:
         """All processes and the scheduler's store are gone; what the storage has is left."""
@@ -188,11 +195,26 @@ class SnapshotOracle(Oracle):
             return
         table = [await reader.read_slice(storage, manifest, state, i) for i in range(self.slicing.count)]
         self.counts["snapshots compared"] += 1
-        self._check_table(saved, manifest, state, table)
+        self._check_table(saved, state, table)
+        if self._uses:
+            self._check_data(saved, manifest)
 
-    def _check_table(
-        self, saved: Saved, manifest: Manifest, state: ParametersState, table: Sequence[Sequence[Array]]
-    ) -> None:
+    def _check_data(self, saved: Saved, manifest: Manifest) -> None:
+        """What the data position has as done is in the weights. It may have less, where a worker was slow or died."""
+        saved.done = frozenset(done_ranges(manifest))
+        base = next((other.done for other in self.commits if other.directory == self.eras[saved.era].base), frozenset())
+        for number in sorted(saved.done):
+            uses = self._uses.get(number, [])
+            excused = any(push.dropped and (self.era_of(push) == saved.era or number in base) for push in uses)
+            if not excused and not any(push.slot in saved.slots for push in uses):
+                self.violation(f"{saved.record} has range {number} as done, and no push that was made with it")
+        again = {
+            number for number, uses in self._uses.items() if any(p.slot in saved.slots for p in uses)
+        } - saved.done  # fmt: skip
+        self.counts["ranges done in snapshots"] += len(saved.done)
+        self.counts["ranges that a snapshot has in the weights and not as done"] += len(again)
+
+    def _check_table(self, saved: Saved, state: ParametersState, table: Sequence[Sequence[Array]]) -> None:
         base = self._slots_of(self.eras[saved.era].base)
         shards, present = len(state.shards), list[set[int]]()
         for index, arrays in enumerate(table):
@@ -295,6 +317,16 @@ class SnapshotOracle(Oracle):
             if not push.acked and there.any():
                 self.violation(f"push {push.step} of {push.life.worker_id} (slot {push.slot}) came back after its era")
         self.check_end(versions, weights)
+
+
+def done_ranges(manifest: Manifest) -> set[int]:
+    """Ranges of the first data epoch that are over, by the position of the only data set."""
+    if not manifest.datasets:
+        return set()
+    data = manifest.datasets[0]
+    if data.position.data_epoch:
+        return set(range(data.spec.ranges))
+    return {number for first, count in data.position.done for number in range(first, first + count)}
 
 
 def _record(commit: reader.Commit) -> str:

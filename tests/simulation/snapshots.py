@@ -16,6 +16,7 @@ import numpy as np
 
 from psdist import ASP, BSP, SSP
 from psdist.client.async_client import AsyncClient
+from psdist.client.datasets import Range
 from psdist.client.parameters import AsyncParameters
 from psdist.consistency import Consistency
 from psdist.errors import FencedError, SnapshotFailedError, StorageError
@@ -62,6 +63,8 @@ class SnapshotOptions(Options):
     storage_faults: float = 0.0
     storage_kinds: tuple[str, ...] = ("error before", "error after", "torn, error", "slow")
     ends: int = 1
+    #: Whether each push is made with a leased range of data.
+    data: bool = False
 
     @property
     def policy(self) -> SavePolicy:
@@ -104,6 +107,7 @@ def draw(seed: int) -> SnapshotOptions:
         storage_seconds=rng.choice(((0.0005, 0.003), (0.0005, 0.003), (0.01, 0.1))),
         storage_faults=rng.choice((0.0, 0.0, 0.02, 0.1)),
         ends=ends,
+        data=rng.random() < 0.4,
     )
 
 
@@ -232,10 +236,28 @@ class SnapshotWorld(World):
 
     # --- a worker's script --------------------------------------------------------------------------------------------
 
-    async def _step(self, client: AsyncClient, life: Life, handle: AsyncParameters) -> None:
-        await super()._step(client, life, handle)
-        if self._saving.random() < self.options.saves:
-            await self._save(client, life)
+    async def _train(self, life: Life) -> None:
+        steps = self.steps_left(life.worker)
+        client = await self._connect(life.worker_id)
+        self.clients[life.number] = client
+        data = await client.dataset("data", size=self.options.slots, range_size=1) if self.options.data else None
+        handle = await self._open(client)
+        self._joined(life, client, handle)
+        self.created = True
+        held: Range | None = None
+        for _ in range(steps):
+            await self.loop.after(self.workload.expovariate(1.0) * self.options.think_seconds)
+            if data is not None:
+                held = await data.next(held)
+            await self._step(client, life, handle)
+            if held is not None:
+                self.oracle.used(life.pushes[-1], held.number)
+            if self._saving.random() < self.options.saves:
+                await self._save(client, life)
+        life.over = True
+        if data is not None:
+            data.done()
+        await client.close()
 
     async def _save(self, client: AsyncClient, life: Life) -> None:
         era = len(self.oracle.eras)
