@@ -17,7 +17,6 @@ import numpy as np
 from psdist import ASP, BSP, SSP
 from psdist.client.async_client import AsyncClient
 from psdist.client.datasets import Range
-from psdist.client.parameters import AsyncParameters
 from psdist.consistency import Consistency
 from psdist.errors import FencedError, SnapshotFailedError, StorageError
 from psdist.optim import SGD
@@ -37,7 +36,7 @@ from tests.simulation.nemesis import Nemesis
 from tests.simulation.options import SINGLE, Options
 from tests.simulation.oracle import Life
 from tests.simulation.snapshot_oracle import SnapshotOracle
-from tests.simulation.storage import Bucket, Operation, SimStorage
+from tests.simulation.storage import WRITING, Bucket, Operation, SimStorage
 
 URL: Final = "sim://bucket"
 #: Faults of runs with snapshots, beside those of other runs.
@@ -209,6 +208,12 @@ class SnapshotWorld(World):
         if self.healed or self._chance.random() >= self.options.storage_faults:
             return ""
         kind = self._chance.choice(self.options.storage_kinds)
+        if kind.endswith("silently"):
+            if operation.kind != "close":
+                return ""
+            self.oracle.spoilt = True
+        elif "," in kind and operation.kind not in WRITING:
+            return ""
         self.counts[f"storage {operation.kind}: {kind}"] += 1
         return kind
 

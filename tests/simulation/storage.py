@@ -5,8 +5,8 @@
 with it. A process that is killed leaves nothing of an operation that was under way, unless a fault says otherwise.
 
 Faults: an operation fails before it did anything, or after; the process that does it dies before, or after; what is
-written is torn (a part of it stays) and its process dies, or is told; what is written is torn and nobody is told; it
-takes very long.
+written is torn (a part of it stays) and its process dies, or is told; what is written is torn, or has a wrong bit, and
+nobody is told; it takes very long.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ FAULTS: Final = (
     "torn, error",
     "torn, crash",
     "torn, silently",
+    "flipped, silently",
     "slow",
 )
 #: Kinds of operations that change what is stored.
@@ -99,11 +100,11 @@ class SimStorage:
 
     async def create(self, path: str, data: bytes) -> None:
         """See Storage."""
-        async with self._operation("create", path) as torn:
+        async with self._operation("create", path) as spoil:
             if path in self._bucket.files:
                 raise FileExistsError(path)
-            self._put(path, bytes(data), torn)
-            if not torn:
+            self._put(path, bytes(data), spoil)
+            if not spoil:
                 self._bucket.created(path)
 
     @asynccontextmanager
@@ -112,24 +113,29 @@ class SimStorage:
         async with self._operation("open", path):
             writer = _Writer(self, path)
         yield writer
-        async with self._operation("close", path) as torn:
+        async with self._operation("close", path) as spoil:
             if path in self._bucket.files:
                 self._bucket.overwritten.append(path)
-            self._put(path, b"".join(writer.parts), torn)
+            self._put(path, b"".join(writer.parts), spoil)
 
     async def delete(self, paths: Iterable[str]) -> None:
         """See Storage."""
         names = list(paths)
-        async with self._operation("delete", " ".join(names)) as torn:
-            for path in names[: len(names) // 2 if torn else len(names)]:
+        async with self._operation("delete", " ".join(names)) as spoil:
+            for path in names[: len(names) // 2 if spoil else len(names)]:
                 self._bucket.files.pop(path, None)
 
-    def _put(self, path: str, data: bytes, torn: bool) -> None:
-        self._bucket.files[path] = (data[: len(data) // 2] if torn else data, self._loop.time())
+    def _put(self, path: str, data: bytes, spoil: str) -> None:
+        if spoil == "torn":
+            data = data[: len(data) // 2]
+        elif spoil == "flipped":
+            place = self._bucket.rng.randrange(len(data))
+            data = data[:place] + bytes([data[place] ^ 1 << self._bucket.rng.randrange(8)]) + data[place + 1 :]
+        self._bucket.files[path] = (data, self._loop.time())
 
     @asynccontextmanager
-    async def _operation(self, kind: str, path: str) -> AsyncIterator[bool]:
-        """Around what an operation does, which takes no time itself; whether it is torn."""
+    async def _operation(self, kind: str, path: str) -> AsyncIterator[str]:
+        """Around what an operation does, which takes no time itself; "torn" or "flipped" where it is."""
         bucket, loop, node = self._bucket, self._loop, self._loop.current()
         operation = Operation(len(bucket.operations) + 1, kind, path, node.name, loop.time())
         bucket.operations.append(operation)
@@ -137,7 +143,7 @@ class SimStorage:
         loop.trace(f"storage {kind} {path} {fault}")
         await loop.after(SLOW_SECONDS if fault == "slow" else bucket.rng.uniform(*bucket.seconds))
         await self._fail(fault, "before", node, operation)
-        yield fault.startswith("torn")
+        yield fault.partition(",")[0] if "," in fault else ""
         await self._fail(fault, "after", node, operation)
 
     async def _fail(self, fault: str, when: str, node: Node, operation: Operation) -> None:
@@ -149,10 +155,10 @@ class SimStorage:
 
     async def write(self, writer: _Writer, data: bytes) -> None:
         """A part of a file that is being written: nothing of it is there before the end, unless it is torn."""
-        async with self._operation("write", writer.path) as torn:
+        async with self._operation("write", writer.path) as spoil:
             writer.parts.append(data)
-            if torn:
-                self._put(writer.path, b"".join(writer.parts), torn)
+            if spoil:
+                self._put(writer.path, b"".join(writer.parts), spoil)
 
 
 class _Writer:
