@@ -25,6 +25,7 @@ __all__ = [
     "data",
     "errors",
     "init",
+    "load_snapshot",
     "optim",
 ]
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from psdist.client.sync_client import Client, Parameters
     from psdist.consistency import ASP, BSP, SSP
     from psdist.errors import PsdistError
+    from psdist.snapshots.load import load_snapshot
 
 
 def __getattr__(name: str) -> Any:
@@ -47,6 +49,8 @@ def __getattr__(name: str) -> Any:
             _load_specifications()
         case "compression" | "data":
             _load_arrays()
+        case "load_snapshot":
+            _load_snapshots()
         case _:
             raise AttributeError(f"module 'psdist' has no attribute {name!r}")
     return globals()[name]
@@ -79,3 +83,9 @@ def _load_arrays() -> None:
     import psdist.data as data
 
     globals().update(compression=compression, data=data)
+
+
+def _load_snapshots() -> None:
+    from psdist.snapshots.load import load_snapshot
+
+    globals().update(load_snapshot=load_snapshot)

@@ -1,0 +1,231 @@
+"""``psdist.load_snapshot``: a snapshot's weights as named arrays, without a cluster.
+
+Invariant: what a caller gets, or finds in its own arrays, was verified completely; nothing is filled in part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.compression import NUMPY_DTYPES
+from psdist.errors import (
+    DTypeMismatchError,
+    InvalidArgumentError,
+    MissingTensorError,
+    ShapeMismatchError,
+    SnapshotCorruptError,
+    UnknownParametersError,
+    UnknownSnapshotError,
+    UnknownTensorError,
+)
+from psdist.snapshots import reader
+from psdist.snapshots.format import Commit, ParametersState
+from psdist.snapshots.reader import Found, SliceReader, Unreadable
+from psdist.snapshots.storage import Storage, open_storage
+
+AnyArray = NDArray[Any]
+T = TypeVar("T")
+_SHOWN = 8
+
+
+class Snapshot(Mapping[str, AnyArray]):
+    """Weights by tensor name, in their declared shapes.
+
+    step: of the parameters: in BSP the step that comes next, else the highest version of any slice; of several
+        parameters the highest. steps: by parameters. run_id, directory: of the snapshot.
+    missing, unexpected: with ``into``: names that the snapshot does not have, and names that ``into`` does not have.
+    skipped: one sentence for each newer snapshot that could not be used.
+    """
+
+    def __init__(self, arrays: Mapping[str, AnyArray], found: Found, states: tuple[ParametersState, ...]) -> None:
+        self._arrays = dict(arrays)
+        self.run_id = found.manifest.run_id
+        self.directory = found.manifest.directory
+        self.steps = {state.spec.name: state.step for state in states}
+        self.step = max(self.steps.values(), default=0)
+        self.skipped = found.skipped
+        self.missing: tuple[str, ...] = ()
+        self.unexpected: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> AnyArray:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __repr__(self) -> str:
+        return f"Snapshot({self.directory!r} of run {self.run_id!r}, step={self.step}, {len(self)} tensors)"
+
+
+def load_snapshot(
+    url: str,
+    *,
+    step: int | None = None,
+    parameters: str | None = None,
+    dtype: str | None = None,
+    into: Mapping[str, AnyArray] | None = None,
+    strict: bool = True,
+) -> Snapshot:
+    """The weights in a committed snapshot of the storage at ``url``, a directory or a URL.
+
+    step: the snapshot of this step; None takes the newest, or, where that is corrupt, the one before, with a warning.
+    parameters: None takes all that are in the snapshot, whose tensors must then have different names.
+    dtype: of all arrays, "float32", "float16", "bfloat16" or "float64"; None gives each tensor its own.
+    into: numpy arrays by name that are filled, each in its own dtype; the result then has these, and no others.
+    strict: False leaves arrays of ``into`` as they are that the snapshot does not have; the result's ``missing`` and
+        ``unexpected`` say what differs. True raises MissingTensorError or UnknownTensorError.
+
+    Raises UnknownSnapshotError, SnapshotCorruptError, StorageError, UnknownParametersError, ShapeMismatchError (also
+    where ``strict`` is False), DTypeMismatchError, InvalidArgumentError. Nothing is filled by a call that raises.
+    """
+    if dtype is not None and dtype not in NUMPY_DTYPES:
+        raise DTypeMismatchError(f"dtype {dtype!r:.80} is not supported: use one of {', '.join(NUMPY_DTYPES)}")
+    if dtype is not None and into is not None:
+        raise InvalidArgumentError("dtype and into cannot be given together: each array of into has its own dtype")
+    _check_targets(into or {})
+    storage = open_storage(url)
+    found, states, arrays = _wait(lambda: _load(storage, step, parameters))
+    for sentence in found.skipped:
+        warnings.warn(f"an older snapshot is used: {sentence}", RuntimeWarning, stacklevel=2)
+    if into is not None:
+        return _fill(Snapshot(into, found, states), arrays, into, strict)
+    dtypes = {tensor.name: dtype or tensor.dtype for state in states for tensor in state.layout.tensors}
+    with np.errstate(over="ignore"):
+        typed = {name: array.astype(NUMPY_DTYPES[dtypes[name]], copy=False) for name, array in arrays.items()}
+    return Snapshot(typed, found, states)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+_Loaded = tuple[Found, tuple[ParametersState, ...], dict[str, AnyArray]]
+
+
+def _wait(load: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """What the coroutine gives, in a thread of its own where this one's loop runs already (a notebook's)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(load())
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(asyncio.run(load()))
+        except BaseException as error:  # It is the caller's.
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="psdist-load-snapshot")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+async def _load(storage: Storage, step: int | None, parameters: str | None) -> _Loaded:
+    def wanted(commit: Commit) -> bool:
+        return step is None or step in [n for name, n in commit.steps.items() if parameters in (None, name)]
+
+    corrupt: list[str] = []
+    async for found in reader.usable(storage, where=wanted):
+        states = _states(found, parameters)
+        try:
+            arrays = await _read(storage, found, states)
+        except SnapshotCorruptError as error:
+            corrupt.append(error.message)
+            continue
+        return Found(found.commit, found.manifest, (*found.skipped, *corrupt)), states, arrays
+    if corrupt:
+        raise SnapshotCorruptError(f"no snapshot in {storage.url} can be used: {'; '.join(corrupt)[:2000]}")
+    raise await _unknown(storage, step)
+
+
+async def _unknown(storage: Storage, step: int | None) -> UnknownSnapshotError:
+    records = [record for record in await reader.commits(storage) if not isinstance(record, Unreadable)]
+    if step is None or not records:
+        return UnknownSnapshotError(f"there is no committed snapshot in {storage.url}")
+    steps = ", ".join(str(max(record.steps.values(), default=0)) for record in records[:_SHOWN])
+    return UnknownSnapshotError(f"there is no snapshot of step {step} in {storage.url}; the newest are of {steps}")
+
+
+def _states(found: Found, parameters: str | None) -> tuple[ParametersState, ...]:
+    states = found.manifest.parameters
+    if parameters is not None:
+        state = found.manifest.state(parameters)
+        if state is None:
+            names = ", ".join(state.spec.name for state in states)
+            raise UnknownParametersError(
+                f"snapshot {found.manifest.directory} has no {parameters!r:.80}; it has {names}"
+            )
+        return (state,)
+    owners: dict[str, str] = {}
+    for state in states:
+        for tensor in state.layout.tensors:
+            if (other := owners.setdefault(tensor.name, state.spec.name)) != state.spec.name:
+                raise InvalidArgumentError(
+                    f"tensor {tensor.name!r} is in {other!r} and in {state.spec.name!r}: say which by parameters="
+                )
+    return states
+
+
+async def _read(storage: Storage, found: Found, states: tuple[ParametersState, ...]) -> dict[str, AnyArray]:
+    """All tensors as float32, views of one vector for each parameters."""
+    slices, arrays = SliceReader(storage, found.manifest), {}
+    for state in states:
+        flat = np.empty(state.layout.total, np.float32)
+        for shard in range(len(state.shards)):
+            async for index, (weights, *_) in slices.slices(state, shard):
+                flat[slice(*state.slicing.bounds(index))] = weights
+        for tensor, start in zip(state.layout.tensors, state.layout.offsets, strict=False):
+            arrays[tensor.name] = flat[start : start + tensor.size].reshape(tensor.shape)
+    return arrays
+
+
+# --- into arrays of the caller ----------------------------------------------------------------------------------------
+
+
+def _check_targets(into: Mapping[str, AnyArray]) -> None:
+    for name, array in into.items():
+        if not isinstance(array, np.ndarray) or not array.flags.writeable:
+            raise InvalidArgumentError(f"into[{name!r:.100}] must be a writable numpy array")
+        if array.dtype not in NUMPY_DTYPES.values():
+            raise DTypeMismatchError(
+                f"into[{name!r:.100}] has dtype {array.dtype}: use one of {', '.join(NUMPY_DTYPES)}"
+            )
+
+
+def _fill(snapshot: Snapshot, arrays: Mapping[str, AnyArray], into: Mapping[str, AnyArray], strict: bool) -> Snapshot:
+    snapshot.missing = tuple(name for name in into if name not in arrays)
+    snapshot.unexpected = tuple(name for name in arrays if name not in into)
+    if strict and snapshot.missing:
+        raise MissingTensorError(
+            f"{_names(snapshot.missing)} of into are not in snapshot {snapshot.directory}: strict=False leaves them"
+        )
+    if strict and snapshot.unexpected:
+        raise UnknownTensorError(
+            f"{_names(snapshot.unexpected)} of snapshot {snapshot.directory} are not in into: strict=False ignores them"
+        )
+    both = [name for name in into if name in arrays]
+    for name in both:
+        if into[name].shape != arrays[name].shape:
+            raise ShapeMismatchError(f"into[{name!r}] has shape {into[name].shape}, expected {arrays[name].shape}")
+    with np.errstate(over="ignore"):
+        for name in both:
+            np.copyto(into[name], arrays[name], casting="same_kind")
+    return snapshot
+
+
+def _names(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"tensors {', '.join(map(repr, names[:_SHOWN]))}{more}"
