@@ -12,6 +12,8 @@ from tests.simulation.storage import FAULTS
 
 #: Cases that a process takes at a time.
 CASES = 10
+#: Names of the runs of ``snapshot_faults``.
+RUNS = ("bsp", "asp")
 
 
 def prepare() -> None:
@@ -48,28 +50,31 @@ def run_many(first: int, count: int, processes: int) -> Iterator[Summary]:
         yield from pool.imap_unordered(run_chunk, chunks)
 
 
-def _cases(run: str) -> list[object]:
+def cases(run: str) -> list[object]:
+    """All cases of a run of RUNS, in a prepared process."""
     from tests.simulation import snapshot_faults
 
     return list(snapshot_faults.cases(run))
 
 
-def _run_cases(cases: Sequence[object]) -> tuple[int, list[str]]:
+def run_cases(given: Sequence[object]) -> tuple[int, list[str]]:
+    """How many there were, and what is wrong; in a prepared process."""
     from tests.simulation import snapshot_faults
 
-    failed = snapshot_faults.run_cases(cases)  # type: ignore[arg-type]
-    return len(cases), [f"{case.text} (--case {case.number} {case.fault!r})\n  {seen[0]}" for case, seen in failed]
+    failed = snapshot_faults.run_cases(given)  # type: ignore[arg-type]
+    return len(given), [f"{case.text} (--case {case.number} {case.fault!r})\n  {seen[0]}" for case, seen in failed]
 
 
 def run_faults(runs: Sequence[str], processes: int, each: int = 1) -> Iterator[tuple[int, list[str]]]:
     """Every ``each``-th case of these runs: how many there were, and those that broke a promise."""
     with multiprocessing.get_context("spawn").Pool(processes, prepare) as pool:
-        cases = [case for found in pool.map(_cases, runs) for case in found][::each]
-        chunks = [cases[at : at + CASES] for at in range(0, len(cases), CASES)]
-        yield from pool.imap_unordered(_run_cases, chunks)
+        all_cases = [case for found in pool.map(cases, runs) for case in found][::each]
+        chunks = [all_cases[at : at + CASES] for at in range(0, len(all_cases), CASES)]
+        yield from pool.imap_unordered(run_cases, chunks)
 
 
-def _hunt(name: str) -> tuple[str, int, str]:
+def hunt(name: str) -> tuple[str, int, str]:
+    """Looks for a run that sees that a safeguard is gone, in a prepared process."""
     from tests.simulation import snapshot_ablations
 
     return name, *snapshot_ablations.hunt(name)
@@ -78,7 +83,7 @@ def _hunt(name: str) -> tuple[str, int, str]:
 def hunt_all(names: Sequence[str], processes: int) -> Iterator[tuple[str, int, str]]:
     """For each ablation how many runs it took (0: it was not caught), and what was seen."""
     with multiprocessing.get_context("spawn").Pool(processes, prepare) as pool:
-        yield from pool.imap_unordered(_hunt, names)
+        yield from pool.imap_unordered(hunt, names)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -122,10 +127,8 @@ def _one(given: argparse.Namespace) -> int:
 
 
 def _all_faults(runs: Sequence[str], processes: int) -> int:
-    from tests.simulation import snapshot_faults
-
     total, failed = 0, 0
-    for count, failures in run_faults(runs or list(snapshot_faults.RUNS), processes):
+    for count, failures in run_faults(runs or RUNS, processes):
         total, failed = total + count, failed + len(failures)
         for failure in failures:
             print(failure, flush=True)

@@ -1,0 +1,102 @@
+"""Safeguards of snapshots, taken away one at a time: the proof that the runs of ``snapshots`` see something.
+
+As ``ablations``; ``hunt`` runs seeds until one is caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from psdist import ASP, BSP
+from psdist.optim import SGD
+from psdist.snapshots import reader
+from psdist_scheduler import snapshot_io
+from psdist_server import shard as shards
+from psdist_server import snapshots as cuts
+from tests.simulation import snapshots
+from tests.simulation.ablations import Ablation, Put, applied
+
+#: An ablation must be caught within so many runs.
+SEEDS = 150
+
+ABLATIONS: dict[str, Ablation] = {}
+
+
+def _ablation(name: str, **focus: Any) -> Callable[[Callable[[Put], None]], Callable[[Put], None]]:
+    """Notes an ablation. focus: options that its runs have."""
+
+    def note(apply: Callable[[Put], None]) -> Callable[[Put], None]:
+        ABLATIONS[name] = Ablation(name, apply, lambda options: replace(options, **focus))
+        return apply
+
+    return note
+
+
+def hunt(name: str, seeds: int = SEEDS) -> tuple[int, str]:
+    """The number of runs that it took to catch the ablation, and what was seen; 0 where it was not."""
+    ablation = ABLATIONS[name]
+    with applied(ablation):
+        for seed in range(seeds):
+            options: Any = ablation.focus(snapshots.draw(seed))
+            if violations := snapshots.run(seed, options).violations:
+                return seed + 1, violations[0]
+    return 0, "not caught"
+
+
+_BUSY: dict[str, Any] = {"faults": (), "storage_faults": 0.0, "think_seconds": 0.02, "steps": 8, "saves": 0.4}
+_ASP: dict[str, Any] = {"consistency": ASP(), "optimizer": SGD(lr=1.0), "save_steps": 0}
+
+
+# --- the cut ----------------------------------------------------------------------------------------------------------
+
+
+@_ablation("pushes after the cut are held", **_BUSY, **_ASP, workers=3, lives=16, delay=(0.001, 0.03))
+def _held_by_nobody(put: Put) -> None:
+    on_cut = shards.AsyncShard._on_cut
+
+    def lenient(self: Any, event: Any) -> Any:
+        effects = on_cut(self, event)
+        self._uncut = set()
+        return effects
+
+    put(shards.AsyncShard, "_on_cut", lenient)
+
+
+@_ablation("a slice is copied before it is overwritten", **_BUSY, storage_seconds=(0.01, 0.1))
+def _overwritten(put: Put) -> None:
+    put(cuts.Cut, "is_safe", lambda self, index: True)
+
+
+# --- the commit -------------------------------------------------------------------------------------------------------
+
+
+@_ablation(
+    "the commit record is created last", consistency=BSP(), save_steps=1, save_seconds=0.0, storage_faults=0.05,
+    storage_kinds=("crash before",), steps=8,
+)  # fmt: skip
+def _record_first(put: Put) -> None:
+    create = snapshot_io.SnapshotIo._create
+
+    async def hasty(self: Any, path: str, data: bytes) -> None:
+        waiting, self.waiting = getattr(self, "waiting", None), None
+        if path.endswith("manifest.json"):
+            self.waiting = (path, data)
+            return
+        await create(self, path, data)
+        if waiting is not None:
+            await create(self, *waiting)
+
+    put(snapshot_io.SnapshotIo, "_create", hasty)
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+@_ablation(
+    "digests are compared", faults=(), storage_faults=0.3, storage_kinds=("flipped, silently",), save_steps=0,
+    save_seconds=0.3, steps=8, keep_last=3,
+)  # fmt: skip
+def _trusting(put: Put) -> None:
+    put(reader.SliceReader, "_check", lambda *_: None)

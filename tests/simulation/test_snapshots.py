@@ -1,0 +1,72 @@
+"""Simulated runs with snapshots: some seeds, some faults of the storage, and safeguards that are missing.
+``python -m tests.simulation snapshots`` runs more of all; the long tests here run every fault.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.simulation import snapshot_runner
+from tests.simulation.runner import Summary
+
+FIRST = 200_000
+SEEDS = 80
+#: Of so many cases of ``snapshot_faults`` make test runs one.
+EACH = 12
+#: Paths that so many seeds must have taken.
+PATHS = (
+    "snapshots compared",
+    "began from a snapshot",
+    "restart everything",
+    "a worker was told of a snapshot",
+    "ranges done in snapshots",
+)
+#: Safeguards whose absence is seen within a few runs.
+QUICK = ("pushes after the cut are held", "a slice is copied before it is overwritten")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Any]:
+    with multiprocessing.get_context("spawn").Pool(2, snapshot_runner.prepare) as pool:
+        yield pool
+
+
+def test_some_seeds(pool: Any) -> None:
+    total = Summary()
+    for part in pool.imap_unordered(snapshot_runner.run_chunk, _chunks(range(FIRST, FIRST + SEEDS), 10)):
+        total.add(part)
+    print(total.line)
+    assert not total.failures, "\n".join(total.failures)
+    untaken = [name for name in PATHS if not total.counts[name]]
+    assert not untaken, f"no seed took these paths: {untaken}"
+
+
+def test_some_faults_of_the_storage(pool: Any) -> None:
+    _run_faults(pool, EACH)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_every_fault_of_every_operation_of_the_storage(pool: Any) -> None:
+    _run_faults(pool, 1)
+
+
+def _run_faults(pool: Any, each: int) -> None:
+    cases = [case for found in pool.map(snapshot_runner.cases, snapshot_runner.RUNS) for case in found][::each]
+    assert len(cases) > 300 // each
+    results = pool.imap_unordered(snapshot_runner.run_cases, _chunks(cases, snapshot_runner.CASES))
+    failures = [failure for _, failures in results for failure in failures]
+    assert not failures, "\n".join(failures)
+
+
+def test_missing_safeguards_are_seen(pool: Any) -> None:
+    missed = [name for name, runs, _ in pool.imap_unordered(snapshot_runner.hunt, QUICK) if not runs]
+    assert not missed
+
+
+def _chunks(items: Any, size: int) -> list[Any]:
+    return [items[at : at + size] for at in range(0, len(items), size)]
