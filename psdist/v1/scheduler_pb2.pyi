@@ -81,8 +81,17 @@ class SnapshotCommand(_message.Message):
         directory: str
         def __init__(self, parameters: _Optional[_Iterable[_Union[SnapshotCommand.Prepare.Parameters, _Mapping]]] = ..., directory: _Optional[str] = ...) -> None: ...
     class Mark(_message.Message):
-        __slots__ = ()
-        def __init__(self) -> None: ...
+        __slots__ = ("steps",)
+        class StepsEntry(_message.Message):
+            __slots__ = ("key", "value")
+            KEY_FIELD_NUMBER: _ClassVar[int]
+            VALUE_FIELD_NUMBER: _ClassVar[int]
+            key: str
+            value: int
+            def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+        STEPS_FIELD_NUMBER: _ClassVar[int]
+        steps: _containers.ScalarMap[str, int]
+        def __init__(self, steps: _Optional[_Mapping[str, int]] = ...) -> None: ...
     class Cut(_message.Message):
         __slots__ = ("parameters",)
         class Parameters(_message.Message):
@@ -115,7 +124,7 @@ class SnapshotCommand(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., prepare: _Optional[_Union[SnapshotCommand.Prepare, _Mapping]] = ..., mark: _Optional[_Union[SnapshotCommand.Mark, _Mapping]] = ..., cut: _Optional[_Union[SnapshotCommand.Cut, _Mapping]] = ..., end: _Optional[_Union[SnapshotCommand.End, _Mapping]] = ...) -> None: ...
 
 class SnapshotReport(_message.Message):
-    __slots__ = ("attempt", "prepared", "marked", "written", "failed", "loaded", "load_failed")
+    __slots__ = ("attempt", "prepared", "marked", "written", "failed", "loaded", "load_failed", "keeps")
     class Prepared(_message.Message):
         __slots__ = ("accepted", "steps_next")
         class StepsNextEntry(_message.Message):
@@ -131,7 +140,7 @@ class SnapshotReport(_message.Message):
         steps_next: _containers.ScalarMap[str, int]
         def __init__(self, accepted: _Optional[bool] = ..., steps_next: _Optional[_Mapping[str, int]] = ...) -> None: ...
     class Marked(_message.Message):
-        __slots__ = ("next",)
+        __slots__ = ("next", "keeps")
         class NextEntry(_message.Message):
             __slots__ = ("key", "value")
             KEY_FIELD_NUMBER: _ClassVar[int]
@@ -139,9 +148,23 @@ class SnapshotReport(_message.Message):
             key: str
             value: int
             def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+        class KeepsEntry(_message.Message):
+            __slots__ = ("key", "value")
+            KEY_FIELD_NUMBER: _ClassVar[int]
+            VALUE_FIELD_NUMBER: _ClassVar[int]
+            key: str
+            value: int
+            def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
         NEXT_FIELD_NUMBER: _ClassVar[int]
+        KEEPS_FIELD_NUMBER: _ClassVar[int]
         next: _containers.ScalarMap[str, int]
-        def __init__(self, next: _Optional[_Mapping[str, int]] = ...) -> None: ...
+        keeps: _containers.ScalarMap[str, int]
+        def __init__(self, next: _Optional[_Mapping[str, int]] = ..., keeps: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    class Keeps(_message.Message):
+        __slots__ = ("parameters",)
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        parameters: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, parameters: _Optional[_Iterable[str]] = ...) -> None: ...
     class Written(_message.Message):
         __slots__ = ("parameters", "shard", "term", "file", "length", "digest", "versions", "digests", "state_names")
         PARAMETERS_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +220,7 @@ class SnapshotReport(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FAILED_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     prepared: SnapshotReport.Prepared
     marked: SnapshotReport.Marked
@@ -204,7 +228,8 @@ class SnapshotReport(_message.Message):
     failed: SnapshotReport.Failed
     loaded: SnapshotReport.Loaded
     load_failed: SnapshotReport.LoadFailed
-    def __init__(self, attempt: _Optional[int] = ..., prepared: _Optional[_Union[SnapshotReport.Prepared, _Mapping]] = ..., marked: _Optional[_Union[SnapshotReport.Marked, _Mapping]] = ..., written: _Optional[_Union[SnapshotReport.Written, _Mapping]] = ..., failed: _Optional[_Union[SnapshotReport.Failed, _Mapping]] = ..., loaded: _Optional[_Union[SnapshotReport.Loaded, _Mapping]] = ..., load_failed: _Optional[_Union[SnapshotReport.LoadFailed, _Mapping]] = ...) -> None: ...
+    keeps: SnapshotReport.Keeps
+    def __init__(self, attempt: _Optional[int] = ..., prepared: _Optional[_Union[SnapshotReport.Prepared, _Mapping]] = ..., marked: _Optional[_Union[SnapshotReport.Marked, _Mapping]] = ..., written: _Optional[_Union[SnapshotReport.Written, _Mapping]] = ..., failed: _Optional[_Union[SnapshotReport.Failed, _Mapping]] = ..., loaded: _Optional[_Union[SnapshotReport.Loaded, _Mapping]] = ..., load_failed: _Optional[_Union[SnapshotReport.LoadFailed, _Mapping]] = ..., keeps: _Optional[_Union[SnapshotReport.Keeps, _Mapping]] = ...) -> None: ...
 
 class SnapshotProgress(_message.Message):
     __slots__ = ("attempt", "bytes_done", "bytes", "bytes_aside", "waiting_for", "loading")
@@ -771,6 +796,61 @@ class SaveSnapshotResponse(_message.Message):
     committed: SnapshotInfo
     unchanged: bool
     def __init__(self, waiting_for: _Optional[str] = ..., bytes_done: _Optional[int] = ..., bytes: _Optional[int] = ..., committed: _Optional[_Union[SnapshotInfo, _Mapping]] = ..., unchanged: _Optional[bool] = ...) -> None: ...
+
+class HandInStateRequest(_message.Message):
+    __slots__ = ("header", "part")
+    class Header(_message.Message):
+        __slots__ = ("run_id", "worker_id", "incarnation", "attempt", "parameters", "next", "length", "digest")
+        RUN_ID_FIELD_NUMBER: _ClassVar[int]
+        WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+        INCARNATION_FIELD_NUMBER: _ClassVar[int]
+        ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        NEXT_FIELD_NUMBER: _ClassVar[int]
+        LENGTH_FIELD_NUMBER: _ClassVar[int]
+        DIGEST_FIELD_NUMBER: _ClassVar[int]
+        run_id: str
+        worker_id: str
+        incarnation: int
+        attempt: int
+        parameters: str
+        next: int
+        length: int
+        digest: bytes
+        def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., attempt: _Optional[int] = ..., parameters: _Optional[str] = ..., next: _Optional[int] = ..., length: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    header: HandInStateRequest.Header
+    part: bytes
+    def __init__(self, header: _Optional[_Union[HandInStateRequest.Header, _Mapping]] = ..., part: _Optional[bytes] = ...) -> None: ...
+
+class HandInStateResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStateRequest(_message.Message):
+    __slots__ = ("run_id", "worker_id", "incarnation", "parameters")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    worker_id: str
+    incarnation: int
+    parameters: str
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
+
+class GetStateResponse(_message.Message):
+    __slots__ = ("length", "digest", "next", "part")
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    digest: bytes
+    next: int
+    part: bytes
+    def __init__(self, length: _Optional[int] = ..., digest: _Optional[bytes] = ..., next: _Optional[int] = ..., part: _Optional[bytes] = ...) -> None: ...
 
 class SnapshotInfo(_message.Message):
     __slots__ = ("directory", "sequence", "steps", "bytes", "time", "seconds", "reason")

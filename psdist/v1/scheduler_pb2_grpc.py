@@ -114,6 +114,16 @@ class SchedulerServiceStub:
                 request_serializer=psdist_dot_v1_dot_scheduler__pb2.SaveSnapshotRequest.SerializeToString,
                 response_deserializer=psdist_dot_v1_dot_scheduler__pb2.SaveSnapshotResponse.FromString,
                 _registered_method=True)
+        self.HandInState = channel.stream_unary(
+                '/psdist.v1.SchedulerService/HandInState',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.HandInStateRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.HandInStateResponse.FromString,
+                _registered_method=True)
+        self.GetState = channel.unary_stream(
+                '/psdist.v1.SchedulerService/GetState',
+                request_serializer=psdist_dot_v1_dot_scheduler__pb2.GetStateRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_scheduler__pb2.GetStateResponse.FromString,
+                _registered_method=True)
         self.GetDataPosition = channel.unary_unary(
                 '/psdist.v1.SchedulerService/GetDataPosition',
                 request_serializer=psdist_dot_v1_dot_scheduler__pb2.GetDataPositionRequest.SerializeToString,
@@ -246,6 +256,20 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HandInState(self, request_iterator, context):
+        """A worker's own state at the cut of a snapshot, such as what its codec left out so far: a file, in parts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetState(self, request, context):
+        """The state that the worker of this rank handed in for the snapshot that parameters began from, in parts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetDataPosition(self, request, context):
         """Where a data set stands, and setting that, which voids all leases.
         """
@@ -347,6 +371,16 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.SaveSnapshot,
                     request_deserializer=psdist_dot_v1_dot_scheduler__pb2.SaveSnapshotRequest.FromString,
                     response_serializer=psdist_dot_v1_dot_scheduler__pb2.SaveSnapshotResponse.SerializeToString,
+            ),
+            'HandInState': grpc.stream_unary_rpc_method_handler(
+                    servicer.HandInState,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.HandInStateRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.HandInStateResponse.SerializeToString,
+            ),
+            'GetState': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetState,
+                    request_deserializer=psdist_dot_v1_dot_scheduler__pb2.GetStateRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_scheduler__pb2.GetStateResponse.SerializeToString,
             ),
             'GetDataPosition': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDataPosition,
@@ -796,6 +830,60 @@ class SchedulerService:
             '/psdist.v1.SchedulerService/SaveSnapshot',
             psdist_dot_v1_dot_scheduler__pb2.SaveSnapshotRequest.SerializeToString,
             psdist_dot_v1_dot_scheduler__pb2.SaveSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HandInState(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/psdist.v1.SchedulerService/HandInState',
+            psdist_dot_v1_dot_scheduler__pb2.HandInStateRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.HandInStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/psdist.v1.SchedulerService/GetState',
+            psdist_dot_v1_dot_scheduler__pb2.GetStateRequest.SerializeToString,
+            psdist_dot_v1_dot_scheduler__pb2.GetStateResponse.FromString,
             options,
             channel_credentials,
             insecure,
