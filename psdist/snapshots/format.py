@@ -95,6 +95,11 @@ def shard_file_name(parameters_number: int, shard: int, shards: int) -> str:
     return f"parameters-{parameters_number:04d}-{shard:05d}-of-{shards:05d}.safetensors"
 
 
+def state_file_name(parameters_number: int, rank: int) -> str:
+    """Name of the file of what the worker of ``rank`` handed in of its own for these parameters."""
+    return f"parameters-{parameters_number:04d}-worker-{rank:05d}.safetensors"
+
+
 # --- a shard's file ---------------------------------------------------------------------------------------------------
 
 
@@ -247,11 +252,35 @@ class DatasetState:
 
 
 @dataclass(frozen=True)
+class WorkerState:
+    """The file of what a worker handed in of its own, such as what its codec left out so far.
+
+    parameters, rank: whose it is. next: number of the push that it is before.
+    file: its name in the snapshot's directory. length: bytes. digest: xxh3_128 of the whole file, hexadecimal.
+    """
+
+    parameters: str
+    rank: int
+    next: int
+    file: str
+    length: int
+    digest: str
+
+    def __post_init__(self) -> None:
+        check_name(self.parameters, "parameters name")
+        for name in ("rank", "next", "length"):
+            _check_number(name, getattr(self, name))
+        check_directory(self.file)
+        _check_digest("digest", self.digest)
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What is in a snapshot, and by which bytes.
 
     directory: its own name below ``snapshots/``. epoch: of the cluster map when it was cut.
     time: seconds since 1970 when the cut was agreed. reason: who wanted it. configuration: the run's settings.
+    states: what workers handed in of their own, one at most for each of the parameters and each rank.
     """
 
     run_id: str
@@ -264,6 +293,7 @@ class Manifest:
     datasets: tuple[DatasetState, ...] = ()
     psdist_version: str = ""
     format: int = FORMAT
+    states: tuple[WorkerState, ...] = ()
 
     def __post_init__(self) -> None:
         check_name(self.run_id, "run id")
@@ -279,7 +309,11 @@ class Manifest:
                 _check_text(f"setting {key}", value)
         _check_unique("parameters", (state.spec.name for state in self.parameters))
         _check_unique("data set", (state.spec.name for state in self.datasets))
-        _check_unique("file", ("manifest.json", *(shard.file for state in self.parameters for shard in state.shards)))
+        for state in self.states:
+            _require(state.parameters in self.steps, "state of", state.parameters, "parameters of the snapshot")
+        _check_unique("state of a worker", (f"{state.rank} of {state.parameters}" for state in self.states))
+        shards = (shard.file for state in self.parameters for shard in state.shards)
+        _check_unique("file", ("manifest.json", *shards, *(state.file for state in self.states)))
 
     @property
     def steps(self) -> dict[str, int]:
@@ -289,7 +323,8 @@ class Manifest:
     @property
     def files(self) -> dict[str, tuple[int, str]]:
         """Length and digest of each file of the snapshot, beside the manifest, by its name."""
-        return {shard.file: (shard.length, shard.digest) for state in self.parameters for shard in state.shards}
+        files: list[ShardFile | WorkerState] = [shard for state in self.parameters for shard in state.shards]
+        return {file.file: (file.length, file.digest) for file in (*files, *self.states)}
 
     @property
     def bytes(self) -> int:
@@ -300,6 +335,10 @@ class Manifest:
         """The parameters of this name, if they are in the snapshot."""
         return next((state for state in self.parameters if state.spec.name == parameters), None)
 
+    def worker_state(self, parameters: str, rank: int) -> WorkerState | None:
+        """What the worker of this rank handed in of its own, if it did."""
+        return next((state for state in self.states if (state.parameters, state.rank) == (parameters, rank)), None)
+
     def to_bytes(self) -> _Bytes:
         """Canonical JSON."""
         values = {name: getattr(self, name) for name in _MANIFEST_PLAIN}
@@ -307,6 +346,7 @@ class Manifest:
         values["datasets"] = [
             {"spec": asdict(state.spec), "position": asdict(state.position)} for state in self.datasets
         ]
+        values["states"] = [asdict(state) for state in self.states]
         return _canonical(values)
 
     @classmethod
@@ -320,6 +360,7 @@ class Manifest:
                 **{name: values[name] for name in _MANIFEST_PLAIN},
                 parameters=tuple(_parameters_from_json(item) for item in values["parameters"]),
                 datasets=tuple(_dataset_from_json(item) for item in values["datasets"]),
+                states=tuple(WorkerState(**item) for item in values["states"]),
             )
         except _UNUSABLE as error:
             raise corrupt(file, f"it is no manifest: {_text(error)}") from None

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from psdist.errors import PsdistError, SnapshotCorruptError, UnknownSnapshotError
 from psdist.snapshots import format as layouts
-from psdist.snapshots.format import Commit, Manifest, ParametersState, corrupt
+from psdist.snapshots.format import Commit, Manifest, ParametersState, WorkerState, corrupt
 from psdist.snapshots.storage import Storage
 
 Floats = NDArray[np.float32]
@@ -249,6 +249,26 @@ async def verify(storage: Storage, manifest: Manifest, progress: Progress | None
                     progress(done, manifest.bytes)
             if whole.hexdigest() != file.digest:
                 raise corrupt(reader.path(state, shard), "its digest is not that in the manifest")
+    for mine in manifest.states:
+        async for part in read_state(storage, manifest, mine):
+            done += len(part)
+            if progress is not None:
+                progress(done, manifest.bytes)
+
+
+async def read_state(storage: Storage, manifest: Manifest, state: WorkerState) -> AsyncIterator[bytes]:
+    """The bytes of what a worker handed in, in parts. Raises SnapshotCorruptError, after the last part where that is
+    first seen by the digest of the whole."""
+    path, whole = layouts.file_path(manifest.directory, state.file), xxhash.xxh3_128()
+    for start in range(0, state.length, _BATCH_BYTES):
+        length = min(_BATCH_BYTES, state.length - start)
+        part = await _read(storage, path, start, length)
+        if len(part) != length:
+            raise corrupt(path, f"it has {start + len(part)} bytes, not {state.length}")
+        whole.update(part)
+        yield part
+    if whole.hexdigest() != state.digest:
+        raise corrupt(path, "its digest is not that in the manifest")
 
 
 async def _check_strangers(storage: Storage, manifest: Manifest) -> None:
