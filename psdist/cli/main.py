@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from psdist.cli import exit_codes
 
-_COMMANDS = "run, status, scale, drain, bench, chaos and version"
+_COMMANDS = "run, status, snapshot, scale, drain, bench, chaos and version"
 _HELP = """usage: psdist COMMAND [flags]
 
 Trains models through sharded parameter servers.
@@ -17,6 +17,7 @@ Trains models through sharded parameter servers.
 commands:
   run      scheduler, servers and workers on this machine: psdist run --nproc-per-node 2 train.py
   status   what a run is doing
+  snapshot save, list, show, verify, export or delete snapshots of a run
   scale    more or fewer servers while a run trains: psdist scale servers 3
   drain    move everything away from a server: psdist drain server-1
   bench    what a training step costs, on a cluster or on this machine
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _end(lambda: _run(arguments[1:]))
     if word == "status":
         _end(lambda: _status(arguments[1:]))
+    if word == "snapshot":
+        _end(lambda: _snapshot(arguments[1:]))
     if word == "scale":
         _end(lambda: _scale(arguments[1:]))
     if word == "drain":
@@ -97,6 +100,12 @@ def _status(arguments: list[str]) -> int:
     from psdist.cli import status
 
     return status.main(arguments)
+
+
+def _snapshot(arguments: list[str]) -> int:
+    from psdist.cli import snapshot
+
+    return snapshot.main(arguments)
 
 
 def _scale(arguments: list[str]) -> int:

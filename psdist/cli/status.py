@@ -78,6 +78,7 @@ def as_json(answer: scheduler_pb2.GetStatusResponse) -> dict[str, Any]:
         "members": [_member(member) for member in answer.members],
         "parameters": [_parameters(one, statistics) for one in answer.parameters],
         "datasets": [_dataset(one) for one in answer.datasets],
+        "snapshots": _snapshots(answer.snapshots) if answer.HasField("snapshots") else None,
         "waiting_for": list(answer.waiting_for),
         "events": [{"time": event.time, "text": event.text} for event in answer.events],
     }
@@ -223,6 +224,39 @@ def _dataset(one: scheduler_pb2.DatasetStatus) -> dict[str, Any]:
         "leased_ranges": one.leased,
         "repeated_ranges": position.repeated_ranges,
         "failed_ranges": position.failed_ranges,
+    }
+
+
+def _snapshots(one: scheduler_pb2.SnapshotsStatus) -> dict[str, Any]:
+    attempt = {
+        "number": one.attempt,
+        "phase": one.phase,
+        "waiting_for": one.waiting_for,
+        "bytes_done": one.bytes_done,
+        "bytes": one.bytes,
+    }
+    return {
+        "storage": one.storage,
+        "policy": one.policy,
+        "committed": [snapshot_info(each) for each in one.committed],
+        "attempt": attempt if one.phase else None,
+        "failed": one.failed,
+        "last_failure": one.last_failure,
+        "last_failure_time": one.last_failure_time,
+        "restored": snapshot_info(one.restored) if one.HasField("restored") else None,
+    }
+
+
+def snapshot_info(one: scheduler_pb2.SnapshotInfo) -> dict[str, Any]:
+    """A committed snapshot."""
+    return {
+        "directory": one.directory,
+        "sequence": one.sequence,
+        "steps": dict(sorted(one.steps.items())),
+        "bytes": one.bytes,
+        "time": one.time,
+        "seconds": round(one.seconds, 3),
+        "reason": one.reason,
     }
 
 

@@ -9,7 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from psdist.launch.save import size
+
 _SHOWN_EVENTS = 8
+_SHOWN_SNAPSHOTS = 4
 _STATE_STYLES = {"live": "green", "ready": "green", "left": "dim", "lost": "red"}
 
 
@@ -30,6 +33,8 @@ def show(status: dict[str, Any], file: IO[str]) -> None:
         console.print(_shards(status["parameters"]))
     if status["datasets"]:
         console.print(_datasets(status["datasets"]))
+    if status["snapshots"]:
+        _snapshots(console, status["snapshots"])
     if any(member["connections"] for member in status["members"]):
         console.print(_connections(status["members"]))
     waits = list(status["waiting_for"])
@@ -42,7 +47,7 @@ def show(status: dict[str, Any], file: IO[str]) -> None:
 
 
 def _members(members: list[dict[str, Any]]) -> Table:
-    table = _table("member", "role", "state", "heartbeat", "epoch", "address", "reason")
+    table = column_table("member", "role", "state", "heartbeat", "epoch", "address", "reason")
     for member in members:
         role = member["role"] if member["rank"] is None else f"worker {member['rank']}"
         live = member["state"] == "live"
@@ -59,7 +64,7 @@ def _members(members: list[dict[str, Any]]) -> Table:
 
 
 def _parameters(parameters: list[dict[str, Any]]) -> Table:
-    table = _table("parameters", "state", "elements", "slices", "version", "members", "servers")
+    table = column_table("parameters", "state", "elements", "slices", "version", "members", "servers")
     for one in parameters:
         low, high = one["version_min"], one["version_max"]
         held = [
@@ -85,7 +90,7 @@ def _copies(shard: dict[str, Any]) -> list[str]:
 
 def _shards(parameters: list[dict[str, Any]]) -> Table:
     """Who holds which shard; one row for all of the same parameters that lie on the same servers."""
-    table = _table("shards", "number", "primary", "copies", "behind")
+    table = column_table("shards", "number", "primary", "copies", "behind")
     for one in parameters:
         rows: dict[tuple[str, str], list[int]] = {}
         for shard in one["shards"]:
@@ -115,7 +120,7 @@ def _behind(replicas: list[dict[str, Any]]) -> str:
 
 
 def _datasets(datasets: list[dict[str, Any]]) -> Table:
-    table = _table("data set", "samples", "data epoch", "ranges done", "leased", "repeated", "failed")
+    table = column_table("data set", "samples", "data epoch", "ranges done", "leased", "repeated", "failed")
     for one in datasets:
         epochs = f"{one['data_epoch']} of {one['data_epochs']}" if one["data_epochs"] else str(one["data_epoch"])
         table.add_row(
@@ -130,6 +135,45 @@ def _datasets(datasets: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _snapshots(console: Console, snapshots: dict[str, Any]) -> None:
+    """Where they lie, what there is, and what is under way or went wrong."""
+    console.print(Text(f"snapshots: {snapshots['policy']}, in {snapshots['storage']}"))
+    if committed := snapshots["committed"]:
+        table = column_table("snapshot", "step", "size", "taken", "in", "why")
+        for one in committed[:_SHOWN_SNAPSHOTS]:
+            table.add_row(
+                Text(one["directory"]),
+                Text(steps(one["steps"])),
+                size(one["bytes"]),
+                moment(one["time"]),
+                f"{one['seconds']:.1f} s",
+                Text(one["reason"]),
+            )
+        console.print(table)
+    if restored := snapshots["restored"]:
+        console.print(Text(f"the run went on from snapshot {restored['directory']}, step {steps(restored['steps'])}"))
+    if attempt := snapshots["attempt"]:
+        written = f", {size(attempt['bytes_done'])} of {size(attempt['bytes'])}" if attempt["bytes"] else ""
+        waiting = f", waiting {attempt['waiting_for']}" if attempt["waiting_for"] else ""
+        console.print(Text(f"snapshot under way: {attempt['phase']}{written}{waiting}", style="yellow"))
+    if snapshots["failed"]:
+        when = moment(snapshots["last_failure_time"])
+        count = f"{snapshots['failed']} given up, the last at {when}"
+        console.print(Text(f"snapshots {count}: {snapshots['last_failure']}", style="red"))
+
+
+def steps(by_parameters: dict[str, int]) -> str:
+    """``100``, or ``encoder 100, head 90`` where parameters are at different steps."""
+    if len(set(by_parameters.values())) <= 1:
+        return ", ".join(str(step) for step in set(by_parameters.values()))
+    return ", ".join(f"{name} {step}" for name, step in by_parameters.items())
+
+
+def moment(time: float) -> str:
+    """Seconds since 1970 as local time."""
+    return datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M:%S")
+
+
 def _connections(members: list[dict[str, Any]]) -> Table:
     """How workers reach servers; one row for all parameters that one of them reaches in the same way."""
     rows: dict[tuple[str, str, str, str], list[str]] = {}
@@ -137,7 +181,7 @@ def _connections(members: list[dict[str, Any]]) -> Table:
         for one in member["connections"]:
             key = (member["id"], one["server"], one["transport"], one["reason"])
             rows.setdefault(key, []).append(one["parameters"])
-    table = _table("connection", "transport", "parameters", "reason")
+    table = column_table("connection", "transport", "parameters", "reason")
     for (worker, server, transport, reason), parameters in rows.items():
         table.add_row(
             Text(f"{worker} - {server}"),
@@ -148,7 +192,8 @@ def _connections(members: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _table(*columns: str) -> Table:
+def column_table(*columns: str) -> Table:
+    """An empty table without lines."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -157,16 +202,6 @@ def _table(*columns: str) -> Table:
 
 def _state(state: str) -> Text:
     return Text(state, style=_STATE_STYLES.get(state, "yellow"))
-
-
-def size(count: int) -> str:
-    """A number of bytes for people, in binary units."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,373 @@
+"""``psdist snapshot``: takes a snapshot of a run, and lists, shows, verifies, exports and deletes those in a storage.
+
+All but ``save`` need no run: they read a directory or a URL. Results go to standard output, progress and what was
+passed over to standard error. Exit status 1 says that something is corrupt, missing, or cannot be read. The keys of the
+JSON forms are stable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from psdist.cli.exit_codes import FAILURE, OK, USAGE
+from psdist.cli.flags import CommandLine, Flag, fail, integer, one_of, text
+from psdist.cli.progress import progress_bar
+from psdist.cli.target import ask, find_target, or_fail, target_flags
+from psdist.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from psdist.snapshots.reader import Found
+    from psdist.snapshots.storage import Storage
+    from psdist.v1.scheduler_pb2 import SaveSnapshotResponse
+
+T = TypeVar("T")
+
+_PROGRAM: Final = "psdist snapshot"
+_WHERE: Final = "STORAGE"
+_HELP: Final = """usage: psdist snapshot COMMAND [flags]
+
+Snapshots of a run. STORAGE is what psdist run's --storage-path was: a directory or a URL (s3://, gs://, az://).
+
+commands:
+  save               take one of a run that is training, now
+  list STORAGE       what there is, the newest first
+  show STORAGE       what is in one: parameters, tensors, data sets, settings
+  verify STORAGE     read every byte of every snapshot
+  export STORAGE     weights as safetensors, npz or torch files: --out model.safetensors
+  delete STORAGE     remove some: --step 100, --snapshot NAME or --keep-last 3
+
+Each command has --help; without other flags show and export take the newest snapshot.
+"""
+_SUFFIXES: Final = {".npz": "npz", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    environ = os.environ if environ is None else environ
+    word = argv[0] if argv else ""
+    if word in ("", "-h", "--help", "help"):
+        print(_HELP, end="", file=sys.stdout if word else sys.stderr)
+        return OK if word else USAGE
+    if word == "save":
+        return _save(argv[1:], environ)
+    if word not in _OFFLINE:
+        fail(_PROGRAM, f"there is no command {word!r}: the commands are save, {', '.join(_OFFLINE)}")
+    line, command = _OFFLINE[word]
+    given = line().parse(argv[1:], environ)
+    return or_fail(line().program, lambda: asyncio.run(command(given)))
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def _format_flag(name: str = "--format") -> Flag:
+    return Flag(name, "table or json", one_of("table", "json"), "table", "FORMAT", twin=False)
+
+
+def _choice_flags() -> tuple[Flag, ...]:
+    return (
+        Flag("--step", "the newest snapshot of this step", integer(0, 1 << 62), None, "N", twin=False),
+        Flag("--snapshot", "the snapshot of this name or number, as list shows them", text, "", "NAME", twin=False),
+    )
+
+
+def _line(name: str, description: str, flags: tuple[Flag, ...], epilog: str = "") -> CommandLine:
+    return CommandLine(f"{_PROGRAM} {name}", description, flags, words=(_WHERE,), epilog=epilog or " ")
+
+
+def _list_line() -> CommandLine:
+    return _line("list", "Lists the committed snapshots, the newest first.", (_format_flag(),))
+
+
+def _show_line() -> CommandLine:
+    return _line("show", "Shows what is in a snapshot.", (*_choice_flags(), _format_flag()))
+
+
+def _verify_line() -> CommandLine:
+    return _line(
+        "verify",
+        "Reads every byte of every snapshot, or of one, and compares it with what was written. Exit status 1: a file "
+        "is corrupt or missing, and its name is told; or there is no snapshot.",
+        (*_choice_flags(), _format_flag()),
+    )
+
+
+def _export_line() -> CommandLine:
+    from psdist.snapshots import export
+
+    return _line(
+        "export",
+        "Writes the weights of a snapshot for other programs: one file or, past a size, several with an index.",
+        (
+            Flag("--out", "the file to write", Path, None, "FILE", twin=False),
+            *_choice_flags(),
+            Flag("--format", f"{', '.join(export.FORMATS)} (default: by the name of the file, else safetensors)",
+                 one_of(*export.FORMATS), None, "FORMAT", twin=False),
+            Flag("--dtype", f"dtype of all tensors: {', '.join(export.DTYPES)} (default: each tensor's own)",
+                 one_of(*export.DTYPES), None, "DTYPE", twin=False),
+            Flag("--parameters", "only these, by name, separated by commas", text, "", "NAMES", twin=False),
+            Flag("--max-file-size", "begin another file past this size, such as 500MiB (default 5GB)", file_size, None,
+                 "SIZE", twin=False),
+            Flag("--overwrite", "replace files that are there", twin=False),
+            _format_flag("--report"),
+        ),
+        epilog="Example: psdist snapshot export psdist-runs/digits --out model.safetensors --dtype bfloat16",
+    )  # fmt: skip
+
+
+def _delete_line() -> CommandLine:
+    return _line(
+        "delete",
+        "Removes snapshots: its commit record first, then its files.",
+        (
+            *_choice_flags(),
+            Flag("--keep-last", "all but so many of the newest", integer(0), None, "N", twin=False),
+            Flag("--yes", "do not ask", twin=False),
+            _format_flag(),
+        ),
+        epilog="Not for snapshots that a run that is training may go back to: its newest.",
+    )
+
+
+def file_size(value: str) -> int:
+    """Bytes of ``5GB``, ``500 MiB`` or ``1000``."""
+    found = _SIZE.fullmatch(value.strip())
+    if found is None or (found[3] and not found[2]):
+        raise ValueError(f"{value!r:.40} is no size: write 5GB, 500MiB or a number of bytes")
+    power = " kmgt".index(found[2].lower()) if found[2] else 0
+    size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if size < 1:
+        raise ValueError(f"{value!r:.40} is too small: it must be at least 1 byte")
+    return size
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def _save(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    line = CommandLine(
+        f"{_PROGRAM} save",
+        "Takes a snapshot of a run that is training, and waits until it is committed. Training goes on meanwhile.",
+        target_flags(),
+    )
+    given = line.parse(argv, environ)
+    from psdist.launch import save
+
+    target = or_fail(line.program, lambda: find_target(given.scheduler, given.run_id, given.token_file, environ))
+
+    with progress_bar("saving") as bar:
+        tell = save.Progress(lambda text: print(text, file=sys.stderr, flush=True))
+
+        def heard(answer: SaveSnapshotResponse) -> None:
+            bar(answer.bytes_done, answer.bytes)
+            if not sys.stderr.isatty():
+                tell(answer)
+
+        async def talk(stub: Any, metadata: Any) -> SaveSnapshotResponse | None:
+            return await save.request(stub, metadata, given.run_id, "on demand", heard)
+
+        last = or_fail(line.program, lambda: ask(target, given.timeout, talk))
+    if last is None or not last.HasField("committed"):
+        fail(line.program, "the scheduler ended the call before the snapshot was committed: try again", FAILURE)
+    if given.format == "json":
+        from psdist.cli.status import snapshot_info
+
+        print(json.dumps(snapshot_info(last.committed) | {"unchanged": last.unchanged}, indent=2))
+    else:
+        print(save.told(last))
+    return OK
+
+
+async def _list(given: Namespace) -> int:
+    from psdist.cli import snapshot_table
+    from psdist.snapshots import reader
+
+    storage = _open(given)
+    found = [snapshot_table.record(one) for one in await reader.commits(storage)]
+    if not found:
+        raise _nothing(storage)
+    _print(given.format, found, snapshot_table.show_list)
+    return OK
+
+
+async def _show(given: Namespace) -> int:
+    from psdist.cli import snapshot_table
+
+    found = await _choose(_open(given), given)
+    _print(given.format, snapshot_table.described(found), snapshot_table.show_one)
+    return OK
+
+
+async def _verify(given: Namespace) -> int:
+    from psdist.cli import snapshot_table
+
+    storage = _open(given)
+    results = [await _verify_one(storage, one) for one in await _records(storage, given)]
+    report = {"storage": storage.url, "ok": all(one["ok"] for one in results), "snapshots": results}
+    _print(given.format, report, snapshot_table.show_verified)
+    return OK if report["ok"] else FAILURE
+
+
+async def _verify_one(storage: Storage, one: Any) -> dict[str, Any]:
+    from psdist.cli import snapshot_table
+    from psdist.errors import PsdistError
+    from psdist.snapshots import reader
+
+    values = snapshot_table.record(one)
+    error = values["error"]
+    if isinstance(one, reader.Unreadable):
+        return {"name": one.path, "ok": False, "error": error, "bytes": 0}
+    try:
+        with progress_bar(f"verifying {one.directory}") as bar:
+            await reader.verify(storage, await reader.load_manifest(storage, one), bar)
+    except PsdistError as problem:
+        error = problem.message
+    return {"name": one.directory, "ok": not error, "error": error, "bytes": one.bytes}
+
+
+async def _export(given: Namespace) -> int:
+    from psdist.cli import snapshot_table
+    from psdist.snapshots.export import FILE_BYTES_MAX, ExportOptions, export
+
+    if given.out is None:
+        raise ConfigurationError("say where to write with --out FILE")
+    options = ExportOptions(
+        format=given.format or _SUFFIXES.get(given.out.suffix.lower(), "safetensors"),
+        dtype=given.dtype,
+        parameters=tuple(filter(None, given.parameters.split(","))),
+        file_bytes_max=given.max_file_size or FILE_BYTES_MAX,
+        overwrite=given.overwrite,
+    )
+    storage = _open(given)
+    found = await _choose(storage, given)
+    with progress_bar("exporting") as bar:
+        written = await export(storage, found.manifest, given.out, options, bar)
+    report = {
+        "snapshot": found.commit.directory,
+        "steps": dict(found.commit.steps),
+        "files": [str(file) for file in written.files],
+        "tensors": written.tensors,
+        "bytes": written.bytes,
+        "overflowed": written.overflowed,
+    }
+    _print(given.report, report, snapshot_table.show_exported)
+    return OK
+
+
+async def _delete(given: Namespace) -> int:
+    from psdist.cli import snapshot_table
+    from psdist.snapshots import format as layout
+    from psdist.snapshots.reader import Unreadable
+
+    if given.step is None and not given.snapshot and given.keep_last is None:
+        raise ConfigurationError("say which with --step N, --snapshot NAME or --keep-last N")
+    storage = _open(given)
+    doomed = (await _records(storage, given))[given.keep_last or 0 :]
+    names = [one.path if isinstance(one, Unreadable) else one.directory for one in doomed]
+    if doomed and not given.yes:
+        _confirm(f"Delete {', '.join(names)} from {storage.url}?")
+    for one in doomed:
+        await storage.delete([one.path])
+        if not isinstance(one, Unreadable):
+            files = await storage.list(layout.directory_path(one.directory))
+            await storage.delete(file.path for file in files)
+    _print(given.format, {"storage": storage.url, "deleted": names}, snapshot_table.show_deleted)
+    return OK
+
+
+def _confirm(question: str) -> None:
+    if not sys.stdin.isatty():
+        raise ConfigurationError("nobody can be asked whether they may be deleted: add --yes")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise SystemExit(FAILURE)
+
+
+# --- finding ----------------------------------------------------------------------------------------------------------
+
+
+def _open(given: Namespace) -> Storage:
+    from psdist.config import storage_text
+    from psdist.snapshots.storage import open_storage
+
+    place = storage_text(given.words[0])
+    if not place:
+        raise ConfigurationError(f"{given.words[0]!r:.80} is no storage: name a directory or a URL")
+    return open_storage(place)
+
+
+def _matches(given: Namespace, one: Any) -> bool:
+    """Whether a commit record, readable or not, is among those that the flags name."""
+    steps = getattr(one, "steps", {})
+    name = getattr(one, "directory", "")
+    if given.step is not None and given.step not in steps.values():
+        return False
+    return given.snapshot in ("", name, one.path, str(one.sequence))
+
+
+async def _records(storage: Storage, given: Namespace) -> list[Any]:
+    """The commit records that the flags name; of a step only the newest. Raises UnknownSnapshotError."""
+    from psdist.snapshots import reader
+
+    found = await reader.commits(storage)
+    chosen = [one for one in found if _matches(given, one)]
+    if not chosen:
+        raise _nothing(storage, given, found)
+    return chosen[:1] if given.step is not None else chosen
+
+
+async def _choose(storage: Storage, given: Namespace) -> Found:
+    """The newest snapshot that the flags name and that is complete; newer ones that are not are told."""
+    from psdist.snapshots import reader
+
+    async for found in reader.usable(storage, where=lambda commit: _matches(given, commit)):
+        for skipped in found.skipped:
+            print(f"psdist: warning: passed over: {skipped}", file=sys.stderr, flush=True)
+        return found
+    raise _nothing(storage, given, await reader.commits(storage))
+
+
+def _nothing(storage: Storage, given: Namespace | None = None, found: Sequence[Any] = ()) -> Exception:
+    from psdist.errors import UnknownSnapshotError
+
+    if given is not None and found:
+        wanted = f"step {given.step}" if given.step is not None else given.snapshot
+        steps = sorted({step for one in found for step in getattr(one, "steps", {}).values()})
+        there = f"{len(found)} others, of the steps {', '.join(map(str, steps[-20:]))}"
+        return UnknownSnapshotError(f"{storage.url} has no snapshot {wanted}; it has {there}")
+    below = _runs_below(storage.url)
+    hint = f"; below it are the runs {', '.join(below[:20])}" if below else ""
+    return UnknownSnapshotError(f"{storage.url} has no snapshots{hint}")
+
+
+def _runs_below(url: str) -> list[str]:
+    """Names of directories in a local directory that have snapshots."""
+    if "://" in url or not Path(url).is_dir():
+        return []
+    return sorted(path.parent.name for path in Path(url).glob("*/commits") if path.is_dir())
+
+
+def _print(form: str, values: T, show: Callable[[T], None]) -> None:
+    if form == "json":
+        print(json.dumps(values, indent=2))
+    else:
+        show(values)
+
+
+_Command = Callable[[Namespace], Coroutine[Any, Any, int]]
+_OFFLINE: Final[dict[str, tuple[Callable[[], CommandLine], _Command]]] = {
+    "list": (_list_line, _list),
+    "show": (_show_line, _show),
+    "verify": (_verify_line, _verify),
+    "export": (_export_line, _export),
+    "delete": (_delete_line, _delete),
+}

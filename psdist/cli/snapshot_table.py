@@ -1,0 +1,178 @@
+"""Snapshots as JSON, from commit records and manifests, and as tables for people, from that."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from psdist.cli.status_table import column_table, moment, steps
+from psdist.launch.save import size
+from psdist.snapshots.format import Commit
+from psdist.snapshots.reader import Found, Unreadable
+
+_SHOWN_TENSORS = 40
+
+
+# --- the JSON forms ---------------------------------------------------------------------------------------------------
+
+
+def record(one: Commit | Unreadable) -> dict[str, Any]:
+    """A commit record; ``error`` says why it cannot be used, empty where it can. Times in seconds, sizes in bytes."""
+    if isinstance(one, Unreadable):
+        return {"sequence": one.sequence, "path": one.path, "error": one.error.message}
+    return {
+        "sequence": one.sequence,
+        "path": one.path,
+        "error": "",
+        "directory": one.directory,
+        "run_id": one.run_id,
+        "steps": dict(one.steps),
+        "bytes": one.bytes,
+        "time": one.time,
+        "seconds": one.seconds,
+        "reason": one.reason,
+        "epoch": one.epoch,
+        "manifest_digest": one.manifest_digest,
+    }
+
+
+def described(found: Found) -> dict[str, Any]:
+    """A snapshot and what is in it."""
+    manifest = found.manifest
+    return record(found.commit) | {
+        "psdist_version": manifest.psdist_version,
+        "format": manifest.format,
+        "configuration": dict(manifest.configuration),
+        "parameters": [
+            {
+                "name": state.spec.name,
+                "step": state.step,
+                "elements": state.layout.total,
+                "consistency": type(state.spec.consistency).__name__.lower(),
+                "optimizer": state.spec.optimizer.kind,
+                "state_arrays": list(state.state_names),
+                "slices": state.slicing.count,
+                "reference_workers": state.reference_workers,
+                "tensors": [
+                    {"name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype}
+                    for tensor in state.layout.tensors
+                ],
+                "files": [
+                    {"name": shard.file, "bytes": shard.length, "xxh3_128": shard.digest} for shard in state.shards
+                ],
+            }
+            for state in manifest.parameters
+        ],
+        "datasets": [
+            {"name": state.spec.name, "size": state.spec.size, "position": asdict(state.position)}
+            for state in manifest.datasets
+        ],
+        "worker_states": [
+            {"parameters": state.parameters, "rank": state.rank, "file": state.file} for state in manifest.states
+        ],
+    }
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def show_list(records: list[dict[str, Any]]) -> None:
+    """The list of snapshots."""
+    table = column_table("number", "snapshot", "step", "size", "taken", "in", "why")
+    for one in records:
+        if one["error"]:
+            table.add_row(str(one["sequence"]), Text(one["path"]), "", "", "", "", Text(one["error"], style="red"))
+        else:
+            table.add_row(
+                str(one["sequence"]),
+                Text(one["directory"]),
+                Text(steps(one["steps"])),
+                size(one["bytes"]),
+                moment(one["time"]),
+                f"{one['seconds']:.1f} s",
+                Text(one["reason"]),
+            )
+    _console().print(table)
+
+
+def show_one(one: dict[str, Any]) -> None:
+    """A snapshot with its content."""
+    console = _console()
+    console.print(Text(f"{one['directory']}: run {one['run_id']}, step {steps(one['steps'])}", style="bold"))
+    taken = f"taken {moment(one['time'])} ({one['reason']}) in {one['seconds']:.1f} s, {size(one['bytes'])}"
+    console.print(Text(f"number {one['sequence']}, {taken}, psdist {one['psdist_version']}, format {one['format']}"))
+    if one["configuration"]:
+        console.print(Text(", ".join(f"{name} {value}" for name, value in sorted(one["configuration"].items()))))
+    for parameters in one["parameters"]:
+        console.print(Text(f"\n{_headline(parameters)}", style="bold"))
+        console.print(_tensors(parameters["tensors"]))
+    if states := one["worker_states"]:
+        ranks = ", ".join(f"rank {state['rank']} of {state['parameters']}" for state in states)
+        console.print(Text(f"\nhanded in by workers: {ranks}"))
+    if one["datasets"]:
+        console.print(_datasets(one["datasets"]))
+
+
+def show_verified(report: dict[str, Any]) -> None:
+    """What became of each snapshot that was verified."""
+    console = _console()
+    for one in report["snapshots"]:
+        if one["ok"]:
+            console.print(Text(f"{one['name']}: good, {size(one['bytes'])}"))
+        else:
+            console.print(Text(f"{one['name']}: bad: {one['error']}", style="red"))
+
+
+def show_exported(report: dict[str, Any]) -> None:
+    """What was written."""
+    console = _console()
+    for file in report["files"]:
+        console.print(Text(file))
+    what = f"{report['tensors']} tensors, {size(report['bytes'])}"
+    console.print(Text(f"{what}, of step {steps(report['steps'])} ({report['snapshot']})"))
+    if report["overflowed"]:
+        lost = f"warning: {report['overflowed']:,} elements are too large for the dtype and became infinite"
+        console.print(Text(lost, style="yellow"))
+
+
+def show_deleted(report: dict[str, Any]) -> None:
+    """What is no more."""
+    for name in report["deleted"]:
+        print(f"deleted {name}")
+    if not report["deleted"]:
+        print("nothing to delete")
+
+
+def _headline(one: dict[str, Any]) -> str:
+    arrays = f" ({', '.join(one['state_arrays'])})" if one["state_arrays"] else ""
+    return (
+        f"{one['name']}: step {one['step']}, {one['elements']:,} elements, {one['optimizer']}{arrays}, "
+        f"{one['consistency']}, {len(one['files'])} files"
+    )
+
+
+def _tensors(tensors: list[dict[str, Any]]) -> Table:
+    table = column_table("tensor", "dtype", "shape")
+    for tensor in tensors[:_SHOWN_TENSORS]:
+        table.add_row(Text(tensor["name"]), tensor["dtype"], "x".join(map(str, tensor["shape"])) or "scalar")
+    if more := tensors[_SHOWN_TENSORS:]:
+        table.add_row(f"and {len(more)} more", "", "")
+    return table
+
+
+def _datasets(datasets: list[dict[str, Any]]) -> Table:
+    table = column_table("data set", "samples", "data epoch", "ranges done")
+    for one in datasets:
+        done = sum(count for _, count in one["position"]["done"])
+        table.add_row(Text(one["name"]), f"{one['size']:,}", str(one["position"]["data_epoch"]), str(done))
+    return table
+
+
+def _console() -> Console:
+    # Tables are not cut to a pipe's guessed 80 columns.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)

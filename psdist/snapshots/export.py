@@ -1,0 +1,367 @@
+"""A snapshot's weights as files of other programs: safetensors, npz, or torch's.
+
+Tensors are read slice by slice, each verified, and written as they come, so that memory does not grow with the model;
+only torch's own format is put together in memory, one file at a time. Files appear under their names when all are
+complete, or not at all. Not here: the optimizer's state, which only psdist can use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import zipfile
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.compression import NUMPY_DTYPES
+from psdist.errors import ConfigurationError, StorageError, UnknownParametersError
+from psdist.snapshots.format import Manifest, ParametersState
+from psdist.snapshots.reader import SliceReader
+from psdist.snapshots.storage import Storage
+from psdist.types import ITEM_BYTES
+
+FORMATS: Final = ("safetensors", "npz", "torch")
+DTYPES: Final = tuple(ITEM_BYTES)
+#: A file of a format that has bfloat16 may not be read by who has not; numpy is one of those.
+_WITHOUT_BFLOAT16: Final = ("npz",)
+FILE_BYTES_MAX: Final = 5_000_000_000
+_SAFETENSORS_DTYPES: Final = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What is written.
+
+    dtype: of all tensors; None for each tensor's own. parameters: names; empty for all.
+    file_bytes_max: bytes of tensors past which a file is followed by another; a tensor is never divided.
+    """
+
+    format: str = "safetensors"
+    dtype: str | None = None
+    parameters: tuple[str, ...] = ()
+    file_bytes_max: int = FILE_BYTES_MAX
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ConfigurationError(f"{self.format!r:.80} is no format: use one of {', '.join(FORMATS)}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigurationError(f"{self.dtype!r:.80} is no dtype: use one of {', '.join(DTYPES)}")
+        if self.dtype == "bfloat16" and self.format in _WITHOUT_BFLOAT16:
+            raise ConfigurationError(f"{self.format} has no bfloat16: use --dtype float32, or --format safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written. files: in their order, the index last. overflowed: finite elements that the dtype cannot hold,
+    which became infinite."""
+
+    files: tuple[Path, ...]
+    tensors: int
+    bytes: int
+    overflowed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A tensor as it is written."""
+
+    name: str
+    state: ParametersState
+    number: int
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.state.layout.tensors[self.number].shape
+
+    @property
+    def elements(self) -> range:
+        """Where it lies in the flat vector."""
+        offsets = self.state.layout.offsets
+        return range(offsets[self.number], offsets[self.number + 1])
+
+    @property
+    def bytes(self) -> int:
+        return len(self.elements) * ITEM_BYTES[self.dtype]
+
+
+async def export(
+    storage: Storage,
+    manifest: Manifest,
+    out: Path,
+    options: ExportOptions,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Exported:
+    """Writes the weights of a snapshot to ``out``, or, past a size, to several files beside it with an index.
+
+    progress: gets the bytes that are written, and all.
+    Raises ConfigurationError where a file is there already or two tensors have the same name, UnknownParametersError,
+    StorageError where a file cannot be written, SnapshotCorruptError where the snapshot is not what was written; then
+    no file of this export stays.
+    """
+    items = _items(manifest, options)
+    parts = _parts(items, options.file_bytes_max)
+    paths = _paths(out, len(parts))
+    index = out.with_name(f"{out.name}.index.json") if len(parts) > 1 else None
+    _check_free([*paths, *([index] if index else [])], options.overwrite)
+    total = sum(item.bytes for item in items)
+    source = _Source(storage, manifest)
+    written = overflowed = 0
+    with _together(out) as keep:
+        for path, part in zip(paths, parts, strict=True):
+            with keep(path) as raw, _FILES[options.format](raw, part) as file:
+                for item in part:
+                    async for values in source.chunks(item):
+                        chunk, lost = _cast(values, item.dtype)
+                        overflowed += lost
+                        written += chunk.nbytes
+                        file.write(chunk)
+                        progress(written, total)
+        if index is not None:
+            with keep(index) as raw:
+                raw.write(_index(paths, parts, total))
+    return Exported((*paths, *([index] if index else [])), len(items), total, overflowed)
+
+
+# --- what is written where --------------------------------------------------------------------------------------------
+
+
+def _items(manifest: Manifest, options: ExportOptions) -> list[_Item]:
+    """Tensors in the order of the files: wide elements first, so that each lies at a multiple of its width."""
+    known = {state.spec.name: state for state in manifest.parameters}
+    for name in options.parameters:
+        if name not in known:
+            raise UnknownParametersError(
+                f"the snapshot {manifest.directory} has no parameters {name!r:.80}: it has {', '.join(known) or 'none'}"
+            )
+    chosen = [state for state in manifest.parameters if not options.parameters or state.spec.name in options.parameters]
+    items: list[_Item] = []
+    owners: dict[str, str] = {}
+    for state in chosen:
+        for number, tensor in enumerate(state.layout.tensors):
+            if (other := owners.setdefault(tensor.name, state.spec.name)) != state.spec.name:
+                raise ConfigurationError(
+                    f"{other} and {state.spec.name} both have a tensor {tensor.name}: export one after the other, with "
+                    f"--parameters {other}"
+                )
+            dtype = options.dtype or tensor.dtype
+            if dtype == "bfloat16" and options.format in _WITHOUT_BFLOAT16:
+                dtype = "float32"
+            items.append(_Item(tensor.name, state, number, dtype))
+    return sorted(items, key=lambda item: -ITEM_BYTES[item.dtype])
+
+
+def _parts(items: Sequence[_Item], bytes_max: int) -> list[list[_Item]]:
+    parts: list[list[_Item]] = [[]]
+    filled = 0
+    for item in items:
+        if parts[-1] and filled + item.bytes > bytes_max:
+            parts.append([])
+            filled = 0
+        parts[-1].append(item)
+        filled += item.bytes
+    return parts
+
+
+def _paths(out: Path, count: int) -> list[Path]:
+    if count == 1:
+        return [out]
+    return [out.with_name(f"{out.stem}-{number:05d}-of-{count:05d}{out.suffix}") for number in range(1, count + 1)]
+
+
+def _index(paths: Sequence[Path], parts: Sequence[Sequence[_Item]], total: int) -> bytes:
+    """Which tensor is in which file, as other programs write and read it."""
+    places = {item.name: path.name for path, part in zip(paths, parts, strict=True) for item in part}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode()
+
+
+def _check_free(paths: Sequence[Path], overwrite: bool) -> None:
+    for path in paths:
+        if path.is_dir() or (path.exists() and not overwrite):
+            remedy = "" if path.is_dir() else ", or add --overwrite"
+            raise ConfigurationError(f"{path} is there already: choose another --out{remedy}")
+
+
+@contextlib.contextmanager
+def _together(out: Path) -> Iterator[Callable[[Path], contextlib.AbstractContextManager[IO[bytes]]]]:
+    """Files that appear under their names when all of them are complete, or not at all."""
+    drafts: list[tuple[Path, Path]] = []
+
+    @contextlib.contextmanager
+    def keep(path: Path) -> Iterator[IO[bytes]]:
+        draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+        drafts.append((draft, path))
+        with draft.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    try:
+        yield keep
+        for draft, path in drafts:
+            draft.replace(path)
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written: {error.strerror or error}") from None
+    finally:
+        for draft, _ in drafts:
+            draft.unlink(missing_ok=True)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+class _Source:
+    """Reads tensors. The slice that was read last is kept: the next tensor mostly begins in it."""
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self._reader = SliceReader(storage, manifest)
+        self._kept: tuple[str, int, NDArray[np.float32]] | None = None
+
+    async def chunks(self, item: _Item) -> AsyncIterator[NDArray[np.float32]]:
+        """The tensor's elements, in pieces."""
+        size, elements = item.state.slicing.slice_elements, item.elements
+        for index in range(elements.start // size, -(-elements.stop // size) if elements else 0):
+            weights = await self._weights(item.state, index)
+            start = index * size
+            yield weights[max(0, elements.start - start) : elements.stop - start]
+
+    async def _weights(self, state: ParametersState, index: int) -> NDArray[np.float32]:
+        name = state.spec.name
+        if self._kept is None or self._kept[:2] != (name, index):
+            self._kept = (name, index, (await self._reader.slice(state, index))[0])
+        return self._kept[2]
+
+
+def _cast(values: NDArray[np.float32], dtype: str) -> tuple[NDArray[Any], int]:
+    """The values in a dtype, rounded to nearest, and how many became infinite by that."""
+    target = NUMPY_DTYPES[dtype] if dtype != "float64" else np.dtype(np.float64)
+    if target == values.dtype:
+        return values, 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = values.astype(target)
+    if target.itemsize >= values.itemsize:
+        return cast, 0
+    return cast, int(np.count_nonzero(np.isinf(cast.astype(np.float32)) & np.isfinite(values)))
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+class _File(Protocol):
+    """A file of tensors, which are written one after the other, in pieces."""
+
+    def __init__(self, raw: IO[bytes], items: Sequence[_Item]) -> None: ...
+
+    def __enter__(self) -> _File: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def write(self, chunk: NDArray[Any]) -> None: ...
+
+
+class _Safetensors:
+    def __init__(self, raw: IO[bytes], items: Sequence[_Item]) -> None:
+        self._raw = raw
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for item in items:
+            end = offset + item.bytes
+            entries[item.name] = {
+                "dtype": _SAFETENSORS_DTYPES[item.dtype],
+                "shape": list(item.shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        raw.write(len(text).to_bytes(8, "little") + text)
+
+    def __enter__(self) -> _Safetensors:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def write(self, chunk: NDArray[Any]) -> None:
+        self._raw.write(chunk.view(np.uint8).data)
+
+
+class _Npz:
+    def __init__(self, raw: IO[bytes], items: Sequence[_Item]) -> None:
+        self._zip = zipfile.ZipFile(raw, "w", zipfile.ZIP_STORED)
+        self._items = iter(items)
+        self._entry: IO[bytes] | None = None
+        self._left = 0
+
+    def __enter__(self) -> _Npz:
+        self._skip_empty()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._zip.close()
+
+    def write(self, chunk: NDArray[Any]) -> None:
+        assert self._entry is not None
+        self._entry.write(chunk.view(np.uint8).data)
+        self._left -= chunk.nbytes
+        if not self._left:
+            self._skip_empty()
+
+    def _skip_empty(self) -> None:
+        """Begins the next tensor that has elements; those before it, which have none, are complete."""
+        while not self._left:
+            if self._entry is not None:
+                self._entry.close()
+            item = next(self._items, None)
+            if item is None:
+                return
+            self._entry = self._zip.open(zipfile.ZipInfo(f"{item.name}.npy"), "w", force_zip64=True)
+            header = {"descr": f"<f{ITEM_BYTES[item.dtype]}", "fortran_order": False, "shape": item.shape}
+            np.lib.format.write_array_header_1_0(self._entry, header)
+            self._left = item.bytes
+
+
+class _Torch:
+    def __init__(self, raw: IO[bytes], items: Sequence[_Item]) -> None:
+        try:
+            self._torch: Any = importlib.import_module("torch")
+        except ImportError:
+            raise ConfigurationError("--format torch needs torch: install it, or use --format safetensors") from None
+        self._raw = raw
+        self._items = items
+        self._bytes = bytearray(sum(item.bytes for item in items))
+        self._filled = 0
+
+    def __enter__(self) -> _Torch:
+        return self
+
+    def write(self, chunk: NDArray[Any]) -> None:
+        self._bytes[self._filled : self._filled + chunk.nbytes] = chunk.view(np.uint8).data
+        self._filled += chunk.nbytes
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            return
+        tensors, offset = {}, 0
+        for item in self._items:
+            dtype, count = getattr(self._torch, item.dtype), math.prod(item.shape)
+            if count:
+                flat = self._torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=offset)
+            else:
+                flat = self._torch.empty(0, dtype=dtype)
+            # A copy: else each tensor would be saved with all others' bytes.
+            tensors[item.name] = flat.reshape(item.shape).clone()
+            offset += item.bytes
+        self._torch.save(tensors, self._raw)
+
+
+_FILES: Final[dict[str, type[_File]]] = {"safetensors": _Safetensors, "npz": _Npz, "torch": _Torch}
