@@ -84,6 +84,7 @@ async def _serve(settings: ServerSettings, scheduler: str) -> int:
             threads,
             incarnation=link.incarnation,
             lease_seconds=link.lease_seconds,
+            storage=link.storage,
         )
         logs.identify(id=link.server_id, run=link.run_id)
         await host.follow(first_map)

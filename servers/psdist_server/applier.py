@@ -6,9 +6,11 @@ replicas and applied here at the same time, and the update is done when the kern
 it acknowledged it. Replicas run the same kernel on the same mean, so all copies have the same bytes.
 
 Runs on the event loop but for the kernels, which run in threads without the GIL (small slices are updated on the
-loop: a thread costs more). Invariants: at most one kernel writes a slice at a time. A slice that stands still can be
-copied, and its record then tells exactly what is in its arrays. What a dropped slice was asked for has no effect any
-more.
+loop: a thread costs more). While a snapshot is cut (``asides``), the kernel of an update first copies what the snapshot
+needs of the slice, and updates that must not go on yet wait.
+
+Invariants: at most one kernel is at a slice at a time. A slice that stands still can be copied, and its record then
+tells exactly what is in its arrays. What a dropped slice was asked for has no effect any more.
 """
 
 from __future__ import annotations
@@ -57,6 +59,24 @@ class Outcome(NamedTuple):
     square: float = 0.0
 
 
+class Aside(NamedTuple):
+    """Where a slice is copied to: weights, then state, one after another. ``copied`` is called on the loop when it is,
+    unless the slice was dropped."""
+
+    memory: Array
+    copied: Callable[[], None]
+
+
+class Guard(Protocol):
+    """What a snapshot that is being cut has to say about updates."""
+
+    def must_wait(self, index: int) -> bool:
+        """Whether slice ``index`` may not be updated yet."""
+
+    def copy_for_update(self, index: int) -> Aside | None:
+        """Where an update of slice ``index``, which begins now, must copy the slice first; None where it need not."""
+
+
 class _Job(NamedTuple):
     """What a kernel works on."""
 
@@ -64,6 +84,8 @@ class _Job(NamedTuple):
     update: Update
     #: The update's parts are the contributions, not their mean.
     is_raw: bool = True
+    #: Where the slice is copied to before it is updated.
+    aside: Aside | None = None
 
 
 @dataclass(slots=True)
@@ -135,6 +157,9 @@ class Applier:
         self._shipments: dict[int, _Shipment] = {}
         #: Updates that wait for room among those that are kept for replicas.
         self._waiting: deque[_Shipment] = deque()
+        #: The snapshot that is being cut, and updates by slice that wait for it, each with its sum of squares.
+        self.guard: Guard | None = None
+        self._kept_back: dict[int, tuple[_Job, float]] = {}
         #: Updates that are in the arrays, and that the machine was not told of yet.
         self._ahead: dict[int, Apply] = {}
         self._writing: set[int] = set()
@@ -173,15 +198,25 @@ class Applier:
     def _deliver(self, job: _Job, square: float) -> None:
         effect = job.effect
         assert isinstance(effect, Apply)
+        if self._must_wait(effect.index):
+            self._kept_back[effect.index] = job, square
+            return
         if not self._replicas.needs_gradient(effect.index):
-            self._writing.add(effect.index)
-            self.submit(effect.index, self._apply, job, self._applied)
+            self._write(job, self._applied)
             return
         shipment = _Shipment(effect, job.update, square)
         if self._waiting or not self._replicas.has_room():
             self._waiting.append(shipment)
         else:
             self._ship(shipment)
+
+    def _write(self, job: _Job, told: Told) -> None:
+        """Begins to update a slice, and to copy it aside before where that is needed."""
+        index = job.effect.index
+        self._writing.add(index)
+        if self.guard is not None:
+            job = job._replace(aside=self.guard.copy_for_update(index))
+        self.submit(index, self._apply, job, told)
 
     def _ship(self, shipment: _Shipment) -> None:
         """Sends an update to the replicas and applies it meanwhile."""
@@ -193,7 +228,7 @@ class Applier:
             self._replicas.update(_replica_update(shipment))
         else:  # The last replica went while the update waited.
             self.replicated(index, 0)
-        self.submit(index, self._apply, _Job(effect, shipment.update, False), self._shipped)
+        self._write(_Job(effect, shipment.update, False), self._shipped)
 
     def replicated(self, index: int, lsn: int) -> None:
         """All that must have update ``lsn`` have it."""
@@ -205,7 +240,29 @@ class Applier:
     def ship_waiting(self) -> None:
         """There may be room for updates that wait."""
         while self._waiting and self._replicas.has_room():
-            self._ship(self._waiting.popleft())
+            shipment = self._waiting.popleft()
+            if self._must_wait(shipment.effect.index):
+                job = _Job(shipment.effect, shipment.update, False)
+                self._kept_back[shipment.effect.index] = job, shipment.square
+            else:
+                self._ship(shipment)
+
+    def resume(self) -> None:
+        """Updates that waited for the snapshot may go on, or some of them."""
+        for index in sorted(self._kept_back):
+            if index in self._kept_back and not self._must_wait(index):
+                self._deliver(*self._kept_back.pop(index))
+
+    def _must_wait(self, index: int) -> bool:
+        return self.guard is not None and self.guard.must_wait(index)
+
+    def is_kept_back(self, index: int) -> bool:
+        """Whether an update of slice ``index`` waits for a snapshot."""
+        return index in self._kept_back
+
+    def copy(self, index: int, aside: Aside) -> None:
+        """Copies slice ``index``, which stands still, and which the guard lets nobody update meanwhile."""
+        self.submit(index, self._copy, aside, _copied)
 
     def _end_if_done(self, shipment: _Shipment) -> None:
         index = shipment.effect.index
@@ -261,9 +318,19 @@ class Applier:
     def _apply(self, works: Sequence[tuple[int, _Job]]) -> list[Outcome]:
         """Runs in a kernel thread, or on the loop."""
         started = time.perf_counter()
+        self._copy([(index, job.aside) for index, job in works if job.aside is not None])
         left_out = self._dense.apply([job.update for _, job in works])
         seconds = (time.perf_counter() - started) / len(works)
         return [Outcome(seconds, bad) for bad in left_out]
+
+    def _copy(self, works: Sequence[tuple[int, Aside]]) -> list[None]:
+        """Runs in a kernel thread, or on the loop."""
+        for index, aside in works:
+            start = 0
+            for array in self._dense.export(index):
+                aside.memory[start : start + array.size] = array
+                start += array.size
+        return [None] * len(works)
 
     def _aggregated(self, job: _Job, outcome: Outcome) -> None:
         self._means[job.effect.index] = (outcome.mean, outcome.square)
@@ -285,21 +352,23 @@ class Applier:
             self._owner.used(effect, outcome.bad)
         if (lsn := self._replicas.next_lsn(effect.index)) is not None:  # Those being filled count it all the same.
             self._replicas.update(_replica_update(_Shipment(effect, Update(effect.index, effect.step, ()), 0.0, lsn)))
-        self._written(effect)
+        self._written(effect, job.aside)
         self._end(effect, outcome)
 
     def _shipped(self, job: _Job, outcome: Outcome) -> None:
         assert isinstance(job.effect, Apply)
-        self._written(job.effect)
+        self._written(job.effect, job.aside)
         shipment = self._shipments[job.effect.index]
         shipment.is_applied, shipment.seconds = True, outcome.seconds
         self._end_if_done(shipment)
 
     # --- rest ---------------------------------------------------------------------------------------------------------
 
-    def _written(self, effect: Apply) -> None:
+    def _written(self, effect: Apply, aside: Aside | None) -> None:
         self._writing.discard(effect.index)
         self._ahead[effect.index] = effect
+        if aside is not None:
+            aside.copied()
         for callback in self._at_rest.pop(effect.index, ()):
             callback()
 
@@ -323,7 +392,7 @@ class Applier:
         self._dropped |= gone
         self._waiting = deque(shipment for shipment in self._waiting if shipment.effect.index not in gone)
         for index in indices:
-            for table in (self._means, self._shipments, self._ahead):
+            for table in (self._means, self._shipments, self._ahead, self._kept_back):
                 table.pop(index, None)
             self._writing.discard(index)
             for callback in self._at_rest.pop(index, ()):
@@ -339,6 +408,10 @@ class Applier:
             waiting = asyncio.get_running_loop().create_future()
             self._settled.setdefault(shard, []).append(waiting)
             await waiting
+
+
+def _copied(aside: Aside, _: None) -> None:
+    aside.copied()
 
 
 def _replica_update(shipment: _Shipment) -> ReplicaUpdate[Gradient]:

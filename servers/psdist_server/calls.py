@@ -45,6 +45,8 @@ class Call:
     pull_dtype: str = "float32"
     abstain: bool = False
     grad_norm: float = 0.0
+    #: The snapshot attempt that the push comes after; 0 for none.
+    mark: int = 0
     #: Slices that were asked about and not answered, by token.
     outstanding: dict[int, int] = field(default_factory=dict)
     #: Why the oldest of them has waited for longer than REPORT_WAIT_SECONDS; "" if it has not.

@@ -24,6 +24,7 @@ class SlicePushed:
     base_version: version of the weights that the gradient was computed on.
     abstain: it counts as made but contributes nothing.
     wants_weights: the answer is the new weights (PushPull), so a read gate holds for it.
+    mark: SSP and ASP: the snapshot attempt that this push is the first one not to be in, or comes after; 0 for none.
     """
 
     token: int
@@ -34,6 +35,7 @@ class SlicePushed:
     base_version: int = 0
     abstain: bool = False
     wants_weights: bool = True
+    mark: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,26 @@ class JoinWithdrawn:
     worker_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class CutArmed:
+    """SSP and ASP: a snapshot is to be cut: pushes with the mark ``attempt`` are held back. What was held for an
+    earlier one goes on."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SliceCut:
+    """Slice ``index`` has all that the snapshot is to have of it: what is held back goes on."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutEnded:
+    """There is no snapshot to be cut any more: what is held back goes on."""
+
+
 Event = (
     SlicePushed
     | PullRequested
@@ -107,6 +129,9 @@ Event = (
     | MembersChanged
     | JoinProposed
     | JoinWithdrawn
+    | CutArmed
+    | SliceCut
+    | CutEnded
 )
 
 # --- effects ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ checked for NaN and Inf when they come; the second when their kernel reads them,
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
@@ -25,17 +24,18 @@ from psdist.errors import (
     InternalError,
     InvalidArgumentError,
     LimitExceededError,
-    NonFiniteGradientError,
     PsdistError,
     UnknownParametersError,
 )
 from psdist.types import ITEM_BYTES, ParametersEntry, ParametersMember, Replica
 from psdist.v1 import server_pb2
 from psdist.wire import frames
-from psdist_server import kernels, roles
+from psdist_server import roles
 from psdist_server.applier import Applier, Outcome, Part
 from psdist_server.calls import Answer, Call, fenced
+from psdist_server.contributions import Contributions
 from psdist_server.copies import Copies
+from psdist_server.cuts import Cuts
 from psdist_server.dense import Array, Bad, DenseParameters, Gradient, gradient_of
 from psdist_server.events import (
     Aggregate,
@@ -96,8 +96,10 @@ class Holding:
         self.norms = NormBoard()
         self.aggregation = Aggregation(self.norms, lambda index: self._shard(index).slices[index].version)
         self._on_aggregated = on_aggregated
-        self._asynchronous = not isinstance(entry.spec.consistency, BSP)
+        self.is_asynchronous = not isinstance(entry.spec.consistency, BSP)
         self._clipping = entry.spec.optimizer.max_grad_norm > 0
+        needs_norm = self._clipping and self.is_asynchronous
+        self.contributions = Contributions(entry.spec, self.slicing, self.counters, needs_norm)
         #: The machines of the shards that this server is the primary of.
         self.shards: dict[int, BspShard | AsyncShard] = {}
         #: Their slices, ascending.
@@ -117,6 +119,10 @@ class Holding:
         self._readers: dict[int, list[tuple[asyncio.Future[tuple[int, bytes]], str]]] = {}
         self.readers = Readers(self.dense)
         self._uninstalled: dict[int, list[Callable[[], None]]] = {}
+        #: Shards that are to be loaded from a snapshot and are not yet.
+        self.unloaded: set[int] = set()
+        #: The snapshot that is being cut.
+        self.cuts = Cuts(self.shards, self._shard, self._applier, self._carry_out)
         #: Done when the update kernel is compiled.
         self.ready = pool.prepare(self.dense.compile)
 
@@ -152,12 +158,6 @@ class Holding:
             )
         raise not_primary(number)
 
-    def check_norm(self, call: Call) -> None:
-        """Raises InvalidArgumentError where a push must bring its gradient's global norm and does not."""
-        needed = self._clipping and self._asynchronous and not call.abstain
-        if needed and not (math.isfinite(call.grad_norm) and call.grad_norm >= 0):
-            raise InvalidArgumentError(f"grad_norm={call.grad_norm} must be finite: the optimizer has max_grad_norm")
-
     def install(self, index: int, payload: memoryview, epoch: int) -> None:
         """Sets the initial weights of a slice. Raises InvalidArgumentError once the parameters are ready."""
         self._check_defect()
@@ -168,6 +168,16 @@ class Holding:
         if len(payload) != expected:
             raise InvalidArgumentError(f"slice {index} has {expected} bytes in float32, not {len(payload)}")
         self.dense.install(index, gradient_of(payload, "float32"))
+        self._installed(index)
+
+    def load(self, index: int, arrays: Sequence[Array], version: int) -> None:
+        """Sets a slice of a shard that is served here to what a snapshot has of it: weights and state."""
+        for number, array in enumerate(arrays):
+            self.dense.install_state(index, number, array, version)
+        self._shard(index).slices[index].version = version
+        self._installed(index)
+
+    def _installed(self, index: int) -> None:
         self.replicator.installed(index)
         for callback in self._uninstalled.pop(index, ()):
             callback()
@@ -176,8 +186,8 @@ class Holding:
         """Takes one contribution. Raises InvalidArgumentError and its kinds; then nothing was changed."""
         counters = self.counters.of(call.identity.worker_id)
         self.check_slice(index, call.identity.epoch)
-        values = self._gradient(call, index, payload)
-        abstain = call.abstain or not self._is_finite(call, index, values)
+        values = self.contributions.gradient(call, index, payload)
+        abstain = call.abstain or not self.contributions.is_finite(call, index, values)
         self.counters.bytes_held += values.nbytes
         counters.push_bytes += len(payload)
         self._take(call, index, base_version, Part(index, call, values, shared=False), abstain)
@@ -202,6 +212,7 @@ class Holding:
             base_version,
             abstain,
             call.wants_weights,
+            call.mark,
         )
         self._dispatch(index, event)
 
@@ -234,8 +245,15 @@ class Holding:
         return await future
 
     async def close(self) -> None:
-        """The parameters are gone, or the server ends."""
+        """The parameters are gone or begin anew, or the server ends. Who waits for something here is sent elsewhere."""
+        for number in list(self.shards):
+            self._demote(number)
+        for number in list(self.copies.machines):
+            self.copies.discard(self.copies.remove(number).slices)
         await self.replicator.close()
+        for number in range(self._shard_count):
+            await self._applier.settled(number)
+        self.norms.wake()
         self.dense.close()
 
     async def encode(self, answer: Answer, call: Call) -> bytes:
@@ -267,6 +285,8 @@ class Holding:
 
     def _own_wait(self, index: int) -> str:
         replicas = self.replicator.behind(index)
+        if self._applier.is_kept_back(index):
+            return "for a snapshot to be written, for which this server can copy no more"
         return f"for {replicas} to acknowledge the update" if replicas else "for this server to apply the update"
 
     def fence(self, live: dict[str, int]) -> None:
@@ -282,6 +302,7 @@ class Holding:
         before, self.entry, self.epoch = self.entry, entry, epoch
         terms = {number: machine.term for number, machine in self.replicator.machines.items()}
         changes = roles.changes(entry, self.me, terms, self.copies.machines)
+        self.cuts.follow(changes, entry.members != before.members)
         for number in changes.demoted:
             self._demote(number)
         copies = {number: self.copies.remove(number) for number in (*changes.discarded, *changes.promoted)}
@@ -313,6 +334,7 @@ class Holding:
     def _demote(self, number: int) -> None:
         """Another is the primary of a shard, or nobody."""
         del self.shards[number]
+        self.unloaded.discard(number)
         self._withheld.pop(number, None)
         self.replicator.remove(number)
         self._fail_calls(number)
@@ -364,11 +386,13 @@ class Holding:
                 self.stop(InternalError(f"shard {number} of {spec.name!r} was promoted before its copy was complete"))
                 records = {}
             _log.info("promoted", parameters=spec.name, shard=number, term=shard.term, lsn=copy.lsn, epoch=self.epoch)
-        clipping = self._clipping and not self._asynchronous
+        clipping = self._clipping and not self.is_asynchronous
         self.shards[number] = make_shard(
             indices, self.entry.members, spec.consistency, clipping, self.entry.reference_workers, records
         )
         self.replicator.add(number, shard.term, indices, base)
+        if self.entry.restore is not None and not self.entry.ready:
+            self.unloaded.add(number)
 
     def propose(self, member: ParametersMember) -> bool:
         """May ``member`` join at its first step? Then its contributions are waited for from now on."""
@@ -407,7 +431,7 @@ class Holding:
             return
         self.indices = tuple(sorted(index for shard in self.shards.values() for index in shard.slices))
         self.aggregation.serve(self.indices)
-        for index in self.indices if self._clipping and not self._asynchronous else ():
+        for index in self.indices if self._clipping and not self.is_asynchronous else ():
             if self._is_frozen(index):
                 self._aggregated(self._shard(index).slices[index].version, index)
 
@@ -474,7 +498,7 @@ class Holding:
     def used(self, effect: Apply | Aggregate, bad: Bad) -> None:
         """See Owner."""
         for place in bad:
-            self._left_out(effect.index, self._applier.parts[effect.parts[place]].call)
+            self.contributions.left_out(self._applier.parts[effect.parts[place]].call, effect.index)
         for token in effect.parts:
             self._drop(token)
 
@@ -490,7 +514,7 @@ class Holding:
         effects = self._shard(effect.index).on(SliceApplied(effect.index))
         self._serve_readers(effect.index)  # Before the next update of the slice may begin.
         self.replicator.applied(effect.index)
-        self._carry_out(effects)
+        self._carry_out([*effects, *self.cuts.applied(effect.index)])
 
     def fail(self, what: str, error: BaseException) -> None:
         """A defect: everybody who waits for something here is told, or will ask, and the log has the traceback."""
@@ -546,43 +570,13 @@ class Holding:
         self._fenced.add(number)
         self._fail_calls(number)
 
-    # --- contributions ------------------------------------------------------------------------------------------------
+    # --- the rest -----------------------------------------------------------------------------------------------------
 
     def _serve_readers(self, index: int) -> None:
         version = self._shard(index).slices[index].version
         for future, dtype in self._readers.pop(index, ()):
             if not future.done():
                 future.set_result((version, bytes(self.dense.read(index, dtype))))
-
-    def _gradient(self, call: Call, index: int, payload: memoryview) -> Gradient:
-        expected = 0 if call.abstain else self.slicing.size(index) * ITEM_BYTES[call.dtype]
-        if len(payload) != expected:
-            raise InvalidArgumentError(
-                f"slice {index} has {expected} bytes in {call.dtype}, not {len(payload)}", slice=index
-            )
-        return gradient_of(payload, call.dtype)
-
-    def _is_finite(self, call: Call, index: int, values: Gradient) -> bool:
-        """Whether all elements are finite; where not, the policy decides between an error and False."""
-        if kernels.all_finite(values):
-            return True
-        self.counters.of(call.identity.worker_id).non_finite += 1
-        if self.entry.spec.non_finite == "skip":
-            return False
-        raise self._non_finite(index)
-
-    def _left_out(self, index: int, call: Call) -> None:
-        """A shared contribution turned out to hold NaN or Inf when the slice was updated, and is not in the update."""
-        self.counters.of(call.identity.worker_id).non_finite += 1
-        if self.entry.spec.non_finite == "reject":
-            call.fail(self._non_finite(index))
-
-    def _non_finite(self, index: int) -> NonFiniteGradientError:
-        start, stop = self.slicing.bounds(index)
-        return NonFiniteGradientError(
-            f"the gradient of {self.entry.spec.name!r} holds NaN or Inf in elements {start} to {stop - 1} (slice "
-            f"{index}); find out why, or set non_finite='skip'"
-        )
 
     def statistics(self) -> server_pb2.ParametersStatistics:
         """Counters and waits as a message."""

@@ -19,6 +19,7 @@ import psutil
 import structlog
 
 from psdist.errors import (
+    NoStorageError,
     PsdistError,
     ServerUnreachableError,
     StaleEpochError,
@@ -26,15 +27,18 @@ from psdist.errors import (
     UnknownParametersError,
     WrongRunError,
 )
-from psdist.types import ClusterMap, Identity, ParametersMember, Replica
-from psdist.v1 import server_pb2, server_pb2_grpc
+from psdist.snapshots.storage import Storage, open_storage
+from psdist.types import ClusterMap, Identity, ParametersEntry, ParametersMember, Replica
+from psdist.v1 import scheduler_pb2, server_pb2, server_pb2_grpc
 from psdist.wire import auth, channels
 from psdist_server import kernels, memory
 from psdist_server.calls import Call, fenced
 from psdist_server.holding import Holding
+from psdist_server.loader import Loader, LoadReport
 from psdist_server.norms import global_norm
 from psdist_server.pool import KernelPool
 from psdist_server.replicator import Report
+from psdist_server.saver import Saver
 
 _log = structlog.get_logger("psdist.server")
 
@@ -52,7 +56,8 @@ def compile_kernels() -> None:
 class Host:
     """What this server holds.
 
-    server_id, run_id, token, incarnation, lease_seconds: as registered. kernel_threads: threads that apply updates.
+    server_id, run_id, token, incarnation, lease_seconds, storage: as registered. kernel_threads: threads that apply
+    updates. opener: opens a storage by its URL.
     """
 
     def __init__(
@@ -65,6 +70,8 @@ class Host:
         incarnation: int = 1,
         lease_seconds: float = 2.0,
         rng: Random | None = None,
+        storage: str = "",
+        opener: Callable[[str], Storage] = open_storage,
     ) -> None:
         self.server_id = server_id
         self.me = Replica(server_id, incarnation)
@@ -86,6 +93,13 @@ class Host:
         self._numbers = itertools.count()
         self._on_end: dict[int, Callable[[], None]] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._storage_url = storage
+        self._opener = opener
+        self._storage: Storage | None = None
+        #: Has a report about a snapshot told to the scheduler, in the session that stands.
+        self.tell: Callable[[scheduler_pb2.SnapshotReport], None] = lambda report: None
+        self.saver = Saver(self._holdings.get, self._open_storage, lambda report: self.tell(report))
+        self.loader = Loader(self._open_storage, lambda: self.report(), self.rng)
 
     # --- the cluster map ----------------------------------------------------------------------------------------------
 
@@ -97,17 +111,25 @@ class Host:
         self._live = {worker.worker_id: worker.incarnation for worker in cluster.workers}
         for entry in cluster.parameters:
             name = entry.spec.name
+            if name in self._holdings and _begins_anew(self._holdings[name].entry, entry):
+                await self._close_holding(name)
             if name not in self._holdings and any(self.me in shard.replicas for shard in entry.shards):
                 self._holdings[name] = Holding(entry, self.me, self._pool, self, self._share_norm)
             if name in self._holdings:
                 await self._holdings[name].update(entry, cluster.epoch)
         for gone in sorted(self._holdings.keys() - {entry.spec.name for entry in cluster.parameters}):
-            await self._holdings.pop(gone).close()
+            await self._close_holding(gone)
         self.map = cluster
+        self.loader.follow(self._holdings.values())
         for holding in self._holdings.values():
             holding.fence(self._live)
         async with self._map_changed:
             self._map_changed.notify_all()
+
+    async def _close_holding(self, name: str) -> None:
+        for key in [key for key in self._tasks if key[0] == name]:
+            self._tasks.pop(key).cancel()
+        await self._holdings.pop(name).close()
 
     async def admit(self, identity: Identity) -> Holding:
         """The holding that ``identity`` may use. Raises WrongRunError, FencedError, StaleEpochError or
@@ -300,9 +322,10 @@ class Host:
         )
         return server_pb2.ReplicateRequest(hello=hello)
 
-    def reports(self) -> list[Report]:
-        """What the scheduler must hear about replicas."""
-        return [report for holding in self._holdings.values() for report in holding.replicator.reports(holding.entry)]
+    def reports(self) -> list[Report | LoadReport]:
+        """What the scheduler must hear about replicas, and about values that are loaded."""
+        replicas = [told for holding in self._holdings.values() for told in holding.replicator.reports(holding.entry)]
+        return [*replicas, *self.loader.reports()]
 
     def on_end(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Has ``callback`` called when the server ends, unless what is returned was called before."""
@@ -319,6 +342,21 @@ class Host:
         for callback in list(self._on_end.values()):
             callback()
 
+    # --- snapshots ----------------------------------------------------------------------------------------------------
+
+    def _open_storage(self) -> Storage:
+        """The run's storage; in a thread, as what it needs may have to be loaded. Raises NoStorageError and what
+        ``open_storage`` does."""
+        if not self._storage_url:
+            raise NoStorageError("the scheduler told this server of no storage")
+        if self._storage is None:
+            self._storage = self._opener(self._storage_url)
+        return self._storage
+
+    def snapshot_progress(self) -> scheduler_pb2.SnapshotProgress | None:
+        """How far this server is with a snapshot that it loads from or writes."""
+        return self.loader.progress() or self.saver.progress()
+
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def statistics(self) -> server_pb2.GetStatisticsResponse:
@@ -332,6 +370,8 @@ class Host:
 
     async def close(self) -> None:
         """Ends what runs in the background."""
+        await self.loader.close()
+        await self.saver.close()
         for task in list(self._tasks.values()):
             task.cancel()
         for holding in self._holdings.values():
@@ -341,3 +381,10 @@ class Host:
         self._pool.close()
         for holding in self._holdings.values():
             await holding.close()
+
+
+def _begins_anew(before: ParametersEntry, after: ParametersEntry) -> bool:
+    """Whether nothing that is held of the parameters counts any more."""
+    if after.generation != before.generation:
+        return after.generation > before.generation
+    return not after.ready and after.restore != before.restore

@@ -31,6 +31,7 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import auth, channels, convert, limits, status
 from psdist_server.host import Host
+from psdist_server.loader import Loaded, LoadReport
 from psdist_server.replicator import Report
 
 _log = structlog.get_logger("psdist.server")
@@ -59,6 +60,8 @@ class SchedulerLink:
         self.run_id = run_id
         self.incarnation = 0
         self.lease_seconds = 2.0
+        #: Where the run's snapshots lie; empty for none.
+        self.storage = ""
         self._rng = rng or Random()
         self._in_session = False
         self._leaving = False
@@ -85,6 +88,7 @@ class SchedulerLink:
         answer = await self._register(request, timeout_seconds)
         self.run_id, self.server_id = answer.run_id, answer.member_id
         self.incarnation, self.lease_seconds = answer.incarnation, answer.lease_seconds
+        self.storage = answer.storage
         return convert.map_from_proto(answer.map)
 
     async def _register(self, request: pb.RegisterRequest, timeout_seconds: float) -> pb.RegisterResponse:
@@ -119,6 +123,7 @@ class SchedulerLink:
         delay, reason = _RETRY_MIN_SECONDS, ""
         while True:
             self._in_session = False
+            host.saver.session_ended()
             try:
                 await self._session(host)
             except grpc.aio.AioRpcError as error:
@@ -138,6 +143,7 @@ class SchedulerLink:
         up = self._up = asyncio.Queue()
         self._stale = host.proposals
         host.report = lambda: up.put_nowait(None)
+        host.tell = lambda report: up.put_nowait(pb.SessionRequest(snapshot=report))
         call = self._stub.Session(self._requests(host), metadata=self._metadata)
         async for response in call:
             await self._handle(response, host)
@@ -145,7 +151,7 @@ class SchedulerLink:
     async def _requests(self, host: Host) -> AsyncIterator[pb.SessionRequest]:
         hello = pb.SessionRequest.Hello(member_id=self.server_id, incarnation=self.incarnation)
         yield pb.SessionRequest(hello=hello)
-        loop, told, beat_at = asyncio.get_running_loop(), set[Report](), 0.0
+        loop, told, beat_at = asyncio.get_running_loop(), set[Report | LoadReport](), 0.0
         while True:
             if loop.time() >= beat_at:
                 beat_at = loop.time() + self.lease_seconds / _HEARTBEATS_PER_LEASE
@@ -169,7 +175,9 @@ class SchedulerLink:
     def _heartbeat(host: Host) -> pb.SessionRequest:
         statistics = host.statistics()
         waits = sorted({wait for part in statistics.parameters for wait in part.waiting_for})
-        beat = pb.SessionRequest.Heartbeat(epoch=host.map.epoch, statistics=statistics, waiting_for=waits)
+        beat = pb.SessionRequest.Heartbeat(
+            epoch=host.map.epoch, statistics=statistics, waiting_for=waits, snapshot=host.snapshot_progress()
+        )
         return pb.SessionRequest(heartbeat=beat)
 
     async def _handle(self, response: pb.SessionResponse, host: Host) -> None:
@@ -196,6 +204,10 @@ class SchedulerLink:
                 _log.info("member lost", member=lost.member_id, reason=lost.reason)
             case "shards_lost":
                 _log.error("shards lost", text=response.shards_lost.text)
+            case "snapshot":
+                host.saver.command(response.snapshot)
+            case "rolled_back":
+                _log.warning("rolled back", text=response.rolled_back.text)
 
     async def drain(self, timeout_seconds: float) -> None:
         """Has everything moved away from this server; returns when it holds nothing, when nothing can be moved, or
@@ -226,7 +238,9 @@ class SchedulerLink:
         await self._channel.close()
 
 
-def _report_message(report: Report) -> pb.SessionRequest:
+def _report_message(report: Report | LoadReport) -> pb.SessionRequest:
+    if not isinstance(report, Report):
+        return pb.SessionRequest(snapshot=_load_report_message(report))
     replica = convert.replica_to_proto(report.replica)
     if report.kind == "filled":
         filled = pb.ReplicaFilled(parameters=report.parameters, shard=report.shard, term=report.term, replica=replica)
@@ -235,3 +249,19 @@ def _report_message(report: Report) -> pb.SessionRequest:
         parameters=report.parameters, shard=report.shard, term=report.term, replica=replica, reason=report.reason
     )
     return pb.SessionRequest(replica_unreachable=unreachable)
+
+
+def _load_report_message(report: LoadReport) -> pb.SnapshotReport:
+    name, generation = report.parameters, report.generation
+    if isinstance(report, Loaded):
+        loaded = pb.SnapshotReport.Loaded(
+            parameters=name, generation=generation, shards=[report.shard], terms=[report.term]
+        )
+        return pb.SnapshotReport(loaded=loaded)
+    failed = pb.SnapshotReport.LoadFailed(
+        parameters=name,
+        generation=generation,
+        restore=convert.restore_to_proto(report.restore),
+        error=status.to_detail(report.error),
+    )
+    return pb.SnapshotReport(load_failed=failed)

@@ -134,9 +134,10 @@ class ServerService:
         if header.codec != common_pb2.CODEC_RAW:
             raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
         call.step, call.abstain, call.grad_norm = header.step, header.abstain, header.grad_norm
+        call.mark = header.mark
         call.dtype = _wire_dtype(header.dtype)
         call.pull_dtype = _wire_dtype(header.pull_dtype) if call.wants_weights else "float32"
-        holding.check_norm(call)
+        holding.contributions.check_norm(call)
         return holding
 
     # --- pulling ------------------------------------------------------------------------------------------------------

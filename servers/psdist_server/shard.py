@@ -25,6 +25,8 @@ from psdist_server.events import (
     Aggregate,
     Apply,
     Cancelled,
+    CutArmed,
+    CutEnded,
     Effect,
     Event,
     Forget,
@@ -37,6 +39,7 @@ from psdist_server.events import (
     Reply,
     SliceAggregated,
     SliceApplied,
+    SliceCut,
     SlicePushed,
 )
 from psdist_server.records import Life, Records, SliceRecord
@@ -103,6 +106,8 @@ class ShardMachine(ABC, Generic[S]):
                 return self._members_changed()
             case SliceAggregated() | NormKnown():
                 return self._on_clipping(event)
+            case CutArmed() | SliceCut() | CutEnded():
+                return self._on_cut(event)
 
     @abstractmethod
     def record(self, index: int) -> SliceRecord:
@@ -133,6 +138,9 @@ class ShardMachine(ABC, Generic[S]):
 
     def _on_clipping(self, event: SliceAggregated | NormKnown) -> list[Effect]:
         raise AssertionError(f"{event} without an Aggregate")
+
+    def _on_cut(self, event: CutArmed | SliceCut | CutEnded) -> list[Effect]:
+        return []  # In BSP a slice is cut between two steps, which never mix.
 
     def _refusal(self, event: SlicePushed) -> PsdistError | None:
         member = self.members.get(event.worker_id)
@@ -338,14 +346,20 @@ class _GatedRead:
 class _AsyncSlice(_SliceBase):
     #: Contributions in order of arrival; the first is the one being applied while ``busy``.
     queue: list[SlicePushed] = field(default_factory=list)
-    #: Repeats of queued contributions, answered with them.
+    #: Contributions that wait until the slice is cut for a snapshot, in order of arrival.
+    held: list[SlicePushed] = field(default_factory=list)
+    #: Repeats of contributions that are queued or held, answered with them.
     repeats: dict[int, SlicePushed] = field(default_factory=dict)
     #: Taken contributions whose caller wants weights that it may not read yet.
     reads: dict[int, _GatedRead] = field(default_factory=dict)
 
 
 class AsyncShard(ShardMachine[_AsyncSlice]):
-    """SSP (``staleness`` is the bound) and ASP (None): each push is applied on arrival."""
+    """SSP (``staleness`` is the bound) and ASP (None): each push is applied on arrival.
+
+    While a snapshot is cut, pushes that are marked as not in it are held: they were taken, so that repeats of them are
+    known, but no update has them before their slice is cut.
+    """
 
     def __init__(
         self,
@@ -358,6 +372,9 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         super().__init__({index: _AsyncSlice(index) for index in indices}, members)
         self._staleness = staleness
         self._inverse_lr = inverse_lr
+        #: The attempt whose marked pushes are held, 0 for none, and the slices that are not cut yet.
+        self._mark = 0
+        self._uncut: set[int] = set()
         self.producers: dict[str, _Producer] = {}
         for index, record in (records or {}).items():
             self.slices[index].version = record.version
@@ -376,7 +393,7 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
     def record(self, index: int) -> SliceRecord:
         """See ShardMachine."""
         state = self.slices[index]
-        queued = {(event.worker_id, event.incarnation) for event in state.queue}
+        queued = {(event.worker_id, event.incarnation) for event in (*state.queue, *state.held)}
         producers = {}
         for worker_id, producer in self.producers.items():
             life = (worker_id, producer.incarnation)
@@ -407,14 +424,31 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
     def _pushed(self, state: _AsyncSlice, event: SlicePushed) -> list[Effect]:
         producer = self.producers[event.worker_id]
         if event.step < producer.sequence or state.index in producer.taken:
-            if any(self._same(event, queued) for queued in state.queue):
+            if any(self._same(event, known) for known in (*state.queue, *state.held)):
                 state.repeats[event.token] = event
                 return [Forget(event.token)]
             clock = producer.clock + (event.step == producer.sequence) if event.wants_weights else 0
             state.reads[event.token] = _GatedRead(event.worker_id, clock, 0, ignored=True)
             return [Forget(event.token), *self._serve_reads(state)]
         producer.taken.add(state.index)
+        if event.mark and event.mark == self._mark and state.index in self._uncut:
+            state.held.append(event)
+            return []
         state.queue.append(event)
+        return self._try_apply(state)
+
+    def _on_cut(self, event: CutArmed | SliceCut | CutEnded) -> list[Effect]:
+        if isinstance(event, SliceCut):
+            self._uncut.discard(event.index)
+            return self._let_go(self.slices[event.index])
+        is_armed = isinstance(event, CutArmed)
+        self._mark = event.attempt if isinstance(event, CutArmed) else 0
+        self._uncut = set(self.slices) if is_armed else set()
+        return [effect for state in self.slices.values() for effect in self._let_go(state)]
+
+    def _let_go(self, state: _AsyncSlice) -> list[Effect]:
+        state.queue += state.held
+        state.held = []
         return self._try_apply(state)
 
     @staticmethod
@@ -505,7 +539,7 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         state.pulls.pop(token, None)
         state.reads.pop(token, None)
         state.repeats.pop(token, None)
-        if any(event.token == token for event in state.queue):
+        if any(event.token == token for event in (*state.queue, *state.held)):
             self._cancelled.add(token)
         return []
 
@@ -516,10 +550,11 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
             return self._clock_gate(state.reads[token].worker_id, state.reads[token].clock)
         if token in state.pulls:
             return self._read_gate(state, state.pulls[token])
-        return ""
+        return "for the slice to be cut for a snapshot" if any(e.token == token for e in state.held) else ""
 
     def validate(self) -> None:
         """See ShardMachine."""
+        assert all(not state.held or index in self._uncut for index, state in self.slices.items()), self._uncut
         assert self.producers.keys() == self.members.keys(), (self.producers, self.members)
         for state in self.slices.values():
             assert state.busy == bool(state.queue), state

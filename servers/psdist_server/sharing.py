@@ -301,12 +301,13 @@ class _Stream:
         if header.codec != common_pb2.CODEC_RAW:
             raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
         call.step, call.abstain, call.grad_norm = header.step, header.abstain, header.grad_norm
+        call.mark = header.mark
         call.dtype = _wire_dtype(header.dtype)
         if call.dtype != self._attachment.dtype:
             held = self._attachment.dtype or "nothing"
             raise InvalidArgumentError(f"the gradient arena holds {held}, not {call.dtype}")
         call.pull_dtype = _wire_dtype(header.pull_dtype) if call.wants_weights else "float32"
-        holding.check_norm(call)
+        holding.contributions.check_norm(call)
         slices = self._check_slices(call, push.slices)
         bases = _one_for_each(push.base_versions, slices, "base_versions")
         slicing = holding.slicing

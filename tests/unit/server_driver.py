@@ -1,0 +1,211 @@
+"""One server's host without a network: a map made by hand, calls as the service makes them, and the scheduler's part in
+snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from psdist import optim
+from psdist.consistency import BSP, Consistency
+from psdist.snapshots import format as layouts
+from psdist.snapshots.format import Manifest, ParametersState, ShardFile
+from psdist.snapshots.storage import Storage, open_storage
+from psdist.types import (
+    ClusterMap,
+    Identity,
+    Layout,
+    ParametersEntry,
+    ParametersMember,
+    ParametersSpec,
+    Replica,
+    Restore,
+    ServerEntry,
+    Shard,
+    TensorSpec,
+    WorkerEntry,
+)
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.v1 import server_pb2
+from psdist_server.calls import Call
+from psdist_server.host import Host
+
+ME = Replica("server-0", 1)
+RUN = "run"
+Floats = NDArray[np.float32]
+
+
+def entry_of(
+    total: int = 50_000,
+    slice_elements: int = 4096,
+    workers: int = 1,
+    shards: int = 3,
+    consistency: Consistency | None = None,
+    optimizer: optim.Optimizer | None = None,
+    name: str = "p",
+) -> ParametersEntry:
+    """Parameters whose shards are all here."""
+    spec = ParametersSpec(name, optimizer or optim.Adam(lr=0.1), consistency or BSP(), slice_elements=slice_elements)
+    members = tuple(ParametersMember(f"worker-{rank}", 1, rank) for rank in range(workers))
+    return ParametersEntry(spec, total, (Shard(ME),) * shards, members, reference_workers=workers)
+
+
+def layout_of(entry: ParametersEntry) -> Layout:
+    """One tensor over the whole vector."""
+    return Layout((TensorSpec("w", (entry.total,), "float32"),))
+
+
+class Driver:
+    """A host, who talks to it, and what it reported."""
+
+    def __init__(self, storage: Storage, threads: int = 2) -> None:
+        self.storage = storage
+        self.host = Host("server-0", RUN, "", threads, storage=storage.url, opener=lambda url: storage)
+        self.reports: asyncio.Queue[pb.SnapshotReport] = asyncio.Queue()
+        self.host.tell = self.reports.put_nowait
+        self.epoch = 0
+
+    async def follow(self, *entries: ParametersEntry) -> None:
+        """The next map."""
+        self.epoch += 1
+        lives = {member for entry in entries for member in entry.members}
+        workers = tuple(WorkerEntry(life.worker_id, life.incarnation, life.rank) for life in lives)
+        servers = (ServerEntry("server-0", 1, "127.0.0.1:1"),)
+        await self.host.follow(ClusterMap(RUN, self.epoch, servers, workers, entries))
+
+    async def create(self, entry: ParametersEntry, values: Floats) -> ParametersEntry:
+        """Parameters with these initial values, ready."""
+        await self.follow(entry)
+        holding = self.host.holding(entry.spec.name)
+        await asyncio.wrap_future(holding.ready)
+        for index in range(entry.slicing.count):
+            part = values[slice(*entry.slicing.bounds(index))]
+            holding.install(index, memoryview(part.tobytes()), self.epoch)
+        ready = replace(entry, ready=True)
+        await self.follow(ready)
+        return ready
+
+    def push(
+        self,
+        entry: ParametersEntry,
+        worker: int,
+        step: int,
+        gradient: Floats,
+        mark: int = 0,
+        slices: Iterable[int] | None = None,
+    ) -> Call:
+        """A worker's push of some slices (all), not waited for."""
+        member = entry.members[worker]
+        identity = Identity(RUN, member.worker_id, member.incarnation, self.epoch, entry.spec.name)
+        call = Call(identity, is_push=True, wants_weights=False, step=step, mark=mark)
+        holding = self.host.holding(entry.spec.name)
+        for index in range(entry.slicing.count) if slices is None else slices:
+            holding.push_shared(call, index, 0, gradient[slice(*entry.slicing.bounds(index))])
+        call.asked_all()
+        return call
+
+    async def train(self, entry: ParametersEntry, step: int, gradient: Floats) -> None:
+        """One push of each worker, answered."""
+        for call in [self.push(entry, worker, step, gradient) for worker in range(len(entry.members))]:
+            await answered(call)
+
+    # --- the scheduler's part -----------------------------------------------------------------------------------------
+
+    def prepare(self, attempt: int, steps: dict[str, int], directory: str = "one") -> None:
+        """See SnapshotCommand."""
+        parameters = [pb.SnapshotCommand.Prepare.Parameters(parameters=n, step=step) for n, step in steps.items()]
+        prepare = pb.SnapshotCommand.Prepare(parameters=parameters, directory=directory)
+        self.host.saver.command(pb.SnapshotCommand(attempt=attempt, prepare=prepare))
+
+    def cut(self, attempt: int, following: dict[str, dict[str, int]] | None = None) -> None:
+        """See SnapshotCommand. following: by parameters and worker, its first push that is not in the snapshot."""
+        parameters = [
+            pb.SnapshotCommand.Cut.Parameters(
+                parameters=name,
+                producers=[
+                    server_pb2.ReplicateRequest.Producer(
+                        life=server_pb2.Life(worker_id=worker, incarnation=1), next=number
+                    )
+                    for worker, number in workers.items()
+                ],
+            )
+            for name, workers in (following or {}).items()
+        ]
+        self.host.saver.command(pb.SnapshotCommand(attempt=attempt, cut=pb.SnapshotCommand.Cut(parameters=parameters)))
+
+    def end(self, attempt: int, committed: bool = True) -> None:
+        """See SnapshotCommand."""
+        end = pb.SnapshotCommand.End(committed=committed)
+        self.host.saver.command(pb.SnapshotCommand(attempt=attempt, end=end))
+
+    async def report(self) -> pb.SnapshotReport:
+        """The next word of the server."""
+        async with asyncio.timeout(60):
+            return await self.reports.get()
+
+    async def written(self, shards: int) -> list[pb.SnapshotReport.Written]:
+        """The next words, all of which tell of files."""
+        reports = [await self.report() for _ in range(shards)]
+        assert all(report.HasField("written") for report in reports), reports
+        return [report.written for report in reports]
+
+    async def commit(
+        self, entries: Iterable[ParametersEntry], files: Iterable[pb.SnapshotReport.Written], directory: str = "one"
+    ) -> tuple[Manifest, Restore]:
+        """Writes the manifest."""
+        files = list(files)
+        states = []
+        for entry in entries:
+            mine = {file.shard: file for file in files if file.parameters == entry.spec.name}
+            shards = tuple(
+                ShardFile(
+                    file.file,
+                    file.length,
+                    file.digest.hex(),
+                    tuple(file.versions),
+                    tuple(file.digests[i : i + 16].hex() for i in range(0, len(file.digests), 16)),
+                )
+                for _, file in sorted(mine.items())
+            )
+            step = max(version for shard in shards for version in shard.versions)
+            names = tuple(mine[0].state_names)
+            states.append(ParametersState(entry.spec, layout_of(entry), 1, names, step, (), shards))
+        manifest = Manifest(RUN, directory, 1, 0.0, "a test", {}, tuple(states))
+        data = manifest.to_bytes()
+        await self.storage.create(layouts.manifest_path(directory), data)
+        return manifest, Restore(directory, xxhash.xxh3_128_digest(data))
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def arrays(self, name: str = "p") -> dict[int, list[bytes]]:
+        """The bytes of each slice here, weights and state."""
+        dense = self.host.holding(name).dense
+        return {index: [array.tobytes() for array in dense.export(index)] for index in dense.indices}
+
+    async def close(self) -> None:
+        """Ends it."""
+        await self.host.close()
+
+
+async def answered(call: Call) -> int:
+    """How many slices of a call were answered, at its end."""
+    count = 0
+    async with asyncio.timeout(60):
+        while await call.next_answer() is not None:
+            count += 1
+    return count
+
+
+def memory() -> Storage:
+    """A storage that nobody else has."""
+    return open_storage(f"memory://{np.random.default_rng().integers(1 << 62)}")
+
+
+def anything(*_: Any) -> None:
+    """Does nothing."""
