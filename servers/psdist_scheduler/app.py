@@ -15,6 +15,7 @@ import secrets
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc.aio
 import uvloop
@@ -24,12 +25,16 @@ from grpc_reflection.v1alpha import reflection
 from psdist import logs
 from psdist.cli import exit_codes
 from psdist.config import SchedulerSettings, is_loopback
-from psdist.errors import ConfigurationError, PsdistError
+from psdist.errors import ConfigurationError, PsdistError, StorageError
 from psdist.wire import channels, limits
 from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.records import ClusterSettings
+from psdist_scheduler.records import ClusterSettings, Stored
 from psdist_scheduler.service import SERVICE, Scheduler, Service
+from psdist_scheduler.snapshot_events import History
 from psdist_scheduler.store import Store, open_store
+
+if TYPE_CHECKING:
+    from psdist.snapshots.storage import Storage
 
 log = logging.getLogger("psdist.scheduler")
 
@@ -41,7 +46,8 @@ _STOP_SECONDS = 0.25
 def main(settings: SchedulerSettings) -> int:
     """Runs the scheduler to its end. Returns the exit status."""
     try:
-        store, run_id = open_store(settings.store_path, settings.run_id or f"run-{secrets.token_hex(4)}")
+        run_id = settings.run_id or _kept_run_id(settings) or f"run-{secrets.token_hex(4)}"
+        store, run_id = open_store(settings.store_path, run_id)
         logs.configure("scheduler", run_id=run_id, log_format=settings.log_format, level=settings.log_level)
         status: int = uvloop.run(_serve(settings, store, run_id))
         return status
@@ -54,8 +60,13 @@ def main(settings: SchedulerSettings) -> int:
 
 
 async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
+    stored = store.load()
+    storage, history = await _open_storage(settings, run_id, stored)
+    cluster_settings = _cluster_settings(settings, run_id, storage.url if storage is not None else "")
     now = asyncio.get_running_loop().time()
-    scheduler = Scheduler(Cluster(_cluster_settings(settings, run_id), store.load(), now), store)
+    scheduler = Scheduler(Cluster(cluster_settings, stored, now, history), store, storage)
+    for text in history.skipped if history is not None else ():
+        log.warning("passed over: %s", text)
     server = channels.make_server(settings.token, limits.CONTROL_MESSAGE_BYTES)
     server.add_generic_rpc_handlers((Service(scheduler).handler(),))
     await _add_standard_services(server, settings.host)
@@ -95,7 +106,47 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     return exit_codes.INFRASTRUCTURE if failures else exit_codes.OK
 
 
-def _cluster_settings(settings: SchedulerSettings, run_id: str) -> ClusterSettings:
+def _kept_run_id(settings: SchedulerSettings) -> str:
+    """Whose snapshots the storage has, where nobody named the run; empty if there are none. Raises StorageError."""
+    if not settings.storage or settings.store_path is not None:
+        return ""
+    from psdist.snapshots.storage import open_storage
+    from psdist_scheduler.snapshot_io import read_history
+
+    history = asyncio.run(read_history(open_storage(settings.storage)))
+    return history.commits[0].run_id if history.commits else ""
+
+
+async def _open_storage(
+    settings: SchedulerSettings, run_id: str, stored: Stored | None
+) -> tuple[Storage | None, History | None]:
+    """The run's storage and what it holds. A scheduler that was started again goes on without having read it, if that
+    cannot be; one that begins does not. Raises StorageError, ConfigurationError."""
+    if not settings.storage:
+        return None, None
+    from psdist.snapshots.storage import open_storage
+    from psdist_scheduler.snapshot_io import check_fresh, read_history
+
+    storage = open_storage(settings.storage)
+    restore = stored.base.restore if stored is not None else None
+    try:
+        history = await read_history(storage, run_id, restore.directory if restore is not None else "")
+    except StorageError as error:
+        if stored is None:
+            raise
+        log.warning("the storage cannot be read, and is tried again: %s", error)
+        return storage, None
+    if stored is None and settings.fresh:
+        check_fresh(history, storage.url)
+    if stored is None and history.highest and history.newest is None:
+        raise ConfigurationError(
+            f"none of the snapshots in {storage.url} can be read: {'; '.join(history.skipped)}: look at them with "
+            "`psdist snapshot verify`, or begin anew under another --run-id or with another --storage-path"
+        )
+    return storage, history
+
+
+def _cluster_settings(settings: SchedulerSettings, run_id: str, storage: str) -> ClusterSettings:
     return ClusterSettings(
         run_id=run_id,
         workers_min=settings.workers_min,
@@ -103,6 +154,9 @@ def _cluster_settings(settings: SchedulerSettings, run_id: str) -> ClusterSettin
         lease_seconds=settings.failure_timeout_seconds,
         join_grace_seconds=settings.join_grace_seconds,
         replicas=settings.replicas,
+        storage=storage,
+        policy=settings.policy,
+        salt=secrets.token_hex(3),
     )
 
 

@@ -66,10 +66,29 @@ from psdist_scheduler.events import (
 from psdist_scheduler.keeper import Keeper
 from psdist_scheduler.membership import Membership
 from psdist_scheduler.records import ClusterSettings, Member, Stored
-from psdist_scheduler.registry import Registry
+from psdist_scheduler.registry import Parameters, Registry, name_shards
 from psdist_scheduler.rendezvous import Barriers, Rendezvous
+from psdist_scheduler.replicas import after_loss
+from psdist_scheduler.resume import Resume
 from psdist_scheduler.scaling import Scaling
-from psdist_scheduler.snapshot_events import History
+from psdist_scheduler.snapshot_events import (
+    CommitFailed,
+    Committed,
+    Failed,
+    Found,
+    History,
+    HistoryRead,
+    Loaded,
+    LoadFailed,
+    Marked,
+    Prepared,
+    Pruned,
+    RolledBack,
+    Save,
+    Saving,
+    Written,
+)
+from psdist_scheduler.snapshots import Snapshots
 
 #: A call that waits hears its reason again after so long, so that its peer can tell a wait from a dead connection.
 REPEAT_SECONDS = 2.0
@@ -102,14 +121,21 @@ class Cluster:
     def __init__(
         self, settings: ClusterSettings, stored: Stored | None, now: float, history: History | None = None
     ) -> None:
-        stored = stored or Stored(settings.run_id, 0)
+        begun, stored = stored is not None, stored or Stored(settings.run_id, 0)
         self.settings = settings
-        self.epoch = stored.epoch
+        # A run that goes on from a snapshot has higher epochs than whoever took it.
+        self.epoch = max(stored.epoch, *(commit.epoch for commit in history.commits), 0) if history else stored.epoch
         self.members = Membership(settings, stored.members, stored.servers_wanted, now)
-        self.registry = Registry(settings, stored.parameters, stored.epoch + 1, now)
+        resume = Resume(stored.base, None)
+        if history is not None:
+            resume.read(history.base)
+            if not begun and history.newest is not None:
+                resume.go_to(history.newest, 0, None)
+        self.registry = Registry(settings, stored.parameters, self.epoch + 1, now, resume)
         self._keeper = Keeper(settings, self.registry, self.members)
         self._scaling = Scaling(settings, self.registry, self.members)
         self.datasets = Datasets(stored.datasets)
+        self.snapshots = Snapshots(settings, self.registry, self.members, self.datasets, history, now)
         self._barriers = Barriers()
         self._rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, now)
         self._ticked = now
@@ -191,7 +217,7 @@ class Cluster:
         try:
             effects = self._handle(event, now)
         except PsdistError as error:
-            return [Refuse(event.call, error)] if not isinstance(event, Tick) else []
+            return [Refuse(call, error)] if (call := getattr(event, "call", 0)) else []
         # Signs of life come by the thousand and let nothing go on.
         if isinstance(event, Heartbeat):
             return effects
@@ -203,6 +229,7 @@ class Cluster:
         self.registry.validate(self.members)
         self._rendezvous.validate()
         self.datasets.validate()
+        self.snapshots.validate()
         assert not self._has_changed() and not self.datasets.changed
         assert self._told.keys() <= self._waiters.keys(), "a call was told to wait that does not wait"
 
@@ -239,6 +266,24 @@ class Cluster:
                 return self.registry.commit(event, worker, now)
             case OpenDataset() | LeaseRange() | EndRanges() | GetPosition() | SetPosition():
                 return self._data(event)
+            case Save():
+                effects = self.snapshots.save(event, now)
+                self._waiters[event.call] = event.worker_id
+                return effects
+            case Loaded():
+                return self.registry.loaded(event, self.members.sessions.get(event.call, ""), now)
+            case LoadFailed():
+                return self._load_failed(event)
+            case Prepared() | Marked() | Written() | Failed():
+                return self.snapshots.heard(event, now)
+            case Committed():
+                return self.snapshots.committed(event, now)
+            case CommitFailed():
+                return self.snapshots.commit_failed(event, now)
+            case Pruned():
+                return self.snapshots.pruned(event)
+            case HistoryRead():
+                return self._history_read(event, now)
             case CallEnded():
                 self._forget(event.call)
                 return []
@@ -306,7 +351,7 @@ class Cluster:
         effects.append(Attach(event.call))
         if member.role == "server":
             effects += self.registry.server_session(member.member_id, self.members)
-        return effects
+        return effects + self.snapshots.session_opened(member, self.epoch, now)
 
     def _close_session(self, event: SessionClosed, now: float) -> list[Effect]:
         member_id = self.members.sessions.get(event.call)
@@ -321,7 +366,9 @@ class Cluster:
     def _heartbeat(self, event: Heartbeat, now: float) -> list[Effect]:
         member = self.members.heartbeat(event, now)
         if member is not None and member.role == "server":
-            self.registry.versions(member.member_id, event.versions)
+            self.registry.versions(member.member_id, event.epoch, event.versions)
+            if event.progress is not None:
+                self.snapshots.progressed(member.member_id, event.progress, now)
         return []
 
     def _join_answered(self, event: JoinAnswered) -> list[Effect]:
@@ -357,6 +404,86 @@ class Cluster:
             self._forgiving_until = now + self.settings.lease_seconds
         return self._lose(self.members.expired(now))
 
+    # --- inner: going back to a snapshot ------------------------------------------------------------------------------
+
+    def _to_go_back_to(self) -> Found | None:
+        """The snapshot to go back to, where shards are lost that nobody else holds, and workers miss them."""
+        found = self.snapshots.newest
+        if found is None or not self.members.workers or not (self.members.changed or self.registry.lost_text):
+            return None
+        if not any(self._is_lost(p) for p in self.registry.all if p.record is not None):
+            return None
+        names = {p.name for p in self.registry.all if p.state == "ready"}
+        return found if names <= found.commit.steps.keys() else None
+
+    def _is_lost(self, p: Parameters) -> bool:
+        shards = [
+            after_loss(shard, lambda r: self.members.is_live(r.server_id, r.incarnation)) for shard in p.entry.shards
+        ]
+        return any(shard.lost for shard in shards) and (p.entry.ready or not self.members.staying)
+
+    def _roll_back(self, found: Found, now: float, why: str = "") -> list[Effect]:
+        """All parameters, data sets and workers go back to a snapshot, in one epoch. Workers' lives end: what they know
+        of steps and leases is not so any more."""
+        placed = [p for p in self.registry.all if p.record is not None]
+        why = why or "; ".join(self._loss(p) for p in placed if self._is_lost(p))
+        lost = tuple((p.name, found.commit.steps.get(p.name, 0), p.version) for p in placed if p.state != "loading")
+        steps = ", ".join(f"{name!r} from step {step}" for name, step in found.commit.steps.items())
+        text = f"{why}: the run goes back to snapshot {found.commit.directory} and on with {steps}"
+        term = max((shard.term for p in placed for shard in p.entry.shards), default=0)
+        effects = self.snapshots.rolled_back(now)
+        self.registry.resume.go_to(found, term, now)
+        self.registry.gather_again()
+        self.datasets.go_back(found.manifest.datasets)
+        lost = tuple((name, first, max(first, until)) for name, first, until in lost)
+        effects += [Note(text, "warning"), Announce(RolledBack(found.commit.directory, lost, text))]
+        for worker in [w for w in self.members.workers if self.members.session_of(w.member_id)]:
+            _, session = self.members.end(worker.member_id, "lost", "the run went back to a snapshot")
+            effects += [Close(session)] if session else []
+        return effects
+
+    def _loss(self, p: Parameters) -> str:
+        gone: dict[str, list[int]] = {}
+        for number, shard in enumerate(p.entry.shards):
+            if after_loss(shard, lambda r: self.members.is_live(r.server_id, r.incarnation)).lost:
+                gone.setdefault(shard.primary.server_id, []).append(number)
+        return "; ".join(
+            f"{server} is gone and held {name_shards(n)} of {p.name!r} alone" for server, n in gone.items()
+        )
+
+    def _load_failed(self, event: LoadFailed) -> list[Effect]:
+        """A snapshot cannot be loaded. Where it never will be, the one before is looked for."""
+        server = self.members.sessions.get(event.call, "")
+        p = self.registry.get(event.parameters)
+        if not server or p is None or p.state != "loading" or event.generation != p.entry.generation:
+            return []
+        text = f"{server} cannot load {p.name!r} from snapshot {event.restore.directory}: {event.text}"
+        if not event.corrupt or event.restore != p.entry.restore or event.restore.directory in self.snapshots.bad:
+            return [Note(text, "warning")]
+        return [Note(f"{text}; the one before is tried", "warning"), self.snapshots.give_up(event.restore.directory)]
+
+    def _history_read(self, event: HistoryRead, now: float) -> list[Effect]:
+        """The storage was read. What is loading from a snapshot that is bad begins anew from the one before."""
+        if event.history is None:
+            return [Note(f"the storage cannot be read: {event.error}", "warning")]
+        snapshots, resume = self.snapshots, self.registry.resume
+        snapshots.take_history(event.history)
+        resume.read(event.history.base)
+        effects: list[Effect] = [Note(f"passed over: {text}", "warning") for text in event.history.skipped]
+        restore = resume.base.restore
+        if restore is None or (restore.directory not in snapshots.bad and resume.found is not None):
+            return effects
+        waits = [p for p in self.registry.all if p.state == "loading"]
+        if resume.found is not None and not waits:
+            return effects
+        if snapshots.newest is not None:
+            why = f"snapshot {restore.directory} cannot be loaded"
+            return effects + self._roll_back(snapshots.newest, now, why)
+        resume.failed = (
+            f"snapshot {restore.directory} cannot be loaded, and there is none before that can be: see the log"
+        )
+        return effects
+
     def _forget(self, call: int) -> None:
         self._waiters.pop(call, None)
         self._told.pop(call, None)
@@ -364,14 +491,18 @@ class Cluster:
         self._barriers.end(call)
         self._rendezvous.end(call)
         self._scaling.end(call)
+        self.snapshots.end(call)
 
     def _commit(self, effects: list[Effect], now: float, changed: bool = False) -> list[Effect]:
         """Lets everything go on that can, and puts what became of it in the order that the module's text promises."""
+        if (found := self._to_go_back_to()) is not None:
+            effects += self._roll_back(found, now)
         effects += self._end_calls_of_the_gone()
         effects += self._keeper.lose(self.epoch + 1) + self._keeper.plan(now)
-        effects += self.registry.progress(self.members, now)
+        effects += self.registry.progress(self.members, self.epoch + 1, now)
         # What was placed just now gets its backups in the same epoch.
         effects += self._keeper.plan(now) + self._scaling.progress(now)
+        effects += self.snapshots.progress(self.epoch, now)
         effects += self._barriers.progress(self.members) + self._rendezvous.progress(now, self.members.ranks_used)
         if changed or self.members.changed:
             effects += self.datasets.lose(self.members.is_live)
@@ -397,7 +528,9 @@ class Cluster:
 
     def _has_changed(self) -> bool:
         members = self.members
-        return bool(members.changed or members.scaled or self.registry.changed or self._rendezvous.changed)
+        registry = self.registry
+        parameters = bool(registry.changed or registry.forgotten or registry.resume.changed)
+        return bool(members.changed or members.scaled or parameters or self._rendezvous.changed)
 
     def _take_changes(self) -> Effect:
         persist = Persist(
@@ -407,10 +540,14 @@ class Cluster:
             nodes=tuple(self._rendezvous.changed),
             datasets=tuple(self.datasets.record(name) for name in self.datasets.changed),
             servers_wanted=self.members.servers_wanted if self.members.scaled else None,
+            forgotten=tuple(self.registry.forgotten),
+            base=self.registry.resume.base if self.registry.resume.changed else None,
         )
         self.members.changed.clear()
         self.members.scaled = False
         self.registry.changed.clear()
+        self.registry.forgotten.clear()
+        self.registry.resume.changed = False
         self._rendezvous.changed.clear()
         self.datasets.changed.clear()
         return persist
@@ -419,7 +556,7 @@ class Cluster:
         """Calls that were answered for good do not wait any more."""
         for effect in effects:
             if isinstance(effect, Refuse) or (
-                isinstance(effect, Answer) and not isinstance(effect.value, Upload | Draining | ScaleNews)
+                isinstance(effect, Answer) and not isinstance(effect.value, Upload | Draining | ScaleNews | Saving)
             ):
                 self._waiters.pop(effect.call, None)
                 self._told.pop(effect.call, None)
@@ -433,6 +570,7 @@ class Cluster:
             self._barriers.waits(self.members),
             self._rendezvous.waits(now),
             self._scaling.waits(),
+            self.snapshots.waits(),
         )
         for key, calls, text in (wait for source in sources for wait in source):
             wait = waits[key] = self._waits.get(key) or _Wait(now, text)

@@ -29,6 +29,7 @@ from psdist.errors import (
     SettingsMismatchError,
     UnknownDatasetError,
 )
+from psdist.snapshots.format import DatasetState
 from psdist.types import DataPosition
 from psdist.wire.limits import DATASETS_MAX, LEASES_MAX
 from psdist_scheduler.events import (
@@ -287,6 +288,13 @@ class Datasets:
         self.changed[event.dataset] = None
         where = f"data epoch {event.position.data_epoch}"
         return [Note(f"data set {event.dataset!r} goes on from {where}, set by {worker}"), Answer(event.call, Done())]
+
+    def go_back(self, states: Iterable[DatasetState]) -> None:
+        """All data sets go on from where a snapshot has them; those that it does not have, from their beginning."""
+        positions = {state.spec.name: state.position for state in states}
+        for name, dataset in self._all.items():
+            dataset.go_to(positions.get(name, DataPosition()))
+            self.changed[name] = None
 
     def lose(self, is_live: Callable[[str, int], bool]) -> list[Effect]:
         """Takes back what those hold that are gone."""

@@ -86,6 +86,10 @@ class Joins:
     def __iter__(self) -> Iterator[Join]:
         return iter(list(self._by_worker.values()))
 
+    def clear(self) -> None:
+        """Nobody joins any more, nor is told: what they would have joined is not there."""
+        self._by_worker.clear()
+
     def has(self, parameters: str, worker_id: str) -> bool:
         """Whether this worker is joining these parameters."""
         return (parameters, worker_id) in self._by_worker

@@ -142,11 +142,12 @@ class Membership:
         presence = self._presence.get(member_id)
         return presence.session if presence else 0
 
-    def shortage(self, begun: bool = False) -> str:
+    def shortage(self, begun: bool = False, servers: int | None = None) -> str:
         """What is missing before anything can begin, as a sentence that begins with "for"; empty if nothing is. Once a
-        run has begun, workers that left when they were done are not missed."""
+        run has begun, workers that left when they were done are not missed. ``servers``: so few are enough."""
         workers = self.workers_in_service if begun else len(self.workers)
-        counts = (("server", self.servers_min, len(self.staying)), ("worker", self.workers_min, workers))
+        servers = self.servers_min if servers is None else servers
+        counts = (("server", servers, len(self.staying)), ("worker", self.workers_min, workers))
         for role, wanted, there in counts:
             if there < wanted:
                 return f"for {f'{wanted - there} of {wanted} {role}s' if wanted > 1 else f'a {role}'} to register"

@@ -16,6 +16,7 @@ from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
 from psdist.wire.limits import LEASES_MAX
+from psdist_scheduler import snapshot_messages
 from psdist_scheduler.events import (
     Caller,
     DatasetStanding,
@@ -44,6 +45,7 @@ from psdist_scheduler.events import (
     Waiting,
 )
 from psdist_scheduler.records import Role
+from psdist_scheduler.snapshot_events import Cut, End, Mark, Prepare, RolledBack
 
 TEXT_CHARACTERS_MAX = 1024
 #: Of each worker.
@@ -121,7 +123,8 @@ def leases(ids: Sequence[int]) -> tuple[int, ...]:
 def heartbeat_event(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> Heartbeat:
     """A sign of life; of the statistics, what the machine decides by."""
     versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
-    return Heartbeat(call, heartbeat.epoch, versions, tuple(heartbeat.waiting_for))
+    progress = snapshot_messages.progress(heartbeat.snapshot) if heartbeat.HasField("snapshot") else None
+    return Heartbeat(call, heartbeat.epoch, versions, tuple(heartbeat.waiting_for), progress)
 
 
 def replica_filled(call: int, message: pb.ReplicaFilled) -> ReplicaFilled:
@@ -153,7 +156,7 @@ def connections(message: pb.Connections) -> list[pb.Connection]:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def registered(value: Value, maps: MapCache, run_id: str, version: str) -> pb.RegisterResponse:
+def registered(value: Value, maps: MapCache, run_id: str, version: str, storage: str = "") -> pb.RegisterResponse:
     """The answer to Register."""
     assert isinstance(value, Registered)
     return pb.RegisterResponse(
@@ -165,6 +168,7 @@ def registered(value: Value, maps: MapCache, run_id: str, version: str) -> pb.Re
         lease_seconds=value.lease_seconds,
         map=maps.message,
         psdist_version=version,
+        storage=storage if value.member.role == "server" else "",
     )
 
 
@@ -287,6 +291,10 @@ def command(value: Value | News) -> pb.SessionResponse:
                 parameters=parameters, shards=shards, server_id=server_id, version=version, text=text
             )
             return pb.SessionResponse(shards_lost=shards_lost)
+        case RolledBack():
+            return pb.SessionResponse(rolled_back=snapshot_messages.rolled_back(value))
+        case Prepare() | Mark() | Cut() | End():
+            return pb.SessionResponse(snapshot=snapshot_messages.command(value))
     raise AssertionError(f"{value} is no command of a session")
 
 

@@ -7,7 +7,7 @@ open streams, waits) is not here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from psdist.snapshots.policy import SavePolicy
@@ -38,7 +38,7 @@ class ClusterSettings:
     join_grace_seconds: float = 0.0
     replicas: int = 1
     storage: str = ""
-    policy: SavePolicy = SavePolicy()
+    policy: SavePolicy = field(default_factory=SavePolicy)
     salt: str = "0"
 
 

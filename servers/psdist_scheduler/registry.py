@@ -3,13 +3,15 @@
 * gathering: nothing is placed. Callers wait until the run's servers and workers are there and every live worker has
   asked for these parameters, so that "the lowest rank's values count" means the same in every order of arrival.
 * uploading: placed and in the map; the creator of the lowest rank puts its values on the servers and commits. If it is
-  lost, the next. Then every shard gets its backups.
+  lost, the next. Then every shard gets its backups. What a snapshot has that the run goes on from is loading instead:
+  its primaries load it, and all creators wait (``resume``).
 * ready: later creators join: in ASP at once, else at a step or clock that all servers agree on (``joins``).
 
 Parameters with a lost shard are lost; their callers are told so.
 
-Invariants: the settings and layout of all that wait are the same; members are live workers; ``ready`` never goes
-back, ``committed`` only before. Not here: who holds a shard (``replicas``, ``keeper``), epochs (``cluster``).
+When the run goes back to a snapshot all are gathered again: that is the only way back. Invariants: the settings and
+layout of all that wait are the same; members are live workers; ``ready`` never goes back, ``committed`` only before. Not
+here: who holds a shard (``replicas``, ``keeper``), epochs (``cluster``).
 """
 
 from __future__ import annotations
@@ -46,11 +48,16 @@ from psdist_scheduler.events import (
 )
 from psdist_scheduler.joins import FIRST_DISTANCE, Join, Joins, Route
 from psdist_scheduler.membership import Membership
-from psdist_scheduler.records import ClusterSettings, Member, ParametersRecord
+from psdist_scheduler.records import Base, ClusterSettings, Member, ParametersRecord
 from psdist_scheduler.rendezvous import name_some
+from psdist_scheduler.resume import SERVERS_GRACE_SECONDS, Resume
+from psdist_scheduler.snapshot_events import Loaded
 
 #: How to go on when shards are lost.
-REMEDY = "restart the run; with --replicas 2 a lost server costs nothing"
+REMEDY = (
+    "restart the run; with --replicas 2 a lost server costs nothing, and with --storage-path and --save-interval a run "
+    "goes back to its last snapshot by itself"
+)
 #: A restarted scheduler numbers its proposals from its epoch on, so that no earlier number comes again.
 _PROPOSALS_PER_EPOCH = 1 << 20
 
@@ -72,15 +79,19 @@ class Parameters:
     upload_call: int = 0
     #: Values put on servers by a map older than this may be gone with one of them.
     placed_epoch: int = 0
-    #: Highest version by server, from heartbeats.
+    #: Highest version by server, from heartbeats by a map of ``counted_from`` or later; and the one it began with.
     versions: dict[str, int] = field(default_factory=dict)
+    counted_from: int = 0
+    first_version: int = 0
 
     @property
     def state(self) -> str:
-        """ "gathering", "uploading" or "ready"."""
+        """ "gathering", "uploading", "loading" or "ready"."""
         if self.record is None:
             return "gathering"
-        return "ready" if self.record.entry.ready else "uploading"
+        if self.record.entry.ready:
+            return "ready"
+        return "uploading" if self.record.entry.restore is None else "loading"
 
     @property
     def placed(self) -> ParametersRecord:
@@ -96,7 +107,7 @@ class Parameters:
     @property
     def version(self) -> int:
         """Highest version that a server spoke of."""
-        return max(self.versions.values(), default=0)
+        return max(self.versions.values(), default=self.first_version)
 
     def member(self, worker: Member) -> ParametersMember | None:
         """The worker's part in these parameters, if it has one."""
@@ -108,8 +119,14 @@ class Registry:
     """All parameters of the run."""
 
     def __init__(
-        self, settings: ClusterSettings, records: tuple[ParametersRecord, ...], epoch: int, now: float
+        self,
+        settings: ClusterSettings,
+        records: tuple[ParametersRecord, ...],
+        epoch: int,
+        now: float,
+        resume: Resume | None = None,
     ) -> None:
+        self.resume = resume or Resume(Base(), None)
         self._all: dict[str, Parameters] = {}
         for record in records:
             name = record.entry.spec.name
@@ -121,6 +138,8 @@ class Registry:
         self._joins = Joins(epoch * _PROPOSALS_PER_EPOCH)
         #: Names of placed parameters that changed since the cluster last took them.
         self.changed: dict[str, None] = {}
+        #: Names of parameters that went back to gathering since then.
+        self.forgotten: dict[str, None] = {}
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
@@ -157,6 +176,16 @@ class Registry:
         return f"lost: {'; '.join(lost)}; {REMEDY}" if lost else ""
 
     @property
+    def base_in_use(self) -> str:
+        """Directory of the snapshot that parameters are still to be loaded from; empty if there is none."""
+        restore, found = self.resume.base.restore, self.resume.found
+        if restore is None:
+            return ""
+        names = found.manifest.steps if found is not None else [entry.spec.name for entry in self.entries]
+        states = [self._all[name].state if name in self._all else "" for name in names]
+        return "" if found is not None and all(state == "ready" for state in states) else restore.directory
+
+    @property
     def lost_owners(self) -> frozenset[str]:
         """Ids of servers that lost shards lay on."""
         return frozenset(shard.primary.server_id for entry in self.entries for shard in entry.shards if shard.lost)
@@ -174,6 +203,7 @@ class Registry:
     def create(self, event: Create, worker: Member, now: float) -> list[Effect]:
         """A worker wants to take part. Raises LayoutMismatchError, SettingsMismatchError, LimitExceededError,
         ServerLostError."""
+        self.resume.check(event)
         p = self._all.get(event.spec.name)
         if p is not None:
             self._check_lost(p)
@@ -221,6 +251,32 @@ class Registry:
             effects.append(Note(f"{worker} uploaded the values of {name!r}"))
         return effects
 
+    def loaded(self, event: Loaded, server: str, now: float) -> list[Effect]:
+        """A server has loaded shards from the snapshot."""
+        p = self._all.get(event.parameters)
+        if p is None or p.record is None or p.record.committed or not self.resume.loaded(event, server, p.entry):
+            return []
+        p.record = replace(p.record, committed=True)
+        self.changed[p.name] = None
+        p.since = now
+        return [Note(f"parameters {p.name!r} are loaded")]
+
+    def gather_again(self) -> None:
+        """All parameters are to be placed anew, by those who are there or come: the run went back to a snapshot."""
+        for name in self._placed:
+            p = self._all[name]
+            p.record, p.upload_call, p.first_version = None, 0, 0
+            p.versions.clear()
+            self.forgotten[name] = None
+        self._placed.clear()
+        self.changed.clear()
+        self._joins.clear()
+        for p in list(self._all.values()):
+            if p.record is None and not p.creators:
+                p.spec = p.layout = None
+                if not p.describers:
+                    del self._all[p.name]
+
     def place_anew(self, name: str, shards: tuple[Shard, ...], epoch: int) -> None:
         """Values are gone before they were ready: they are asked for again. ``epoch`` shows where they go."""
         p = self._all[name]
@@ -245,11 +301,13 @@ class Registry:
 
     # --- what servers say ---------------------------------------------------------------------------------------------
 
-    def versions(self, server: str, versions: tuple[tuple[str, int], ...]) -> None:
-        """Highest versions by parameters, from a server's heartbeat."""
+    def versions(self, server: str, epoch: int, versions: tuple[tuple[str, int], ...]) -> None:
+        """Highest versions by parameters, from a server's heartbeat by the map of ``epoch``."""
         for name, version in versions:
             p = self._all.get(name)
-            if p is not None and p.record is not None and server in p.entry.primaries:
+            if p is None or p.record is None or epoch < p.counted_from:
+                continue
+            if server in p.entry.primaries:
                 p.versions[server] = version
 
     def server_session(self, server: str, members: Membership) -> list[Effect]:
@@ -272,8 +330,8 @@ class Registry:
 
     # --- progress -----------------------------------------------------------------------------------------------------
 
-    def progress(self, members: Membership, now: float) -> list[Effect]:
-        """Whatever the present members and calls allow."""
+    def progress(self, members: Membership, epoch: int, now: float) -> list[Effect]:
+        """Whatever the present members and calls allow. ``epoch``: the one that will show it."""
         effects: list[Effect] = []
         for p in list(self._all.values()):
             if members.changed:
@@ -281,12 +339,15 @@ class Registry:
             if lost := self.lost(p):
                 effects += self._refuse_all(p, lost)
             elif p.record is None:
-                effects += self._gather(p, members, now)
+                effects += self._gather(p, members, epoch, now)
         effects += self._check_joins(members)
         for p in self._all.values():
             if p.record is not None and not self.lost(p):
                 effects += self._complete(p)
-                effects += self._serve(p, members, now) if p.entry.ready else self._upload(p)
+                if p.entry.ready:
+                    effects += self._serve(p, members, now)
+                else:
+                    effects += self._upload(p) if p.entry.restore is None else self._load(p)
         return effects
 
     def waits(self, members: Membership, now: float) -> Iterator[tuple[str, list[int], str]]:
@@ -297,6 +358,8 @@ class Registry:
                 yield f"parameters {p.name}", calls, self._missing(p, members, now)
             elif p.record.committed and not p.entry.ready:
                 yield f"parameters {p.name}", [*p.creators, *p.describers], self._copies_text(p)
+            elif p.state == "loading":
+                yield f"parameters {p.name}", calls, self._load_text(p)
             elif not p.entry.ready and calls:
                 who = p.record.uploader or "a worker"
                 yield f"parameters {p.name}", calls, f"for {who} to upload the initial values of {p.name!r}"
@@ -345,7 +408,9 @@ class Registry:
     # --- inner: gathering ---------------------------------------------------------------------------------------------
 
     def _missing(self, p: Parameters, members: Membership, now: float) -> str:
-        if shortage := members.shortage():
+        if self.resume.unread:
+            return "for the storage to be read"
+        if shortage := self._shortage(members, now):
             return shortage
         called = {worker.member_id for worker in (*p.creators.values(), *p.describers.values())}
         if absent := [worker for worker in members.workers if worker.member_id not in called]:
@@ -356,31 +421,52 @@ class Registry:
             return f"for more workers to register (join grace {self._join_grace:g} s)"
         return ""
 
-    def _gather(self, p: Parameters, members: Membership, now: float) -> list[Effect]:
+    def _shortage(self, members: Membership, now: float) -> str:
+        """Members that are missed. Who was done when the run went back to a snapshot does not come again, and servers
+        are waited for a while, then those count that are there."""
+        since = self.resume.since
+        if since is None:
+            return members.shortage()
+        patient = now - since < SERVERS_GRACE_SECONDS
+        return members.shortage(begun=True, servers=None if patient else self._replicas)
+
+    def _gather(self, p: Parameters, members: Membership, epoch: int, now: float) -> list[Effect]:
         if p.spec is None or p.layout is None or self._missing(p, members, now):
             return []
         servers = {server.member_id: server.incarnation for server in members.staying}
-        slicing = placement.choose_slicing(p.layout.total, p.spec.slice_elements)
+        saved = self.resume.state(p.name)
+        spec = p.spec if saved is None else saved.spec
+        slicing = placement.choose_slicing(p.layout.total, spec.slice_elements)
         owners = placement.place(slicing, list(servers), placement.held_elements(self.entries))
-        shards = tuple(Shard(Replica(owner, servers[owner])) for owner in owners)
+        base = self.resume.base
+        shards = tuple(Shard(Replica(owner, servers[owner]), base.term) for owner in owners)
+        first = self.resume.first_step(p.name)
         creators = sorted(p.creators.values(), key=lambda worker: worker.rank)
         entry = ParametersEntry(
-            spec=replace(p.spec, slice_elements=slicing.slice_elements),
+            spec=replace(spec, slice_elements=slicing.slice_elements),
             total=p.layout.total,
             shards=shards,
-            members=tuple(ParametersMember(w.member_id, w.incarnation, w.rank) for w in creators),
+            members=tuple(ParametersMember(w.member_id, w.incarnation, w.rank, first) for w in creators),
             ranges=placement.group_ranges(p.layout, p.spec.optimizer.overrides),
             layout_digest=p.layout.digest,
-            reference_workers=len(creators),
+            reference_workers=len(creators) if saved is None else saved.reference_workers,
+            restore=None if saved is None else base.restore,
+            generation=base.generation,
         )
-        p.record = ParametersRecord(entry, p.layout, creators[0].member_id)
+        p.record = ParametersRecord(entry, p.layout, creators[0].member_id if saved is None else "")
         p.spec, p.since = entry.spec, now
+        # Servers may still speak of what they held before the run went back.
+        p.counted_from = epoch if base.generation else 0
+        p.first_version = 0 if saved is None else saved.step
         self._placed.append(p.name)
         self.changed[p.name] = None
         text = (
             f"{p.layout.total} elements in {slicing.count} slices, {len(shards)} shards on {len(set(owners))} servers"
         )
-        return [Note(f"parameters {p.name!r} placed: {text}, {len(creators)} members")]
+        text = f"{text}, {len(creators)} members"
+        if saved is not None and base.restore is not None:
+            text = f"{text}; they go on from step {saved.step} of snapshot {base.restore.directory}"
+        return [Note(f"parameters {p.name!r} placed: {text}")]
 
     # --- inner: uploading and after -----------------------------------------------------------------------------------
 
@@ -410,6 +496,20 @@ class Registry:
                 p.upload_call = call
                 effects.append(Answer(call, Upload()))
         return effects
+
+    def _load(self, p: Parameters) -> list[Effect]:
+        """Nothing was trained since the snapshot: whoever comes now is a member from its step on."""
+        if not self.resume.unread:
+            for worker in p.creators.values():
+                if p.member(worker) is None:
+                    first = self.resume.first_step(p.name)
+                    member = ParametersMember(worker.member_id, worker.incarnation, worker.rank, first)
+                    self._change(p, members=_with(p.entry.members, member))
+        return []
+
+    def _load_text(self, p: Parameters) -> str:
+        server, numbers = next(iter(self.resume.missing(p.entry).items()), ("", []))
+        return f"for {server} to load {name_shards(numbers)} of {p.name!r} from the snapshot"
 
     def _serve(self, p: Parameters, members: Membership, now: float) -> list[Effect]:
         described = Described(p.entry.spec, p.placed.layout)
@@ -469,7 +569,7 @@ class Registry:
         if left == p.entry.members:
             return
         gone = p.placed.uploader not in {m.worker_id for m in left}
-        next_uploader = left[0].worker_id if left else ""
+        next_uploader = left[0].worker_id if left and p.entry.restore is None else ""
         self._change(p, members=left, uploader=next_uploader if gone and not p.placed.committed else None)
 
     def _refuse_all(self, p: Parameters, lost: str) -> list[Effect]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert
-from psdist_scheduler import messages
+from psdist_scheduler import messages, snapshot_messages
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.messages import ROLES
 from psdist_scheduler.records import Member
@@ -62,7 +63,28 @@ def status(
         ],
         waiting_for=cluster.waits,
         datasets=[messages.dataset(standing) for standing in cluster.datasets.standings],
+        snapshots=_snapshots(cluster, now) if cluster.snapshots.enabled else None,
         events=[pb.EventStatus(time=time, text=text) for time, text in events],
+    )
+
+
+def _snapshots(cluster: Cluster, now: float) -> pb.SnapshotsStatus:
+    snapshots, found = cluster.snapshots, cluster.registry.resume.found
+    failures, attempt = snapshots.failures, snapshots.attempt
+    last_failure = snapshots.replaced or failures.text
+    return pb.SnapshotsStatus(
+        storage=cluster.settings.storage,
+        policy=cluster.settings.policy.text,
+        committed=[snapshot_messages.info(commit) for commit in snapshots.commits],
+        attempt=attempt.number if attempt is not None else 0,
+        phase=attempt.stage if attempt is not None else "",
+        waiting_for=attempt.waiting_for if attempt is not None else "",
+        bytes_done=attempt.bytes_done if attempt is not None else 0,
+        bytes=attempt.bytes_total if attempt is not None else 0,
+        failed=failures.count,
+        last_failure=last_failure,
+        last_failure_time=time.time() - (now - failures.at) if failures.count else 0.0,
+        restored=snapshot_messages.info(found.commit) if found is not None else None,
     )
 
 

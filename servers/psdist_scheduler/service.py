@@ -25,13 +25,13 @@ import grpc
 import grpc.aio
 
 import psdist
-from psdist.errors import InternalError, InvalidArgumentError, NoStorageError, PsdistError, WaitTimeoutError
+from psdist.errors import InternalError, InvalidArgumentError, PsdistError, WaitTimeoutError
 from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert, frames
 from psdist.wire import status as wire_status
-from psdist_scheduler import messages, report
+from psdist_scheduler import messages, report, snapshot_messages
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events import (
     Announce,
@@ -69,7 +69,9 @@ from psdist_scheduler.events import (
     WatchScale,
 )
 from psdist_scheduler.outbox import Outbox
+from psdist_scheduler.records import ParametersRecord
 from psdist_scheduler.snapshot_events import Prune, ReadHistory, RemoveDirectory, WriteCommit
+from psdist_scheduler.snapshot_io import SnapshotIo
 from psdist_scheduler.store import Store
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ class Scheduler:
             # What reads snapshots takes a while to load.
             from psdist_scheduler.snapshot_io import SnapshotIo
 
-            self._storage = SnapshotIo(storage, cluster.settings.run_id, self.post)
+            self._storage = SnapshotIo(storage, cluster.settings.run_id, cluster.settings.salt, self.post)
         self.maps = messages.MapCache()
         self.statistics: dict[str, server_pb2.GetStatisticsResponse] = {}
         self.connections: dict[str, list[pb.Connection]] = {}
@@ -247,10 +249,16 @@ class Scheduler:
 def _merge(changes: list[Persist]) -> Persist:
     """Several changes as one; of each thing the newest."""
     members = {member.member_id: member for change in changes for member in change.members}
-    parameters = {record.entry.spec.name: record for change in changes for record in change.parameters}
+    parameters: dict[str, ParametersRecord] = {}
+    for change in changes:
+        for name in change.forgotten:
+            parameters.pop(name, None)
+        parameters |= {record.entry.spec.name: record for record in change.parameters}
     nodes = {node.agent_id: node for change in changes for node in change.nodes}
     datasets = {record.spec.name: record for change in changes for record in change.datasets}
+    forgotten = {name: None for change in changes for name in change.forgotten}
     wanted = next((c.servers_wanted for c in reversed(changes) if c.servers_wanted is not None), None)
+    base = next((c.base for c in reversed(changes) if c.base is not None), None)
     return Persist(
         changes[-1].epoch,
         members=tuple(members.values()),
@@ -258,6 +266,8 @@ def _merge(changes: list[Persist]) -> Persist:
         nodes=tuple(nodes.values()),
         servers_wanted=wanted,
         datasets=tuple(datasets.values()),
+        forgotten=tuple(forgotten),
+        base=base,
     )
 
 
@@ -307,7 +317,8 @@ class Service:
         """A new life of a member."""
         value = await self._ask(lambda call: messages.register_event(call, request))
         run_id = self._scheduler.cluster.settings.run_id
-        return messages.registered(value, self._scheduler.maps, run_id, psdist.__version__)
+        storage = self._scheduler.cluster.settings.storage
+        return messages.registered(value, self._scheduler.maps, run_id, psdist.__version__, storage)
 
     @_typed
     async def Session(self, request: object, context: grpc.aio.ServicerContext) -> None:
@@ -420,7 +431,7 @@ class Service:
     @_typed
     async def SaveSnapshot(self, request: pb.SaveSnapshotRequest, context: grpc.aio.ServicerContext) -> None:
         """Takes a snapshot."""
-        raise NoStorageError("this run has no storage: start it with --storage-path DIR or URL")
+        await self._stream(context, lambda call: snapshot_messages.save_event(call, request), snapshot_messages.saved)
 
     @_typed
     async def GetDataPosition(
@@ -477,6 +488,8 @@ class Service:
                     self._scheduler.post(messages.replica_filled(number, request.replica_filled))
                 case "replica_unreachable":
                     self._scheduler.post(messages.replica_unreachable(number, request.replica_unreachable))
+                case "snapshot":
+                    self._scheduler.post(snapshot_messages.report_event(number, request.snapshot))
                 case other:
                     raise InvalidArgumentError(f"a session's later messages are heartbeats and answers, not {other}")
 

@@ -262,10 +262,9 @@ class RemoveDirectory:
 
 @dataclass(frozen=True)
 class Prune:
-    """Delete these snapshots, the commit records first; and what no record names."""
+    """Delete these snapshots, the commit records first; and then whatever no record names."""
 
     commits: tuple[Commit, ...]
-    under_way: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """The scheduler's hand on the storage: carries out what the machine wants of it, one thing after another.
 
-A task of its own, so that a slow storage holds up nothing else; what became of each effect goes back to the machine as an
-event. The order of a commit: every shard's file is durable (the machine has waited for that), then the manifest, then,
+A task of its own, so that a slow storage holds up nothing else; what became of each effect goes back to the machine as
+an event. The order of a commit: every shard's file is durable (the machine has waited for that), then the manifest, then,
 created exclusively, the commit record. Nothing is overwritten or renamed, and what is deleted loses its record first.
 
-An answer of the storage may be lost, so an error is not taken for "it was not done": where a record of our own number is
-there it is read, and if it is one of ours the snapshot exists; if it is not, another scheduler has taken over (C8) and
+An answer of the storage may be lost, so an error is not taken for "it was not done": where a record of our own number
+is there it is read, and if it is one of ours the snapshot exists; if it is not, another scheduler has taken over (C8) and
 this one saves no more.
 """
 
@@ -101,10 +101,12 @@ def check_fresh(history: History, url: str) -> None:
 
 
 class SnapshotIo:
-    """Effects in, events out. ``post`` gives the machine an event."""
+    """Effects in, events out. ``salt``: what names of directories end with that this life of the scheduler chose.
+    ``post`` gives the machine an event."""
 
-    def __init__(self, storage: Storage, run_id: str, post: Callable[[StorageEvent], None]) -> None:
+    def __init__(self, storage: Storage, run_id: str, salt: str, post: Callable[[StorageEvent], None]) -> None:
         self._storage = storage
+        self._salt = salt
         self._run_id = run_id
         self._post = post
         self._effects: deque[StorageEffect] = deque()
@@ -223,13 +225,14 @@ class SnapshotIo:
                 await self._storage.delete([commit.path])
                 done.append(commit.sequence)
                 await self._abandon(commit.directory)
-            await self._collect(effect.under_way)
+            await self._collect()
         except PsdistError as error:
             return Pruned(tuple(done), str(error))
         return Pruned(tuple(done))
 
-    async def _collect(self, under_way: str) -> None:
-        """Removes directories that no record names, where every record could be read."""
+    async def _collect(self) -> None:
+        """Removes directories that no record names, where every record could be read: those that this life gave up,
+        and what others left long ago."""
         records = await reader.commits(self._storage)
         named = {record.directory for record in records if isinstance(record, Commit)}
         if len(named) != len(records):
@@ -240,9 +243,10 @@ class SnapshotIo:
             newest[directory] = max(newest.get(directory, 0.0), file.modified)
         oldest = time.time() - GARBAGE_SECONDS
         for directory, modified in newest.items():
-            if directory not in named and directory != under_way:
-                if directory in self._given_up or modified < oldest:
-                    await self._remove(directory)
+            mine = directory.endswith(f"-{self._salt}")
+            garbage = directory in self._given_up if mine else modified < oldest
+            if garbage and directory not in named:
+                await self._remove(directory)
 
     async def _read(self, base: str, bad: tuple[str, ...]) -> HistoryRead:
         try:

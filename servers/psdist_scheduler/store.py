@@ -19,18 +19,20 @@ from typing import Any, Protocol
 from google.protobuf.message import DecodeError
 
 from psdist.errors import ConfigurationError
+from psdist.types import Restore, check_directory
 from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.wire import convert
 from psdist_scheduler.events import Persist
-from psdist_scheduler.records import DataLease, DatasetRecord, Member, Node, ParametersRecord, Stored
+from psdist_scheduler.records import Base, DataLease, DatasetRecord, Member, Node, ParametersRecord, Stored
 
 #: Raised when an older program could misread the file.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 _SCHEMA = """
 CREATE TABLE run (
   id INTEGER PRIMARY KEY CHECK (id = 1), run_id TEXT NOT NULL, epoch INTEGER NOT NULL,
-  servers_wanted INTEGER NOT NULL);
+  servers_wanted INTEGER NOT NULL, base_directory TEXT NOT NULL, base_digest BLOB NOT NULL,
+  generation INTEGER NOT NULL, term INTEGER NOT NULL);
 CREATE TABLE members (
   member_id TEXT PRIMARY KEY, role TEXT NOT NULL, incarnation INTEGER NOT NULL, rank INTEGER NOT NULL,
   world_size INTEGER NOT NULL, address TEXT NOT NULL, host TEXT NOT NULL, pid INTEGER NOT NULL, state TEXT NOT NULL,
@@ -94,7 +96,9 @@ class SqliteStore:
 
     def load(self) -> Stored | None:
         """What was kept; None in a new file. Raises ConfigurationError where it can't be read."""
-        epoch, servers_wanted = self._db.execute("SELECT epoch, servers_wanted FROM run").fetchone()
+        epoch, servers_wanted, *base = self._db.execute(
+            "SELECT epoch, servers_wanted, base_directory, base_digest, generation, term FROM run"
+        ).fetchone()
         if epoch == 0:
             return None
         try:
@@ -113,6 +117,7 @@ class SqliteStore:
                     _dataset(*row) for row in self._db.execute("SELECT spec, state FROM datasets ORDER BY rowid")
                 ),
                 servers_wanted=servers_wanted,
+                base=_base(*base),
             )
         except (sqlite3.Error, DecodeError, ValueError, LookupError, TypeError) as error:
             raise _unusable(self._path, error) from None
@@ -128,8 +133,14 @@ class SqliteStore:
             self._db.executemany(_upsert("members", Member), [astuple(member) for member in changes.members])
             self._db.executemany(_upsert("nodes", Node), [astuple(node) for node in changes.nodes])
             self._db.executemany(_WRITE_DATASET, [_dataset_row(dataset) for dataset in changes.datasets])
+            if (base := changes.base) is not None:
+                self._db.execute(
+                    "UPDATE run SET base_directory = ?, base_digest = ?, generation = ?, term = ?", _base_row(base)
+                )
+            self._db.executemany("DELETE FROM parameters WHERE name = ?", [(name,) for name in changes.forgotten])
             for record in changes.parameters:
-                self._write_parameters(record)
+                self._write_parameters(record, record.entry.spec.name in changes.forgotten)
+        self._known_layouts.difference_update(changes.forgotten)
         self._known_layouts.update(record.entry.spec.name for record in changes.parameters)
 
     def close(self) -> None:
@@ -147,7 +158,7 @@ class SqliteStore:
         if version == 0:
             for statement in _SCHEMA.split(";"):
                 self._db.execute(statement)
-            self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0)", (run_id,))
+            self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0, '', x'', 0, 1)", (run_id,))
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self._db.execute("COMMIT")
         if version not in (0, SCHEMA_VERSION):
@@ -166,14 +177,14 @@ class SqliteStore:
     def _rows(self, table: str, cls: type) -> sqlite3.Cursor:
         return self._db.execute(f"SELECT {_columns(cls)} FROM {table} ORDER BY rowid")
 
-    def _write_parameters(self, record: ParametersRecord) -> None:
+    def _write_parameters(self, record: ParametersRecord, forgotten: bool) -> None:
         name = record.entry.spec.name
         row = (
             convert.entry_to_proto(record.entry).SerializeToString(),
             record.uploader,
             record.committed,
         )
-        if name in self._known_layouts:
+        if name in self._known_layouts and not forgotten:
             # A layout never changes, and may be large.
             self._db.execute(
                 "UPDATE parameters SET entry = ?, uploader = ?, committed = ? WHERE name = ?", (*row, name)
@@ -218,6 +229,16 @@ def _upsert(table: str, cls: type) -> str:
     key, *others = [field.name for field in fields(cls)]
     updates = ", ".join(f"{name} = excluded.{name}" for name in others)
     return f"INSERT INTO {table} ({_columns(cls)}) VALUES ({marks}) ON CONFLICT ({key}) DO UPDATE SET {updates}"
+
+
+def _base_row(base: Base) -> tuple[str, bytes, int, int]:
+    restore = base.restore
+    directory, digest = (restore.directory, restore.manifest_digest) if restore is not None else ("", b"")
+    return directory, digest, base.generation, base.term
+
+
+def _base(directory: str, digest: bytes, generation: int, term: int) -> Base:
+    return Base(Restore(check_directory(directory), digest) if directory else None, generation, term)
 
 
 def _dataset_row(record: DatasetRecord) -> tuple[str, bytes, str]:

@@ -1,0 +1,106 @@
+"""What parameters begin from: nothing, or a snapshot that the run went on from or went back to. Pure.
+
+Parameters that are in the snapshot take their settings' cut, their step and their values from there: no worker uploads
+any, but the servers load what they are the primaries of, and say so. What is created under another name begins anew.
+
+Invariants: what was created with other settings or tensors than the snapshot has is refused; a shard counts as loaded
+by the word of its primary of this term alone. Not here: placing (``registry``), which snapshot (``snapshots``).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from psdist.consistency import BSP
+from psdist.errors import LayoutMismatchError, SettingsMismatchError, SnapshotCorruptError
+from psdist.snapshots.format import ParametersState
+from psdist.types import ParametersEntry, Restore
+from psdist_scheduler.events import Create
+from psdist_scheduler.records import Base
+from psdist_scheduler.snapshot_events import Found, Loaded
+
+#: After the run went back to a snapshot, it waits so long, in seconds, for as many servers as there were.
+SERVERS_GRACE_SECONDS: Final = 10.0
+_REMEDY: Final = "give what it was saved with, or begin anew under another --run-id or with another --storage-path"
+
+
+class Resume:
+    """The base of this run, and what is loaded from it. ``found`` is the base's snapshot, where it is known."""
+
+    def __init__(self, base: Base, found: Found | None) -> None:
+        self.base = base
+        self.found = found if base.restore is not None else None
+        self._known = self.found is not None
+        #: Changed since the cluster last took it.
+        self.changed = False
+        #: Why nothing can be created any more; empty if it can.
+        self.failed = ""
+        #: When the run went back to a snapshot; None if it did not.
+        self.since: float | None = None
+        self._loaded: dict[str, dict[tuple[int, int], None]] = {}
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def unread(self) -> bool:
+        """Whether there is a snapshot to begin from that is not known yet."""
+        return self.base.restore is not None and not self._known
+
+    def state(self, name: str) -> ParametersState | None:
+        """What the snapshot has of these parameters."""
+        return self.found.manifest.state(name) if self.found is not None else None
+
+    def first_step(self, name: str) -> int:
+        """The step that the members of parameters begin with that are loaded."""
+        state = self.state(name)
+        return state.step if state is not None and isinstance(state.spec.consistency, BSP) else 0
+
+    def check(self, event: Create) -> None:
+        """Raises SettingsMismatchError, LayoutMismatchError where the snapshot has other parameters of this name, and
+        SnapshotCorruptError where there is none to begin from any more."""
+        if self.failed:
+            raise SnapshotCorruptError(self.failed)
+        state = self.state(event.spec.name)
+        if state is None or self.found is None:
+            return
+        whose = f"{event.spec.name!r} as snapshot {self.found.commit.directory} has it"
+        if state.layout != event.layout:
+            difference = state.layout.difference(event.layout)
+            raise LayoutMismatchError(f"layout differs from {whose}: {difference}; {_REMEDY}")
+        if difference := state.spec.difference(event.spec):
+            raise SettingsMismatchError(f"settings differ from {whose}: {difference}; {_REMEDY}")
+
+    def missing(self, entry: ParametersEntry) -> dict[str, list[int]]:
+        """Shards that are not loaded, by the server that is to load them."""
+        loaded = self._loaded.get(entry.spec.name, {})
+        missing: dict[str, list[int]] = {}
+        for number, shard in enumerate(entry.shards):
+            if (number, shard.term) not in loaded:
+                missing.setdefault(shard.primary.server_id, []).append(number)
+        return missing
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    def loaded(self, event: Loaded, server: str, entry: ParametersEntry) -> bool:
+        """A server has loaded shards. Whether all are loaded now."""
+        if entry.restore is None or event.generation != entry.generation:
+            return False
+        known = self._loaded.setdefault(entry.spec.name, {})
+        for number, term in zip(event.shards, event.terms, strict=False):
+            shard = entry.shards[number] if 0 <= number < len(entry.shards) else None
+            if shard is not None and shard.primary.server_id == server and shard.term == term and not shard.lost:
+                known[number, term] = None
+        return not self.missing(entry)
+
+    def go_to(self, found: Found, term: int, now: float | None) -> None:
+        """All parameters begin from this snapshot again. ``term``: the highest that a shard had. ``now``: None where
+        the run has not begun."""
+        restore = Restore(found.commit.directory, bytes.fromhex(found.commit.manifest_digest))
+        self.base = Base(restore, self.base.generation + (now is not None), max(term + 1, self.base.term))
+        self.found, self.since, self.changed, self._known = found, now, True, True
+        self._loaded.clear()
+
+    def read(self, found: Found | None) -> None:
+        """The storage was read: the base's snapshot, or None where it is not there any more."""
+        if self.unread:
+            self.found, self._known = found, True

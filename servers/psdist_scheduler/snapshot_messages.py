@@ -1,0 +1,156 @@
+"""Between the machine's words of snapshots (``snapshot_events``) and the messages of ``SchedulerService``.
+
+What servers say of files goes into manifests, so it is checked here: names, lengths, digests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psdist.errors import InvalidArgumentError, LimitExceededError
+from psdist.snapshots.format import Commit, ShardFile
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.v1 import server_pb2
+from psdist.wire import convert
+from psdist_scheduler.snapshot_events import (
+    Cut,
+    End,
+    Failed,
+    Loaded,
+    LoadFailed,
+    Mark,
+    Marked,
+    Numbers,
+    Prepare,
+    Prepared,
+    Progress,
+    RolledBack,
+    Save,
+    Saved,
+    Saving,
+    SnapshotCommand,
+    SnapshotEvent,
+    Written,
+)
+
+TEXT_CHARACTERS_MAX = 1024
+#: Parameters that one message may speak of.
+_NAMES_MAX = 4096
+_DIGEST_BYTES = 16
+
+
+def save_event(call: int, request: pb.SaveSnapshotRequest) -> Save:
+    """Raises LimitExceededError."""
+    worker = (request.worker_id, request.incarnation) if request.worker_id else ("", 0)
+    reason = request.reason[:TEXT_CHARACTERS_MAX]
+    return Save(call, request.run_id, reason, *worker, _numbers(request.next))
+
+
+def report_event(call: int, report: pb.SnapshotReport) -> SnapshotEvent:
+    """A member's word. Raises InvalidArgumentError, InvalidNameError, LimitExceededError."""
+    match report.WhichOneof("kind"):
+        case "prepared":
+            prepared = report.prepared
+            return Prepared(call, report.attempt, prepared.accepted, _numbers(prepared.steps_next))
+        case "marked":
+            return Marked(call, report.attempt, _numbers(report.marked.next))
+        case "written":
+            written = report.written
+            file, names = _file(written), tuple(written.state_names)
+            return Written(call, report.attempt, written.parameters, written.shard, written.term, file, names)
+        case "failed":
+            return Failed(call, report.attempt, report.failed.error.message[:TEXT_CHARACTERS_MAX])
+        case "loaded":
+            loaded = report.loaded
+            shards, terms = tuple(loaded.shards), tuple(loaded.terms)
+            return Loaded(call, loaded.parameters, loaded.generation, shards, terms)
+        case "load_failed":
+            failed = report.load_failed
+            restore = convert.restore_from_proto(failed.restore)
+            text, code = failed.error.message[:TEXT_CHARACTERS_MAX], failed.error.code
+            corrupt = code in ("snapshot_corrupt", "unknown_snapshot")
+            return LoadFailed(call, failed.parameters, failed.generation, restore, text, corrupt)
+    raise InvalidArgumentError("a report about a snapshot says nothing")
+
+
+def progress(message: pb.SnapshotProgress) -> Progress:
+    """How far a server is."""
+    return Progress(
+        message.attempt,
+        message.bytes_done,
+        message.bytes,
+        message.bytes_aside,
+        message.waiting_for[:TEXT_CHARACTERS_MAX],
+        message.loading,
+    )
+
+
+def command(value: SnapshotCommand) -> pb.SnapshotCommand:
+    """What a session is told."""
+    commands = pb.SnapshotCommand
+    match value:
+        case Prepare(attempt, directory, steps):
+            parameters = [commands.Prepare.Parameters(parameters=name, step=step) for name, step in steps]
+            prepare = commands.Prepare(parameters=parameters, directory=directory)
+            return commands(attempt=attempt, prepare=prepare)
+        case Mark(attempt):
+            return commands(attempt=attempt, mark=commands.Mark())
+        case Cut(attempt, next_pushes):
+            cut = commands.Cut()
+            for name, producers in next_pushes:
+                entry = cut.parameters.add(parameters=name)
+                for worker_id, incarnation, number in producers:
+                    life = server_pb2.Life(worker_id=worker_id, incarnation=incarnation)
+                    entry.producers.add(life=life, next=number)
+            return commands(attempt=attempt, cut=cut)
+        case End(attempt, committed, reason):
+            return commands(attempt=attempt, end=commands.End(committed=committed, reason=reason))
+
+
+def rolled_back(news: RolledBack) -> pb.SessionResponse.RolledBack:
+    """The run went back to a snapshot."""
+    message = pb.SessionResponse.RolledBack(directory=news.directory, text=news.text)
+    for name, first, until in news.lost:
+        # "from" is a word of Python.
+        message.lost.add(**{"parameters": name, "from": first, "until": until})
+    return message
+
+
+def saved(value: object, maps: object) -> tuple[pb.SaveSnapshotResponse, bool]:
+    """The answer to SaveSnapshot, and whether it is the last."""
+    match value:
+        case Saving(text, done, total):
+            return pb.SaveSnapshotResponse(waiting_for=text, bytes_done=done, bytes=total), False
+        case Saved(commit, unchanged):
+            return pb.SaveSnapshotResponse(committed=info(commit), unchanged=unchanged), True
+    raise AssertionError(f"{value} is no answer to SaveSnapshot")
+
+
+def info(commit: Commit) -> pb.SnapshotInfo:
+    """A committed snapshot."""
+    return pb.SnapshotInfo(
+        directory=commit.directory,
+        sequence=commit.sequence,
+        steps=dict(commit.steps),
+        bytes=commit.bytes,
+        time=commit.time,
+        seconds=commit.seconds,
+        reason=commit.reason,
+    )
+
+
+def _numbers(numbers: Any) -> Numbers:
+    if len(numbers) > _NAMES_MAX:
+        raise LimitExceededError(f"{len(numbers)} parameters in one message are over the limit of {_NAMES_MAX}")
+    return tuple(sorted(numbers.items()))
+
+
+def _file(written: pb.SnapshotReport.Written) -> ShardFile:
+    data = bytes(written.digests)
+    if len(data) != _DIGEST_BYTES * len(written.versions):
+        raise InvalidArgumentError(
+            f"{len(data)} bytes of digests for {len(written.versions)} slices of {written.file!r:.80}: give "
+            f"{_DIGEST_BYTES} for each"
+        )
+    digests = tuple(data[at : at + _DIGEST_BYTES].hex() for at in range(0, len(data), _DIGEST_BYTES))
+    return ShardFile(written.file, written.length, written.digest.hex(), tuple(written.versions), digests)

@@ -1,0 +1,634 @@
+"""The run's snapshots: when one is due, the attempt under way, and who waits for it. Pure.
+
+One attempt at a time (``attempt``). It is refused where the cut cannot be had any more, and the next one asks for a later
+cut, at once; so it is where primaries change or, with marked pushes, members. Where a server or the storage fails, it has
+failed: that is told, and the next comes at the next interval or request. Training never depends on any of it.
+
+A snapshot every so many steps is armed long before its step is reached, and gives way to whoever wants one now. Where a
+worker waits in its request it makes no push, so that only a cut that is reached without one can be had.
+
+Invariants: attempts' numbers grow, over restarts too (they begin with the epoch); the next record's number is one above
+the highest that was ever seen; a scheduler that finds it taken saves no more; who waits is answered by a snapshot that
+has everything that it knows of. Not here: files (``snapshot_io``), going back to a snapshot (``resume``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from psdist import __version__
+from psdist.consistency import BSP
+from psdist.errors import NoStorageError, PsdistError, SnapshotFailedError
+from psdist.snapshots.format import Commit, Manifest, directory_name
+from psdist_scheduler import retention
+from psdist_scheduler.attempt import Attempt, common_steps, is_stepped
+from psdist_scheduler.datasets import Datasets
+from psdist_scheduler.events import Answer, Caller, Effect, Note, Refuse
+from psdist_scheduler.membership import Membership
+from psdist_scheduler.records import ClusterSettings, Member
+from psdist_scheduler.registry import Parameters, Registry
+from psdist_scheduler.snapshot_events import (
+    CommitFailed,
+    Committed,
+    End,
+    Failed,
+    Found,
+    History,
+    Marked,
+    Prepared,
+    Progress,
+    Prune,
+    Pruned,
+    ReadHistory,
+    RemoveDirectory,
+    Save,
+    Saved,
+    Saving,
+    SnapshotEvent,
+    WriteCommit,
+    Written,
+)
+
+#: Attempts of one epoch; their numbers begin with it.
+_ATTEMPTS_PER_EPOCH: Final = 1 << 20
+_DISTANCE_MAX: Final = 1024
+#: Cuts that may be refused, one upon the other.
+_REFUSALS_MAX: Final = 64
+#: Attempts that may be begun anew, one upon the other, because the cluster changed.
+_RETRIES_MAX: Final = 16
+#: An attempt of which nothing is heard for so long, in seconds, is given up: the storage stands still.
+_SILENCE_SECONDS: Final = 120.0
+#: A storage that could not be read is read again after so long.
+_READ_AGAIN_SECONDS: Final = 5.0
+#: Who waits is told again after so long, so that a wait can be told from a dead connection.
+_REPEAT_SECONDS: Final = 2.0
+_REASON_CHARACTERS: Final = 200
+
+
+@dataclass(slots=True)
+class _Saver:
+    """A call that waits for a snapshot."""
+
+    call: int
+    worker: Member | None
+    next: dict[str, int]
+    reason: str
+    since: float
+    #: The attempt that will answer it; 0 for the next one.
+    attempt: int = 0
+    told: Saving | None = None
+    told_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Failures:
+    """Attempts that were given up for good."""
+
+    count: int = 0
+    text: str = ""
+    at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Campaign:
+    """Attempts one upon the other, until one is committed or has failed."""
+
+    refused: int = 0
+    retries: int = 0
+    #: Cut each parameters where it stands: what was to come did not.
+    exact: bool = False
+    #: By parameters, the step that a server named as not passed.
+    known: dict[str, int] = field(default_factory=dict)
+
+
+class Snapshots:
+    """All of it, for one run."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        registry: Registry,
+        members: Membership,
+        datasets: Datasets,
+        history: History | None,
+        now: float,
+    ) -> None:
+        self._settings = settings
+        self._policy = settings.policy
+        self._registry = registry
+        self._members = members
+        self._datasets = datasets
+        self.attempt: Attempt | None = None
+        self.failures = Failures()
+        #: Why nothing is saved any more; empty while it is.
+        self.replaced = ""
+        #: Directories of snapshots that could not be loaded.
+        self.bad: tuple[str, ...] = ()
+        self._savers: dict[int, _Saver] = {}
+        self._campaign = _Campaign()
+        self._number = 0
+        self._last = now
+        #: The highest version when the last attempt ended, whose multiple of the interval is over.
+        self._over = 0
+        self._read_at: float | None = None
+        #: Something may lie in the storage that no record names.
+        self._untidy = True
+        self.known = False
+        self.commits: tuple[Commit, ...] = ()
+        self.newest: Found | None = None
+        self._highest = 0
+        if history is not None:
+            self.take_history(history)
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the run has a storage."""
+        return bool(self._settings.storage)
+
+    def waits(self) -> Iterator[tuple[str, list[int], str]]:
+        """Key, calls and reason of each wait. The calls are told by ``progress``."""
+        attempt = self.attempt
+        if attempt is not None and (not attempt.ahead or attempt.reached):
+            yield "snapshot", [], attempt.waiting_for
+        elif self._savers:
+            yield "snapshot", [], self._obstacle(self._ready())
+
+    def validate(self) -> None:
+        """Asserts the invariants of the module's text."""
+        assert all(saver.worker is None or self._is_live(saver.worker) for saver in self._savers.values())
+        numbers = [commit.sequence for commit in self.commits]
+        assert numbers == sorted(set(numbers), reverse=True) and max(numbers, default=0) <= self._highest
+        attempt = self.attempt
+        if attempt is not None:
+            assert not attempt.changed(self._members) and attempt.number == self._number
+            assert all(saver.attempt in (0, attempt.number) for saver in self._savers.values())
+            assert (None in attempt.servers.values()) <= (attempt.phase == "preparing")
+            assert attempt.phase in ("preparing", "marking") or None not in attempt.lives.values()
+            assert bool(attempt.missing) <= (attempt.phase != "committing")
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def save(self, event: Save, now: float) -> list[Effect]:
+        """Somebody wants a snapshot. Raises WrongRunError, FencedError, NoStorageError, SnapshotFailedError."""
+        self._members.check_run(event.run_id)
+        worker = None
+        if event.worker_id:
+            worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
+        if not self.enabled:
+            raise NoStorageError("this run has no storage: start it with --storage-path DIR or URL")
+        if self.replaced:
+            raise SnapshotFailedError(self.replaced)
+        reason = (event.reason or "on demand")[:_REASON_CHARACTERS]
+        saver = _Saver(event.call, worker, dict(event.next), reason, now)
+        self._savers[event.call] = saver
+        if (attempt := self.attempt) is None:
+            return []
+        match self._place(saver, attempt):
+            case "joins":
+                saver.attempt = attempt.number
+            case "supersedes":
+                self._campaign.refused = 0
+                return self._stop("another is wanted now", now)
+        return []
+
+    def end(self, call: int) -> None:
+        """The call does not wait any more."""
+        self._savers.pop(call, None)
+
+    # --- what members say ---------------------------------------------------------------------------------------------
+
+    def heard(self, event: SnapshotEvent, now: float) -> list[Effect]:
+        """A member's word about the attempt. What is said of an earlier one means nothing."""
+        attempt = self.attempt
+        sender = self._members.sessions.get(event.call, "")
+        if attempt is None or not isinstance(event, Prepared | Marked | Written | Failed):
+            return []
+        if event.attempt != attempt.number or not sender:
+            return []
+        attempt.moved = now
+        match event:
+            case Prepared():
+                return self._prepared(attempt, event, sender, now)
+            case Marked():
+                return self._marked(attempt, event, sender)
+            case Written() if attempt.phase == "cutting":
+                attempt.take_written(event, sender)
+            case Failed() if sender in attempt.servers:
+                return self._fail(f"{sender}: {event.text}", now)
+        return []
+
+    def progressed(self, server: str, progress: Progress, now: float) -> None:
+        """A server's heartbeat says how far it is."""
+        attempt = self.attempt
+        if attempt is not None and progress.attempt == attempt.number and server in attempt.servers:
+            if attempt.progress.get(server) != progress:
+                attempt.moved = now
+            attempt.progress[server] = progress
+
+    def session_opened(self, member: Member, epoch: int, now: float) -> list[Effect]:
+        """A member's session begins. What it was told on the one before may be lost, and so may what it said."""
+        attempt = self.attempt
+        if attempt is not None:
+            life = (member.member_id, member.incarnation)
+            if attempt.phase == "preparing" and attempt.servers.get(member.member_id, False) is None:
+                return attempt.prepare(member.member_id, self._members)
+            if attempt.phase == "marking" and attempt.lives.get(life, {}) is None:
+                return attempt.mark(member.member_id, self._members)
+            if attempt.phase != "committing" and (member.member_id in attempt.servers or life in attempt.lives):
+                return self._stop(f"the session of {member} broke", now)
+            return []
+        if not self.enabled:
+            return []
+        # What an earlier scheduler had begun is over.
+        self._number = max(self._number, epoch * _ATTEMPTS_PER_EPOCH)
+        over = End(self._number, False, "no snapshot is under way")
+        return [Answer(self._members.session_of(member.member_id), over)]
+
+    # --- what became of work on the storage ---------------------------------------------------------------------------
+
+    def committed(self, event: Committed, now: float) -> list[Effect]:
+        """A snapshot exists."""
+        commit = event.commit
+        self.commits = (commit, *(c for c in self.commits if c.sequence != commit.sequence))
+        self._highest = max(self._highest, commit.sequence)
+        self.newest = Found(commit, event.manifest)
+        steps = ", ".join(f"{name!r} at step {step}" for name, step in commit.steps.items())
+        size = f"{commit.bytes / 1e6:.1f} MB in {commit.seconds:.2f} s"
+        effects: list[Effect] = [Note(f"snapshot {commit.directory} ({commit.reason}): {steps}, {size}")]
+        attempt = self.attempt
+        if attempt is not None and attempt.number == event.attempt:
+            effects += self._over_with(attempt, now)
+            effects += attempt.end(True, "", self._members)
+            for saver in [saver for saver in self._savers.values() if saver.attempt == attempt.number]:
+                effects.append(self._answer(saver, Saved(commit)))
+        return [*effects, *self._prune()]
+
+    def commit_failed(self, event: CommitFailed, now: float) -> list[Effect]:
+        """It does not."""
+        if event.replaced:
+            self.replaced = f"{event.text}: this scheduler saves no more"
+        if self.attempt is None or self.attempt.number != event.attempt:
+            return []
+        return self._fail(event.text, now, remove=False)
+
+    def pruned(self, event: Pruned) -> list[Effect]:
+        """Surplus snapshots are deleted."""
+        self.commits = tuple(commit for commit in self.commits if commit.sequence not in event.sequences)
+        if not event.error:
+            return []
+        return [Note(f"snapshots that are not kept any more could not be deleted: {event.error}", "warning")]
+
+    def take_history(self, history: History) -> None:
+        """What the storage holds."""
+        self.known = True
+        gone = set(self.bad)
+        self.commits = tuple(history.commits)
+        self._highest = max(self._highest, history.highest)
+        if history.newest is not None and history.newest.commit.directory not in gone:
+            self.newest = history.newest
+        else:
+            self.newest = None
+
+    def give_up(self, directory: str) -> ReadHistory:
+        """A snapshot cannot be loaded: the one before is looked for."""
+        self.bad = (*self.bad, directory)
+        return ReadHistory(bad=self.bad)
+
+    def rolled_back(self, now: float) -> list[Effect]:
+        """The run went back to a snapshot: what is under way means nothing, and no number that was heard does."""
+        effects = self._stop("the run goes back to a snapshot", now) if self.attempt else []
+        self._campaign = _Campaign()
+        self._over = 0
+        return effects
+
+    # --- progress -----------------------------------------------------------------------------------------------------
+
+    def progress(self, epoch: int, now: float) -> list[Effect]:
+        """Whatever is due by now."""
+        if not self.enabled:
+            return []
+        effects = self._read(now)
+        if self.attempt is not None:
+            effects += self._watch(self.attempt, now)
+        if self.attempt is not None and self.attempt.phase == "cutting" and not self.attempt.missing:
+            effects += self._commit(self.attempt, epoch, now)
+        if self.attempt is None and self.known:
+            effects += self._begin_what_is_due(epoch, now)
+        return effects + self._tell(now)
+
+    # --- inner: beginning ---------------------------------------------------------------------------------------------
+
+    def _ready(self) -> list[Parameters]:
+        return [p for p in self._registry.all if p.state == "ready" and p.entry.shards]
+
+    def _obstacle(self, ready: list[Parameters]) -> str:
+        """Why no attempt can begin now, as a sentence that begins with "for"; empty if one can."""
+        if not self.known:
+            return "for the storage to be read"
+        if loading := [p.name for p in self._registry.all if p.state == "loading"]:
+            return f"for {loading[0]!r} to be loaded from the snapshot before"
+        return "" if ready else "for parameters to be ready"
+
+    def _begin_what_is_due(self, epoch: int, now: float) -> list[Effect]:
+        ready = self._ready()
+        effects = self._answer_what_is_there(ready)
+        if self._obstacle(ready) or self.replaced:
+            return effects
+        if self._savers:
+            reason = next(iter(self._savers.values())).reason
+            return [*effects, *self._begin(ready, self._wanted_steps(ready), reason, False, epoch, now)]
+        policy, versions = self._policy, {p.name: self._version(p) for p in ready}
+        if policy.seconds and now - self._last >= policy.seconds and self._has_trained(versions):
+            reason = f"every {policy.seconds:g} s"
+            return self._begin(ready, self._wanted_steps(ready), reason, False, epoch, now)
+        if policy.steps:
+            return self._begin_by_steps(ready, versions, epoch, now)
+        return []
+
+    def _begin_by_steps(
+        self, ready: list[Parameters], versions: dict[str, int], epoch: int, now: float
+    ) -> list[Effect]:
+        interval, high = self._policy.steps, max(versions.values())
+        reason = f"every {interval} steps" if interval > 1 else "every step"
+        if all(is_stepped(p) for p in ready) and high - min(versions.values()) <= 1:
+            step = retention.next_multiple(max(high, self._over), interval)
+            return self._begin(ready, dict.fromkeys(versions, step), reason, True, epoch, now)
+        if high < retention.next_multiple(self._over, interval):
+            return []
+        return self._begin(ready, self._wanted_steps(ready), reason, False, epoch, now)
+
+    def _version(self, p: Parameters) -> int:
+        return max(p.version, self._campaign.known.get(p.name, 0))
+
+    def _has_trained(self, versions: dict[str, int]) -> bool:
+        return retention.trained(versions, self.newest.commit.steps if self.newest else {})
+
+    def _wanted_steps(self, ready: list[Parameters]) -> dict[str, int]:
+        """The cut that can be had soonest, as far as is known."""
+        waiting = [saver.next for saver in self._savers.values() if saver.worker is not None]
+        stepped = [p for p in ready if is_stepped(p)]
+        steps = {p.name: max(self._version(p), *(next.get(p.name, 0) for next in waiting), 0) for p in stepped}
+        if waiting or self._campaign.exact:
+            return steps
+        refused = self._campaign.refused
+        distance = 0 if refused < 2 else min(1 << min(refused - 2, 10), _DISTANCE_MAX)
+        return common_steps({name: step + distance for name, step in steps.items()})
+
+    def _begin(
+        self, ready: list[Parameters], steps: dict[str, int], reason: str, ahead: bool, epoch: int, now: float
+    ) -> list[Effect]:
+        self._number = max(self._number + 1, epoch * _ATTEMPTS_PER_EPOCH)
+        step = max((steps.get(p.name, self._version(p)) for p in ready), default=0)
+        directory = directory_name(step, epoch, self._number % _ATTEMPTS_PER_EPOCH, self._settings.salt)
+        self.attempt = attempt = Attempt(self._number, directory, reason, ahead, tuple(ready), steps, now, now)
+        for saver in self._savers.values():
+            saver.attempt = attempt.number
+        return [effect for server in attempt.servers for effect in attempt.prepare(server, self._members)]
+
+    # --- inner: the attempt -------------------------------------------------------------------------------------------
+
+    def _prepared(self, attempt: Attempt, event: Prepared, server: str, now: float) -> list[Effect]:
+        if attempt.phase != "preparing" or attempt.servers.get(server, True) is not None:
+            return []
+        attempt.servers[server] = event.accepted
+        known = self._campaign.known
+        for name, step in event.steps_next:
+            if name in attempt.steps:
+                known[name] = max(known.get(name, 0), step)
+        answers = attempt.servers.values()
+        if None in answers:
+            return []
+        if not all(answers):
+            self._campaign.refused += 1
+            if self._campaign.refused > _REFUSALS_MAX:
+                return self._fail(f"servers refused {_REFUSALS_MAX} cuts", now)
+            return self._stop("a slice has passed the cut", now, retry=False)
+        if self._is_unchanged(attempt):
+            return self._unchanged(attempt, now)
+        if attempt.lives:
+            attempt.phase = "marking"
+            return [effect for worker, _ in attempt.lives for effect in attempt.mark(worker, self._members)]
+        return self._cut(attempt)
+
+    def _marked(self, attempt: Attempt, event: Marked, worker: str) -> list[Effect]:
+        member = self._members.get(worker)
+        if member is None or attempt.phase != "marking":
+            return []
+        life = (worker, member.incarnation)
+        if attempt.lives.get(life, {}) is not None:
+            return []
+        attempt.lives[life] = dict(event.next)
+        return [] if None in attempt.lives.values() else self._cut(attempt)
+
+    def _cut(self, attempt: Attempt) -> list[Effect]:
+        attempt.phase = "cutting"
+        return attempt.cut(self._members)
+
+    def _watch(self, attempt: Attempt, now: float) -> list[Effect]:
+        """Gives up what cannot be had any more."""
+        if text := attempt.changed(self._members):
+            return self._stop(text, now)
+        if attempt.phase == "committing":
+            return []
+        still = now - attempt.moved
+        if attempt.ahead and not attempt.reached:
+            names = {p.name for p in self._ready()}
+            return self._stop("parameters were created since", now, retry=False) if names != set(attempt.names) else []
+        if still > _SILENCE_SECONDS:
+            return self._fail(f"nothing was heard for {still:.0f} s, waiting {attempt.waiting_for}", now)
+        if still <= self._settings.lease_seconds or attempt.phase == "preparing":
+            return []
+        if attempt.lives and (attempt.phase == "marking" or not attempt.reached or _is_held(attempt)):
+            # Pushes wait for it.
+            return self._stop(f"waited too long {attempt.waiting_for}", now)
+        if attempt.phase == "cutting" and not attempt.reached and not self._campaign.exact:
+            self._campaign.exact = True
+            return self._stop(f"training stands still, waiting {attempt.waiting_for}", now)
+        return []
+
+    def _commit(self, attempt: Attempt, epoch: int, now: float) -> list[Effect]:
+        settings = self._settings
+        try:
+            manifest = Manifest(
+                run_id=settings.run_id,
+                directory=attempt.directory,
+                epoch=epoch,
+                time=0.0,
+                reason=attempt.reason,
+                configuration={
+                    "workers": len(self._members.workers),
+                    "servers": len(self._members.servers),
+                    "replicas": settings.replicas,
+                    "policy": self._policy.text,
+                },
+                parameters=attempt.states(),
+                datasets=(),
+                psdist_version=__version__,
+            )
+        except PsdistError as error:
+            return self._fail(str(error), now)
+        attempt.phase = "committing"
+        return [WriteCommit(attempt.number, self._highest + 1, manifest, now - attempt.began)]
+
+    # --- inner: ends --------------------------------------------------------------------------------------------------
+
+    def _is_unchanged(self, attempt: Attempt) -> bool:
+        """Whether the cut is that of the newest snapshot, byte for byte: no slice has passed its steps."""
+        newest = self.newest
+        return newest is not None and not attempt.marked and attempt.steps == dict(newest.commit.steps)
+
+    def _unchanged(self, attempt: Attempt, now: float) -> list[Effect]:
+        assert self.newest is not None
+        effects = self._over_with(attempt, now)
+        effects += attempt.end(False, "nothing was trained since the last snapshot", self._members)
+        for saver in [saver for saver in self._savers.values() if saver.attempt == attempt.number]:
+            effects.append(self._answer(saver, Saved(self.newest.commit, True)))
+        return effects
+
+    def _over_with(self, attempt: Attempt, now: float) -> list[Effect]:
+        """The attempt has ended for good, one way or the other."""
+        self.attempt = None
+        self._last = now
+        self._over = max(self._over, attempt.step, *(self._version(p) for p in attempt.parameters if p.record))
+        self._campaign = _Campaign(known=self._campaign.known)
+        return []
+
+    def _stop(self, reason: str, now: float, *, retry: bool = True) -> list[Effect]:
+        """Gives the attempt up; another is begun at once if it is wanted. ``retry``: it counts as one more try."""
+        attempt = self.attempt
+        assert attempt is not None
+        self._campaign.retries += retry
+        if self._campaign.retries > _RETRIES_MAX:
+            return self._fail(reason, now)
+        self.attempt = None
+        for saver in self._savers.values():
+            saver.attempt = 0
+        return [*attempt.end(False, reason, self._members), *self._remove(attempt)]
+
+    def _fail(self, text: str, now: float, *, remove: bool = True) -> list[Effect]:
+        """The attempt has failed: that is told, and training goes on."""
+        attempt = self.attempt
+        assert attempt is not None
+        self.failures = Failures(self.failures.count + 1, text, now)
+        effects = self._over_with(attempt, now)
+        effects += attempt.end(False, text, self._members)
+        effects += self._remove(attempt) if remove else []
+        effects.append(Note(f"the snapshot of step {attempt.step} failed: {text}; training goes on", "warning"))
+        error = SnapshotFailedError(f"the snapshot failed, and training goes on: {text}")
+        for saver in [saver for saver in self._savers.values() if saver.attempt == attempt.number]:
+            del self._savers[saver.call]
+            effects.append(Refuse(saver.call, error))
+        return effects
+
+    def _remove(self, attempt: Attempt) -> list[Effect]:
+        """What may have been written is removed."""
+        if attempt.phase not in ("cutting", "committing"):
+            return []
+        self._untidy = True
+        return [RemoveDirectory(attempt.directory)]
+
+    def _prune(self) -> list[Effect]:
+        surplus = retention.surplus(self.commits, self._policy, {self._registry.base_in_use})
+        if not surplus and not self._untidy:
+            return []
+        self._untidy = False
+        return [Prune(surplus)]
+
+    def _read(self, now: float) -> list[Effect]:
+        if self.known or (self._read_at is not None and now - self._read_at < _READ_AGAIN_SECONDS):
+            return []
+        self._read_at = now
+        restore = self._registry.resume.base.restore
+        return [ReadHistory(restore.directory if restore else "", self.bad)]
+
+    # --- inner: those who wait ----------------------------------------------------------------------------------------
+
+    def _place(self, saver: _Saver, attempt: Attempt) -> Literal["joins", "waits", "supersedes"]:
+        """What an attempt under way is to somebody who wants a snapshot now. It serves if its cut is reached, or needs
+        no push of those who wait, and has all that they know of."""
+        early = attempt.phase in ("preparing", "marking")
+        if saver.worker is None:
+            if attempt.ahead and not attempt.reached:
+                return "supersedes"
+            return "joins" if early else "waits"
+        life = (saver.worker.member_id, saver.worker.incarnation)
+        for p in attempt.parameters:
+            wanted = saver.next.get(p.name)
+            if wanted is None:
+                continue
+            step = attempt.steps.get(p.name)
+            if step is None:
+                marked = attempt.lives.get(life)
+                if not early and (marked is None or marked.get(p.name, 0) < wanted):
+                    return "waits"
+            elif wanted < step and p.version < step:
+                return "supersedes"
+            elif wanted > step:
+                return "supersedes" if early else "waits"
+        return "joins"
+
+    def _answer_what_is_there(self, ready: list[Parameters]) -> list[Effect]:
+        """Answers those whom the newest snapshot serves, and those whom none can."""
+        effects: list[Effect] = []
+        for saver in list(self._savers.values()):
+            if self.newest is not None and self._serves(self.newest, saver, ready):
+                effects.append(self._answer(saver, Saved(self.newest.commit, True)))
+            elif (error := self._hopeless(ready)) is not None:
+                del self._savers[saver.call]
+                effects.append(Refuse(saver.call, error))
+        return effects
+
+    def _serves(self, found: Found, saver: _Saver, ready: list[Parameters]) -> bool:
+        if not ready:
+            # The run went back to it, and nothing was trained since.
+            return self._registry.resume.base.restore is not None and not any(p.record for p in self._registry.all)
+        if saver.worker is None or {p.name for p in ready} != set(found.commit.steps):
+            return False
+        life = (saver.worker.member_id, saver.worker.incarnation)
+        for name, wanted in saver.next.items():
+            state = found.manifest.state(name)
+            if state is None:
+                return False
+            numbers = {(worker, incarnation): number for worker, incarnation, number in state.next}
+            if wanted > (state.step if isinstance(state.spec.consistency, BSP) else numbers.get(life, -1)):
+                return False
+        return bool(saver.next)
+
+    def _hopeless(self, ready: list[Parameters]) -> SnapshotFailedError | None:
+        if self.replaced:
+            return SnapshotFailedError(self.replaced)
+        if lost := self._registry.lost_text:
+            return SnapshotFailedError(f"there is nothing whole to save: {lost}")
+        if not ready and not any(p.state == "loading" for p in self._registry.all):
+            return SnapshotFailedError("there are no parameters to save yet: create them first")
+        return None
+
+    def _answer(self, saver: _Saver, value: Saved) -> Answer:
+        del self._savers[saver.call]
+        return Answer(saver.call, value)
+
+    def _tell(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        attempt = self.attempt
+        for saver in self._savers.values():
+            if attempt is not None:
+                text, done, total = attempt.waiting_for, attempt.bytes_done, attempt.bytes_total
+            else:
+                text, done, total = self._obstacle(self._ready()), 0, 0
+            news = Saving(text, done, total)
+            if news != saver.told or now - saver.told_at >= _REPEAT_SECONDS:
+                saver.told, saver.told_at = news, now
+                effects.append(Answer(saver.call, news))
+        return effects
+
+    def _is_live(self, worker: Member) -> bool:
+        return self._members.is_live(worker.member_id, worker.incarnation)
+
+
+def _is_held(attempt: Attempt) -> bool:
+    """Whether a server says that it waits for something."""
+    return any(progress.waiting_for for progress in attempt.progress.values())
