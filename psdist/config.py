@@ -310,8 +310,14 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
 def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> SchedulerSettings:
     """Settings of ``psdist-scheduler`` from its command line, without the program's name. Exits with 2 if wrong."""
     environ = os.environ if environ is None else environ
+    from psdist.cli.flags import fail
+
     line = _scheduler_line()
     given = line.parse(argv, environ)
+    try:
+        policy = save_policy(given, bool(given.storage_path))
+    except ConfigurationError as error:
+        fail(line.program, str(error))
     return SchedulerSettings(
         host=given.host,
         port=given.port,
@@ -330,7 +336,7 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
         log_format=given.log_format,
         log_level=given.log_level,
         storage=given.storage_path or "",
-        policy=save_policy(given),
+        policy=policy,
         fresh=given.fresh,
     )
 
@@ -436,8 +442,10 @@ def storage_flags(default: str) -> tuple[Flag, ...]:
     )
 
 
-def save_policy(given: Any) -> SavePolicy:
-    """The policy of the parsed ``storage_flags``."""
+def save_policy(given: Any, stored: bool) -> SavePolicy:
+    """The policy of the parsed ``storage_flags``. ``stored``: whether there is a storage. Raises ConfigurationError."""
+    if given.save_interval and any(given.save_interval) and not stored:
+        raise ConfigurationError("--save-interval, and no storage to save in: pass --storage-path DIR or URL")
     steps, every = given.save_interval or (0, 0.0)
     return SavePolicy(steps, every, given.keep_last, given.keep_every, not given.no_save_at_end)
 

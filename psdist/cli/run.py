@@ -144,7 +144,7 @@ def local_options(given: Namespace) -> LocalOptions:
         signals=given.signals_to_handle,
         log_level=given.log_level,
         storage=given.storage_path,
-        policy=save_policy(given),
+        policy=save_policy(given, given.storage_path != ""),
         fresh=given.fresh,
     )
 

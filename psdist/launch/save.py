@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Between two lines on how far it is.
 _SAY_SECONDS: Final = 2.0
+#: Without any progress for so long, the launcher ends its run without this snapshot.
+_STILL_SECONDS: Final = 300.0
 
 
 async def request(
@@ -48,7 +50,7 @@ def told(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
     return f"snapshot {saved.directory} of {where}: {size(saved.bytes)} in {saved.seconds:.1f} s"
 
 
-def progress(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
+def standing(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
     """How far it is, for people."""
     text = f"{size(answer.bytes_done)} of {size(answer.bytes)} written" if answer.bytes else "preparing"
     return f"{text}; waiting {answer.waiting_for}" if answer.waiting_for else text
@@ -65,21 +67,30 @@ def size(count: int) -> str:
 
 
 class Progress:
-    """Says how far it is, now and then."""
+    """Says how far it is, now and then. ``moved`` is called whenever that has changed, ``last`` is what was heard."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
         self._clock = clock
         self._next = clock() + _SAY_SECONDS
+        self.last = ""
+        self.moved: Callable[[], None] = lambda: None
 
     def __call__(self, answer: scheduler_pb2.SaveSnapshotResponse) -> None:
         """Takes one answer."""
-        if not answer.HasField("committed") and self._clock() >= self._next:
+        if answer.HasField("committed"):
+            return
+        if (text := standing(answer)) != self.last:
+            self.last = text
+            self.moved()
+        if self._clock() >= self._next:
             self._next = self._clock() + _SAY_SECONDS
-            self._say(progress(answer))
+            self._say(text)
 
 
 async def _save(address: str, run_id: str, token: str, reason: str) -> int:
+    import asyncio
+
     import grpc
 
     from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -90,12 +101,18 @@ async def _save(address: str, run_id: str, token: str, reason: str) -> int:
         stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         metadata = auth.metadata(token)
         try:
-            standing = await stub.GetStatus(scheduler_pb2.GetStatusRequest(), metadata=metadata)
-            if not standing.parameters or not standing.HasField("snapshots"):
+            known = await stub.GetStatus(scheduler_pb2.GetStatusRequest(), metadata=metadata)
+            if not known.HasField("snapshots") or all(one.state != "ready" for one in known.parameters):
                 return 0
-            answer = await request(stub, metadata, run_id, reason, Progress(_say))
+            progress = Progress(_say)
+            async with asyncio.timeout(_STILL_SECONDS) as limit:
+                progress.moved = lambda: limit.reschedule(asyncio.get_running_loop().time() + _STILL_SECONDS)
+                answer = await request(stub, metadata, run_id, reason, progress)
         except grpc.aio.AioRpcError as error:
-            _say(f"no snapshot was taken: {status.from_call(error, 'scheduler')}")
+            _say(f"no snapshot was taken: {status.from_call(error, 'scheduler').message}")
+            return 1
+        except TimeoutError:
+            _say(f"no snapshot was taken: no progress for {_STILL_SECONDS:g} s: {progress.last}")
             return 1
     if answer is None or not answer.HasField("committed"):
         _say("no snapshot was taken: the scheduler ended the call")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from psdist import config
 from psdist.cli import run, worker
 from psdist.config import client_settings, scheduler_settings, server_settings
-from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
+from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
+from psdist.launch.plan import SnapshotPlan
+from psdist.snapshots.policy import SavePolicy, parse_interval
 
 
 def test_command_line_before_variable_before_torchruns_before_default() -> None:
@@ -131,9 +134,96 @@ def test_scheduler_settings() -> None:
     assert (settings.workers_min, settings.insecure, settings.token, settings.port) == (3, True, "t", 0)
 
 
+def test_storage_and_policy_of_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = scheduler_settings([], {})
+    assert (settings.storage, settings.policy, settings.fresh) == ("", SavePolicy(), False)
+    argv = ["--storage-path", "runs/a", "--save-interval", "5m", "--keep-last", "2", "--keep-every", "1000", "--fresh"]
+    settings = scheduler_settings([*argv, "--no-save-at-end"], {})
+    assert settings.storage == str(tmp_path / "runs" / "a") and settings.fresh
+    assert settings.policy == SavePolicy(seconds=300, keep_last=2, keep_every=1000, at_end=False)
+    assert scheduler_settings(["--storage-path", "s3://bucket/runs"], {}).storage == "s3://bucket/runs"
+    assert scheduler_settings(["--storage-path", "none"], {"PSDIST_STORAGE_PATH": "elsewhere"}).storage == ""
+    assert scheduler_settings([], {"PSDIST_STORAGE_PATH": "/elsewhere"}).storage == "/elsewhere"
+
+
+def test_a_plan_hands_its_storage_on_as_it_is(tmp_path: Path) -> None:
+    policies = (
+        SavePolicy(),
+        SavePolicy(steps=100, keep_every=1000),
+        SavePolicy(seconds=0.25, keep_last=1, at_end=False),
+    )
+    for policy in policies:
+        for fresh in (False, True):
+            settings = scheduler_settings(SnapshotPlan("s3://bucket/a", policy, fresh).flags(), {})
+            assert (settings.storage, settings.policy, settings.fresh) == ("s3://bucket/a", policy, fresh)
+
+
+def test_snapshots_of_a_run_lie_in_a_directory_of_its_own_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def plan(*argv: str) -> SnapshotPlan | None:
+        return run.local_options(run.command_line().parse([*argv, "x.py"], {})).snapshots("digits")
+
+    assert plan() == SnapshotPlan(str(tmp_path / "psdist-runs" / "digits"))
+    assert plan("--storage-path", "here") == SnapshotPlan(str(tmp_path / "here"))
+    assert plan("--storage-path", "none") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "seconds", "says"),
+    [
+        ("100", 100, 0.0, "every 100 steps and at the end, the last 3 kept"),
+        ("1step", 1, 0.0, "every step and at the end, the last 3 kept"),
+        ("2500 steps", 2500, 0.0, "every 2,500 steps and at the end, the last 3 kept"),
+        ("30s", 0, 30.0, "every 30 s and at the end, the last 3 kept"),
+        ("1.5H", 0, 5400.0, "every 5400 s and at the end, the last 3 kept"),
+        ("5m", 0, 300.0, "every 300 s and at the end, the last 3 kept"),
+        ("1d", 0, 86400.0, "every 86400 s and at the end, the last 3 kept"),
+        ("0", 0, 0.0, "at the end, the last 3 kept"),
+    ],
+)
+def test_intervals(text: str, steps: int, seconds: float, says: str) -> None:
+    assert parse_interval(text) == (steps, seconds)
+    policy = SavePolicy(steps, seconds)
+    assert policy.text == says
+    assert parse_interval(policy.interval or "0") == (steps, seconds)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", "10 years", "1.5", "1.5steps", "nan", "s", "0.01s", "1e9", "400d", "9" * 40]
+)
+def test_wrong_intervals(text: str) -> None:
+    with pytest.raises(ConfigurationError):
+        parse_interval(text)
+
+
+def test_policies_out_of_range() -> None:
+    for wrong in (
+        {"steps": -1},
+        {"keep_last": 0},
+        {"keep_every": -5},
+        {"seconds": math.nan},
+        {"steps": 1, "seconds": 1.0},
+    ):
+        with pytest.raises(ConfigurationError):
+            SavePolicy(**wrong)
+    assert SavePolicy(keep_last=1, keep_every=50, at_end=False).text == (
+        "on demand, the last one kept, and one of every 50 steps"
+    )
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "word"),
     [
+        (["--storage-path", "ftp://x"], {}, "s3://"),
+        (["--storage-path", "s3://"], {}, "s3://"),
+        (["--save-interval", "5m"], {}, "--storage-path"),
+        (["--save-interval", "often", "--storage-path", "x"], {}, "'often'"),
+        (["--keep-last", "0"], {}, "at least 1"),
         (["--host", "0.0.0.0"], {"PSDIST_TOKEN": "t"}, "--insecure"),
         (["--host", "10.0.0.1", "--insecure"], {}, "PSDIST_TOKEN"),
         (["--port", "65536"], {}, "65535"),
