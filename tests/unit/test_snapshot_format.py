@@ -1,0 +1,263 @@
+"""The format of snapshots: one form for each value, and nothing else is taken for one. See docs/snapshot-format.md."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from dict_storage import DATASET, LAYOUT, SPEC, commit_of, state_of
+from safetensors.numpy import load
+
+from psdist import optim
+from psdist.consistency import ASP, BSP, SSP
+from psdist.errors import InvalidArgumentError, InvalidNameError, SnapshotCorruptError, StorageError
+from psdist.snapshots import format as layouts
+from psdist.snapshots.format import Commit, Manifest, ShardFile, shard_header, slice_offset
+from psdist.types import Layout, ParametersSpec, TensorSpec
+
+OPTIMIZERS = [
+    optim.SGD(lr=0.1, momentum=0.9, nesterov=True, schedule=optim.Step(every=3, gamma=0.5)),
+    optim.Adam(lr=1e-3, max_grad_norm=1.0, schedule=optim.Cosine(total_steps=10, warmup_steps=3)),
+    optim.AdamW(overrides=(optim.override("*.bias", weight_decay=0.0), optim.override("w*", lr=0.25))),
+    optim.Adagrad(schedule=optim.Linear(total_steps=7)),
+    optim.RMSprop(schedule=optim.Polynomial(total_steps=9, power=2.0)),
+    optim.Lion(),
+    optim.FTRL(),
+]
+
+
+def manifest_of(*specs: ParametersSpec) -> Manifest:
+    """A manifest of parameters without content."""
+    states = []
+    for number, spec in enumerate(specs or (SPEC,)):
+        state = state_of(spec)
+        states.append(replace(state, shards=(replace(state.shards[0], file=layouts.shard_file_name(number, 0, 1)),)))
+    settings: dict[str, str | int] = {"ort": "Zürich", "seed": -3}
+    return Manifest("run", "000000000007-1-1-abcdef", 3, 1.5, "on demand", settings, tuple(states), (DATASET,))
+
+
+def commit() -> Commit:
+    """The record of ``manifest_of()``."""
+    manifest = manifest_of()
+    return commit_of(manifest, manifest.to_bytes(), 12)
+
+
+def as_json(values: Any) -> bytes:
+    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+# --- there and back ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.kind)
+@pytest.mark.parametrize("consistency", [BSP(1, "sqrt"), SSP(3, "inverse"), ASP("inverse")], ids=type)
+def test_all_settings_come_back_as_they_were(optimizer: optim.Optimizer, consistency: BSP | SSP | ASP) -> None:
+    spec = ParametersSpec("a/b", optimizer, consistency, "skip", 3)
+    manifest = manifest_of(spec, SPEC)
+    assert Manifest.from_bytes(manifest.to_bytes(), "manifest.json") == manifest
+
+
+def test_a_manifest_says_what_is_in_the_snapshot() -> None:
+    manifest = manifest_of(SPEC, replace(SPEC, name="other"))
+    states = tuple(
+        replace(state, step=number, shards=(replace(state.shards[0], length=10 + number),), next=(("w0", 2, 9),))
+        for number, state in enumerate(manifest.parameters)
+    )
+    manifest = Manifest.from_bytes(replace(manifest, parameters=states).to_bytes(), "m")
+    assert manifest.steps == {"net": 0, "other": 1}
+    assert manifest.bytes == 21
+    assert list(manifest.files) == [layouts.shard_file_name(0, 0, 1), layouts.shard_file_name(1, 0, 1)]
+    assert manifest.state("other") == states[1]
+    assert manifest.state("none") is None
+
+
+def test_a_commit_record_comes_back_as_it_was() -> None:
+    record = commit()
+    assert Commit.from_bytes(record.to_bytes(), record.path) == record
+    assert record.path == "commits/000000000012.json"
+
+
+def test_the_bytes_are_canonical_json() -> None:
+    for data in (manifest_of().to_bytes(), commit().to_bytes()):
+        assert data == as_json(json.loads(data))
+        assert data.isascii()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{}", b"[]", b"null", b"\xff", b'{"format":1', b"[" * 100_000, b'{"format":NaN}', b"1" * 5000, b"\0" * 64],
+    ids=lambda data: repr(data[:12]),
+)
+def test_other_bytes_are_no_record_and_no_manifest(data: bytes) -> None:
+    for kind in (Commit, Manifest):
+        with pytest.raises(SnapshotCorruptError, match=r"^some/file is not what was written") as caught:
+            kind.from_bytes(data, "some/file")
+        assert caught.value.details["file"] == "some/file"
+
+
+def test_another_form_of_the_same_values_is_refused() -> None:
+    data = manifest_of().to_bytes()
+    forms = [
+        b" " + data,
+        data + b"\n",
+        data.replace(b'"epoch":3', b'"epoch":3,"epoch":3'),
+        data.replace(b'"time":1.5', b'"time":1.50'),
+        data.replace(b'"format":1,', b'"format":1,"further":0,'),
+        data.replace(b'"lr":0.5', b'"lr":5e-1'),
+        data.replace(b'"step":7', b'"step":true'),
+        data.replace(b'"reference_workers":1', b'"reference_workers":1.0'),
+        data.replace(b'"run_id":"run"', b'"run_id":"\\u0072un"'),
+    ]
+    for form in forms:
+        assert form != data
+        with pytest.raises(SnapshotCorruptError):
+            Manifest.from_bytes(form, "m")
+
+
+def test_a_newer_format_names_the_remedy() -> None:
+    values = json.loads(manifest_of().to_bytes()) | {"format": 2, "parameters": "as they are in format 2"}
+    with pytest.raises(
+        StorageError, match="m has format 2, .* up to 1: use the psdist that wrote it"
+    ):
+        Manifest.from_bytes(as_json(values), "m")
+    record = {"format": 7, "anything": "else"}
+    with pytest.raises(StorageError, match="format 7"):
+        Commit.from_bytes(as_json(record | {"digest": layouts.digest_of(as_json(record))}), "c")
+    with pytest.raises(SnapshotCorruptError, match="format is 0"):
+        Manifest.from_bytes(as_json(values | {"format": 0}), "m")
+
+
+def _leaves(values: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    return [path, *(leaf for key, value in items for leaf in _leaves(value, (*path, key)))]
+
+
+def _with(values: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    values = dict(values) if isinstance(values, dict) else list(values)
+    values[path[0]] = _with(values[path[0]], path[1:], new)
+    return values
+
+
+@pytest.mark.parametrize("new", [None, True, -1, 2**70, 1e300, "../x", "é", [], {}, [["a"]], {"a": 1}], ids=repr)
+def test_each_value_of_another_kind_is_refused_or_comes_back(new: Any) -> None:
+    values = json.loads(manifest_of().to_bytes())
+    for path in _leaves(values)[1:]:
+        data = as_json(_with(values, path, new))
+        try:
+            assert Manifest.from_bytes(data, "m").to_bytes() == data, path
+        except (SnapshotCorruptError, StorageError) as error:
+            assert error.message.startswith("m "), path
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", ".hidden", "", "a\0b", "..", "é", "x" * 129, "a\n", "~"])
+def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
+    for make in (
+        lambda: layouts.manifest_path(name),
+        lambda: layouts.file_path("d", name),
+        lambda: layouts.directory_name(1, 1, 1, f"x/{name}"),
+        lambda: ShardFile(name, 0, "0" * 32, (), ()),
+        lambda: replace(manifest_of(), directory=name),
+        lambda: replace(commit(), directory=name),
+        lambda: replace(state_of(), state_names=(name,)),
+    ):
+        with pytest.raises(InvalidNameError):
+            make()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"directory": "../../outside"},
+        {"manifest_length": (1 << 30) + 1},
+        {"sequence": 10**12},
+        {"manifest_digest": "0" * 31 + "G"},
+        {"steps": {"net": -1}},
+        {"time": float("inf")},
+        {"seconds": -1.0},
+        {"reason": "x" * 5000},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_record_that_nobody_can_use_cannot_be_made(change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        replace(commit(), **change)
+
+
+def test_a_manifest_that_nobody_can_use_cannot_be_made() -> None:
+    manifest = manifest_of()
+    [state] = manifest.parameters
+    twice = ParametersSpec("other", optim.SGD(), BSP(), slice_elements=2)
+    bad: list[Any] = [
+        lambda: replace(manifest, parameters=(state, state)),
+        lambda: replace(manifest, parameters=(state, replace(state, spec=twice))),
+        lambda: replace(manifest, datasets=(DATASET, DATASET)),
+        lambda: replace(manifest, configuration={"a": 1.5}),
+        lambda: replace(manifest, format=2),
+        lambda: replace(state, shards=()),
+        lambda: replace(state, shards=(replace(state.shards[0], versions=(), digests=()),)),
+        lambda: replace(state.shards[0], versions=()),
+        lambda: replace(state, spec=replace(SPEC, slice_elements=0)),
+        lambda: replace(state, state_names=("m", "m")),
+        lambda: replace(state, state_names=("weights",)),
+        lambda: replace(state, layout=Layout((TensorSpec("w", (2,)), TensorSpec("w", (3,))))),
+        lambda: replace(state, next=(("w 0", 1, 1),)),
+    ]
+    for make in bad:
+        with pytest.raises(InvalidArgumentError):
+            make()
+
+
+@pytest.mark.parametrize("shape", [[2**62, 4], [2**63], [0] * 33, [-1], [1.0], "ab"], ids=str)
+def test_a_shape_that_no_vector_has_is_refused_before_anything_is_allocated(shape: Any) -> None:
+    values = _with(json.loads(manifest_of().to_bytes()), ("parameters", 0, "layout", 0, 1), shape)
+    with pytest.raises(SnapshotCorruptError):
+        Manifest.from_bytes(as_json(values), "m")
+
+
+# --- a shard's file ---------------------------------------------------------------------------------------------------
+
+
+def test_a_shards_file_is_a_safetensors_file(tmp_path: Path) -> None:
+    header = shard_header([1, 3], [4, 3], ["m", "v"])
+    values = np.arange(21, dtype=np.float32)
+    tensors = load(header + values.tobytes())
+    assert {name: array.tolist() for name, array in tensors.items()} == {
+        "1/weights": [0, 1, 2, 3],
+        "1/m": [4, 5, 6, 7],
+        "1/v": [8, 9, 10, 11],
+        "3/weights": [12, 13, 14],
+        "3/m": [15, 16, 17],
+        "3/v": [18, 19, 20],
+    }
+    assert len(header) % 8 == 0
+    assert slice_offset(len(header), 1, 4, 2) == len(header) + 12 * 4
+
+
+def test_a_shard_without_slices_is_a_safetensors_file() -> None:
+    assert load(shard_header([], [], ["m"])) == {}
+
+
+def test_slices_are_dealt_to_shards_in_turn() -> None:
+    assert [list(layouts.shard_slices(shard, 3, 7)) for shard in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
+    state = state_of()
+    assert state.slicing.count == 3
+    assert load(state.header(0) + bytes(state.data_bytes(0)))["2/weights"].shape == (1,)
+
+
+def test_names_of_files_and_records() -> None:
+    assert layouts.directory_name(7, 2, 9, "abc123") == "000000000007-2-9-abc123"
+    assert layouts.manifest_path("d") == "snapshots/d/manifest.json"
+    assert layouts.shard_file_name(0, 2, 4) == "parameters-0000-00002-of-00004.safetensors"
+    assert layouts.commit_sequence(layouts.commit_path(5)) == 5
+    for other in ("commits/5.json", "commits/0000000000050.json", "snapshots/000000000005.json", "commits/a.json"):
+        assert layouts.commit_sequence(other) is None
+    assert LAYOUT.total == 5

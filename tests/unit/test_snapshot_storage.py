@@ -1,0 +1,386 @@
+"""Storages: what they promise to the snapshots in them, and that no name leads out of one."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psdist.errors import ConfigurationError, InvalidNameError, StorageError, UnknownSnapshotError
+from psdist.snapshots.local import LocalStorage
+from psdist.snapshots.storage import Storage, open_storage
+
+FILE = "snapshots/d/f.safetensors"
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    """An empty storage."""
+    return open_storage(str(tmp_path / "a/b") if request.param == "local" else f"memory://{secrets.token_hex(4)}")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> LocalStorage:
+    """An empty local storage, whose directory exists."""
+    return LocalStorage(str(tmp_path))
+
+
+async def write(storage: Storage, path: str, *parts: Any) -> None:
+    async with storage.writer(path) as file:
+        for part in parts:
+            await file.write(part)
+
+
+async def paths(storage: Storage, prefix: str = "") -> list[str]:
+    return [stored.path for stored in await storage.list(prefix)]
+
+
+# --- every storage ----------------------------------------------------------------------------------------------------
+
+
+async def test_what_was_written_is_read(storage: Storage) -> None:
+    buffer = bytearray(b"abc")
+    async with storage.writer(FILE) as file:
+        for _ in range(3):
+            await file.write(buffer)
+            buffer[:] = b"def"
+        await file.write(memoryview(b""))
+        await file.write(np.arange(2, dtype=np.float32).data)
+    assert await storage.read(FILE) == b"abcdefdef" + np.arange(2, dtype=np.float32).tobytes()
+    [stored] = await storage.list()
+    assert (stored.path, stored.size) == (FILE, 17)
+    assert stored.modified > 1.6e9
+
+
+async def test_parts_are_read(storage: Storage) -> None:
+    await storage.create("x", b"0123456789")
+    assert await storage.read("x", 3, 4) == b"3456"
+    assert await storage.read("x", 8) == b"89"
+    assert await storage.read("x", 8, 5) == b"89"
+    assert await storage.read("x", 10, 5) == await storage.read("x", 99, 1) == await storage.read("x", 2, 0) == b""
+    await storage.create("empty", b"")
+    assert await storage.read("empty") == await storage.read("empty", 0, 5) == b""
+
+
+async def test_lists_are_of_directories(storage: Storage) -> None:
+    for path in ("commits/1", "commits/2", "commits2/3", "snapshots/d/x", "snapshots/e/y"):
+        await storage.create(path, b"1")
+    assert await paths(storage) == ["commits/1", "commits/2", "commits2/3", "snapshots/d/x", "snapshots/e/y"]
+    assert await paths(storage, "commits") == ["commits/1", "commits/2"]
+    assert await paths(storage, "snapshots") == ["snapshots/d/x", "snapshots/e/y"]
+    assert await paths(storage, "none") == await paths(storage, "snapshots/f") == []
+
+
+async def test_of_several_that_create_a_file_one_succeeds(storage: Storage) -> None:
+    results = await asyncio.gather(
+        *(storage.create("commits/1", b"%d" % number) for number in range(20)), return_exceptions=True
+    )
+    lost = [result for result in results if result is not None]
+    assert len(lost) == 19 and all(isinstance(result, FileExistsError) for result in lost)
+    assert await storage.read("commits/1") == b"%d" % results.index(None)
+    assert await paths(storage) == ["commits/1"], "and nobody leaves anything else"
+
+
+async def test_a_writer_that_fails_leaves_nothing(storage: Storage) -> None:
+    with pytest.raises(RuntimeError):
+        async with storage.writer(FILE) as file:
+            await file.write(b"x" * 100)
+            raise RuntimeError
+    assert await storage.list() == []
+    await write(storage, FILE, b"again")
+    assert await storage.read(FILE) == b"again"
+
+
+async def test_a_writer_that_is_cancelled_leaves_nothing(storage: Storage) -> None:
+    begun, never = asyncio.Event(), asyncio.Event()
+
+    async def hang() -> None:
+        async with storage.writer(FILE) as file:
+            await file.write(b"x" * 100)
+            begun.set()
+            await never.wait()
+
+    task = asyncio.create_task(hang())
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await storage.list() == []
+
+
+async def test_deleted_files_are_gone_and_missing_ones_passed_over(storage: Storage) -> None:
+    for path in ("commits/1", "snapshots/d/x", "snapshots/d/y"):
+        await storage.create(path, b"1")
+    await storage.delete(["none", "snapshots/none/z", "snapshots/d/x", "commits/1"])
+    assert await paths(storage) == ["snapshots/d/y"]
+    await storage.delete([])
+
+
+async def test_what_is_not_there_is_said(storage: Storage) -> None:
+    for path, start in (("none", 0), ("snapshots/d/none", 5)):
+        with pytest.raises(UnknownSnapshotError, match=path):
+            await storage.read(path, start)
+    assert await storage.list() == []
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/", "/etc/passwd", "../x", "a/../x", "a//b", "./x", "a/.b", "a/", "x\0", "a\\b", "%2e%2e/x", "é"]
+)
+async def test_names_that_lead_elsewhere_are_refused(storage: Storage, path: str) -> None:
+    for attempt in (storage.read(path), storage.create(path, b""), storage.delete([path]), write(storage, path, b"")):
+        with pytest.raises(InvalidNameError):
+            await attempt
+    if path:
+        with pytest.raises(InvalidNameError):
+            await storage.list(path)
+
+
+async def test_the_url_opens_the_same_storage(storage: Storage) -> None:
+    await storage.create("x", b"1")
+    assert await open_storage(storage.url).read("x") == b"1"
+
+
+# --- a directory ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_directory_is_made_with_the_first_write_only(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "a/b"))
+    assert await storage.list() == []
+    with pytest.raises(UnknownSnapshotError):
+        await storage.read("x")
+    await storage.delete(["x"])
+    assert not (tmp_path / "a").exists()
+    await storage.create("x", b"")
+    assert storage.url == str(tmp_path / "a/b")
+
+
+async def test_directories_go_with_their_last_file(disk: LocalStorage, tmp_path: Path) -> None:
+    for path in ("commits/1", "snapshots/d/x", "snapshots/d/y"):
+        await disk.create(path, b"1")
+    await disk.delete(["snapshots/d/x"])
+    assert (tmp_path / "snapshots/d").exists()
+    await disk.delete(["snapshots/d/y", "commits/1"])
+    assert sorted(os.listdir(tmp_path)) == ["commits", "snapshots"] and not os.listdir(tmp_path / "snapshots")
+    with pytest.raises(RuntimeError):
+        async with disk.writer("snapshots/e/x"):
+            raise RuntimeError
+    assert not (tmp_path / "snapshots/e").exists()
+
+
+async def test_symbolic_links_are_not_followed(disk: LocalStorage, tmp_path: Path) -> None:
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots/d").symlink_to(outside)
+    (tmp_path / "snapshots/link").symlink_to(outside / "secret")
+    (tmp_path / "commits").symlink_to(outside)
+    for path in ("snapshots/d/secret", "snapshots/link", "commits/secret"):
+        with pytest.raises(StorageError, match="symbolic link"):
+            await disk.read(path)
+    for path in ("snapshots/d/new", "commits/new"):
+        with pytest.raises(StorageError, match="symbolic link"):
+            await disk.create(path, b"")
+        with pytest.raises(StorageError, match="symbolic link"):
+            await write(disk, path, b"")
+        with pytest.raises(StorageError, match="symbolic link"):
+            await disk.delete([path])
+    with pytest.raises(StorageError):
+        await disk.list("snapshots/d")
+    with pytest.raises(FileExistsError):
+        await disk.create("snapshots/link", b"")
+    assert await disk.list() == []
+    assert [path.name for path in outside.iterdir()] == ["secret"]
+    await disk.delete(["snapshots/link"])
+    assert (outside / "secret").read_bytes() == b"secret"
+
+
+async def test_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    await open_storage(str(tmp_path / "link")).create("x", b"1")
+    assert (tmp_path / "real/x").read_bytes() == b"1"
+
+
+async def test_what_is_no_regular_file_is_not_read(disk: LocalStorage, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    for name in ("pipe", "directory"):
+        with pytest.raises(StorageError, match=f"cannot read {name} in .*no regular file"):
+            await disk.read(name)
+    assert await disk.list() == []
+
+
+async def test_names_that_others_left_there_are_not_listed(disk: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / ".hidden").write_bytes(b"")
+    (tmp_path / "with blank").write_bytes(b"")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git/x").write_bytes(b"")
+    await disk.create("x", b"1")
+    assert await paths(disk) == ["x"]
+
+
+async def test_a_file_is_not_written_over(disk: LocalStorage) -> None:
+    await write(disk, FILE, b"1")
+    with pytest.raises(StorageError, match="File exists"):
+        await write(disk, FILE, b"2")
+    assert await disk.read(FILE) == b"1"
+
+
+async def test_what_is_finished_is_synced_and_so_is_its_directory(
+    disk: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real, link = os.fsync, os.link
+
+    def fsync(file: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{file}"), tmp_path))
+        real(file)
+
+    def linked(*arguments: Any, **places: Any) -> None:
+        synced.append("link")
+        link(*arguments, **places)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "link", linked)
+    await write(disk, FILE, b"1")
+    assert synced == [".", "snapshots", FILE, "snapshots/d"]
+    synced.clear()
+    await disk.create("snapshots/d/manifest.json", b"{}")
+    assert [name.partition(".draft")[0] for name in synced] == ["snapshots/d/manifest.json", "link", "snapshots/d"]
+    synced.clear()
+    await disk.delete([FILE])
+    assert synced == ["snapshots/d"]
+
+
+def failing(real: Callable[..., Any], number: int, where: Callable[..., bool] = lambda *a, **k: True) -> Any:
+    """A system call that fails with this error number."""
+
+    def call(*arguments: Any, **more: Any) -> Any:
+        if where(*arguments, **more):
+            raise OSError(number, os.strerror(number))
+        return real(*arguments, **more)
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["write", "fsync", "link", "open", "mkdir"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EROFS])
+async def test_a_disk_that_refuses_is_told_and_nothing_stays(
+    disk: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    def is_creating(*arguments: Any, **_: Any) -> bool:
+        return name != "open" or bool(arguments[1] & os.O_CREAT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, failing(getattr(os, name), number, is_creating))
+        with pytest.raises(StorageError, match=f"cannot create commits/1 in {tmp_path}: {os.strerror(number)}"):
+            await disk.create("commits/1", b"1")
+        if name != "link":
+            with pytest.raises(StorageError, match=f"cannot write {FILE} in .*{os.strerror(number)}"):
+                await write(disk, FILE, b"1")
+    assert await disk.list() == []
+    await disk.create("commits/1", b"1")
+
+
+async def test_a_full_disk_names_a_remedy(disk: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "write", failing(os.write, errno.ENOSPC))
+    with pytest.raises(StorageError, match="No space left on device; free some space, or have fewer snapshots kept"):
+        await write(disk, FILE, b"1")
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+async def test_a_file_system_without_hard_links_will_do(
+    disk: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(os, "link", failing(os.link, number))
+    await disk.create("commits/1", b"1")
+    with pytest.raises(FileExistsError):
+        await disk.create("commits/1", b"2")
+    assert await disk.read("commits/1") == b"1"
+    assert await paths(disk) == ["commits/1"]
+
+
+async def test_files_are_made_while_others_remove_the_directory(disk: LocalStorage) -> None:
+    async def come_and_go(number: int) -> None:
+        for _ in range(10):
+            await disk.create(f"snapshots/d/{number}", b"")
+            await disk.delete([f"snapshots/d/{number}"])
+
+    await asyncio.gather(*(come_and_go(number) for number in range(4)))
+    assert await disk.list() == []
+
+
+# --- which storage ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "a\0b", "http://host/x", "https://host/x", "ftp://host/x", "S4://x", "file://host/x", "file://"),
+        *("s3://", "s3://key:secret@bucket/x", "s3://bucket/x?versionId=1", "s3://bucket/x#y", "sqlite:///x"),
+    ],
+)
+def test_other_storages_are_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        open_storage(url)
+    assert "secret" not in caught.value.message
+
+
+def test_paths_and_file_urls_are_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_storage("runs/x").url == open_storage("~/runs/x/").url == str(tmp_path / "runs/x")
+    assert open_storage(f"file://{tmp_path}/a%20b").url == str(tmp_path / "a b")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/some/prefix", "gs://bucket/x", "s3://bucket"])
+def test_buckets_are_opened_without_a_word_to_them(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    try:
+        assert open_storage(f"{url}/").url == url
+    except ConfigurationError as error:  # GCS wants credentials at once.
+        assert url.startswith("gs:") and "cannot be used" in error.message
+
+
+async def test_a_bucket_that_does_not_answer_is_a_storage_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from psdist.snapshots import bucket
+
+    monkeypatch.setattr(bucket, "_RETRIES", 0)
+    for name, value in {
+        "ACCESS_KEY_ID": "a",
+        "SECRET_ACCESS_KEY": "hidden",
+        "REGION": "x",
+        "ALLOW_HTTP": "true",
+    }.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
+    storage = open_storage("s3://bucket/x")
+    for attempt in (
+        storage.read("a"),
+        storage.list(),
+        storage.create("a", b""),
+        storage.delete(["a"]),
+        write(storage, "a", b"1"),
+    ):
+        with pytest.raises(StorageError) as caught:
+            await attempt
+        assert "s3://bucket/x" in caught.value.message and "\n" not in caught.value.message
+        assert "hidden" not in caught.value.message
+
+
+def test_obstore_is_loaded_only_where_it_is_used() -> None:
+    program = (
+        "import sys, psdist.snapshots.reader, psdist.snapshots.storage as s; s.open_storage('x'); "
+        "sys.exit('obstore' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
