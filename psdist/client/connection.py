@@ -21,6 +21,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
@@ -28,8 +29,9 @@ import grpc
 import grpc.aio
 
 from psdist.client.cluster import ClusterWatch, again
-from psdist.client.pushes import Pushes
+from psdist.client.pushes import Answer, Pushes
 from psdist.client.retry import Backoff
+from psdist.client.states import HandIns, States
 from psdist.client.waits import Wait, Waits
 from psdist.errors import (
     ClosedError,
@@ -109,6 +111,10 @@ class SchedulerLink:
         self.sharings: list[Sharing] = []
         #: The next pushes of all of this worker's parameters.
         self.pushes = Pushes()
+        #: Parameters that were ready when this life began: whoever takes part in them joins a training under way.
+        self.ready_before: frozenset[str] = frozenset()
+        self.hand_ins = HandIns(self, self._tell_failed)
+        self.states = States(self.hand_ins.put, self._tell_failed)
         #: What goes up the session that is open, besides heartbeats.
         self._reports: asyncio.Queue[scheduler_pb2.SnapshotReport] = asyncio.Queue()
         self._registration: Registration | None = None
@@ -158,7 +164,9 @@ class SchedulerLink:
         )
         self._beaten, self._silence = asyncio.get_running_loop().time(), 0.0
         self.pushes.begin_life()
-        return convert.map_from_proto(response.map) if response.HasField("map") else ClusterMap("", 0)
+        cluster = convert.map_from_proto(response.map) if response.HasField("map") else ClusterMap("", 0)
+        self.ready_before = frozenset(entry.spec.name for entry in cluster.parameters if entry.ready)
+        return cluster
 
     async def _register(self, timeout: float) -> scheduler_pb2.RegisterResponse:
         attempts, last = 0, "no answer"
@@ -320,8 +328,9 @@ class SchedulerLink:
         """One session stream, to its end. Returns why it ended."""
         mine = self.registration
         self._reports = asyncio.Queue()
+        self.tell_kept()
         if (unheard := self.pushes.unheard) is not None:
-            self._tell_next_pushes(*unheard)
+            self._tell_marked(*unheard)
         call = self.stub.Session(metadata=self.metadata)
         hello = scheduler_pb2.SessionRequest.Hello(member_id=mine.worker_id, incarnation=mine.incarnation)
         beats = asyncio.create_task(self._beat(call, hello), name="psdist heartbeat")
@@ -403,14 +412,28 @@ class SchedulerLink:
 
     def _obey(self, command: scheduler_pb2.SnapshotCommand) -> None:
         match command.WhichOneof("kind"):
-            case "mark" if (answer := self.pushes.answer(command.attempt)) is not None:
-                self._tell_next_pushes(command.attempt, answer)
+            case "mark":
+                lowest = partial(self.states.mark, command.attempt, self.pushes.sessions, command.mark.steps)
+                if (answer := self.pushes.answer(command.attempt, lowest)) is not None:
+                    self._tell_marked(command.attempt, answer)
             case "end":
                 self.pushes.end(command.attempt)
+                self.states.end(command.attempt)
+                self.hand_ins.end(command.attempt)
 
-    def _tell_next_pushes(self, attempt: int, answer: dict[str, int]) -> None:
-        marked = scheduler_pb2.SnapshotReport.Marked(next=answer)
+    def tell_kept(self) -> None:
+        """Says which parameters this worker keeps a state of."""
+        if self.states.names:
+            keeps = scheduler_pb2.SnapshotReport.Keeps(parameters=self.states.names)
+            self._reports.put_nowait(scheduler_pb2.SnapshotReport(keeps=keeps))
+
+    def _tell_marked(self, attempt: int, answer: Answer) -> None:
+        marked = scheduler_pb2.SnapshotReport.Marked(next=answer.next, keeps=answer.keeps)
         self._reports.put_nowait(scheduler_pb2.SnapshotReport(attempt=attempt, marked=marked))
+
+    def _tell_failed(self, attempt: int, error: PsdistError) -> None:
+        failed = scheduler_pb2.SnapshotReport.Failed(error=status.to_detail(error))
+        self._reports.put_nowait(scheduler_pb2.SnapshotReport(attempt=attempt, failed=failed))
 
     # --- calls ---
 
@@ -464,6 +487,7 @@ class SchedulerLink:
 
     async def close(self, reason: str = "closed") -> None:
         """Leaves politely, if the scheduler answers within a second, and closes the channel."""
+        await self.hand_ins.close()
         if self._session is not None:
             self._leaving = True
             if self.watch.fatal is None:

@@ -19,6 +19,7 @@ from psdist.client.partition import Flat
 from psdist.client.routing import News, Plan
 from psdist.client.session import Request, Session
 from psdist.client.share import Sharing
+from psdist.client.states import Restore, Save, State, check_state, fetch
 from psdist.client.transfer import DataPath, Job
 from psdist.client.vectors import Arrival
 from psdist.compression import Cast
@@ -94,8 +95,32 @@ class Exchange:
         self._sender = self._make_sender(mine)
         self._planned = None
         self.session = self._make_session(ready)
-        self.restore, self.generation = ready.entry.restore, ready.entry.generation
+        self.restore = ready.entry.restore
+        restore = self._link.states.begin_life(self._name, self.session)
+        if restore is not None and ready.entry.generation != self.generation:
+            restore(await self.state())
+        self.generation = ready.entry.generation
         self.sharing.rejoin(self._sender, ready.entry)
+
+    def end_push(self, request: Request, *, seen: bool) -> None:
+        """All of a push is answered. seen: the answers carried the weights."""
+        self.session.end_push(request, seen=seen)
+        self._link.states.ended(self._name)
+
+    async def keep_state(self, save: Save, restore: Restore) -> None:
+        """See ``AsyncParameters.keep_state``."""
+        if state := await self.state():
+            restore(state)
+        check_state(self._name, save())
+        self._link.states.keep(self._name, save, restore, self.session)
+        self._link.tell_kept()
+
+    async def state(self) -> State:
+        """What this rank handed in for the snapshot that the values came from. Empty where there is none, and for who
+        joins later: what it belonged to was pushed long ago."""
+        if self.restore is None or not self._member or self._name in self._link.ready_before:
+            return {}
+        return await fetch(self._link, self._name)
 
     @property
     def silence(self) -> str:
@@ -181,6 +206,7 @@ class Exchange:
         if isinstance(job, PushJob):
             if self._link.watch.cluster.paused:
                 await self._until_resumed(job)
+            self._link.states.begins(self._name)
             job.mark = self.session.send(self._link.pushes.mark)
         try:
             await self._data.deliver(job, self._plan)

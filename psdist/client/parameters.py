@@ -34,6 +34,7 @@ from psdist.client.exchange import Exchange, Options
 from psdist.client.overlap import AsyncBucket, BucketStep
 from psdist.client.partition import Arrays, Flat
 from psdist.client.session import Request, Session
+from psdist.client.states import Restore, Save
 from psdist.client.transfer import DataPath
 from psdist.client.vectors import Arrival, Vectors
 from psdist.consistency import SSP
@@ -249,6 +250,23 @@ class AsyncParameters:
             self._buffers = self._buffers or partition.split(self.layout, self._vector)
             return dict(self._buffers)
 
+    async def keep_state(self, save: Save, restore: Restore) -> None:
+        """Has something of this worker in every snapshot: what its pushes change and no server knows, such as the rest
+        that a codec left out of gradients so far.
+
+        save: gives it as a dict of numpy arrays, which stay as they are until the push is over that begins next. Called
+            whenever a push begins and between pushes, on psdist's loop: quick, and without calls of psdist.
+        restore: gets the arrays that the worker of this rank handed in: before this returns, where the run goes on from
+            a snapshot that has some; and where the run goes back to a snapshot, then an empty dict if that has none.
+
+        Register before the first push. A worker that joins later, or again, is not given what it pushed long ago.
+        Raises NotMemberError, InvalidArgumentError for what ``save`` gives, and what reading it back fails with.
+        """
+        self._check_member()
+        async with self._turn:
+            await self._open()
+            await self._exchange.keep_state(save, restore)
+
     @asynccontextmanager
     async def at_rest(self) -> AsyncIterator[None]:
         """Nothing is pushed as long as it lasts, and all that was pushed before is applied. For ``snapshot``.
@@ -406,7 +424,7 @@ class AsyncParameters:
             await self._pull_into(self._arrival(None, copy=False))
 
     def _pushed(self, request: Request, *, seen: bool, abstained: bool) -> None:
-        self._session.end_push(request, seen=seen)
+        self._exchange.end_push(request, seen=seen)
         self._exchange.sharing.settle()
         self._pushes += 1
         self._pulls += seen

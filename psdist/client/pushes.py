@@ -11,7 +11,19 @@ without its mark, or above and with it; asked again about one attempt, the answe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from psdist.client.session import Session
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is answered to Mark: by parameters, the next push, and the lowest one before which the state can be had that
+    this worker keeps."""
+
+    next: dict[str, int]
+    keeps: dict[str, int]
 
 
 class Pushes:
@@ -20,26 +32,29 @@ class Pushes:
     def __init__(self) -> None:
         #: The newest snapshot attempt whose Mark was answered; 0 for none.
         self.mark = 0
-        self._sessions: dict[str, Session] = {}
-        self._answer: dict[str, int] | None = None
+        self.sessions: dict[str, Session] = {}
+        self._answer: Answer | None = None
 
     def begin_life(self) -> None:
         """The sessions of the life before do not count any more, nor do marks: what they were for was given up."""
         self.mark, self._answer = 0, None
-        self._sessions.clear()
+        self.sessions.clear()
 
     def enter(self, parameters: str, session: Session) -> None:
         """This worker takes part in ``parameters``."""
-        self._sessions[parameters] = session
+        self.sessions[parameters] = session
 
     def next(self) -> dict[str, int]:
         """By parameters, the number of the next push, where one under way counts as made."""
-        return {name: session.next for name, session in self._sessions.items()}
+        return {name: session.next for name, session in self.sessions.items()}
 
-    def answer(self, attempt: int) -> dict[str, int] | None:
-        """The answer to Mark; None if it comes late. Pushes that begin from now on carry the mark."""
+    def answer(self, attempt: int, keeps: Callable[[], dict[str, int]] = dict) -> Answer | None:
+        """The answer to Mark; None if it comes late. Pushes that begin from now on carry the mark.
+
+        keeps: called once for an attempt.
+        """
         if attempt > self.mark:
-            self.mark, self._answer = attempt, self.next()
+            self.mark, self._answer = attempt, Answer(self.next(), keeps())
         return self._answer if attempt == self.mark else None
 
     def end(self, attempt: int) -> None:
@@ -48,6 +63,6 @@ class Pushes:
             self._answer = None
 
     @property
-    def unheard(self) -> tuple[int, dict[str, int]] | None:
+    def unheard(self) -> tuple[int, Answer] | None:
         """The attempt under way and its answer, which a new session tells again: the one before may have lost it."""
         return None if self._answer is None else (self.mark, self._answer)

@@ -21,6 +21,7 @@ from psdist.client.overlap import AsyncBucket
 from psdist.client.parameters import AsyncParameters, Statistics
 from psdist.client.partition import Arrays
 from psdist.client.saving import SnapshotInfo
+from psdist.client.states import Restore, Save
 from psdist.compression import Cast
 from psdist.config import Transport
 from psdist.consistency import Consistency
@@ -242,6 +243,10 @@ class Parameters:
         """One step in buckets: sends these tensors' gradients and returns at once; ``wait`` on what it returns. See
         ``AsyncParameters.push_pull_async``."""
         return Bucket(loop.shared().call(self._handle.push_pull_async(gradients)))
+
+    def keep_state(self, save: Save, restore: Restore) -> None:
+        """Has something of this worker in every snapshot. See ``AsyncParameters.keep_state``."""
+        loop.shared().call(self._handle.keep_state(save, restore))
 
     def gradient_buffers(self) -> dict[str, NDArray[np.float32]]:
         """Writable arrays for gradients, which are pushed without a copy. See ``AsyncParameters.gradient_buffers``."""

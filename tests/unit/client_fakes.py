@@ -173,6 +173,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     #: Directory of the snapshot that the values came from, and how often they did.
     restored: str = ""
     generation: int = 0
+    ready: bool = True
+    #: The state that is given back.
+    state: bytes = b""
 
     def __post_init__(self) -> None:
         self.news: asyncio.Queue[Any] = asyncio.Queue()
@@ -183,6 +186,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.reports: asyncio.Queue[Any] = asyncio.Queue()
         self.saves: list[Any] = []
         self.save_answers: asyncio.Queue[Any] = asyncio.Queue()
+        #: States that workers handed in: header and file.
+        self.states: asyncio.Queue[Any] = asyncio.Queue()
         self._server = channels.make_server("")
 
     async def start(self, port: int = 0) -> FakeScheduler:
@@ -208,7 +213,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                     spec=spec,
                     total=total,
                     shards=self._placed(),
-                    ready=True,
+                    ready=self.ready,
                     restore=restore,
                     generation=self.generation,
                 )
@@ -313,6 +318,18 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             await status.abort(context, item)
         yield item
 
+    async def HandInState(self, requests: AsyncIterator[Any], context: Any) -> Any:
+        received = [request async for request in requests]
+        assert [request.HasField("header") for request in received] == [True, *[False] * (len(received) - 1)]
+        self.states.put_nowait((received[0].header, b"".join(request.part for request in received)))
+        self.digest = received[0].header.digest
+        return scheduler_pb2.HandInStateResponse()
+
+    async def GetState(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        digest = self.digest if self.state else b""
+        yield scheduler_pb2.GetStateResponse(length=len(self.state), digest=digest, part=self.state[:1000])
+        yield scheduler_pb2.GetStateResponse(part=self.state[1000:])
+
     async def Leave(self, request: Any, context: Any) -> Any:
         self.left = True
         return scheduler_pb2.LeaveResponse()
@@ -328,6 +345,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.epoch += 1
         if request.incarnation < self.fenced:
             await status.abort(context, errors.FencedError(f"incarnation {request.incarnation} was silent"))
+        self.ready = True
         yield response(state=response.STATE_READY, map=self.map(), first_step=self.first_step)
 
     async def GetClusterMap(self, request: Any, context: Any) -> Any:

@@ -7,14 +7,16 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from client_fakes import ELEMENTS, Break, Setup, flat, gradient, waits_for
 
 import psdist
 from psdist import errors
-from psdist.client.pushes import Pushes
+from psdist.client.pushes import Answer, Pushes
 from psdist.client.session import Request, Session
+from psdist.client.states import States
 from psdist.consistency import ASP, BSP
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -63,21 +65,22 @@ async def test_a_push_keeps_its_mark_until_it_is_answered() -> None:
     assert pushes.next() == {"p": 0} and not session.unfinished
     push = session.begin_push()
     assert session.send(pushes.mark) == 0
-    assert pushes.answer(7) == {"p": 1}
+    assert pushes.answer(7) == Answer({"p": 1}, {})
     assert session.send(pushes.mark) == 0 and session.unfinished
     answer(push, 1)
     session.end_push(push, seen=False)
-    assert pushes.next() == {"p": 1} == pushes.answer(7)
+    assert pushes.next() == {"p": 1}
     assert session.send(pushes.mark) == 7
     # Asked again about the same attempt, the answer is the same; a newer one asks anew, an older one comes late.
-    assert pushes.answer(7) == {"p": 1} and pushes.answer(8) == {"p": 2} and pushes.answer(7) is None
+    assert pushes.answer(7) == Answer({"p": 1}, {})
+    assert pushes.answer(8, lambda: {"p": 2}) == Answer({"p": 2}, {"p": 2}) and pushes.answer(7) is None
 
 
 async def test_an_attempt_that_is_over_is_not_told_again() -> None:
     pushes = Pushes()
     pushes.answer(7)
     pushes.end(6)
-    assert pushes.unheard == (7, {})
+    assert pushes.unheard == (7, Answer({}, {}))
     pushes.end(7)
     assert pushes.unheard is None and pushes.answer(7) is None
     pushes.answer(8)
@@ -92,6 +95,75 @@ async def test_a_step_that_the_others_made_alone_is_not_unfinished() -> None:
     answer(pull, 4)
     session.end_pull(pull)
     assert (session.step, session.next, session.unfinished) == (4, 4, False)
+
+
+class Kept:
+    """A state that counts the pushes that were encoded, and what is handed in of it."""
+
+    def __init__(self, consistency: psdist.BSP | psdist.ASP) -> None:
+        self.session, self.pushes, self.encoded = Session(2, consistency), Pushes(), 0
+        self.pushes.enter("p", self.session)
+        self.taken: list[tuple[int, int, int]] = []
+        self.failed: list[int] = []
+        self.states = States(self._take, lambda attempt, error: self.failed.append(attempt))
+        self.states.keep("p", lambda: {"encoded": np.array([self.encoded])}, lambda state: None, self.session)
+
+    def _take(self, attempt: int, name: str, before: int, state: dict[str, Any]) -> None:
+        self.taken.append((attempt, before, int(state["encoded"][0])))
+
+    def mark(self, attempt: int, **steps: int) -> dict[str, int]:
+        return self.states.mark(attempt, self.pushes.sessions, steps)
+
+    def begin(self) -> Request:
+        self.states.begins("p")
+        self.session.send(0)
+        self.encoded += 1
+        return self.session.begin_push()
+
+    def end(self, push: Request) -> None:
+        answer(push, push.number + 1)
+        self.session.end_push(push, seen=False)
+        self.states.ended("p")
+
+
+async def test_a_state_is_taken_before_the_step_of_the_cut() -> None:
+    kept = Kept(BSP())
+    kept.end(kept.begin())
+    assert kept.mark(5, p=1) == {"p": 1} and kept.taken == [(5, 1, 1)]  # between pushes
+    push = kept.begin()
+    assert kept.mark(6, p=1) == {"p": 1} and kept.taken[-1] == (6, 1, 1)  # before the one under way
+    assert kept.mark(7, p=0) == {"p": 1} and len(kept.taken) == 2  # that is gone
+    assert kept.mark(8, p=2) == {"p": 1} and len(kept.taken) == 2
+    kept.end(push)
+    assert kept.taken[-1] == (8, 2, 2)  # after it
+    assert kept.mark(9, p=4) == {"p": 2}
+    kept.end(kept.begin())
+    assert len(kept.taken) == 3
+    kept.end(kept.begin())
+    assert kept.taken[-1] == (9, 4, 4)
+    assert kept.mark(10) == {} and kept.mark(11, p=5) == {"p": 4}
+    kept.states.end(11)
+    kept.end(kept.begin())
+    assert len(kept.taken) == 4
+
+
+async def test_a_state_is_taken_where_pushes_are_marked() -> None:
+    kept = Kept(ASP())
+    assert kept.mark(5) == {"p": 0} and kept.taken == [(5, 0, 0)]
+    push = kept.begin()
+    assert kept.mark(6) == {"p": 1} and len(kept.taken) == 1
+    kept.states.begins("p")  # again, after it broke off
+    kept.end(push)
+    assert kept.taken[-1] == (6, 1, 1)
+
+
+async def test_a_state_that_cannot_be_had_fails_the_attempt(caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept(BSP())
+    kept.states.keep("p", lambda: {"x": "no array"}, lambda state: None, kept.session)  # type: ignore[dict-item]
+    kept.mark(5, p=1)
+    kept.end(kept.begin())
+    assert kept.failed == [5] and not kept.taken
+    assert "the state of 'p' cannot be had" in caplog.text and "give numpy arrays" in caplog.text
 
 
 # --- marks ------------------------------------------------------------------------------------------------------------
@@ -262,6 +334,7 @@ def roll_back(setup: Setup, step: int, until: int) -> None:
     scheduler = setup.scheduler
     scheduler.fenced, scheduler.first_step = scheduler.incarnation + 1, step
     scheduler.restored, scheduler.generation = "000000000002-1-1-abcdef", scheduler.generation + 1
+    scheduler.ready = False
     scheduler.epoch += 1
     scheduler.hello.clear()
     lost = pb.SessionResponse.RolledBack.Lost(parameters="p", until=until, **{"from": step})
@@ -306,5 +379,55 @@ async def test_one_that_does_not_rejoin_is_told_why() -> None:
         with pytest.raises(errors.FencedError, match="the run went back to a snapshot: server-1 is lost"):
             while True:
                 await weights.pull()
+    finally:
+        await setup.stop()
+
+
+# --- what a worker keeps ----------------------------------------------------------------------------------------------
+
+
+async def test_a_state_is_handed_in_and_given_back(caplog: pytest.LogCaptureFixture) -> None:
+    setup = await Setup().start()
+    scheduler, given = setup.scheduler, []
+    residual = {"rest": np.zeros(300_000), "count": np.zeros(1, np.int64)}
+    try:
+        await setup.weights.keep_state(lambda: {name: array.copy() for name, array in residual.items()}, given.append)
+        assert (await scheduler.reports.get()).keeps.parameters == ["p"] and not given
+        for number in range(3):
+            await setup.weights.push(gradient())
+            residual["rest"] += 0.5
+            residual["count"] += 1
+            if number == 0:
+                scheduler.command(7, mark=pb.SnapshotCommand.Mark(steps={"p": 2}))
+                report = await scheduler.reports.get()
+                assert dict(report.marked.keeps) == {"p": 1}
+        header, data = await scheduler.states.get()
+        assert (header.attempt, header.parameters, header.next, header.length) == (7, "p", 2, len(data))
+        scheduler.state = data
+        roll_back(setup, 2, until=3)
+        await setup.weights.push_pull(gradient())
+        [state] = given
+        assert state["rest"].tolist() == [1.0] * 300_000 and state["count"].tolist() == [2]
+        assert state["rest"].dtype == np.float64
+        # What is broken on the way is not taken.
+        scheduler.state = data[:-1] + b"x"
+        with pytest.raises(errors.InternalError, match="not the one that was handed in"):
+            await setup.weights.keep_state(lambda: residual, given.append)
+        with pytest.raises(errors.InvalidArgumentError, match="'rest' in the state of 'p' is list"):
+            scheduler.state = b""
+            await setup.weights.keep_state(lambda: {"rest": [1]}, given.append)  # type: ignore[dict-item]
+    finally:
+        await setup.stop()
+
+
+async def test_who_joins_a_training_under_way_is_given_no_state() -> None:
+    setup = await Setup().start()
+    try:
+        setup.scheduler.restored, setup.scheduler.state = "000000000002-1-1-abcdef", b"not read"
+        setup.expel(first_step=5)
+        await setup.expelled()
+        await setup.weights.push_pull(gradient())
+        await setup.weights.keep_state(dict, lambda state: pytest.fail("given a state"))
+        assert setup.weights.restored == "000000000002-1-1-abcdef"
     finally:
         await setup.stop()
