@@ -25,7 +25,7 @@ import grpc
 import grpc.aio
 
 import psdist
-from psdist.errors import InternalError, InvalidArgumentError, PsdistError, WaitTimeoutError
+from psdist.errors import InternalError, InvalidArgumentError, PsdistError, SnapshotFailedError, WaitTimeoutError
 from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
@@ -90,6 +90,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["SchedulerService"]
 _HANDLERS = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
 
@@ -432,6 +433,16 @@ class Service:
     async def SaveSnapshot(self, request: pb.SaveSnapshotRequest, context: grpc.aio.ServicerContext) -> None:
         """Takes a snapshot."""
         await self._stream(context, lambda call: snapshot_messages.save_event(call, request), snapshot_messages.saved)
+
+    @_typed
+    async def HandInState(self, request: object, context: grpc.aio.ServicerContext) -> pb.HandInStateResponse:
+        """A worker's own state, in parts."""
+        raise SnapshotFailedError("no snapshot is under way that wants a worker's state")
+
+    @_typed
+    async def GetState(self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext) -> None:
+        """What a worker handed in, in parts."""
+        await context.write(pb.GetStateResponse())
 
     @_typed
     async def GetDataPosition(
