@@ -65,10 +65,9 @@ class FaultyWorld(SnapshotWorld):
 
 def cases(run: str, faults: Sequence[str] = FAULTS) -> list[Case]:
     """All that can happen in a run, from its first commit on: before that a lost server is lost."""
-    world, result = _play(run, None)
+    result, operations = _play(run, None)
     if result.violations:
         raise AssertionError(result.text)
-    operations = world.bucket.operations
     first = next(op.number for op in operations if op.kind == "create" and op.path.startswith("commits/"))
     return [
         Case(run, op.number, op.kind, op.path, op.node, fault)
@@ -96,10 +95,10 @@ def run_cases(given: Sequence[Case]) -> list[tuple[Case, list[str]]]:
 
 def run_case(case: Case, *, trace: bool = False) -> scenario.Result:
     """One case; in a prepared process."""
-    return _play(case.run, case, trace=trace)[1]
+    return _play(case.run, case, trace=trace)[0]
 
 
-def _play(run: str, case: Case | None, *, trace: bool = False) -> tuple[SnapshotWorld, scenario.Result]:
+def _play(run: str, case: Case | None, *, trace: bool = False) -> tuple[scenario.Result, list[Operation]]:
     return snapshots.play(RUNS[run], _world(case), trace=trace)
 
 

@@ -129,6 +129,7 @@ class SnapshotWorld(World):
         self.bucket.crash = self._storage_crash
         self.bucket.created = self._created
         self._restarts = 0
+        self._servers = options.servers
         #: No operation of the storage fails any more.
         self.healed = False
         #: What a worker was told: its life, the snapshot's directory, and the slots that must be in it.
@@ -140,7 +141,7 @@ class SnapshotWorld(World):
     def settings(self) -> ClusterSettings:
         """See World."""
         salt = f"{self.loop.entropy.getrandbits(24):06x}"
-        return replace(super().settings, storage=URL, policy=self.options.policy, salt=salt)
+        return replace(super().settings, servers_min=self._servers, storage=URL, policy=self.options.policy, salt=salt)
 
     async def make_scheduler(self, store: DiskStore) -> Scheduler:
         """See World."""
@@ -163,7 +164,8 @@ class SnapshotWorld(World):
             KERNEL_THREADS,
             incarnation=link.incarnation,
             lease_seconds=link.lease_seconds,
-            open_storage=self.open_storage,
+            storage=link.storage,
+            opener=self.open_storage,
         )
 
     def open_storage(self, url: str) -> SimStorage:
@@ -185,7 +187,8 @@ class SnapshotWorld(World):
         self.stopped_servers.clear()
         self._restarts += 1
         self.start_scheduler()
-        for number in range(max(self.options.replicas, 1 + (self.options.servers + self._restarts) % 3)):
+        self._servers = max(self.options.replicas, 1 + (self.options.servers + self._restarts) % 3)
+        for number in range(self._servers):
             self.start_server(number)
         for worker in range(self.options.workers):
             self.finished.discard(worker)
@@ -361,25 +364,27 @@ async def _main(world: SnapshotWorld) -> None:
 
 def run(seed: int, options: SnapshotOptions | None = None, *, trace: bool = False) -> scenario.Result:
     """Runs a seed. The environment must be installed."""
-    return play(options or draw(seed), trace=trace)[1]
+    return play(options or draw(seed), trace=trace)[0]
 
 
 def play(
     options: SnapshotOptions, make: type[SnapshotWorld] = SnapshotWorld, *, trace: bool = False
-) -> tuple[SnapshotWorld, scenario.Result]:
-    """Runs a world to its end. The environment must be installed."""
+) -> tuple[scenario.Result, list[Operation]]:
+    """Runs a world to its end: what came of it, and the storage's operations. The environment must be installed."""
     started = time.process_time()
     loop = RunLoop(options.stream("schedule"), options.handle_seconds)
     loop.lines = [] if trace else None
-    world = make(loop, options)
-    result = _play(loop, world, options)
+    result, operations = _play(loop, options, make)
     scenario._tear_down(loop)
     result.violations += loop.failures
     result.cpu_seconds = time.process_time() - started
-    return world, result
+    return result, operations
 
 
-def _play(loop: RunLoop, world: SnapshotWorld, options: SnapshotOptions) -> scenario.Result:
+def _play(
+    loop: RunLoop, options: SnapshotOptions, make: type[SnapshotWorld]
+) -> tuple[scenario.Result, list[Operation]]:
+    world = make(loop, options)
     violations, begun = list[str](), loop.time()
     try:
         loop.run(_main(world), options.fault_seconds + CONVERGE_SECONDS)
@@ -391,7 +396,8 @@ def _play(loop: RunLoop, world: SnapshotWorld, options: SnapshotOptions) -> scen
         violations.append(f"the run failed: {error!r}{where(error)}")
     violations = [*world.oracle.violations, *world.doomed, *violations]
     counts = world.counts + world.network.counts + world.oracle.counts
-    return scenario.Result(
+    result = scenario.Result(
         options.seed, options, violations, loop.trace_hash, counts, loop.time() - begun, loop.steps, 0.0,
         loop.lines or [],
     )  # fmt: skip
+    return result, world.bucket.operations
