@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -31,22 +32,24 @@ OTHER = state_of(replace(SPEC, name="other"), Layout((TensorSpec("x", (3,), "flo
 
 
 @pytest.fixture
-async def url(tmp_path: Path) -> str:
+async def url() -> str:
     """A storage with two snapshots of the parameters "net" and "other", of steps 7 and 8."""
-    storage = open_storage(str(tmp_path))
+    storage = open_storage(f"memory://{secrets.token_hex(8)}")
     for sequence, step in ((1, 7), (2, 8)):
         states = [replace(NET, step=step), replace(OTHER, step=step - 1)]
         tables = {"net": table_of(NET, step), "other": table_of(OTHER, step)}
         await write_snapshot(storage, states, tables, sequence=sequence)
-    return str(tmp_path)
+    return storage.url
 
 
-def spoil(url: str, step: int) -> None:
-    """Flips a bit of the last slice of the snapshot of ``step``."""
-    path = next(Path(url).glob(f"snapshots/*{step}-1-*/parameters-0000-00000-*"))
-    data = bytearray(path.read_bytes())
+async def spoil(url: str, file: str) -> None:
+    """Flips a bit of the last byte of the file with ``file`` in its name."""
+    storage = open_storage(url)
+    [path] = [stored.path for stored in await storage.list() if file in stored.path]
+    data = bytearray(await storage.read(path))
     data[-1] ^= 1
-    path.write_bytes(data)
+    await storage.delete([path])
+    await storage.create(path, bytes(data))
 
 
 def weights(step: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -108,7 +111,7 @@ async def test_tensors_of_one_name_need_a_choice(tmp_path: Path) -> None:
 
 
 async def test_a_corrupt_newest_falls_back_and_says_so(url: str) -> None:
-    spoil(url, 8)
+    await spoil(url, "8-1-2-000002/parameters-0000-00000-")
     with pytest.warns(
         RuntimeWarning, match=r"an older snapshot is used: .*00000-of-00002.safetensors is not"
     ) as caught:
@@ -119,7 +122,7 @@ async def test_a_corrupt_newest_falls_back_and_says_so(url: str) -> None:
 
 
 async def test_nothing_is_filled_from_corrupt_files(url: str) -> None:
-    spoil(url, 7)
+    await spoil(url, "7-1-1-000001/parameters-0000-00000-")
     into = {"w": np.zeros((2, 2), np.float32)}
     with pytest.raises(SnapshotCorruptError, match=r"no snapshot in .* can be used"):
         psdist.load_snapshot(url, step=7, parameters="net", into=into, strict=False)
@@ -128,7 +131,7 @@ async def test_nothing_is_filled_from_corrupt_files(url: str) -> None:
 
 async def test_nothing_usable_is_corrupt_and_not_missing(url: str) -> None:
     for sequence in (1, 2):
-        Path(url, f"commits/{sequence:012d}.json").write_bytes(b"{}")
+        await spoil(url, f"commits/{sequence:012d}.json")
     with pytest.raises(SnapshotCorruptError, match="none of the 2 snapshots"):
         psdist.load_snapshot(url)
 
