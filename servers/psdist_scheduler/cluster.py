@@ -131,6 +131,7 @@ class Cluster:
             resume.read(history.base)
             if not begun and history.newest is not None:
                 resume.go_to(history.newest, 0, None)
+            self.members.incarnations_given = resume.incarnations
         self.registry = Registry(settings, stored.parameters, self.epoch + 1, now, resume)
         self._keeper = Keeper(settings, self.registry, self.members)
         self._scaling = Scaling(settings, self.registry, self.members)

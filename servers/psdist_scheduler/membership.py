@@ -55,6 +55,8 @@ class Membership:
 
     def __init__(self, settings: ClusterSettings, members: tuple[Member, ...], servers_wanted: int, now: float) -> None:
         self._settings = settings
+        #: Ids that are new here have higher incarnations: an earlier scheduler of this run gave those up to it.
+        self.incarnations_given = 0
         self._members = {member.member_id: member for member in members}
         grace = now + RESTART_LEASES * settings.lease_seconds
         self._presence = {member.member_id: Presence(now, grace, restored=True) for member in members if member.live}
@@ -201,7 +203,7 @@ class Membership:
         member = Member(
             member_id=member_id,
             role=event.role,
-            incarnation=(before.incarnation if before else 0) + 1,
+            incarnation=(before.incarnation if before else self.incarnations_given) + 1,
             rank=rank,
             world_size=event.world_size if event.role == "worker" else 0,
             address=event.address,

@@ -50,6 +50,12 @@ class Resume:
         """What the snapshot has of these parameters."""
         return self.found.manifest.state(name) if self.found is not None else None
 
+    @property
+    def incarnations(self) -> int:
+        """The highest incarnation of a worker that the snapshot speaks of; 0 for none."""
+        states = self.found.manifest.parameters if self.found is not None else ()
+        return max((incarnation for state in states for _, incarnation, _ in state.next), default=0)
+
     def first_step(self, name: str) -> int:
         """The step that the members of parameters begin with that are loaded."""
         state = self.state(name)

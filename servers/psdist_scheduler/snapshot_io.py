@@ -60,6 +60,9 @@ async def read_history(storage: Storage, run_id: str = "", base: str = "", bad: 
                 f"{commit.run_id}, or another --storage-path",
                 run_id=commit.run_id,
             )
+    for record in records:
+        if not isinstance(record, Commit) and not isinstance(record.error, SnapshotCorruptError):
+            raise record.error  # Not readable now, or of a newer format: no reason to go on from an older one.
     skipped = [f"{record.path}: {record.error}" for record in records if not isinstance(record, Commit)]
     highest = max((layout.commit_sequence(r.path) or 0 for r in records), default=0)
     newest = None

@@ -338,16 +338,16 @@ class Snapshots:
         effects = self._answer_what_is_there(ready)
         if self._obstacle(ready) or self.replaced:
             return effects
+        policy, versions = self._policy, {p.name: self._version(p) for p in ready}
         if self._savers:
             reason = next(iter(self._savers.values())).reason
-            return [*effects, *self._begin(ready, self._wanted_steps(ready), reason, False, epoch, now)]
-        policy, versions = self._policy, {p.name: self._version(p) for p in ready}
-        if policy.seconds and now - self._last >= policy.seconds and self._has_trained(versions):
+            effects += self._begin(ready, self._wanted_steps(ready), reason, False, epoch, now)
+        elif policy.steps:
+            effects += self._begin_by_steps(ready, versions, epoch, now)
+        elif policy.seconds and now - self._last >= policy.seconds and self._has_trained(versions):
             reason = f"every {policy.seconds:g} s"
-            return self._begin(ready, self._wanted_steps(ready), reason, False, epoch, now)
-        if policy.steps:
-            return self._begin_by_steps(ready, versions, epoch, now)
-        return []
+            effects += self._begin(ready, self._wanted_steps(ready), reason, False, epoch, now)
+        return effects
 
     def _begin_by_steps(
         self, ready: list[Parameters], versions: dict[str, int], epoch: int, now: float

@@ -13,7 +13,8 @@ from psdist.types import ClusterMap, Layout, ParametersSpec, TensorSpec
 from psdist.wire.limits import PROTOCOL_VERSION
 from psdist_scheduler import events as ev
 from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.records import ClusterSettings, Member, Node, ParametersRecord, Stored
+from psdist_scheduler.records import Base, ClusterSettings, Member, Node, ParametersRecord, Stored
+from psdist_scheduler.snapshot_events import History
 
 LAYOUT = Layout((TensorSpec("w", (100, 100)), TensorSpec("b", (100,))))
 
@@ -26,10 +27,12 @@ def spec(name: str = "mlp", consistency: Consistency | None = None, **settings: 
 class Driver:
     """One cluster under test. ``told[call]`` has what a call was told, ``errors[call]`` how it was refused."""
 
-    def __init__(self, stored: Stored | None = None, now: float = 100.0, **settings: Any) -> None:
+    def __init__(
+        self, stored: Stored | None = None, now: float = 100.0, history: History | None = None, **settings: Any
+    ) -> None:
         self.now = now
         self.settings = ClusterSettings("run", **settings)
-        self.cluster = Cluster(self.settings, stored, now)
+        self.cluster = Cluster(self.settings, stored, now, history)
         self.told: dict[int, list[Any]] = defaultdict(list)
         self.errors: dict[int, PsdistError] = {}
         self.closed: list[int] = []
@@ -44,6 +47,7 @@ class Driver:
         for record in stored.parameters if stored else ():
             self._parameters[record.entry.spec.name] = record
         self._servers_wanted = stored.servers_wanted if stored else 0
+        self._base = stored.base if stored else Base()
         self._nodes: dict[str, Node] = {n.agent_id: n for n in (stored.nodes if stored else ())}
         self._datasets = {record.spec.name: record for record in (stored.datasets if stored else ())}
         self._carry_out(self.cluster.start(now))
@@ -151,6 +155,7 @@ class Driver:
             tuple(self._nodes.values()),
             datasets=tuple(self._datasets.values()),
             servers_wanted=self._servers_wanted,
+            base=self._base,
         )
 
     def _carry_out(self, effects: list[ev.Effect]) -> None:
@@ -158,6 +163,8 @@ class Driver:
             match effect:
                 case ev.Persist():
                     self._members |= {m.member_id: m for m in effect.members}
+                    self._parameters = {n: r for n, r in self._parameters.items() if n not in effect.forgotten}
+                    self._base = effect.base or self._base
                     self._parameters |= {r.entry.spec.name: r for r in effect.parameters}
                     self._nodes |= {n.agent_id: n for n in effect.nodes}
                     self._datasets |= {r.spec.name: r for r in effect.datasets}

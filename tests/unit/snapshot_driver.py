@@ -1,0 +1,217 @@
+"""A driver for the scheduler's machine with a storage: servers, workers and the storage answer as they are told to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from psdist.consistency import BSP
+from psdist.snapshots.format import Commit, Manifest, ShardFile, digest_of
+from psdist.types import ParametersEntry
+from psdist_scheduler import events as ev
+from psdist_scheduler import snapshot_events as sn
+from psdist_scheduler.records import Member, Stored
+from tests.unit.scheduler_driver import Driver
+
+DIGEST = "0" * 32
+
+
+class SnapshotDriver(Driver):
+    """Servers accept what no slice has passed, as ``versions`` has it, and write what is reached at once; the storage
+    takes everything. Each of that can be turned off."""
+
+    def __init__(self, stored: Stored | None = None, now: float = 100.0, **settings: Any) -> None:
+        history = settings.pop("history", sn.History())
+        self.versions: dict[str, int] = {}
+        self.history: sn.History | None = history
+        self.answering = True
+        self.writing = True
+        self.storing = True
+        self.loading = True
+        #: By session, commands that were not answered.
+        self.commands: list[tuple[int, Any]] = []
+        self.works: list[ev.Effect] = []
+        self.rolled_back: list[sn.RolledBack] = []
+        self.cuts: dict[int, sn.Prepare] = {}
+        self._written: set[tuple[int, int]] = set()
+        super().__init__(stored, now, history=history, storage="memory://test", **settings)
+
+    # --- a run --------------------------------------------------------------------------------------------------------
+
+    def begin(self, servers: int = 2, workers: int = 1, **settings: Any) -> list[Member]:
+        """Members, and ready parameters "mlp"."""
+        for _ in range(servers):
+            self.join("server")
+        members = [self.join()[0] for _ in range(workers)]
+        for worker in members:
+            self.create(worker, **settings)
+        if self.map.parameters and self.map.parameters[-1].restore is None:
+            self.ask(ev.Commit, members[0])
+        return members
+
+    def train(self, version: int, name: str = "mlp") -> None:
+        """All slices reach a version, and the servers say so."""
+        self.versions[name] = version
+        self.beat_versions()
+        self.go_on()
+
+    def beat_versions(self) -> None:
+        """Heartbeats of all servers."""
+        for server in self.cluster.members.servers:
+            session = self.cluster.members.session_of(server.member_id)
+            self.on(ev.Heartbeat(session, self.map.epoch, tuple(self.versions.items())))
+
+    def save(self, worker: Member | None = None, **next_pushes: int) -> int:
+        """Calls SaveSnapshot."""
+        call = self.number()
+        who = (worker.member_id, worker.incarnation) if worker else ("", 0)
+        self.on(sn.Save(call, "", "on demand", *who, tuple(next_pushes.items())))
+        self.go_on()
+        return call
+
+    def saved(self, call: int) -> Commit:
+        """The snapshot that a call was answered with."""
+        answer = self.state(call)
+        assert isinstance(answer, sn.Saved), answer
+        return answer.commit
+
+    @property
+    def steps(self) -> list[dict[str, int]]:
+        """What is committed, the oldest first."""
+        return [dict(commit.steps) for commit in reversed(self.cluster.snapshots.commits)]
+
+    def entry(self, name: str = "mlp") -> ParametersEntry:
+        """Parameters as the map shows them."""
+        entry = self.map.entry(name)
+        assert entry is not None
+        return entry
+
+    # --- the others ---------------------------------------------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Servers, workers and the storage do what they are to do, until nothing is left."""
+        again = True
+        while again:
+            again = False
+            for session, command in self._take("commands", self.answering):
+                again = self._obey(session, command) or again
+            for number, session in [(n, s) for n in list(self.cuts) for s in self._sessions()] if self.writing else []:
+                again = self._write(number, session) or again
+            for effect in self._take("works", self.storing):
+                again = self._store(effect) or again
+            again = self._load() or again
+
+    def _take(self, name: str, answering: bool) -> list[Any]:
+        if not answering:
+            return []
+        taken, left = getattr(self, name), []
+        setattr(self, name, left)
+        return list(taken)
+
+    def _sessions(self) -> list[int]:
+        return [self.cluster.members.session_of(server.member_id) for server in self.cluster.members.servers]
+
+    def _obey(self, session: int, command: Any) -> bool:
+        match command:
+            case sn.Prepare(attempt, _, steps):
+                stepped = {n: self.versions.get(n, 0) for n, _ in steps if self._is_stepped(n)}
+                accepted = all(self.versions.get(name, 0) <= step for name, step in steps if name in stepped)
+                if accepted:
+                    self.cuts[attempt] = replace(command, directory="")
+                self.on(sn.Prepared(session, attempt, accepted, tuple(stepped.items())))
+            case sn.Mark(attempt):
+                self.on(sn.Marked(session, attempt, tuple((n, v) for n, v in self.versions.items())))
+            case sn.Cut(attempt):
+                self.cuts[attempt] = replace(self.cuts[attempt], directory="cut")
+            case sn.End(attempt):
+                self.cuts.pop(attempt, None)
+        return True
+
+    def _is_stepped(self, name: str) -> bool:
+        return isinstance(self.entry(name).spec.consistency, BSP)
+
+    def _write(self, attempt: int, session: int) -> bool:
+        """A server writes its shards once they are at the cut."""
+        cut = self.cuts.get(attempt)
+        if cut is None or cut.directory != "cut" or (attempt, session) in self._written:
+            return False
+        if any(self.versions.get(name, 0) < step for name, step in cut.steps):
+            return False
+        self._written.add((attempt, session))
+        server = self.cluster.members.sessions[session]
+        for name, step in cut.steps:
+            entry = self.entry(name)
+            version = step if self._is_stepped(name) else self.versions.get(name, 0)
+            for number, shard in enumerate(entry.shards):
+                if shard.primary.server_id == server:
+                    self.on(written(session, attempt, entry, number, version))
+        return True
+
+    def _store(self, effect: ev.Effect) -> bool:
+        match effect:
+            case sn.WriteCommit():
+                commit = commit_of(effect.manifest, effect.sequence)
+                self.on(sn.Committed(effect.attempt, commit, effect.manifest))
+            case sn.Prune(commits):
+                self.on(sn.Pruned(tuple(commit.sequence for commit in commits)))
+            case sn.ReadHistory():
+                self.on(sn.HistoryRead(self.history, "" if self.history else "it does not answer"))
+        return True
+
+    def _load(self) -> bool:
+        """Servers load what they are to."""
+        done = False
+        for entry in self.map.parameters if self.loading else ():
+            if entry.ready or entry.restore is None:
+                continue
+            for server, numbers in self.cluster.registry.resume.missing(entry).items():
+                session = self.cluster.members.session_of(server)
+                terms = tuple(entry.shards[number].term for number in numbers)
+                self.on(sn.Loaded(session, entry.spec.name, entry.generation, tuple(numbers), terms))
+                done = True
+        return done
+
+    def _carry_out(self, effects: list[ev.Effect]) -> None:
+        super()._carry_out(effects)
+        for effect in effects:
+            match effect:
+                case ev.Answer(call, sn.Prepare() | sn.Mark() | sn.Cut() | sn.End() as command):
+                    self.commands.append((call, command))
+                case sn.WriteCommit() | sn.RemoveDirectory() | sn.Prune() | sn.ReadHistory():
+                    self.works.append(effect)
+                case ev.Announce(sn.RolledBack() as news):
+                    self.rolled_back.append(news)
+
+
+def written(session: int, attempt: int, entry: ParametersEntry, number: int, version: int) -> sn.Written:
+    """A server's word on a shard whose slices are all at ``version``."""
+    slices = len(range(number, entry.slicing.count, len(entry.shards)))
+    name = f"{entry.spec.name}-{number}.safetensors"
+    file = ShardFile(name, 100, DIGEST, (version,) * slices, (DIGEST,) * slices)
+    return sn.Written(session, attempt, entry.spec.name, number, entry.shards[number].term, file, ("momentum",))
+
+
+def commit_of(manifest: Manifest, sequence: int, epoch: int | None = None) -> Commit:
+    """The record of a manifest."""
+    data = manifest.to_bytes()
+    return Commit(
+        sequence=sequence,
+        run_id=manifest.run_id,
+        directory=manifest.directory,
+        epoch=manifest.epoch if epoch is None else epoch,
+        time=1.0,
+        seconds=0.5,
+        reason=manifest.reason,
+        manifest_length=len(data),
+        manifest_digest=digest_of(data),
+        steps=manifest.steps,
+        bytes=manifest.bytes,
+    )
+
+
+def history_of(driver: SnapshotDriver, **base: Any) -> sn.History:
+    """What a storage would hold of a run."""
+    snapshots = driver.cluster.snapshots
+    return sn.History(
+        snapshots.commits, max((c.sequence for c in snapshots.commits), default=0), snapshots.newest, **base
+    )
