@@ -13,7 +13,7 @@ from psdist import optim
 from psdist.consistency import BSP
 from psdist.errors import StorageError, UnknownSnapshotError
 from psdist.snapshots import format as layouts
-from psdist.snapshots.format import Commit, DatasetState, Manifest, ParametersState, ShardFile
+from psdist.snapshots.format import Commit, DatasetState, Manifest, ParametersState, ShardFile, WorkerState
 from psdist.snapshots.storage import Buffer, Storage, Stored
 from psdist.types import DataPosition, DatasetSpec, Layout, ParametersSpec, Slicing, TensorSpec
 
@@ -99,16 +99,23 @@ async def write_snapshot(
     shards: int = 2,
     run_id: str = "run",
     datasets: tuple[DatasetState, ...] = (DATASET,),
+    own: bytes = b"",
 ) -> tuple[Commit, Manifest]:
-    """Writes and commits what ``tables`` has by parameters, each in so many shards."""
+    """Writes and commits what ``tables`` has by parameters, each in so many shards, and what the worker of rank 0
+    handed in of its ``own`` for the first of them."""
     step = max((state.step for state in states), default=0)
     directory = layouts.directory_name(step, 1, sequence, f"{sequence:06x}")
     written = [
         await _write_parameters(storage, directory, number, state, tables[state.spec.name], shards)
         for number, state in enumerate(states)
     ]
+    mine = []
+    if own:
+        name = layouts.state_file_name(0, 0)
+        mine.append(WorkerState(states[0].spec.name, 0, step, name, len(own), layouts.digest_of(own)))
+        await storage.create(layouts.file_path(directory, name), own)
     manifest = Manifest(
-        run_id, directory, 3, 1.5, "test", {"seed": 1}, tuple(written), datasets, psdist_version="0.1.0"
+        run_id, directory, 3, 1.5, "test", {"seed": 1}, tuple(written), datasets, "0.1.0", states=tuple(mine)
     )
     data = manifest.to_bytes()
     await storage.create(layouts.manifest_path(directory), data)

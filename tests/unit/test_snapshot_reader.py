@@ -24,16 +24,18 @@ async def two_snapshots() -> tuple[DictStorage, Commit, Commit]:
     storage, state = DictStorage(), state_of()
     old, _ = await write_snapshot(storage, [state], {"net": table_of(state, 1)})
     state = replace(state, step=8)
-    new, _ = await write_snapshot(storage, [state], {"net": table_of(state, 2)}, sequence=2)
+    new, _ = await write_snapshot(storage, [state], {"net": table_of(state, 2)}, sequence=2, own=b"what rank 0 has")
     return storage, old, new
 
 
 async def restored(storage: DictStorage, found: Found) -> list[bytes]:
-    """All bytes of the parameters "net", as a server would load them."""
+    """All bytes of the parameters "net", as a server would load them, and of the workers' own states."""
     state = found.manifest.state("net")
     assert state is not None
     slices = SliceReader(storage, found.manifest)
-    return [array.tobytes() for i in range(state.slicing.count) for array in await slices.slice(state, i)]
+    arrays = [array.tobytes() for i in range(state.slicing.count) for array in await slices.slice(state, i)]
+    own = [part for mine in found.manifest.states async for part in reader.read_state(storage, found.manifest, mine)]
+    return [*arrays, *own]
 
 
 async def restored_or_error(storage: DictStorage) -> tuple[str, list[bytes]]:
@@ -193,7 +195,7 @@ async def test_huge_records_are_not_read() -> None:
 async def test_missing_swapped_and_extra_files_are_told() -> None:
     storage, _, new = await two_snapshots()
     manifest = await reader.load_manifest(storage, new)
-    first, second = (layouts.file_path(new.directory, file) for file in manifest.files)
+    first, second, _ = (layouts.file_path(new.directory, file) for file in manifest.files)
     kept = dict(storage.files)
     del storage.files[first]
     with pytest.raises(SnapshotCorruptError, match=r"00000-of-00002.safetensors is not.*missing"):
@@ -273,7 +275,7 @@ async def test_a_header_is_read_once_for_all_slices_of_its_file() -> None:
     manifest = await reader.load_manifest(storage, new)
     storage.reads.clear()
     await restored(storage, Found(new, manifest))
-    assert len(storage.reads) == 2 + 3
+    assert len(storage.reads) == 2 + 3 + 1
 
 
 async def test_verifying_tells_how_far_it_is() -> None:
@@ -289,7 +291,5 @@ async def test_the_digest_of_the_whole_file_is_compared_too() -> None:
     manifest = await reader.load_manifest(storage, new)
     [state] = manifest.parameters
     state = replace(state, shards=(state.shards[0], replace(state.shards[1], digest="0" * 32)))
-    with pytest.raises(
-        SnapshotCorruptError, match=r"00001-of-00002.safetensors.*its digest is not"
-    ):
+    with pytest.raises(SnapshotCorruptError, match=r"00001-of-00002.safetensors.*its digest is not"):
         await reader.verify(storage, replace(manifest, parameters=(state,)))
