@@ -34,6 +34,8 @@ from psdist_server.records import ReplicaUpdate, SliceRecord
 
 #: Slices of at most so many elements are updated on the event loop.
 INLINE_ELEMENTS: Final = 1 << 15
+#: Is added to the priority of what comes after everything else.
+_LAST: Final = 1 << 48
 #: Is told the work and the result of a kernel that did not fail.
 Told = Callable[[Any, Any], None]
 
@@ -260,9 +262,10 @@ class Applier:
         """Whether an update of slice ``index`` waits for a snapshot."""
         return index in self._kept_back
 
-    def copy(self, index: int, aside: Aside) -> None:
-        """Copies slice ``index``, which stands still, and which the guard lets nobody update meanwhile."""
-        self.submit(index, self._copy, aside, _copied)
+    def copy(self, index: int, aside: Aside, last: bool = False) -> None:
+        """Copies slice ``index``, which stands still, and which the guard lets nobody update meanwhile. last: after all
+        updates."""
+        self.submit(index, self._copy, aside, _copied, last)
 
     def _end_if_done(self, shipment: _Shipment) -> None:
         index = shipment.effect.index
@@ -276,11 +279,14 @@ class Applier:
 
     # --- kernels ------------------------------------------------------------------------------------------------------
 
-    def submit(self, index: int, run: Callable[[Sequence[Any]], Sequence[Any]], work: Any, told: Told) -> None:
-        """Runs a kernel on slice ``index``: in a thread, or here at once where the slices are small."""
+    def submit(
+        self, index: int, run: Callable[[Sequence[Any]], Sequence[Any]], work: Any, told: Told, last: bool = False
+    ) -> None:
+        """Runs a kernel on slice ``index``: in a thread, or here at once where the slices are small. last: after all
+        others."""
         self._running[index % self._shard_count] += 1
         if not self._inline:
-            self._pool.submit(index, run, (index, work), partial(self._told_by_pool, told))
+            self._pool.submit(index + last * _LAST, run, (index, work), partial(self._told_by_pool, told))
             return
         try:
             (result,) = run([(index, work)])

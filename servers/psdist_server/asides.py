@@ -1,16 +1,22 @@
 """Asides: the copies that a snapshot has made of slices before they change, in one holding.
 
 ``HoldingCut`` stands between the machine of the cut (``snapshots``), the kernels that copy (``applier``) and the writer
-of the files (``saver``), which takes slices in the order of its files. Everything here runs on the event loop.
+of the files (``saver``), which takes slices in the order of its files. Everything here runs on the event loop, but for
+``Asides.populate``.
 
-Invariants: memory of a copy is used again only when its slice was written, and given back when the attempt is over. No
-update waits for an attempt that is over.
+While training goes on, every slice will change soon after it is ripe; so slices are copied as soon as nothing else is
+to be done, and the memory for it is made ready before: to touch memory for the first time takes longer than the copy.
+
+Invariants: memory of a copy is used again only when its slice was written, or the attempt is over and no kernel is at
+it. No update waits for an attempt that is over.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -19,69 +25,80 @@ from psdist_server.applier import Applier, Aside
 from psdist_server.dense import Array
 from psdist_server.memory import AnonymousMemory
 from psdist_server.records import Life, SliceRecord
-from psdist_server.snapshots import Cut, Room
+from psdist_server.snapshots import Cut
 
-#: Copies that the writer has under way beside those that updates ask for.
-_WRITER_COPIES: Final = 4
+#: Copies that writers have under way beside those that updates ask for.
+WRITER_COPIES: Final = 8
+#: Copies ahead of updates that are under way at a time.
+_AHEAD: Final = 2
+#: Elements of memory that are made ready at a time.
+_POPULATE_ELEMENTS: Final = 4 << 20
 
 
 class Asides:
-    """Memory for copies, of ``elements`` each, at most ``most`` at a time. What was given back is used again first, so
-    that pages are touched once."""
+    """Memory for copies of up to ``elements`` each, at most ``most`` at a time. What was given back is used again
+    first, so that pages are touched once, until they are given back to the system (``shrink``)."""
 
     def __init__(self, elements: int, most: int) -> None:
-        self._elements = elements
+        self.shape = elements, most
         self._memory = AnonymousMemory(elements * most)
         self._memory.use(0, elements * most)
-        self._free: list[int] = []
-        self._touched = 0
-        self._most = most
+        self._free = list(range(most - 1, -1, -1))
         self._used: dict[int, int] = {}
 
     def take(self, index: int, size: int) -> Array:
         """Memory of ``size`` elements for a copy of slice ``index``."""
-        if not self._free and self._touched == self._most:
+        if not self._free:
             return np.empty(size, np.float32)
-        if self._free:
-            place = self._free.pop()
-        else:
-            place, self._touched = self._touched, self._touched + 1
-        self._used[index] = place
-        return self._memory.array[place * self._elements :][:size]
+        place = self._used[index] = self._free.pop()
+        return self._memory.array[place * self.shape[0] :][:size]
 
     def give_back(self, index: int) -> None:
-        """The copy of slice ``index`` is not needed any more, and nothing reads or writes it."""
+        """The copy of slice ``index`` is not needed any more, and nothing writes it."""
         if (place := self._used.pop(index, None)) is not None:
             self._free.append(place)
+
+    def populate(self) -> None:
+        """Makes all memory ready, as far as the system can. In a thread."""
+        size = self._memory.array.size
+        for start in range(0, size, _POPULATE_ELEMENTS):
+            if not self._memory.populate(start, min(start + _POPULATE_ELEMENTS, size)):
+                return
+
+    def shrink(self) -> None:
+        """Gives all memory back to the system, unless some of it is in use."""
+        if not self._used:
+            self._free.sort(reverse=True)
+            self._memory.give_back(0, self._memory.array.size)
+            self._memory.use(0, self._memory.array.size)
 
 
 class HoldingCut:
     """The cut of one attempt in one holding.
 
-    step: BSP: that of the cut, else None. array_elements: of all arrays together, by slice that is served here. record:
-    of a slice as the shard machine has it. fail: is told why the cut cannot be had.
+    machine: what is known of the cut, of all slices that are served here. asides: memory for copies. record: of a slice
+    as the shard machine has it. fail: is told why the cut cannot be had.
     """
 
     def __init__(
         self,
-        step: int | None,
-        array_elements: Mapping[int, int],
-        room: Room,
+        machine: Cut,
+        asides: Asides,
         applier: Applier,
         record: Callable[[int], SliceRecord],
         fail: Callable[[str], None],
     ) -> None:
-        self.machine = Cut(step, {index: 4 * size for index, size in array_elements.items()}, room)
-        self._elements = array_elements
+        self.machine = machine
+        self.fail = fail
+        self._asides = asides
         self._applier = applier
         self._record = record
-        self.fail = fail
-        largest = max(array_elements.values(), default=1)
-        most = min(len(array_elements), room.limit // (4 * largest) + 1) + _WRITER_COPIES
-        self._asides = Asides(largest, most)
         self._copies: dict[int, Array] = {}
         #: Who waits for a slice to be copied.
         self._awaited: dict[int, asyncio.Future[None]] = {}
+        #: Slices that are ripe, and perhaps not copied, where updates go on; and how many of them are being copied.
+        self._ahead: deque[int] = deque()
+        self._copying_ahead = 0
         self.is_over = False
 
     # --- what updates ask ---------------------------------------------------------------------------------------------
@@ -98,14 +115,17 @@ class HoldingCut:
         return self._aside(index)
 
     def _aside(self, index: int) -> Aside:
-        memory = self._copies[index] = self._asides.take(index, self._elements[index])
-        return Aside(memory, lambda: self._copied(index))
+        size = self.machine.sizes[index] // 4
+        memory = self._copies[index] = self._asides.take(index, size)
+        return Aside(memory, partial(self._copied, index))
 
     def _copied(self, index: int) -> None:
         self.machine.copied(index)
-        if not self.is_over:
-            self._wake(index)
-            self._applier.resume()
+        if self.is_over:
+            self._asides.give_back(index)
+            return
+        self._wake(index)
+        self._applier.resume()
 
     # --- what the holding tells ---------------------------------------------------------------------------------------
 
@@ -125,15 +145,30 @@ class HoldingCut:
         """SSP and ASP: the first push of each life that is not in the snapshot; ``look`` at all slices then."""
         self.machine.following = following
 
-    def drop(self, indices: Iterable[int]) -> None:
-        """These slices are served elsewhere."""
-        self.machine.drop(indices)
+    def copy_ahead(self, indices: Iterable[int] = ()) -> None:
+        """These slices are ripe and will change soon: they are copied when nothing else is to be done."""
+        self._ahead.extend(indices)
+        while self._ahead and self._copying_ahead < _AHEAD and not self.machine.room.is_full and not self.is_over:
+            index = self._ahead.popleft()
+            if self.machine.is_untouched(index):
+                self._copying_ahead += 1
+                self.machine.copy_for_update(index)
+                aside = self._aside(index)
+                self._applier.copy(index, Aside(aside.memory, partial(self._copied_ahead, index)), True)
+
+    def _copied_ahead(self, index: int) -> None:
+        self._copying_ahead -= 1
+        self._copied(index)
+        self.copy_ahead()
 
     def end(self) -> None:
-        """The attempt is over, or everything is written: nothing waits for it any more, and its memory is given back
-        when the kernels that write to it have ended."""
+        """The attempt is over, or everything is written: nothing waits for it any more, and its memory is free when the
+        kernels that write to it have ended."""
         self.is_over = True
+        copying = set(self.machine.copying)
         self.machine.drop(self.machine.sizes)
+        for index in self._copies.keys() - copying:
+            self._asides.give_back(index)
         self._copies.clear()
         for future in self._awaited.values():
             future.cancel()
@@ -148,9 +183,8 @@ class HoldingCut:
 
     async def take(self, index: int) -> Array:
         """The copy of slice ``index``: all its arrays one after another. Waits until it is ripe and copied."""
-        machine = self.machine
-        while index not in machine.aside:
-            if index in machine.versions and index not in machine.copying:
+        while index not in self.machine.aside:
+            if self.machine.is_untouched(index):
                 self._copy(index)
             else:
                 await self._awaited.setdefault(index, asyncio.get_running_loop().create_future())
@@ -159,8 +193,7 @@ class HoldingCut:
     def prefetch(self, indices: Sequence[int]) -> None:
         """Has slices copied that can be and that nobody copied yet."""
         for index in indices:
-            machine = self.machine
-            if index in machine.versions and index not in machine.copying and index not in machine.aside:
+            if self.machine.is_untouched(index):
                 self._copy(index)
 
     def _copy(self, index: int) -> None:
@@ -173,6 +206,7 @@ class HoldingCut:
         del self._copies[index]
         self._asides.give_back(index)
         self._applier.resume()
+        self.copy_ahead()
 
     def versions(self, indices: Sequence[int]) -> list[int]:
         """Versions at the cut of slices that were taken."""
@@ -180,8 +214,8 @@ class HoldingCut:
 
     def waiting_for(self) -> str:
         """What the writer waits for; "" where that is nothing, or the storage."""
-        index = next(iter(self._awaited), None)
-        if index is None or index in self.machine.versions:
+        index = next((index for index in self._awaited if index not in self.machine.versions), None)
+        if index is None:
             return ""
         return f"for slice {index} to reach the cut" + (f" at step {self.machine.step}" if self.machine.step else "")
 

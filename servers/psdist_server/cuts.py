@@ -1,20 +1,30 @@
 """Cuts: what a snapshot that is being taken means for the slices of one holding.
 
 Between the shard machines, which hold marked pushes back and say when a slice was updated, and the copies that are made
-before it changes further (``asides``). Runs on the event loop.
+before it changes further (``asides``). Runs on the event loop, but for making memory ready.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from psdist_server.applier import Applier
-from psdist_server.asides import HoldingCut
+from psdist_server.asides import WRITER_COPIES, Asides, HoldingCut
 from psdist_server.events import CutArmed, CutEnded, Effect, SliceCut
 from psdist_server.records import Life, SliceRecord
 from psdist_server.roles import RoleChanges
 from psdist_server.shard import AsyncShard, BspShard
-from psdist_server.snapshots import Room
+from psdist_server.snapshots import Cut
+
+#: Memory of copies is kept so long for the next snapshot.
+KEEP_SECONDS: Final = 30.0
+#: Slices change soon where one did within this time.
+_ACTIVE_SECONDS: Final = 2.0
+#: Memory for copies is made ready from so many steps before the cut on, where it is at least so much.
+_READY_STEPS: Final = 3
+_READY_BYTES_MIN: Final = 8 << 20
 
 
 class Cuts:
@@ -36,16 +46,25 @@ class Cuts:
         self._applier = applier
         self._carry_out = carry_out
         self.current: HoldingCut | None = None
+        self._asides: Asides | None = None
+        self._shrinking: asyncio.TimerHandle | None = None
+        #: When a slice was updated last.
+        self._updated_at = float("-inf")
+        #: Memory for the cut is being made ready, or is.
+        self._is_ready = False
 
-    def arm(
-        self, attempt: int, step: int | None, array_elements: Mapping[int, int], room: Room, fail: Callable[[str], None]
-    ) -> HoldingCut:
-        """Begins to watch for the cut. step: BSP: that of the cut, which no slice has passed; else None. The rest as
-        in HoldingCut."""
-        cut = HoldingCut(step, array_elements, room, self._applier, self._record, fail)
-        self.current = self._applier.guard = cut
+    # --- an attempt ---------------------------------------------------------------------------------------------------
+
+    def arm(self, attempt: int, machine: Cut, fail: Callable[[str], None]) -> HoldingCut:
+        """Begins to watch for the cut that ``machine`` is to follow, in BSP at a step that no slice has passed.
+        ``fail`` is told why it cannot be had any more."""
+        asides = self._memory(machine)
+        cut = HoldingCut(machine, asides, self._applier, self._record, fail)
+        self.current, self._is_ready = cut, sum(machine.sizes.values()) < _READY_BYTES_MIN
+        self._applier.guard = cut
         for shard in self._shards.values():
             self._carry_out(shard.on(CutArmed(attempt)))
+        self._get_ready(cut, max((shard.version_max for shard in self._shards.values()), default=0))
         self._look(cut)
         return cut
 
@@ -57,17 +76,52 @@ class Cuts:
     def disarm(self, cut: HoldingCut) -> None:
         """The snapshot is written, or given up: nothing waits for it any more."""
         cut.end()
-        if self.current is cut:
-            self.current = self._applier.guard = None
-            for shard in self._shards.values():
-                self._carry_out(shard.on(CutEnded()))
-            self._applier.resume()
+        if self.current is not cut:
+            return
+        self.current = self._applier.guard = None
+        for shard in self._shards.values():
+            self._carry_out(shard.on(CutEnded()))
+        self._applier.resume()
+        if self._shrinking is not None:
+            self._shrinking.cancel()
+        self._shrinking = asyncio.get_running_loop().call_later(KEEP_SECONDS, self._shrink)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def _memory(self, machine: Cut) -> Asides:
+        largest = max(machine.sizes.values()) // 4
+        most = min(len(machine.sizes), machine.room.limit // (4 * largest) + 1) + WRITER_COPIES
+        if self._asides is None or self._asides.shape != (largest, most):
+            self._asides = Asides(largest, most)
+        return self._asides
+
+    def _get_ready(self, cut: HoldingCut, version: int) -> None:
+        """Makes memory ready where slices, of which one is at ``version``, will change and the cut is near."""
+        is_near = cut.machine.step is None or version + _READY_STEPS >= cut.machine.step
+        if not self._is_ready and is_near and self._is_active and self._asides is not None:
+            self._is_ready = True
+            asyncio.get_running_loop().run_in_executor(None, self._asides.populate)
+
+    @property
+    def _is_active(self) -> bool:
+        return asyncio.get_running_loop().time() - self._updated_at < _ACTIVE_SECONDS
+
+    def _shrink(self) -> None:
+        if self._asides is not None:
+            self._asides.shrink()
+
+    # --- what the holding tells ---------------------------------------------------------------------------------------
 
     def applied(self, index: int) -> list[Effect]:
         """What follows for slice ``index`` from an update that is done."""
-        if self.current is None:
+        self._updated_at = asyncio.get_running_loop().time()
+        if (cut := self.current) is None:
             return []
-        return [effect for ripe in self.current.look([index]) for effect in self._shard(ripe).on(SliceCut(ripe))]
+        ripe = cut.look([index])
+        if not self._is_ready:
+            self._get_ready(cut, self._shard(index).slices[index].version)
+        cut.copy_ahead(ripe)
+        return [effect for number in ripe for effect in self._shard(number).on(SliceCut(number))]
 
     def follow(self, changes: RoleChanges, members_changed: bool) -> None:
         """A new map: a cut goes through the shards, and in SSP and ASP the lives of workers, that were there when it
@@ -81,7 +135,10 @@ class Cuts:
 
     def _look(self, cut: HoldingCut) -> None:
         idle = [index for shard in self._shards.values() for index, state in shard.slices.items() if not state.busy]
-        for index in cut.look(idle):
+        ripe = sorted(cut.look(idle))
+        if self._is_active:
+            cut.copy_ahead(ripe)
+        for index in ripe:
             self._carry_out(self._shard(index).on(SliceCut(index)))
 
     def _record(self, index: int) -> SliceRecord:

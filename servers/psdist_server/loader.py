@@ -26,6 +26,7 @@ from psdist.types import Restore
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_server.holding import Holding
 from psdist_server.shard import AsyncShard, BspShard
+from psdist_server.together import together
 
 _log = structlog.get_logger("psdist.server")
 
@@ -173,15 +174,7 @@ class Loader:
         load.bytes_done, load.waiting_for = 0, ""
         for number, machine in self._missing(load):
             pending = iter(machine.slices)
-            loading = [
-                asyncio.create_task(_load_slices(load, reader, state, number, pending)) for _ in range(_AT_A_TIME)
-            ]
-            try:
-                await asyncio.gather(*loading)
-            finally:
-                for task in loading:
-                    task.cancel()
-                await asyncio.gather(*loading, return_exceptions=True)
+            await together(_load_slices(load, reader, state, number, pending) for _ in range(_AT_A_TIME))
             if load.holding.shards.get(number) is machine:
                 load.holding.unloaded.discard(number)
                 _log.info("loaded", parameters=state.spec.name, shard=number, snapshot=manifest.directory)

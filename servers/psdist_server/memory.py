@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MADV_DONTNEED: Final = 4
+_MADV_POPULATE_WRITE: Final = 23
 _MAP_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
 #: Ranges of at least so many bytes may lie in huge pages.
 _HUGE_BYTES: Final = 1 << 21
@@ -39,6 +40,17 @@ class AnonymousMemory:
         """Elements [start, stop) are written to from now on."""
         if 4 * (stop - start) >= _HUGE_BYTES:
             self._advise("MADV_HUGEPAGE", start, stop)
+
+    def populate(self, start: int, stop: int) -> bool:
+        """Gives elements [start, stop) memory now, so that nobody waits for it later; what they hold stays. Other
+        threads go on meanwhile. False where the system cannot."""
+        begin = -(-4 * start // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = 4 * stop // mmap.PAGESIZE * mmap.PAGESIZE - begin
+        with suppress(AttributeError, OSError):
+            libc = ctypes.CDLL(None, use_errno=True)
+            address = ctypes.c_void_p(self.array.ctypes.data + begin)
+            return size <= 0 or libc.madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0
+        return False
 
     def give_back(self, start: int, stop: int) -> None:
         """Gives back the pages that lie in elements [start, stop), which are not used any more, and are zeros."""

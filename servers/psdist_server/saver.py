@@ -11,7 +11,7 @@ Not here: when snapshots are taken, and what makes one count (the scheduler); th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,18 +22,21 @@ import xxhash
 
 from psdist.errors import InternalError, PsdistError, SnapshotFailedError, StorageError
 from psdist.snapshots import format as layout
-from psdist.snapshots.storage import Storage, Writer
+from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status
 from psdist_server.asides import HoldingCut
 from psdist_server.dense import Array
 from psdist_server.holding import Holding
-from psdist_server.snapshots import Room
+from psdist_server.snapshots import Cut, Room
+from psdist_server.together import together
 
 _log = structlog.get_logger("psdist.server")
 
 #: Bytes of copies that a server holds for a snapshot; updates that would need more wait for the writer.
 ASIDE_BYTES_MAX: Final = 256 << 20
+#: Files of one parameters that are written at a time.
+FILES_AT_A_TIME: Final = 2
 #: Where updates wait for copies to be written, and none was for this time or twice it, the attempt is given up.
 STALL_SECONDS: Final = 15.0
 
@@ -119,8 +122,8 @@ class Saver:
             attempt = self._attempt = _Attempt(number, prepare.directory)
             room = Room(self._room_bytes)
             for place, wanted, holding in here:
-                step = None if holding.is_asynchronous else wanted.step
-                cut = holding.cuts.arm(number, step, _array_elements(holding), room, self._failer(number))
+                machine = Cut(None if holding.is_asynchronous else wanted.step, _sizes(holding), room)
+                cut = holding.cuts.arm(number, machine, self._failer(number))
                 attempt.parts[wanted.parameters] = _Part(place, holding, cut)
                 attempt.bytes += sum(cut.machine.sizes.values())
         prepared = pb.SnapshotReport.Prepared(accepted=accepted, steps_next=steps)
@@ -211,50 +214,50 @@ class Saver:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     async def _write(self, attempt: _Attempt, part: _Part) -> None:
-        """Writes the files of all shards of one parameters."""
-        loop = asyncio.get_running_loop()
-        storage = await loop.run_in_executor(self._thread, self._open_storage)
-        entry = part.holding.entry
-        for shard, machine in sorted(part.holding.replicator.machines.items()):
-            slices = machine.slices
-            name = layout.shard_file_name(part.number, shard, len(entry.shards))
-            sizes = [part.holding.slicing.size(index) for index in slices]
-            state_names = part.holding.dense.rule.state_names
-            header = layout.shard_header(slices, sizes, state_names)
-            async with storage.writer(layout.file_path(attempt.directory, name)) as file:
-                hashes = await self._write_file(attempt, part, file, header, slices)
-            written = pb.SnapshotReport.Written(
-                parameters=entry.spec.name,
-                shard=shard,
-                term=machine.term,
-                file=name,
-                length=hashes.length,
-                digest=hashes.whole.digest(),
-                versions=part.cut.versions(slices),
-                digests=b"".join(hashes.parts),
-                state_names=state_names,
-            )
-            self._report(attempt.number, written=written)
+        """Writes the files of all shards of one parameters, some at a time: while one is made durable the next one is
+        written."""
+        storage = await asyncio.get_running_loop().run_in_executor(self._thread, self._open_storage)
+        pending = iter(sorted(part.holding.replicator.machines))
+
+        async def write() -> None:
+            for shard in pending:
+                await self._write_shard(attempt, part, storage, shard)
+
+        await together(write() for _ in range(FILES_AT_A_TIME))
         part.holding.cuts.disarm(part.cut)
 
-    async def _write_file(
-        self, attempt: _Attempt, part: _Part, file: Writer, header: bytes, slices: Sequence[int]
-    ) -> _Hashes:
+    async def _write_shard(self, attempt: _Attempt, part: _Part, storage: Storage, shard: int) -> None:
         """Streams one file. While a slice is written it is hashed, and the next one copied."""
-        loop, hashes = asyncio.get_running_loop(), _Hashes(header)
-        await file.write(header)
-        for position, index in enumerate(slices):
-            array = await part.cut.take(index)
-            ahead = slices[position + 1 : position + 2]
-            part.cut.prefetch(ahead)
-            hashing = loop.run_in_executor(self._thread, hashes.add, array)
-            try:
-                await file.write(array.data.cast("B"))
-            finally:
-                await hashing
-            part.cut.written(index)
-            attempt.bytes_done += array.nbytes
-        return hashes
+        holding, machine = part.holding, part.holding.replicator.machines[shard]
+        slices, term, state_names = machine.slices, machine.term, holding.dense.rule.state_names
+        name = layout.shard_file_name(part.number, shard, len(holding.entry.shards))
+        header = layout.shard_header(slices, [holding.slicing.size(index) for index in slices], state_names)
+        hashes = _Hashes(header)
+        async with storage.writer(layout.file_path(attempt.directory, name)) as file:
+            await file.write(header)
+            for position, index in enumerate(slices):
+                array = await part.cut.take(index)
+                part.cut.prefetch(slices[position + 1 : position + 2])
+                hashing = asyncio.get_running_loop().run_in_executor(self._thread, hashes.add, array)
+                await together((file.write(array.data.cast("B")), _done(hashing)))
+                part.cut.written(index)
+                attempt.bytes_done += array.nbytes
+        written = pb.SnapshotReport.Written(
+            parameters=holding.entry.spec.name,
+            shard=shard,
+            term=term,
+            file=name,
+            length=hashes.length,
+            digest=hashes.whole.digest(),
+            versions=part.cut.versions(slices),
+            digests=b"".join(hashes.parts),
+            state_names=state_names,
+        )
+        self._report(attempt.number, written=written)
+
+
+async def _done(future: asyncio.Future[None]) -> None:
+    await asyncio.shield(future)  # A thread that has begun goes on.
 
 
 class _Hashes:
@@ -272,6 +275,7 @@ class _Hashes:
         self.length += array.nbytes
 
 
-def _array_elements(holding: Holding) -> dict[int, int]:
+def _sizes(holding: Holding) -> dict[int, int]:
+    """Bytes of each slice's arrays together."""
     arrays = holding.dense.array_count
-    return {index: holding.slicing.size(index) * arrays for index in holding.indices}
+    return {index: 4 * holding.slicing.size(index) * arrays for index in holding.indices}

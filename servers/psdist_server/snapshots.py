@@ -90,6 +90,10 @@ class Cut:
         """Whether an update of slice ``index`` changes nothing that the snapshot needs and nobody copied."""
         return index not in self.versions or index in self.aside or index in self.done
 
+    def is_untouched(self, index: int) -> bool:
+        """Whether slice ``index`` is ripe and nobody has begun to copy it."""
+        return not self.is_safe(index) and index not in self.copying
+
     def must_wait(self, index: int) -> bool:
         """Whether an update of slice ``index`` must wait: it is being copied for the writer, or has to be copied and
         there is no room."""
