@@ -17,8 +17,10 @@ import pytest
 from launched import Run
 from test_exact import OPTIMIZERS, SLICE, TOTAL, gradient, initial, joined, reference_run, split
 
-from psdist import AsyncClient, AsyncDataset, AsyncParameters, SnapshotFailedError, optim
+from psdist import AsyncClient, AsyncParameters, optim
+from psdist.client.datasets import AsyncDataset
 from psdist.consistency import ASP, BSP, SSP
+from psdist.errors import SnapshotFailedError
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
 
@@ -37,10 +39,7 @@ class Segment:
 
     async def open(self, name: str, spec: Optimizer, values: np.ndarray) -> list[AsyncParameters]:
         return await asyncio.gather(
-            *(
-                client.parameters(name, split(values), spec, BSP(), slice_elements=SLICE, timeout=60)
-                for client in self.clients
-            )
+            *(client.parameters(name, split(values), spec, BSP(), slice_elements=SLICE) for client in self.clients)
         )
 
     async def data(self) -> list[AsyncDataset]:

@@ -48,7 +48,8 @@ class Saved:
     record: str
     era: int
     files: dict[str, tuple[bytes, float]]
-    #: By directory, filled when it is looked at: the pushes in it.
+    #: Filled when it is looked at: by slice the pushes in it, and those that are in all slices.
+    table: tuple[frozenset[int], ...] = ()
     slots: frozenset[int] = frozenset()
     directory: str = ""
     done: frozenset[int] = frozenset()
@@ -215,7 +216,7 @@ class SnapshotOracle(Oracle):
         self.counts["ranges that a snapshot has in the weights and not as done"] += len(again)
 
     def _check_table(self, saved: Saved, state: ParametersState, table: Sequence[Sequence[Array]]) -> None:
-        base = self._slots_of(self.eras[saved.era].base)
+        base = self._base(saved.era)
         shards, present = len(state.shards), list[set[int]]()
         for index, arrays in enumerate(table):
             version = state.shards[index % shards].versions[index // shards]
@@ -225,21 +226,23 @@ class SnapshotOracle(Oracle):
             for slot in slots:
                 if slot not in self.pushes:
                     self.violation(f"{where} has a push that nobody made (slot {slot})")
-            for slot in sorted(base ^ {slot for slot in slots if self._era(slot) < saved.era}):
+            for slot in sorted(base[index] ^ {slot for slot in slots if self._era(slot) < saved.era}):
                 self.violation(f"{where} differs from the snapshot that its era began with (slot {slot})")
             self._check_cut(where, saved, state, version, set(slots))
             if self.exact:
                 self._check_bytes(where, version, arrays, slots)
             else:
                 self._check_counts(index, version, arrays[0], slots)
-        saved.slots = frozenset(set.intersection(*present))
+        saved.table, saved.slots = tuple(map(frozenset, present)), frozenset(set.intersection(*present))
 
     def _era(self, slot: int) -> int:
         return self.era_of(self.pushes[slot]) if slot in self.pushes else 0
 
-    def _slots_of(self, directory: str) -> frozenset[int]:
-        found = [saved.slots for saved in self.commits if directory and saved.directory == directory]
-        return found[0] if found else frozenset()
+    def _base(self, era: int) -> tuple[frozenset[int], ...]:
+        """By slice the pushes in what the era began with."""
+        directory = self.eras[era].base
+        found = [saved.table for saved in self.commits if directory and saved.directory == directory]
+        return found[0] if found and found[0] else (frozenset(),) * self.slicing.count
 
     def _check_cut(self, where: str, saved: Saved, state: ParametersState, version: int, slots: set[int]) -> None:
         """Of the era's own pushes exactly those before the cut are there."""
@@ -307,15 +310,15 @@ class SnapshotOracle(Oracle):
     def check_last(self, versions: Sequence[int], weights: Array) -> None:
         """The weights when all is over; after ``check_commits``."""
         last = len(self.eras) - 1
-        base = self._slots_of(self.eras[last].base)
+        base = self._base(last)
         table = weights.reshape(self.slicing.count, self.slice_elements)
         for push in self.pushes.values():
             if self.era_of(push) == last:
                 continue
-            there = table[:, push.slot] != 0.0
-            push.acked = push.slot in base
-            if not push.acked and there.any():
-                self.violation(f"push {push.step} of {push.life.worker_id} (slot {push.slot}) came back after its era")
+            push.acked = False  # What the base has of it counts.
+            for index, slots in enumerate(base):
+                if (table[index, push.slot] != 0.0) != (push.slot in slots):
+                    self.violation(f"slice {index} is not what its era began with: slot {push.slot}")
         self.check_end(versions, weights)
 
 

@@ -180,6 +180,7 @@ class SnapshotWorld(World):
                 self.kill(node, silent=False)
         for life in self.lives:
             life.over = True
+            self.finished.add(life.worker)
         self.disk = Disk(self.options.stream(f"disk {self._restarts}"), RUN, self.options.disk_seconds)
         self.oracle.new_phase()
         self.hosts.clear()
