@@ -1,7 +1,7 @@
 """One attempt at a snapshot: what was agreed, who has answered, and what is written. Pure.
 
-Its life: preparing (servers are asked whether the cut can be had), marking (SSP and ASP: workers are asked for their next
-pushes), cutting (servers write), committing (all is durable; the storage gets the manifest and the record). What an
+Its life: preparing (servers are asked whether the cut can be had), marking (SSP and ASP: workers are asked for their
+next pushes), cutting (servers write), committing (all is durable; the storage gets the manifest and the record). What an
 attempt rests on, the primaries and, where pushes are marked, the members, must not change meanwhile: ``changed`` says
 whether it did. Not here: when an attempt is begun and what follows from its end (``snapshots``).
 """
@@ -50,6 +50,10 @@ class Attempt:
     servers: dict[str, bool | None] = field(default_factory=dict)
     #: By life of a worker whose pushes are marked, its next pushes; None until it answers.
     lives: dict[_Life, dict[str, int] | None] = field(default_factory=dict)
+    #: When all files were written.
+    whole_at: float | None = None
+    #: Workers that may have used data before the cut without having said so.
+    undecided: list[str] = field(default_factory=list)
     written: dict[tuple[str, int], Written] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
 
@@ -108,6 +112,11 @@ class Attempt:
         return [shard for shard in shards if shard not in self.written]
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all files are written, and nothing more was done about it."""
+        return self.phase == "cutting" and not self.missing
+
+    @property
     def waiting_for(self) -> str:
         """What it waits for, as a sentence that begins with "for"."""
         match self.phase:
@@ -121,7 +130,9 @@ class Attempt:
             return f"for {' and '.join(f'step {step} of {name!r}' for name, step in self.steps.items())}"
         if text := next((p.waiting_for for p in self.progress.values() if p.waiting_for), ""):
             return text
-        name, _ = self.missing[0] if self.missing else ("", 0)
+        if not self.missing:
+            return f"for {name_some(self.undecided)} to say what data it has used"
+        name, _ = self.missing[0]
         shards = [shard for other, shard in self.missing if other == name]
         return f"for {name_shards(shards)} of {name!r} to be written"
 
@@ -138,6 +149,11 @@ class Attempt:
         return ""
 
     # --- what members say ---------------------------------------------------------------------------------------------
+
+    def numbers(self, life: tuple[str, int]) -> dict[str, int]:
+        """By parameters, what pushes of this life must be below to be in the snapshot."""
+        marked = self.lives.get(life) or {}
+        return {p.name: self.steps.get(p.name, marked.get(p.name, 0)) for p in self.parameters}
 
     def take_written(self, event: Written, server: str) -> bool:
         """A file is durable. False where that is said by somebody who is not the shard's primary of this term."""

@@ -135,7 +135,7 @@ class Cluster:
         self.registry = Registry(settings, stored.parameters, self.epoch + 1, now, resume)
         self._keeper = Keeper(settings, self.registry, self.members)
         self._scaling = Scaling(settings, self.registry, self.members)
-        self.datasets = Datasets(stored.datasets)
+        self.datasets = Datasets(stored.datasets, resume)
         self.snapshots = Snapshots(settings, self.registry, self.members, self.datasets, history, now)
         self._barriers = Barriers()
         self._rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, now)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from psdist.errors import (
     FencedError,
@@ -32,6 +32,7 @@ from psdist.errors import (
 from psdist.snapshots.format import DatasetState
 from psdist.types import DataPosition
 from psdist.wire.limits import DATASETS_MAX, LEASES_MAX
+from psdist_scheduler.data_cut import Cut, DataCut
 from psdist_scheduler.events import (
     Answer,
     DatasetStanding,
@@ -45,7 +46,8 @@ from psdist_scheduler.events import (
     RangeGiven,
     SetPosition,
 )
-from psdist_scheduler.records import DataLease, DatasetRecord, Member
+from psdist_scheduler.records import Base, DataLease, DatasetRecord, Member
+from psdist_scheduler.resume import Resume
 
 
 class Dataset:
@@ -76,9 +78,18 @@ class Dataset:
         )
 
     @property
+    def leases(self) -> tuple[DataLease, ...]:
+        """Those that are out."""
+        return tuple(self._leases.values())
+
+    @property
     def position(self) -> DataPosition:
         """Where it stands: what is leased is not done."""
-        taken = [(lease.place, lease.place + 1) for lease in self._leases.values()]
+        return self.position_without(())
+
+    def position_without(self, places: Iterable[int]) -> DataPosition:
+        """Where it stands if ``places``, which are done, were not."""
+        taken = [(place, place + 1) for place in (*(lease.place for lease in self.leases), *places)]
         unfinished = sorted([*self._free, *taken])
         if not unfinished:
             return DataPosition(self.spec.places // self.spec.ranges, (), self.repeated, self.failed)
@@ -143,18 +154,17 @@ class Dataset:
         self._leases[lease.lease_id] = lease
         return lease
 
-    def finish(self, lease_id: int) -> bool:
-        """The lease's samples are used. False if it had ended before, which changes nothing."""
-        return self._leases.pop(lease_id, None) is not None
+    def finish(self, lease_id: int) -> DataLease | None:
+        """The lease's samples are used. None if it had ended before, which changes nothing."""
+        return self._leases.pop(lease_id, None)
 
-    def give_back(self, lease_id: int) -> bool:
-        """The lease's samples were not used. False if it had ended before, which changes nothing."""
+    def give_back(self, lease_id: int) -> DataLease | None:
+        """The lease's samples were not used. None if it had ended before, which changes nothing."""
         lease = self._leases.pop(lease_id, None)
-        if lease is None:
-            return False
-        self.repeated -= lease.attempt > 0
-        self._put_back(lease.place, lease.attempt)
-        return True
+        if lease is not None:
+            self.repeated -= lease.attempt > 0
+            self._put_back(lease.place, lease.attempt)
+        return lease
 
     def lose(self, is_live: Callable[[str, int], bool]) -> tuple[list[DataLease], list[DataLease]]:
         """Ends the leases of those that are gone. Returns those that will be given again, and those given up."""
@@ -209,7 +219,9 @@ class Dataset:
 class Datasets:
     """All data sets of the run."""
 
-    def __init__(self, records: tuple[DatasetRecord, ...]) -> None:
+    def __init__(self, records: tuple[DatasetRecord, ...], resume: Resume | None = None) -> None:
+        self._resume = resume or Resume(Base(), None)
+        self.cut = DataCut()
         self._all = {record.spec.name: Dataset(record) for record in records}
         #: Changed since the cluster last took them.
         self.changed: dict[str, None] = {}
@@ -225,6 +237,17 @@ class Datasets:
         """What a restart must know of one."""
         return self._all[name].record
 
+    def states(self, cut: Cut) -> tuple[DatasetState, ...]:
+        """Where each data set stands in a snapshot; those of the snapshot before that nobody opened are where they
+        were."""
+        mine = [DatasetState(d.spec, d.position_without(self.cut.after(n, cut))) for n, d in self._all.items()]
+        return (*mine, *(state for state in self._resume.datasets if state.spec.name not in self._all))
+
+    def undecided(self, cut: Cut) -> list[str]:
+        """Workers that may have used a range before the cut without having said so."""
+        found = [worker for n, d in self._all.items() for worker in self.cut.undecided(n, d.leases, cut)]
+        return list(dict.fromkeys(found))
+
     def get_position(self, event: GetPosition) -> list[Effect]:
         """Tells where a data set stands. Raises UnknownDatasetError."""
         return [Answer(event.call, self._get(event.dataset).standing)]
@@ -237,7 +260,8 @@ class Datasets:
     # --- changes ------------------------------------------------------------------------------------------------------
 
     def open(self, event: OpenDataset) -> list[Effect]:
-        """Makes a data set, or checks that it has these settings. Raises SettingsMismatchError, LimitExceededError."""
+        """Makes a data set, or checks that it has these settings. Raises SettingsMismatchError, LimitExceededError,
+        StorageError."""
         spec = event.spec
         dataset = self._all.get(spec.name)
         if dataset is not None:
@@ -246,9 +270,13 @@ class Datasets:
             return [Answer(event.call, dataset.standing)]
         if len(self._all) >= DATASETS_MAX:
             raise LimitExceededError(f"the run has {DATASETS_MAX} data sets already, which is the limit")
+        state = self._resume.dataset(spec)
         dataset = self._all[spec.name] = Dataset(DatasetRecord(spec, ((0, spec.places),)))
         self.changed[spec.name] = None
         text = f"data set {spec.name!r}: {spec.size} samples in {spec.ranges} ranges"
+        if state is not None:
+            dataset.go_to(state.position)
+            text = f"{text}, goes on from data epoch {state.position.data_epoch} as the snapshot has it"
         return [Note(text), Answer(event.call, dataset.standing)]
 
     def lease(self, event: LeaseRange, worker: Member) -> list[Effect]:
@@ -264,9 +292,11 @@ class Datasets:
             raise LimitExceededError(
                 f"{worker} holds {LEASES_MAX} ranges of data set {event.dataset!r}, which is the limit: use them first"
             )
-        notes = self._finish(dataset, event.done)
+        notes = self._finish(dataset, event)
+        self.cut.heard((worker.member_id, worker.incarnation), dict(event.now))
         lease = unheard[0] if unheard else dataset.take(worker)
         if lease is not None and not unheard:
+            self.cut.given(event.dataset, lease, dict(event.now))
             self.changed[event.dataset] = None
         data_epoch, number = divmod(lease.place, dataset.spec.ranges) if lease else (0, 0)
         given = RangeGiven(lease, data_epoch, number, dataset.repeated, dataset.failed)
@@ -276,15 +306,19 @@ class Datasets:
         """Ends leases. Raises UnknownDatasetError, FencedError, InvalidArgumentError."""
         dataset = self._get(event.dataset)
         dataset.check_ends((*event.done, *event.returned), worker)
-        notes = self._finish(dataset, event.done)
-        if sum(dataset.give_back(lease_id) for lease_id in event.returned):
-            self.changed[event.dataset] = None
+        notes = self._finish(dataset, event)
+        self.cut.heard((worker.member_id, worker.incarnation), dict(event.now))
+        for lease_id in event.returned:
+            if (lease := dataset.give_back(lease_id)) is not None:
+                self.cut.ended(event.dataset, lease)
+                self.changed[event.dataset] = None
         return [*notes, Answer(event.call, Done())]
 
     def set_position(self, event: SetPosition, worker: Member) -> list[Effect]:
         """A data set goes on from there. Raises UnknownDatasetError, InvalidArgumentError."""
         dataset = self._get(event.dataset)
         dataset.go_to(event.position)
+        self.cut.forget(event.dataset)
         self.changed[event.dataset] = None
         where = f"data epoch {event.position.data_epoch}"
         return [Note(f"data set {event.dataset!r} goes on from {where}, set by {worker}"), Answer(event.call, Done())]
@@ -294,6 +328,7 @@ class Datasets:
         positions = {state.spec.name: state.position for state in states}
         for name, dataset in self._all.items():
             dataset.go_to(positions.get(name, DataPosition()))
+            self.cut.forget(name)
             self.changed[name] = None
 
     def lose(self, is_live: Callable[[str, int], bool]) -> list[Effect]:
@@ -301,6 +336,8 @@ class Datasets:
         effects: list[Effect] = []
         for name, dataset in self._all.items():
             again, given_up = dataset.lose(is_live)
+            for lease in (*again, *given_up):
+                self.cut.ended(name, lease)
             if again or given_up:
                 self.changed[name] = None
             if again:
@@ -319,8 +356,14 @@ class Datasets:
             raise UnknownDatasetError(f"there is no data set {name!r:.80}: open it first", dataset=name)
         return dataset
 
-    def _finish(self, dataset: Dataset, ids: Iterable[int]) -> list[Effect]:
-        if not sum(dataset.finish(lease_id) for lease_id in ids):
+    def _finish(self, dataset: Dataset, event: LeaseRange | EndRanges) -> list[Effect]:
+        finished = []
+        for lease_id, at in zip_longest(event.done, event.done_at[: len(event.done)], fillvalue=()):
+            assert isinstance(lease_id, int)
+            if (lease := dataset.finish(lease_id)) is not None:
+                self.cut.done(dataset.spec.name, lease, dict(at))
+                finished.append(lease)
+        if not finished:
             return []
         self.changed[dataset.spec.name] = None
         return self._note_end(dataset)

@@ -15,6 +15,7 @@ from psdist.errors import PsdistError
 from psdist.types import ClusterMap, DataPosition, DatasetSpec, Layout, ParametersMember, ParametersSpec, Replica
 from psdist_scheduler.records import Base, DataLease, DatasetRecord, Member, Node, ParametersRecord, Role
 from psdist_scheduler.snapshot_events import (
+    Numbers,
     Progress,
     RolledBack,
     Save,
@@ -187,24 +188,29 @@ class OpenDataset:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRange:
-    """A worker has used the leases ``done``, holds ``held``, and wants another range."""
+    """A worker has used the leases ``done``, holds ``held``, and wants another range. ``done_at``: for each of
+    ``done``, its next pushes then. ``now``: its next pushes."""
 
     call: int
     caller: Caller
     dataset: str
     done: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
+    done_at: tuple[Numbers, ...] = ()
+    now: Numbers = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EndRanges:
-    """A worker has used the leases ``done``, and gives ``returned`` back unused."""
+    """A worker has used the leases ``done``, and gives ``returned`` back unused. The rest as in LeaseRange."""
 
     call: int
     caller: Caller
     dataset: str
     done: tuple[int, ...] = ()
     returned: tuple[int, ...] = ()
+    done_at: tuple[Numbers, ...] = ()
+    now: Numbers = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@
 Parameters with a lost shard are lost; their callers are told so.
 
 When the run goes back to a snapshot all are gathered again: that is the only way back. Invariants: the settings and
-layout of all that wait are the same; members are live workers; ``ready`` never goes back, ``committed`` only before. Not
-here: who holds a shard (``replicas``, ``keeper``), epochs (``cluster``).
+layout of all that wait are the same; members are live workers; ``ready`` never goes back, ``committed`` only before.
+Not here: who holds a shard (``replicas``, ``keeper``), epochs (``cluster``).
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Final
 
 from psdist.consistency import BSP
-from psdist.errors import LayoutMismatchError, SettingsMismatchError, SnapshotCorruptError
-from psdist.snapshots.format import ParametersState
-from psdist.types import ParametersEntry, Restore
+from psdist.errors import LayoutMismatchError, SettingsMismatchError, SnapshotCorruptError, StorageError
+from psdist.snapshots.format import DatasetState, ParametersState
+from psdist.types import DatasetSpec, ParametersEntry, Restore
 from psdist_scheduler.events import Create
 from psdist_scheduler.records import Base
 from psdist_scheduler.snapshot_events import Found, Loaded
@@ -75,6 +75,22 @@ class Resume:
             raise LayoutMismatchError(f"layout differs from {whose}: {difference}; {_REMEDY}")
         if difference := state.spec.difference(event.spec):
             raise SettingsMismatchError(f"settings differ from {whose}: {difference}; {_REMEDY}")
+
+    @property
+    def datasets(self) -> tuple[DatasetState, ...]:
+        """Where data sets stand in the snapshot."""
+        return self.found.manifest.datasets if self.found is not None else ()
+
+    def dataset(self, spec: DatasetSpec) -> DatasetState | None:
+        """Where a data set goes on that is opened now. Raises SettingsMismatchError, and StorageError while the
+        snapshot is not known."""
+        if self.unread:
+            raise StorageError("the storage with the snapshot that the run began from is not read yet: try again")
+        state = next((state for state in self.datasets if state.spec.name == spec.name), None)
+        if state is not None and self.found is not None and (difference := state.spec.difference(spec)):
+            whose = f"as snapshot {self.found.commit.directory} has it"
+            raise SettingsMismatchError(f"data set {spec.name!r} {whose} has other settings: {difference}; {_REMEDY}")
+        return state
 
     def missing(self, entry: ParametersEntry) -> dict[str, list[int]]:
         """Shards that are not loaded, by the server that is to load them."""

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import wraps
+from functools import partial, wraps
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -417,16 +417,17 @@ class Service:
     async def LeaseRange(self, request: pb.LeaseRangeRequest, context: grpc.aio.ServicerContext) -> None:
         """Ends what is done and gives the next range."""
         who, done, held = messages.caller(request), messages.leases(request.done), messages.leases(request.held)
-        await self._stream(
-            context, lambda call: LeaseRange(call, who, request.dataset, done, held), messages.range_given
-        )
+        numbers = snapshot_messages.next_pushes(request)
+        event = partial(LeaseRange, caller=who, dataset=request.dataset, done=done, held=held, **numbers)
+        await self._stream(context, event, messages.range_given)
 
     @_typed
     async def EndRanges(self, request: pb.EndRangesRequest, context: grpc.aio.ServicerContext) -> pb.EndRangesResponse:
         """Ends leases, used or not."""
         who, done = messages.caller(request), messages.leases(request.done)
         returned = messages.leases(request.returned)
-        await self._ask(lambda call: EndRanges(call, who, request.dataset, done, returned))
+        numbers = snapshot_messages.next_pushes(request)
+        await self._ask(lambda call: EndRanges(call, who, request.dataset, done, returned, **numbers))
         return pb.EndRangesResponse()
 
     @_typed

@@ -1,12 +1,13 @@
 """The scheduler's hand on the storage: carries out what the machine wants of it, one thing after another.
 
 A task of its own, so that a slow storage holds up nothing else; what became of each effect goes back to the machine as
-an event. The order of a commit: every shard's file is durable (the machine has waited for that), then the manifest, then,
+an event. The order of a commit: every shard's file is durable (the machine has waited for that), then the manifest,
+then,
 created exclusively, the commit record. Nothing is overwritten or renamed, and what is deleted loses its record first.
 
 An answer of the storage may be lost, so an error is not taken for "it was not done": where a record of our own number
-is there it is read, and if it is one of ours the snapshot exists; if it is not, another scheduler has taken over (C8) and
-this one saves no more.
+is there it is read, and if it is one of ours the snapshot exists; if it is not, another scheduler has taken over (C8)
+and this one saves no more.
 """
 
 from __future__ import annotations

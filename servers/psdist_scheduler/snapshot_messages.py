@@ -12,6 +12,7 @@ from psdist.snapshots.format import Commit, ShardFile
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert
+from psdist.wire.limits import LEASES_MAX
 from psdist_scheduler.snapshot_events import (
     Cut,
     End,
@@ -124,6 +125,13 @@ def saved(value: object, maps: object) -> tuple[pb.SaveSnapshotResponse, bool]:
         case Saved(commit, unchanged):
             return pb.SaveSnapshotResponse(committed=info(commit), unchanged=unchanged), True
     raise AssertionError(f"{value} is no answer to SaveSnapshot")
+
+
+def next_pushes(request: pb.LeaseRangeRequest | pb.EndRangesRequest) -> dict[str, Any]:
+    """A worker's next pushes: when it was done with leases, and now. Raises LimitExceededError."""
+    if len(request.done_at) > LEASES_MAX:
+        raise LimitExceededError(f"{len(request.done_at)} leases in one request are over the limit of {LEASES_MAX}")
+    return {"done_at": tuple(_numbers(at.next) for at in request.done_at), "now": _numbers(request.now.next)}
 
 
 def info(commit: Commit) -> pb.SnapshotInfo:

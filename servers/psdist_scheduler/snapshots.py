@@ -1,8 +1,8 @@
 """The run's snapshots: when one is due, the attempt under way, and who waits for it. Pure.
 
-One attempt at a time (``attempt``). It is refused where the cut cannot be had any more, and the next one asks for a later
-cut, at once; so it is where primaries change or, with marked pushes, members. Where a server or the storage fails, it has
-failed: that is told, and the next comes at the next interval or request. Training never depends on any of it.
+One attempt at a time (``attempt``). It is refused where the cut cannot be had any more, and the next one asks for a
+later cut, at once; so it is where primaries change or, with marked pushes, members. Where a server or the storage fails,
+it has failed: that is told, and the next comes at the next interval or request. Training never depends on any of it.
 
 A snapshot every so many steps is armed long before its step is reached, and gives way to whoever wants one now. Where a
 worker waits in its request it makes no push, so that only a cut that is reached without one can be had.
@@ -312,10 +312,12 @@ class Snapshots:
         if not self.enabled:
             return []
         effects = self._read(now)
+        self._datasets.cut.settle(self._floor, self._members.is_live)
         if self.attempt is not None:
             effects += self._watch(self.attempt, now)
-        if self.attempt is not None and self.attempt.phase == "cutting" and not self.attempt.missing:
-            effects += self._commit(self.attempt, epoch, now)
+        attempt = self.attempt
+        if attempt is not None and attempt.is_whole and not self._waits_for_data(attempt, now):
+            effects += self._commit(attempt, epoch, now)
         if self.attempt is None and self.known:
             effects += self._begin_what_is_due(epoch, now)
         return effects + self._tell(now)
@@ -450,6 +452,25 @@ class Snapshots:
             return self._stop(f"training stands still, waiting {attempt.waiting_for}", now)
         return []
 
+    def _waits_for_data(self, attempt: Attempt, now: float) -> bool:
+        """Whether a worker may yet say that it had used a range before the cut. Who waits in a request has told all."""
+        if attempt.whole_at is None:
+            attempt.whole_at = now
+        told = {saver.worker.member_id for saver in self._savers.values() if saver.worker is not None}
+        attempt.undecided = [w for w in self._datasets.undecided(attempt.numbers) if w not in told]
+        return bool(attempt.undecided) and now - attempt.whole_at < self._settings.lease_seconds
+
+    def _floor(self, life: tuple[str, int]) -> dict[str, int]:
+        """By parameters, what no cut to come can be below for this life. Those that are not named, it cannot."""
+        attempt, floor = self.attempt, {}
+        for p in self._ready():
+            under_way = attempt is not None and p.name in attempt.names
+            if is_stepped(p):
+                floor[p.name] = min(p.version, attempt.steps[p.name]) if attempt and under_way else p.version
+            elif attempt and under_way:
+                floor[p.name] = (attempt.lives.get(life) or {}).get(p.name, 0)
+        return floor
+
     def _commit(self, attempt: Attempt, epoch: int, now: float) -> list[Effect]:
         settings = self._settings
         try:
@@ -466,7 +487,7 @@ class Snapshots:
                     "policy": self._policy.text,
                 },
                 parameters=attempt.states(),
-                datasets=(),
+                datasets=self._datasets.states(attempt.numbers),
                 psdist_version=__version__,
             )
         except PsdistError as error:
