@@ -1,0 +1,128 @@
+"""Snapshots from a script's side, with real servers: what it pushed is in them, each push whole, and it goes on from
+one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import psdist
+from psdist import errors
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.snapshots import reader
+from psdist.snapshots.format import Manifest
+from psdist.snapshots.storage import open_storage
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+Start = Callable[..., EmbeddedCluster]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a cluster of the run, after ending the one before."""
+    running: list[EmbeddedCluster] = []
+
+    def start(servers: int, **settings: object) -> EmbeddedCluster:
+        end()
+        cluster = EmbeddedCluster(servers, storage=tmp_path / "run", run_id="run", **settings)  # type: ignore[arg-type]
+        running.append(cluster)
+        return cluster
+
+    def end() -> None:
+        while running:
+            running.pop().close()
+
+    yield start
+    end()
+
+
+def client_of(cluster: EmbeddedCluster, rank: int = 0, transport: str = "auto") -> psdist.AsyncClient:
+    return psdist.AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport)  # type: ignore[arg-type]
+
+
+async def newest(path: Path) -> Manifest:
+    """Read whole, to the last byte."""
+    storage = open_storage(str(path))
+    found = await reader.newest(storage)
+    assert found is not None
+    await reader.verify(storage, found.manifest)
+    return found.manifest
+
+
+def gradients(init: dict[str, np.ndarray], count: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [{name: rng.normal(size=a.shape).astype(np.float32) for name, a in init.items()} for _ in range(count)]
+
+
+def same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
+    """To the last bit."""
+    return [(n, a.tobytes()) for n, a in one.items()] == [(n, a.tobytes()) for n, a in other.items()]
+
+
+async def test_a_script_goes_on_where_the_snapshot_was_cut(start: Start, tmp_path: Path) -> None:
+    init = {"w": np.linspace(0, 1, 40_000, dtype=np.float32), "b": np.ones((3, 5), np.float32)}
+    grads = gradients(init, 8)
+    async with client_of(start(2)) as client:
+        with pytest.raises(errors.SnapshotFailedError, match="create them first"):
+            await client.snapshot()
+        weights = await client.parameters("p", init, psdist.optim.Adam(0.1), slice_elements=4096)
+        for step in range(5):
+            values = await weights.push_pull(grads[step])
+        assert await client.snapshot(wait=False) is None
+        info = await client.snapshot()
+        assert info.steps == {"p": 5} and info.reason == "on demand"
+        assert (await client.snapshot()).unchanged
+        for step in range(5, 8):
+            last = await weights.push_pull(grads[step])
+    manifest = await newest(tmp_path / "run")
+    assert (manifest.directory, manifest.bytes) == (info.directory, info.bytes)
+    assert same(psdist.load_snapshot(str(tmp_path / "run")), values)
+    async with client_of(start(1)) as client:
+        weights = await client.parameters("p", init, psdist.optim.Adam(0.1), slice_elements=4096)
+        assert weights.step == weights.first_step == 5 and weights.restored == info.directory
+        assert same(await weights.pull(), values)
+        for step in range(5, 8):
+            again = await weights.push_pull(grads[step])
+        assert same(again, last)
+
+
+MODES = {"bsp": psdist.BSP(), "ssp": psdist.SSP(2), "asp": psdist.ASP()}
+COUNT, RANKS = 20_000, 2
+
+
+async def check(path: Path, rank: int, pushed: int) -> None:
+    """The newest snapshot has each push whole, and ``pushed`` of ``rank`` at least."""
+    manifest = await newest(path)
+    for state in manifest.parameters:
+        name = state.spec.name
+        values = psdist.load_snapshot(str(path), parameters=name)["w"]
+        own = [set(values[np.arange(COUNT) % RANKS == number].tolist()) for number in range(RANKS)]
+        next = {worker: number for worker, _, number in state.next}
+        assert own == [{next.get(f"worker-{number}", state.step)} for number in range(RANKS)], f"torn in {name}"
+        assert own[rank].pop() >= pushed
+
+
+@pytest.mark.parametrize("transport", ["shm", pytest.param("grpc", marks=pytest.mark.long)])
+async def test_a_snapshot_cuts_between_pushes(start: Start, tmp_path: Path, transport: str) -> None:
+    """Each push adds one to all elements of its worker, which lie in all slices."""
+    cluster = start(2)
+
+    async def train(rank: int) -> None:
+        async with client_of(cluster, rank, transport) as client:
+            init, mine = {"w": np.zeros(COUNT, np.float32)}, np.arange(COUNT) % RANKS == rank
+            all_weights = [
+                await client.parameters(name, init, psdist.optim.SGD(RANKS if name == "bsp" else 1), consistency)
+                for name, consistency in MODES.items()
+            ]
+            for step in range(30):
+                for weights in all_weights:
+                    await weights.push_pull({"w": np.where(mine, -1.0, 0.0).astype(np.float32)})
+                if (step, rank) in ((10, 0), (20, 1)):
+                    await client.snapshot()
+                    await check(tmp_path / "run", rank, step + 1)
+
+    await asyncio.gather(*(train(rank) for rank in range(RANKS)))
