@@ -4,8 +4,8 @@
     for indices in data:
         values = weights.push_pull(gradients(values, images[indices]))
 
-Asking for the next range says that the samples of the one before are in the weights. What a worker holds that dies is
-given to another; ``repeated`` counts such ranges, whose samples may have been used twice, ``failed`` those that were
+Asking for the next range says that the samples of the one before are in the weights, unless a push was dropped since it
+was given: then it is given back. What a worker holds that dies is given to another; ``repeated`` counts such ranges, whose samples may have been used twice, ``failed`` those that were
 given up because their workers died too often. Nothing else is used twice or left out, with one condition: somebody
 must still ask. A range whose worker dies after all others have ended their loops waits for a worker that comes back,
 the one that a launcher starts again for instance; until then the position shows it as not done.
@@ -73,7 +73,8 @@ class AsyncDataset:
         self._asking = asyncio.Lock()
         #: The life of this client that the leases belong to.
         self._incarnation = 0
-        self._held: dict[int, None] = {}
+        #: With the number of pushes that were dropped before it was given.
+        self._held: dict[int, int] = {}
         #: Ended, and not known to be heard of by the scheduler; what is done, with this worker's next pushes then.
         self._done: dict[int, pb.NextPushes] = {}
         self._returned: dict[int, None] = {}
@@ -142,7 +143,7 @@ class AsyncDataset:
 
     async def close(self) -> None:
         """Gives back what is held and not done."""
-        self._returned |= self._held
+        self._returned |= dict.fromkeys(self._held)
         self._held.clear()
         await self._report_soon()
 
@@ -175,7 +176,7 @@ class AsyncDataset:
         return answer
 
     async def _given(self, answer: Any) -> Range:
-        self._held[answer.lease_id] = None
+        self._held[answer.lease_id] = self._link.pushes.dropped
         self.data_epoch, number = answer.data_epoch, answer.range
         if self._order.knows(self.data_epoch) or self.spec.size <= _SHUFFLE_HERE_MAX:
             indices = self._order.indices(self.data_epoch, number)
@@ -230,8 +231,11 @@ class AsyncDataset:
             leases.clear()
 
     def _mark_done(self, lease_id: int) -> None:
-        if lease_id in self._held:
-            del self._held[lease_id]
+        if lease_id not in self._held:
+            return
+        if self._held.pop(lease_id) < self._link.pushes.dropped:
+            self._returned[lease_id] = None  # The push of its samples was dropped, perhaps: others get it.
+        else:
             self._done[lease_id] = self._now()
 
     def _now(self) -> pb.NextPushes:

@@ -122,6 +122,10 @@ class Exchange:
             return {}
         return await fetch(self._link, self._name)
 
+    def dropped(self) -> None:
+        """A push of this worker was dropped."""
+        self._link.pushes.dropped += 1
+
     @property
     def silence(self) -> str:
         """How long this client was silent at most, for a message."""

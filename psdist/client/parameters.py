@@ -375,6 +375,7 @@ class AsyncParameters:
 
     def _count_dropped(self, number: int, fenced: FencedError, silence: str) -> None:
         self._dropped += 1
+        self._exchange.dropped()
         what = "step" if self._session.synchronous else "push"
         logger.warning(
             "%s %d of %r was dropped: %s (%s); this worker takes part again%s",

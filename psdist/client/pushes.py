@@ -32,6 +32,8 @@ class Pushes:
     def __init__(self) -> None:
         #: The newest snapshot attempt whose Mark was answered; 0 for none.
         self.mark = 0
+        #: Pushes of this worker that were dropped, in all of its lives.
+        self.dropped = 0
         self.sessions: dict[str, Session] = {}
         self._answer: Answer | None = None
 
