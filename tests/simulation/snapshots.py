@@ -88,7 +88,7 @@ def draw(seed: int) -> SnapshotOptions:
         optimizer=SGD(lr=1.0, momentum=rng.choice((0.0, 0.5)) if isinstance(consistency, BSP) else 0.0),
         steps=rng.choice((4, 6, 8)),
         slices=rng.choice((2, 4, 6)),
-        lives=workers * (ends + 3) + 4,
+        lives=workers * (ends + 3) + 6,
         think_seconds=rng.choice((0.02, 0.1, 0.4)),
         pulls=rng.choice((0.0, 0.3)),
         bare_pushes=rng.choice((0.0, 0.3)),
@@ -252,7 +252,6 @@ class SnapshotWorld(World):
         data = await client.dataset("data", size=self.options.slots, range_size=1) if self.options.data else None
         handle = await self._open(client)
         self._joined(life, client, handle)
-        self.created = True
         held: Range | None = None
         for _ in range(steps):
             await self.loop.after(self.workload.expovariate(1.0) * self.options.think_seconds)
@@ -314,12 +313,18 @@ class SnapshotNemesis(Nemesis):
         super().heal()
 
     def _bring(self, kind: str) -> None:
-        if kind not in LOSSES:
+        if kind == "kill worker":
+            self._world.counts[kind] += self._kill_worker()
+        elif kind not in LOSSES:
             super()._bring(kind)
         elif self._world.oracle.commits:
             done = self._lose_server() if kind == "lose server" else self._restart_everything()
             self._loop.trace(f"nemesis {kind} {done}")
             self._world.counts["lose server"] += done and kind == "lose server"
+
+    def _kill_worker(self, silent: bool = False) -> bool:
+        """A worker that never comes back would be missed after a roll-back, for ever."""
+        return self._world.can_start_worker and super()._kill_worker(silent)
 
     def _restart_worker(self, worker: int) -> None:
         node = self._world.worker_nodes.get(worker)
