@@ -24,6 +24,7 @@ PURE = frozenset(
     {
         *("psdist.errors", "psdist.types", "psdist.optim", "psdist.consistency", "psdist.compression"),
         *("psdist.wire.limits", "psdist.launch.supervisor", "psdist.snapshots.format"),
+        "psdist.snapshots.policy",
         *("psdist.client.buckets", "psdist.client.partition", "psdist.client.retry", "psdist.client.routing"),
         *("psdist.client.pushes", "psdist.client.session"),
         *("psdist_scheduler.cluster", "psdist_scheduler.datasets", "psdist_scheduler.events", "psdist_scheduler.joins"),
@@ -31,6 +32,9 @@ PURE = frozenset(
         "psdist_scheduler.scaling",
         *("psdist_scheduler.membership", "psdist_scheduler.placement", "psdist_scheduler.records"),
         *("psdist_scheduler.registry", "psdist_scheduler.rendezvous", "psdist_scheduler.snapshots"),
+        *("psdist_scheduler.attempt", "psdist_scheduler.data_cut", "psdist_scheduler.going_back"),
+        *("psdist_scheduler.parameters", "psdist_scheduler.resume", "psdist_scheduler.retention"),
+        *("psdist_scheduler.savers", "psdist_scheduler.snapshot_events"),
         *("psdist_server.events", "psdist_server.gates", "psdist_server.shard", "psdist_server.replication"),
         *("psdist_server.records", "psdist_server.roles"),
     }

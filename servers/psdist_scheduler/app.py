@@ -30,7 +30,7 @@ from psdist.wire import channels, limits
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.records import ClusterSettings, Stored
 from psdist_scheduler.service import SERVICE, Scheduler, Service
-from psdist_scheduler.snapshot_events import History
+from psdist_scheduler.snapshot_events import History, Save, Saved
 from psdist_scheduler.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -95,6 +95,12 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
         _write_address(settings.address_file, address)
     log.info("run %s: listening at %s", scheduler.cluster.settings.run_id, address)
     await asyncio.wait([waiting, *working], return_when=asyncio.FIRST_COMPLETED)
+    if waiting.done() and scheduler.cluster.snapshots.is_due_at_end:
+        ended.clear()
+        again = asyncio.create_task(ended.wait())
+        saving = asyncio.create_task(_save_at_end(scheduler))
+        await asyncio.wait([again, saving, *working], return_when=asyncio.FIRST_COMPLETED)
+        working += [again, saving]
     if settings.address_file is not None:
         settings.address_file.unlink(missing_ok=True)
     failures = [task.exception() for task in working if task.done() and not task.cancelled()]
@@ -104,6 +110,18 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     for failure in failures:
         log.error("the scheduler ends, because it cannot go on safely: %s", failure, exc_info=failure)
     return exit_codes.INFRASTRUCTURE if failures else exit_codes.OK
+
+
+async def _save_at_end(scheduler: Scheduler) -> None:
+    """Takes a snapshot of what was trained since the last. Another signal, or the engine's patience, ends this."""
+    with scheduler.call() as (number, outbox):
+        scheduler.post(Save(number, "", "at the end"))
+        try:
+            async for value in outbox:
+                if isinstance(value, Saved):
+                    return
+        except PsdistError as error:
+            log.warning("no snapshot was taken at the end: %s", error)
 
 
 def _kept_run_id(settings: SchedulerSettings) -> str:

@@ -1,9 +1,9 @@
 """One attempt at a snapshot: what was agreed, who has answered, and what is written. Pure.
 
 Its life: preparing (servers are asked whether the cut can be had), marking (SSP and ASP: workers are asked for their
-next pushes), cutting (servers write), committing (all is durable; the storage gets the manifest and the record). What an
-attempt rests on, the primaries and, where pushes are marked, the members, must not change meanwhile: ``changed`` says
-whether it did. Not here: when an attempt is begun and what follows from its end (``snapshots``).
+next pushes), cutting (servers write), committing (all is durable; the storage gets the manifest and the record). What
+an attempt rests on, the primaries and, where pushes are marked, the members, must not change meanwhile: ``changed``
+says whether it did. Not here: when an attempt is begun and what follows from its end (``snapshots``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Literal
 
 from psdist.consistency import BSP
 from psdist.errors import SnapshotFailedError
-from psdist.snapshots.format import ParametersState
+from psdist.snapshots.format import DatasetState, Manifest, ParametersState
 from psdist_scheduler.events import Answer, Effect
 from psdist_scheduler.membership import Membership
-from psdist_scheduler.registry import Parameters, name_shards
+from psdist_scheduler.parameters import Parameters
 from psdist_scheduler.rendezvous import name_some
 from psdist_scheduler.snapshot_events import Cut, End, Mark, Prepare, Producers, Progress, SnapshotCommand, Written
 
@@ -132,9 +132,12 @@ class Attempt:
             return text
         if not self.missing:
             return f"for {name_some(self.undecided)} to say what data it has used"
-        name, _ = self.missing[0]
-        shards = [shard for other, shard in self.missing if other == name]
-        return f"for {name_shards(shards)} of {name!r} to be written"
+        late = dict.fromkeys(self._writer(name, number) for name, number in self.missing)
+        return f"for {name_some(list(late))} to write"
+
+    def _writer(self, name: str, number: int) -> str:
+        p = next(p for p in self.parameters if p.name == name)
+        return p.entry.primaries[number] if p.record is not None else "a server"
 
     def changed(self, members: Membership) -> str:
         """What it rests on and is not there any more; empty if all is."""
@@ -194,6 +197,26 @@ class Attempt:
         p = next(p for p in self.parameters if p.name == name)
         lives = [(m.worker_id, m.incarnation) for m in p.entry.members]
         return tuple((*life, (self.lives[life] or {}).get(name, 0)) for life in lives)
+
+    def manifest(
+        self,
+        run_id: str,
+        epoch: int,
+        configuration: Mapping[str, str | int],
+        datasets: tuple[DatasetState, ...],
+    ) -> Manifest:
+        """All of it; its time and version are for the writer. Raises InvalidArgumentError and SnapshotFailedError where what servers
+        said cannot be a snapshot."""
+        return Manifest(
+            run_id=run_id,
+            directory=self.directory,
+            epoch=epoch,
+            time=0.0,
+            reason=self.reason,
+            configuration=configuration,
+            parameters=self.states(),
+            datasets=datasets,
+        )
 
     def states(self) -> tuple[ParametersState, ...]:
         """What the manifest says of the parameters. Raises InvalidArgumentError and SnapshotFailedError where what

@@ -63,19 +63,18 @@ from psdist_scheduler.events import (
     Waiting,
     WatchScale,
 )
+from psdist_scheduler.going_back import GoingBack
 from psdist_scheduler.keeper import Keeper
 from psdist_scheduler.membership import Membership
 from psdist_scheduler.records import ClusterSettings, Member, Stored
-from psdist_scheduler.registry import Parameters, Registry, name_shards
+from psdist_scheduler.registry import Registry
 from psdist_scheduler.rendezvous import Barriers, Rendezvous
-from psdist_scheduler.replicas import after_loss
 from psdist_scheduler.resume import Resume
 from psdist_scheduler.scaling import Scaling
 from psdist_scheduler.snapshot_events import (
     CommitFailed,
     Committed,
     Failed,
-    Found,
     History,
     HistoryRead,
     Loaded,
@@ -83,7 +82,6 @@ from psdist_scheduler.snapshot_events import (
     Marked,
     Prepared,
     Pruned,
-    RolledBack,
     Save,
     Saving,
     Written,
@@ -137,6 +135,7 @@ class Cluster:
         self._scaling = Scaling(settings, self.registry, self.members)
         self.datasets = Datasets(stored.datasets, resume)
         self.snapshots = Snapshots(settings, self.registry, self.members, self.datasets, history, now)
+        self._going_back = GoingBack(self.registry, self.members, self.datasets, self.snapshots)
         self._barriers = Barriers()
         self._rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, now)
         self._ticked = now
@@ -145,6 +144,8 @@ class Cluster:
         self._told: dict[int, _Told] = {}
         self._waits: dict[str, _Wait] = {}
         self._waiters: dict[int, str] = {}
+        #: Drains that wait for a snapshot.
+        self._drains: dict[int, Drain] = {}
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
@@ -257,7 +258,7 @@ class Cluster:
             case ReplicaUnreachable():
                 return self._keeper.unreachable(event, now)
             case Drain():
-                return self._scaling.drain(event)
+                return self._drain(event, now)
             case Scale():
                 return self._scaling.scale(event)
             case WatchScale():
@@ -274,7 +275,7 @@ class Cluster:
             case Loaded():
                 return self.registry.loaded(event, self.members.sessions.get(event.call, ""), now)
             case LoadFailed():
-                return self._load_failed(event)
+                return self._going_back.load_failed(event)
             case Prepared() | Marked() | Written() | Failed():
                 return self.snapshots.heard(event, now)
             case Committed():
@@ -284,12 +285,33 @@ class Cluster:
             case Pruned():
                 return self.snapshots.pruned(event)
             case HistoryRead():
-                return self._history_read(event, now)
+                return self._going_back.history_read(event, now)
             case CallEnded():
                 self._forget(event.call)
                 return []
             case _:
                 return self._wait(event, now)
+
+    def _drain(self, event: Drain, now: float) -> list[Effect]:
+        """Where what a server has goes with it, because nobody takes it, a snapshot comes first."""
+        self.members.check_run(event.run_id)
+        others = [server for server in self.members.staying if server.member_id != event.server_id]
+        if self.members.workers and others:
+            return self._scaling.drain(event)
+        effects = self.snapshots.save_before_the_end(event.call, event.server_id, now)
+        self._drains[event.call] = event
+        return effects
+
+    def _drain_what_is_saved(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for call, event in list(self._drains.items()):
+            if not self.snapshots.is_waiting(call):
+                del self._drains[call]
+                try:
+                    effects += self._scaling.drain(event)
+                except PsdistError as error:
+                    effects.append(Refuse(call, error))
+        return effects
 
     def _wait(self, event: Create | Describe | EnterBarrier | EnterRendezvous, now: float) -> list[Effect]:
         """A call that may have to wait."""
@@ -405,86 +427,6 @@ class Cluster:
             self._forgiving_until = now + self.settings.lease_seconds
         return self._lose(self.members.expired(now))
 
-    # --- inner: going back to a snapshot ------------------------------------------------------------------------------
-
-    def _to_go_back_to(self) -> Found | None:
-        """The snapshot to go back to, where shards are lost that nobody else holds, and workers miss them."""
-        found = self.snapshots.newest
-        if found is None or not self.members.workers or not (self.members.changed or self.registry.lost_text):
-            return None
-        if not any(self._is_lost(p) for p in self.registry.all if p.record is not None):
-            return None
-        names = {p.name for p in self.registry.all if p.state == "ready"}
-        return found if names <= found.commit.steps.keys() else None
-
-    def _is_lost(self, p: Parameters) -> bool:
-        shards = [
-            after_loss(shard, lambda r: self.members.is_live(r.server_id, r.incarnation)) for shard in p.entry.shards
-        ]
-        return any(shard.lost for shard in shards) and (p.entry.ready or not self.members.staying)
-
-    def _roll_back(self, found: Found, now: float, why: str = "") -> list[Effect]:
-        """All parameters, data sets and workers go back to a snapshot, in one epoch. Workers' lives end: what they know
-        of steps and leases is not so any more."""
-        placed = [p for p in self.registry.all if p.record is not None]
-        why = why or "; ".join(self._loss(p) for p in placed if self._is_lost(p))
-        lost = tuple((p.name, found.commit.steps.get(p.name, 0), p.version) for p in placed if p.state != "loading")
-        steps = ", ".join(f"{name!r} from step {step}" for name, step in found.commit.steps.items())
-        text = f"{why}: the run goes back to snapshot {found.commit.directory} and on with {steps}"
-        term = max((shard.term for p in placed for shard in p.entry.shards), default=0)
-        effects = self.snapshots.rolled_back(now)
-        self.registry.resume.go_to(found, term, now)
-        self.registry.gather_again()
-        self.datasets.go_back(found.manifest.datasets)
-        lost = tuple((name, first, max(first, until)) for name, first, until in lost)
-        effects += [Note(text, "warning"), Announce(RolledBack(found.commit.directory, lost, text))]
-        for worker in [w for w in self.members.workers if self.members.session_of(w.member_id)]:
-            _, session = self.members.end(worker.member_id, "lost", "the run went back to a snapshot")
-            effects += [Close(session)] if session else []
-        return effects
-
-    def _loss(self, p: Parameters) -> str:
-        gone: dict[str, list[int]] = {}
-        for number, shard in enumerate(p.entry.shards):
-            if after_loss(shard, lambda r: self.members.is_live(r.server_id, r.incarnation)).lost:
-                gone.setdefault(shard.primary.server_id, []).append(number)
-        return "; ".join(
-            f"{server} is gone and held {name_shards(n)} of {p.name!r} alone" for server, n in gone.items()
-        )
-
-    def _load_failed(self, event: LoadFailed) -> list[Effect]:
-        """A snapshot cannot be loaded. Where it never will be, the one before is looked for."""
-        server = self.members.sessions.get(event.call, "")
-        p = self.registry.get(event.parameters)
-        if not server or p is None or p.state != "loading" or event.generation != p.entry.generation:
-            return []
-        text = f"{server} cannot load {p.name!r} from snapshot {event.restore.directory}: {event.text}"
-        if not event.corrupt or event.restore != p.entry.restore or event.restore.directory in self.snapshots.bad:
-            return [Note(text, "warning")]
-        return [Note(f"{text}; the one before is tried", "warning"), self.snapshots.give_up(event.restore.directory)]
-
-    def _history_read(self, event: HistoryRead, now: float) -> list[Effect]:
-        """The storage was read. What is loading from a snapshot that is bad begins anew from the one before."""
-        if event.history is None:
-            return [Note(f"the storage cannot be read: {event.error}", "warning")]
-        snapshots, resume = self.snapshots, self.registry.resume
-        snapshots.take_history(event.history)
-        resume.read(event.history.base)
-        effects: list[Effect] = [Note(f"passed over: {text}", "warning") for text in event.history.skipped]
-        restore = resume.base.restore
-        if restore is None or (restore.directory not in snapshots.bad and resume.found is not None):
-            return effects
-        waits = [p for p in self.registry.all if p.state == "loading"]
-        if resume.found is not None and not waits:
-            return effects
-        if snapshots.newest is not None:
-            why = f"snapshot {restore.directory} cannot be loaded"
-            return effects + self._roll_back(snapshots.newest, now, why)
-        resume.failed = (
-            f"snapshot {restore.directory} cannot be loaded, and there is none before that can be: see the log"
-        )
-        return effects
-
     def _forget(self, call: int) -> None:
         self._waiters.pop(call, None)
         self._told.pop(call, None)
@@ -493,17 +435,17 @@ class Cluster:
         self._rendezvous.end(call)
         self._scaling.end(call)
         self.snapshots.end(call)
+        self._drains.pop(call, None)
 
     def _commit(self, effects: list[Effect], now: float, changed: bool = False) -> list[Effect]:
         """Lets everything go on that can, and puts what became of it in the order that the module's text promises."""
-        if (found := self._to_go_back_to()) is not None:
-            effects += self._roll_back(found, now)
+        effects += self._going_back.if_lost(now)
         effects += self._end_calls_of_the_gone()
         effects += self._keeper.lose(self.epoch + 1) + self._keeper.plan(now)
         effects += self.registry.progress(self.members, self.epoch + 1, now)
         # What was placed just now gets its backups in the same epoch.
-        effects += self._keeper.plan(now) + self._scaling.progress(now)
-        effects += self.snapshots.progress(self.epoch, now)
+        effects += self._keeper.plan(now) + self.snapshots.progress(self.epoch, now)
+        effects += self._drain_what_is_saved() + self._scaling.progress(now)
         effects += self._barriers.progress(self.members) + self._rendezvous.progress(now, self.members.ranks_used)
         if changed or self.members.changed:
             effects += self.datasets.lose(self.members.is_live)

@@ -2,9 +2,9 @@
 
 A range is in it where its worker had used it before the cut: where none of the worker's next pushes, as they were when
 the range was done, comes after it. Ranges that were reported without such numbers count as in it. So what was reported
-as done must be remembered until no cut to come can be before it, and the leases that are out when all is written are looked at:
-a range may have been done before the cut and not be reported yet. That is decided by the worker's next word after the
-cut, by its waiting in a request for a snapshot, or by the lease having been given after the cut.
+as done must be remembered until no cut to come can be before it, and the leases that are out when all is written are
+looked at: a range may have been done before the cut and not be reported yet. That is decided by the worker's next word
+after the cut, by its waiting in a request for a snapshot, or by the lease having been given after the cut.
 
 Not here: leases (``datasets``), what is waited for and how long (``snapshots``).
 """

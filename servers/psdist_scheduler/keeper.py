@@ -14,8 +14,9 @@ from psdist.types import Replica, Shard
 from psdist_scheduler import replicas
 from psdist_scheduler.events import Announce, Effect, Note, ReplicaFilled, ReplicaUnreachable, ShardsLost
 from psdist_scheduler.membership import Membership
+from psdist_scheduler.parameters import Parameters
 from psdist_scheduler.records import ClusterSettings
-from psdist_scheduler.registry import REMEDY, Parameters, Registry, name_shards
+from psdist_scheduler.registry import REMEDY, Registry, name_shards
 
 #: A server's place as a replica: parameters, shard, and the server's life.
 _Place = tuple[str, int, Replica]

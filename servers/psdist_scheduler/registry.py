@@ -17,7 +17,7 @@ Not here: who holds a shard (``replicas``, ``keeper``), epochs (``cluster``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from psdist.consistency import ASP, BSP
 from psdist.errors import (
@@ -30,7 +30,7 @@ from psdist.errors import (
     StaleEpochError,
     UnknownParametersError,
 )
-from psdist.types import Layout, ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard, check_name
+from psdist.types import ParametersEntry, ParametersMember, Replica, Shard, check_name
 from psdist.wire.limits import PARAMETERS_MAX
 from psdist_scheduler import placement, replicas
 from psdist_scheduler.events import (
@@ -48,6 +48,7 @@ from psdist_scheduler.events import (
 )
 from psdist_scheduler.joins import FIRST_DISTANCE, Join, Joins, Route
 from psdist_scheduler.membership import Membership
+from psdist_scheduler.parameters import Parameters
 from psdist_scheduler.records import Base, ClusterSettings, Member, ParametersRecord
 from psdist_scheduler.rendezvous import name_some
 from psdist_scheduler.resume import SERVERS_GRACE_SECONDS, Resume
@@ -60,59 +61,6 @@ REMEDY = (
 )
 #: A restarted scheduler numbers its proposals from its epoch on, so that no earlier number comes again.
 _PROPOSALS_PER_EPOCH = 1 << 20
-
-
-@dataclass(slots=True)
-class Parameters:
-    """One name. ``record`` is None while it is gathering; then ``spec`` and ``layout`` are the first creator's."""
-
-    name: str
-    since: float
-    record: ParametersRecord | None = None
-    spec: ParametersSpec | None = None
-    layout: Layout | None = None
-    author: str = ""
-    #: Open calls, by the worker behind each.
-    creators: dict[int, Member] = field(default_factory=dict)
-    describers: dict[int, Member] = field(default_factory=dict)
-    #: The call that was told to upload.
-    upload_call: int = 0
-    #: Values put on servers by a map older than this may be gone with one of them.
-    placed_epoch: int = 0
-    #: Highest version by server, from heartbeats by a map of ``counted_from`` or later; and the one it began with.
-    versions: dict[str, int] = field(default_factory=dict)
-    counted_from: int = 0
-    first_version: int = 0
-
-    @property
-    def state(self) -> str:
-        """ "gathering", "uploading", "loading" or "ready"."""
-        if self.record is None:
-            return "gathering"
-        if self.record.entry.ready:
-            return "ready"
-        return "uploading" if self.record.entry.restore is None else "loading"
-
-    @property
-    def placed(self) -> ParametersRecord:
-        """The record; only where the state is not "gathering"."""
-        assert self.record is not None
-        return self.record
-
-    @property
-    def entry(self) -> ParametersEntry:
-        """The entry; only where the state is not "gathering"."""
-        return self.placed.entry
-
-    @property
-    def version(self) -> int:
-        """Highest version that a server spoke of."""
-        return max(self.versions.values(), default=self.first_version)
-
-    def member(self, worker: Member) -> ParametersMember | None:
-        """The worker's part in these parameters, if it has one."""
-        wanted = (worker.member_id, worker.incarnation)
-        return next((m for m in self.entry.members if (m.worker_id, m.incarnation) == wanted), None)
 
 
 class Registry:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from psdist.snapshots.format import Commit, Manifest, ShardFile
+from psdist.snapshots.format import Commit, Manifest, ShardFile, WorkerState
 from psdist.types import Restore
 
 #: By parameters: a step, or the number of a worker's next push.
@@ -81,11 +81,55 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A worker, on its session ``call``, marks its pushes from ``next`` on."""
+    """A worker, on its session ``call``, marks its pushes from ``next`` on. ``keeps``: parameters whose state it hands in,
+    and the lowest push before which it can."""
 
     call: int
     attempt: int
     next: Numbers = ()
+    keeps: Numbers = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Keeps:
+    """A worker, on its session ``call``, keeps a state of these parameters."""
+
+    call: int
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandIn:
+    """A worker has the state of parameters before push ``next``, a file of ``length`` bytes, and asks where it goes."""
+
+    call: int
+    run_id: str
+    worker_id: str
+    incarnation: int
+    attempt: int
+    parameters: str
+    next: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandedIn:
+    """That file is durable."""
+
+    attempt: int
+    life: tuple[str, int]
+    state: WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class GetState:
+    """A worker wants back what its rank handed in for the snapshot that parameters began from."""
+
+    call: int
+    run_id: str
+    worker_id: str
+    incarnation: int
+    parameters: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +177,7 @@ class LoadFailed:
     corrupt: bool
 
 
-SnapshotEvent = Prepared | Marked | Written | Failed | Loaded | LoadFailed
+SnapshotEvent = Prepared | Marked | Keeps | Written | Failed | Loaded | LoadFailed
 
 # --- events: what became of work on the storage -----------------------------------------------------------------------
 
@@ -195,6 +239,23 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class StatePlace:
+    """Where a worker's state of this ``rank`` is to be written; ``file`` is empty where it is written already."""
+
+    directory: str
+    file: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class StateSource:
+    """Where what a worker handed in lies; None where it did not."""
+
+    manifest: Manifest | None = None
+    state: WorkerState | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare:
     """To a server, on its session. ``steps``: by parameters, the step of the cut; 0 where pushes are marked."""
 
@@ -205,9 +266,10 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """To a worker, on its session: mark pushes from now on."""
+    """To a worker, on its session: mark pushes from now on. ``steps``: of the cut, by BSP parameters."""
 
     attempt: int
+    steps: Numbers = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +306,8 @@ SnapshotCommand = Prepare | Mark | Cut | End
 
 @dataclass(frozen=True)
 class WriteCommit:
-    """Make the manifest durable, then the commit record ``sequence``, which must not exist. The time of the manifest
-    is the writer's. ``seconds``: what the attempt took until now."""
+    """Make the manifest durable, then the commit record ``sequence``, which must not exist. The manifest's time and
+    version are the writer's. ``seconds``: what the attempt took until now."""
 
     attempt: int
     sequence: int

@@ -2,8 +2,8 @@
 
 A task of its own, so that a slow storage holds up nothing else; what became of each effect goes back to the machine as
 an event. The order of a commit: every shard's file is durable (the machine has waited for that), then the manifest,
-then,
-created exclusively, the commit record. Nothing is overwritten or renamed, and what is deleted loses its record first.
+then, created exclusively, the commit record. Nothing is overwritten or renamed, and what is deleted loses its record
+first.
 
 An answer of the storage may be lost, so an error is not taken for "it was not done": where a record of our own number
 is there it is read, and if it is one of ours the snapshot exists; if it is not, another scheduler has taken over (C8)
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from psdist import __version__
 from psdist.errors import ConfigurationError, PsdistError, SnapshotCorruptError, StorageError, UnknownSnapshotError
 from psdist.snapshots import format as layout
 from psdist.snapshots import reader
@@ -148,7 +149,7 @@ class SnapshotIo:
 
     async def _commit(self, effect: WriteCommit) -> StorageEvent:
         started = time.monotonic()
-        manifest = replace(effect.manifest, time=time.time())
+        manifest = replace(effect.manifest, time=time.time(), psdist_version=__version__)
         data = manifest.to_bytes()
         try:
             await self._create(layout.manifest_path(manifest.directory), data)

@@ -1,8 +1,9 @@
 """The run's snapshots: when one is due, the attempt under way, and who waits for it. Pure.
 
 One attempt at a time (``attempt``). It is refused where the cut cannot be had any more, and the next one asks for a
-later cut, at once; so it is where primaries change or, with marked pushes, members. Where a server or the storage fails,
-it has failed: that is told, and the next comes at the next interval or request. Training never depends on any of it.
+later cut, at once; so it is where primaries change or, with marked pushes, members. Where a server or the storage
+fails, it has failed: that is told, and the next comes at the next interval or request. Training never depends on any of
+it.
 
 A snapshot every so many steps is armed long before its step is reached, and gives way to whoever wants one now. Where a
 worker waits in its request it makes no push, so that only a cut that is reached without one can be had.
@@ -16,19 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
-from psdist import __version__
-from psdist.consistency import BSP
 from psdist.errors import NoStorageError, PsdistError, SnapshotFailedError
-from psdist.snapshots.format import Commit, Manifest, directory_name
-from psdist_scheduler import retention
+from psdist.snapshots.format import Commit, directory_name
+from psdist_scheduler import retention, savers
 from psdist_scheduler.attempt import Attempt, common_steps, is_stepped
 from psdist_scheduler.datasets import Datasets
-from psdist_scheduler.events import Answer, Caller, Effect, Note, Refuse
+from psdist_scheduler.events import Answer, Caller, Effect, Note
 from psdist_scheduler.membership import Membership
+from psdist_scheduler.parameters import Parameters
 from psdist_scheduler.records import ClusterSettings, Member
-from psdist_scheduler.registry import Parameters, Registry
+from psdist_scheduler.registry import Registry
+from psdist_scheduler.savers import Saver, Savers
 from psdist_scheduler.snapshot_events import (
     CommitFailed,
     Committed,
@@ -45,7 +46,6 @@ from psdist_scheduler.snapshot_events import (
     RemoveDirectory,
     Save,
     Saved,
-    Saving,
     SnapshotEvent,
     WriteCommit,
     Written,
@@ -57,29 +57,12 @@ _DISTANCE_MAX: Final = 1024
 #: Cuts that may be refused, one upon the other.
 _REFUSALS_MAX: Final = 64
 #: Attempts that may be begun anew, one upon the other, because the cluster changed.
-_RETRIES_MAX: Final = 16
+_RETRIES_MAX: Final = 64
 #: An attempt of which nothing is heard for so long, in seconds, is given up: the storage stands still.
 _SILENCE_SECONDS: Final = 120.0
 #: A storage that could not be read is read again after so long.
 _READ_AGAIN_SECONDS: Final = 5.0
-#: Who waits is told again after so long, so that a wait can be told from a dead connection.
-_REPEAT_SECONDS: Final = 2.0
 _REASON_CHARACTERS: Final = 200
-
-
-@dataclass(slots=True)
-class _Saver:
-    """A call that waits for a snapshot."""
-
-    call: int
-    worker: Member | None
-    next: dict[str, int]
-    reason: str
-    since: float
-    #: The attempt that will answer it; 0 for the next one.
-    attempt: int = 0
-    told: Saving | None = None
-    told_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -126,7 +109,7 @@ class Snapshots:
         self.replaced = ""
         #: Directories of snapshots that could not be loaded.
         self.bad: tuple[str, ...] = ()
-        self._savers: dict[int, _Saver] = {}
+        self._savers = Savers()
         self._campaign = _Campaign()
         self._number = 0
         self._last = now
@@ -159,13 +142,13 @@ class Snapshots:
 
     def validate(self) -> None:
         """Asserts the invariants of the module's text."""
-        assert all(saver.worker is None or self._is_live(saver.worker) for saver in self._savers.values())
+        assert all(saver.worker is None or self._is_live(saver.worker) for saver in self._savers)
         numbers = [commit.sequence for commit in self.commits]
         assert numbers == sorted(set(numbers), reverse=True) and max(numbers, default=0) <= self._highest
         attempt = self.attempt
         if attempt is not None:
             assert not attempt.changed(self._members) and attempt.number == self._number
-            assert all(saver.attempt in (0, attempt.number) for saver in self._savers.values())
+            assert all(saver.attempt in (0, attempt.number) for saver in self._savers)
             assert (None in attempt.servers.values()) <= (attempt.phase == "preparing")
             assert attempt.phase in ("preparing", "marking") or None not in attempt.lives.values()
             assert bool(attempt.missing) <= (attempt.phase != "committing")
@@ -183,11 +166,33 @@ class Snapshots:
         if self.replaced:
             raise SnapshotFailedError(self.replaced)
         reason = (event.reason or "on demand")[:_REASON_CHARACTERS]
-        saver = _Saver(event.call, worker, dict(event.next), reason, now)
-        self._savers[event.call] = saver
+        return self._add(Saver(event.call, worker, dict(event.next), reason), now)
+
+    def save_before_the_end(self, call: int, server: str, now: float) -> list[Effect]:
+        """A server wants to end whose values go with it: if anything was trained that no snapshot has, one is taken
+        first, and one that is under way is finished."""
+        attempt = self.attempt
+        under_way = attempt is not None and server in attempt.servers and not (attempt.ahead and not attempt.reached)
+        if not under_way and not self.is_due_at_end:
+            return []
+        return self._add(Saver(call, None, {}, "at the end", drains=True), now)
+
+    @property
+    def is_due_at_end(self) -> bool:
+        """Whether something was trained that no snapshot has, and one is wanted when the run ends."""
+        ready = self._ready()
+        able = self.enabled and self.known and self._policy.at_end and not self.replaced and not self._obstacle(ready)
+        return able and not self._registry.lost_text and self._has_trained({p.name: self._version(p) for p in ready})
+
+    def is_waiting(self, call: int) -> bool:
+        """Whether the call waits for a snapshot."""
+        return call in self._savers
+
+    def _add(self, saver: Saver, now: float) -> list[Effect]:
+        self._savers.add(saver)
         if (attempt := self.attempt) is None:
             return []
-        match self._place(saver, attempt):
+        match savers.place(saver, attempt):
             case "joins":
                 saver.attempt = attempt.number
             case "supersedes":
@@ -197,7 +202,7 @@ class Snapshots:
 
     def end(self, call: int) -> None:
         """The call does not wait any more."""
-        self._savers.pop(call, None)
+        self._savers.end(call)
 
     # --- what members say ---------------------------------------------------------------------------------------------
 
@@ -263,8 +268,8 @@ class Snapshots:
         if attempt is not None and attempt.number == event.attempt:
             effects += self._over_with(attempt, now)
             effects += attempt.end(True, "", self._members)
-            for saver in [saver for saver in self._savers.values() if saver.attempt == attempt.number]:
-                effects.append(self._answer(saver, Saved(commit)))
+            for saver in self._savers.of(attempt.number):
+                effects += self._savers.answer(saver, Saved(commit))
         return [*effects, *self._prune()]
 
     def commit_failed(self, event: CommitFailed, now: float) -> list[Effect]:
@@ -320,7 +325,10 @@ class Snapshots:
             effects += self._commit(attempt, epoch, now)
         if self.attempt is None and self.known:
             effects += self._begin_what_is_due(epoch, now)
-        return effects + self._tell(now)
+        attempt = self.attempt
+        if attempt is None:
+            return effects + self._savers.tell(self._obstacle(self._ready()), 0, 0, now)
+        return effects + self._savers.tell(attempt.waiting_for, attempt.bytes_done, attempt.bytes_total, now)
 
     # --- inner: beginning ---------------------------------------------------------------------------------------------
 
@@ -342,7 +350,7 @@ class Snapshots:
             return effects
         policy, versions = self._policy, {p.name: self._version(p) for p in ready}
         if self._savers:
-            reason = next(iter(self._savers.values())).reason
+            reason = next(iter(self._savers)).reason
             effects += self._begin(ready, self._wanted_steps(ready), reason, False, epoch, now)
         elif policy.steps:
             effects += self._begin_by_steps(ready, versions, epoch, now)
@@ -371,7 +379,7 @@ class Snapshots:
 
     def _wanted_steps(self, ready: list[Parameters]) -> dict[str, int]:
         """The cut that can be had soonest, as far as is known."""
-        waiting = [saver.next for saver in self._savers.values() if saver.worker is not None]
+        waiting = [saver.next for saver in self._savers.waiting]
         stepped = [p for p in ready if is_stepped(p)]
         steps = {p.name: max(self._version(p), *(next.get(p.name, 0) for next in waiting), 0) for p in stepped}
         if waiting or self._campaign.exact:
@@ -387,8 +395,7 @@ class Snapshots:
         step = max((steps.get(p.name, self._version(p)) for p in ready), default=0)
         directory = directory_name(step, epoch, self._number % _ATTEMPTS_PER_EPOCH, self._settings.salt)
         self.attempt = attempt = Attempt(self._number, directory, reason, ahead, tuple(ready), steps, now, now)
-        for saver in self._savers.values():
-            saver.attempt = attempt.number
+        self._savers.assign(attempt.number)
         return [effect for server in attempt.servers for effect in attempt.prepare(server, self._members)]
 
     # --- inner: the attempt -------------------------------------------------------------------------------------------
@@ -456,7 +463,7 @@ class Snapshots:
         """Whether a worker may yet say that it had used a range before the cut. Who waits in a request has told all."""
         if attempt.whole_at is None:
             attempt.whole_at = now
-        told = {saver.worker.member_id for saver in self._savers.values() if saver.worker is not None}
+        told = {saver.worker.member_id for saver in self._savers.waiting if saver.worker is not None}
         attempt.undecided = [w for w in self._datasets.undecided(attempt.numbers) if w not in told]
         return bool(attempt.undecided) and now - attempt.whole_at < self._settings.lease_seconds
 
@@ -472,24 +479,15 @@ class Snapshots:
         return floor
 
     def _commit(self, attempt: Attempt, epoch: int, now: float) -> list[Effect]:
-        settings = self._settings
+        configuration: dict[str, str | int] = {
+            "workers": len(self._members.workers),
+            "servers": len(self._members.servers),
+            "replicas": self._settings.replicas,
+            "policy": self._policy.text,
+        }
+        datasets = self._datasets.states(attempt.numbers)
         try:
-            manifest = Manifest(
-                run_id=settings.run_id,
-                directory=attempt.directory,
-                epoch=epoch,
-                time=0.0,
-                reason=attempt.reason,
-                configuration={
-                    "workers": len(self._members.workers),
-                    "servers": len(self._members.servers),
-                    "replicas": settings.replicas,
-                    "policy": self._policy.text,
-                },
-                parameters=attempt.states(),
-                datasets=self._datasets.states(attempt.numbers),
-                psdist_version=__version__,
-            )
+            manifest = attempt.manifest(self._settings.run_id, epoch, configuration, datasets)
         except PsdistError as error:
             return self._fail(str(error), now)
         attempt.phase = "committing"
@@ -506,8 +504,8 @@ class Snapshots:
         assert self.newest is not None
         effects = self._over_with(attempt, now)
         effects += attempt.end(False, "nothing was trained since the last snapshot", self._members)
-        for saver in [saver for saver in self._savers.values() if saver.attempt == attempt.number]:
-            effects.append(self._answer(saver, Saved(self.newest.commit, True)))
+        for saver in self._savers.of(attempt.number):
+            effects += self._savers.answer(saver, Saved(self.newest.commit, True))
         return effects
 
     def _over_with(self, attempt: Attempt, now: float) -> list[Effect]:
@@ -526,8 +524,7 @@ class Snapshots:
         if self._campaign.retries > _RETRIES_MAX:
             return self._fail(reason, now)
         self.attempt = None
-        for saver in self._savers.values():
-            saver.attempt = 0
+        self._savers.assign(0)
         return [*attempt.end(False, reason, self._members), *self._remove(attempt)]
 
     def _fail(self, text: str, now: float, *, remove: bool = True) -> list[Effect]:
@@ -540,9 +537,8 @@ class Snapshots:
         effects += self._remove(attempt) if remove else []
         effects.append(Note(f"the snapshot of step {attempt.step} failed: {text}; training goes on", "warning"))
         error = SnapshotFailedError(f"the snapshot failed, and training goes on: {text}")
-        for saver in [saver for saver in self._savers.values() if saver.attempt == attempt.number]:
-            del self._savers[saver.call]
-            effects.append(Refuse(saver.call, error))
+        for saver in self._savers.of(attempt.number):
+            effects += self._savers.refuse(saver, error)
         return effects
 
     def _remove(self, attempt: Attempt) -> list[Effect]:
@@ -568,56 +564,21 @@ class Snapshots:
 
     # --- inner: those who wait ----------------------------------------------------------------------------------------
 
-    def _place(self, saver: _Saver, attempt: Attempt) -> Literal["joins", "waits", "supersedes"]:
-        """What an attempt under way is to somebody who wants a snapshot now. It serves if its cut is reached, or needs
-        no push of those who wait, and has all that they know of."""
-        early = attempt.phase in ("preparing", "marking")
-        if saver.worker is None:
-            if attempt.ahead and not attempt.reached:
-                return "supersedes"
-            return "joins" if early else "waits"
-        life = (saver.worker.member_id, saver.worker.incarnation)
-        for p in attempt.parameters:
-            wanted = saver.next.get(p.name)
-            if wanted is None:
-                continue
-            step = attempt.steps.get(p.name)
-            if step is None:
-                marked = attempt.lives.get(life)
-                if not early and (marked is None or marked.get(p.name, 0) < wanted):
-                    return "waits"
-            elif wanted < step and p.version < step:
-                return "supersedes"
-            elif wanted > step:
-                return "supersedes" if early else "waits"
-        return "joins"
-
     def _answer_what_is_there(self, ready: list[Parameters]) -> list[Effect]:
         """Answers those whom the newest snapshot serves, and those whom none can."""
         effects: list[Effect] = []
-        for saver in list(self._savers.values()):
-            if self.newest is not None and self._serves(self.newest, saver, ready):
-                effects.append(self._answer(saver, Saved(self.newest.commit, True)))
+        for saver in self._savers:
+            newest = self.newest
+            if newest is not None and (self._is_back(ready) or savers.serves(newest, saver, ready)):
+                effects += self._savers.answer(saver, Saved(newest.commit, True))
             elif (error := self._hopeless(ready)) is not None:
-                del self._savers[saver.call]
-                effects.append(Refuse(saver.call, error))
+                effects += self._savers.refuse(saver, error)
         return effects
 
-    def _serves(self, found: Found, saver: _Saver, ready: list[Parameters]) -> bool:
-        if not ready:
-            # The run went back to it, and nothing was trained since.
-            return self._registry.resume.base.restore is not None and not any(p.record for p in self._registry.all)
-        if saver.worker is None or {p.name for p in ready} != set(found.commit.steps):
-            return False
-        life = (saver.worker.member_id, saver.worker.incarnation)
-        for name, wanted in saver.next.items():
-            state = found.manifest.state(name)
-            if state is None:
-                return False
-            numbers = {(worker, incarnation): number for worker, incarnation, number in state.next}
-            if wanted > (state.step if isinstance(state.spec.consistency, BSP) else numbers.get(life, -1)):
-                return False
-        return bool(saver.next)
+    def _is_back(self, ready: list[Parameters]) -> bool:
+        """Whether the run went back to the newest snapshot, and nothing is there yet that could be trained."""
+        gathering = not any(p.record for p in self._registry.all)
+        return not ready and gathering and self._registry.resume.base.restore is not None
 
     def _hopeless(self, ready: list[Parameters]) -> SnapshotFailedError | None:
         if self.replaced:
@@ -627,24 +588,6 @@ class Snapshots:
         if not ready and not any(p.state == "loading" for p in self._registry.all):
             return SnapshotFailedError("there are no parameters to save yet: create them first")
         return None
-
-    def _answer(self, saver: _Saver, value: Saved) -> Answer:
-        del self._savers[saver.call]
-        return Answer(saver.call, value)
-
-    def _tell(self, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        attempt = self.attempt
-        for saver in self._savers.values():
-            if attempt is not None:
-                text, done, total = attempt.waiting_for, attempt.bytes_done, attempt.bytes_total
-            else:
-                text, done, total = self._obstacle(self._ready()), 0, 0
-            news = Saving(text, done, total)
-            if news != saver.told or now - saver.told_at >= _REPEAT_SECONDS:
-                saver.told, saver.told_at = news, now
-                effects.append(Answer(saver.call, news))
-        return effects
 
     def _is_live(self, worker: Member) -> bool:
         return self._members.is_live(worker.member_id, worker.incarnation)
