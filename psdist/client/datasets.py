@@ -4,8 +4,8 @@
     for indices in data:
         values = weights.push_pull(gradients(values, images[indices]))
 
-Asking for the next range says that the samples of the one before are in the weights, unless a push was dropped since
-it was given: then it is given back. What a worker holds that dies is given to another; ``repeated`` counts such ranges,
+Asking for the next range says that the samples of the one before are in the weights, unless a push was dropped since it
+was given: then it is given back. What a worker holds that dies is given to another; ``repeated`` counts such ranges,
 whose samples may have been used twice, ``failed`` those that were given up because their workers died too often.
 Nothing else is used twice or left out, with one condition: somebody must still ask. A range whose worker dies after all
 others have ended their loops waits for a worker that comes back, the one that a launcher starts again for instance;
