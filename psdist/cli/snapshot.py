@@ -211,15 +211,16 @@ async def _verify(given: Namespace) -> int:
     from psdist.cli import snapshot_table
 
     storage = _open(given)
-    results = [await _verify_one(storage, one) for one in await _records(storage, given)]
+    results = [result for one in await _records(storage, given) if (result := await _verify_one(storage, one))]
     report = {"storage": storage.url, "ok": all(one["ok"] for one in results), "snapshots": results}
     _print(given.format, report, snapshot_table.show_verified)
     return OK if report["ok"] else FAILURE
 
 
-async def _verify_one(storage: Storage, one: Any) -> dict[str, Any]:
+async def _verify_one(storage: Storage, one: Any) -> dict[str, Any] | None:
+    """What is found; None where the run deleted it meanwhile."""
     from psdist.cli import snapshot_table
-    from psdist.errors import PsdistError
+    from psdist.errors import PsdistError, SnapshotCorruptError
     from psdist.snapshots import reader
 
     values = snapshot_table.record(one)
@@ -229,6 +230,10 @@ async def _verify_one(storage: Storage, one: Any) -> dict[str, Any]:
     try:
         with progress_bar(f"verifying {one.directory}") as bar:
             await reader.verify(storage, await reader.load_manifest(storage, one), bar)
+    except SnapshotCorruptError as problem:
+        if not await reader.is_committed(storage, one):
+            return None
+        error = problem.message
     except PsdistError as problem:
         error = problem.message
     return {"name": one.directory, "ok": not error, "error": error, "bytes": one.bytes}

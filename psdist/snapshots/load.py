@@ -143,7 +143,8 @@ async def _load(storage: Storage, step: int | None, parameters: str | None) -> _
         try:
             arrays = await _read(storage, found, states)
         except SnapshotCorruptError as error:
-            corrupt.append(error.message)
+            if await reader.is_committed(storage, found.commit):
+                corrupt.append(error.message)
             continue
         return Found(found.commit, found.manifest, (*found.skipped, *corrupt)), states, arrays
     if corrupt:

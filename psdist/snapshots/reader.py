@@ -91,6 +91,15 @@ async def _read_commit(storage: Storage, path: str) -> Commit | Unreadable | Non
         return Unreadable(path, error)
 
 
+async def is_committed(storage: Storage, commit: Commit) -> bool:
+    """Whether the record is still there: what is missing of a snapshot that was deleted meanwhile is no damage."""
+    try:
+        await storage.read(commit.path, 0, 1)
+    except UnknownSnapshotError:
+        return False
+    return True
+
+
 async def load_manifest(storage: Storage, commit: Commit) -> Manifest:
     """The manifest that ``commit`` names. Raises SnapshotCorruptError where it is not what was committed."""
     path = layouts.manifest_path(commit.directory)
@@ -141,7 +150,8 @@ async def usable(
             manifest = await load_manifest(storage, record)
             await check_files(storage, manifest)
         except SnapshotCorruptError as error:
-            skipped.append(error.message)
+            if isinstance(record, Unreadable) or await is_committed(storage, record):
+                skipped.append(error.message)
             continue
         found = True
         yield Found(record, manifest, tuple(skipped))

@@ -173,6 +173,22 @@ async def test_a_record_that_is_deleted_while_they_are_listed_is_gone() -> None:
     assert await reader.commits(storage) == [old]
 
 
+async def test_a_snapshot_that_is_deleted_while_it_is_read_is_not_called_corrupt() -> None:
+    storage, old, new = await two_snapshots()
+    path = layouts.manifest_path(new.directory)
+
+    class Pruning(DictStorage):
+        async def read(self, wanted: str, start: int = 0, length: int | None = None) -> bytes:
+            if wanted == path:
+                await self.delete([new.path, path])
+            return await super().read(wanted, start, length)
+
+    pruning = Pruning()
+    pruning.files = storage.files
+    found = await reader.newest(pruning)
+    assert found is not None and (found.commit, found.skipped) == (old, ())
+
+
 async def test_a_record_under_another_number_or_of_another_snapshot_is_refused() -> None:
     storage, old, new = await two_snapshots()
     storage.files[layouts.commit_path(5)] = storage.files[new.path]
