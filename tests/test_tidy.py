@@ -32,6 +32,7 @@ PURE = frozenset(
         "psdist_scheduler.scaling",
         *("psdist_scheduler.membership", "psdist_scheduler.placement", "psdist_scheduler.records"),
         *("psdist_scheduler.registry", "psdist_scheduler.rendezvous", "psdist_scheduler.snapshots"),
+        "psdist_scheduler.worker_states",
         *("psdist_scheduler.attempt", "psdist_scheduler.data_cut", "psdist_scheduler.going_back"),
         *("psdist_scheduler.parameters", "psdist_scheduler.resume", "psdist_scheduler.retention"),
         *("psdist_scheduler.savers", "psdist_scheduler.snapshot_events"),

@@ -19,7 +19,18 @@ from psdist_scheduler.events import Answer, Effect
 from psdist_scheduler.membership import Membership
 from psdist_scheduler.parameters import Parameters
 from psdist_scheduler.rendezvous import name_some
-from psdist_scheduler.snapshot_events import Cut, End, Mark, Prepare, Producers, Progress, SnapshotCommand, Written
+from psdist_scheduler.snapshot_events import (
+    Cut,
+    End,
+    Mark,
+    Marked,
+    Prepare,
+    Producers,
+    Progress,
+    SnapshotCommand,
+    Written,
+)
+from psdist_scheduler.worker_states import HandIns
 
 Phase = Literal["preparing", "marking", "cutting", "committing"]
 #: One life of a worker.
@@ -56,8 +67,11 @@ class Attempt:
     undecided: list[str] = field(default_factory=list)
     written: dict[tuple[str, int], Written] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
+    #: What workers hand in of their own.
+    kept: HandIns = field(default_factory=HandIns)
 
     def __post_init__(self) -> None:
+        self.kept.numbers = {p.name: number for number, p in enumerate(self.parameters)}
         for p in self.parameters:
             self.routes[p.name] = _route(p)
             self.servers |= dict.fromkeys(p.entry.primaries)
@@ -114,7 +128,21 @@ class Attempt:
     @property
     def is_whole(self) -> bool:
         """Whether all files are written, and nothing more was done about it."""
-        return self.phase == "cutting" and not self.missing
+        return self.phase == "cutting" and not self.missing and not self.kept.missing
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a server says that it waits for something."""
+        return any(progress.waiting_for for progress in self.progress.values())
+
+    def asks(self, life: _Life) -> bool:
+        """Whether a worker is asked that has not answered."""
+        return self.lives.get(life, {}) is None or not self.kept.answers.get(life, True)
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all workers that are asked have answered."""
+        return None not in self.lives.values() and not any(self.kept.asked)
 
     @property
     def waiting_for(self) -> str:
@@ -123,13 +151,16 @@ class Attempt:
             case "preparing":
                 return f"for {name_some([s for s, answer in self.servers.items() if answer is None])} to agree on a cut"
             case "marking":
-                return f"for {name_some([w for (w, _), next in self.lives.items() if next is None])} to mark its pushes"
+                workers = [worker for (worker, _), next in self.lives.items() if next is None]
+                return f"for {name_some([*dict.fromkeys((*workers, *self.kept.asked))])} to mark its pushes"
             case "committing":
                 return "for the storage to take the manifest and the commit record"
         if not self.reached and self.steps:
             return f"for {' and '.join(f'step {step} of {name!r}' for name, step in self.steps.items())}"
         if text := next((p.waiting_for for p in self.progress.values() if p.waiting_for), ""):
             return text
+        if not self.missing and self.kept.missing:
+            return self.kept.waiting_for
         if not self.missing:
             return f"for {name_some(self.undecided)} to say what data it has used"
         late = dict.fromkeys(self._writer(name, number) for name, number in self.missing)
@@ -158,6 +189,13 @@ class Attempt:
         marked = self.lives.get(life) or {}
         return {p.name: self.steps.get(p.name, marked.get(p.name, 0)) for p in self.parameters}
 
+    def take_marked(self, life: _Life, event: Marked) -> dict[str, int]:
+        """A worker has answered. Returns the steps that are needed instead, where what it keeps cannot be had at the
+        cut any more."""
+        if life in self.lives and self.lives[life] is None:
+            self.lives[life] = dict(event.next)
+        return self.kept.marked(life, event, self.steps)
+
     def take_written(self, event: Written, server: str) -> bool:
         """A file is durable. False where that is said by somebody who is not the shard's primary of this term."""
         p = next((p for p in self.parameters if p.name == event.parameters), None)
@@ -178,7 +216,13 @@ class Attempt:
 
     def mark(self, worker: str, members: Membership) -> list[Effect]:
         """Asks a worker, if it has a session."""
-        return _tell([worker], Mark(self.number), members)
+        return _tell([worker], Mark(self.number, tuple(sorted(self.steps.items()))), members)
+
+    def mark_all(self, members: Membership) -> list[Effect]:
+        """Asks all workers that are to be asked."""
+        self.phase = "marking"
+        workers = dict.fromkeys(worker for worker, _ in (*self.lives, *self.kept.answers))
+        return [effect for worker in workers for effect in self.mark(worker, members)]
 
     def cut(self, members: Membership) -> list[Effect]:
         """Tells the servers to write."""
@@ -187,7 +231,7 @@ class Attempt:
 
     def end(self, committed: bool, reason: str, members: Membership) -> list[Effect]:
         """Tells all who were asked that it is over."""
-        workers = [worker for worker, _ in self.lives]
+        workers = [worker for worker, _ in (*self.lives, *self.kept.answers)]
         return _tell([*self.servers, *workers], End(self.number, committed, reason), members)
 
     # --- the manifest -------------------------------------------------------------------------------------------------
@@ -205,8 +249,8 @@ class Attempt:
         configuration: Mapping[str, str | int],
         datasets: tuple[DatasetState, ...],
     ) -> Manifest:
-        """All of it; its time and version are for the writer. Raises InvalidArgumentError and SnapshotFailedError where what servers
-        said cannot be a snapshot."""
+        """All of it; its time and version are for the writer. Raises InvalidArgumentError and SnapshotFailedError where
+        what servers said cannot be a snapshot."""
         return Manifest(
             run_id=run_id,
             directory=self.directory,
@@ -216,6 +260,7 @@ class Attempt:
             configuration=configuration,
             parameters=self.states(),
             datasets=datasets,
+            states=self.kept.files,
         )
 
     def states(self) -> tuple[ParametersState, ...]:

@@ -75,8 +75,12 @@ from psdist_scheduler.snapshot_events import (
     CommitFailed,
     Committed,
     Failed,
+    GetState,
+    HandedIn,
+    HandIn,
     History,
     HistoryRead,
+    Keeps,
     Loaded,
     LoadFailed,
     Marked,
@@ -276,6 +280,10 @@ class Cluster:
                 return self.registry.loaded(event, self.members.sessions.get(event.call, ""), now)
             case LoadFailed():
                 return self._going_back.load_failed(event)
+            case Keeps() | HandIn() | HandedIn():
+                return self.snapshots.keepers.on(event, self.snapshots.attempt, now)
+            case GetState():
+                return self.snapshots.keepers.get(event, self.registry.resume.found)
             case Prepared() | Marked() | Written() | Failed():
                 return self.snapshots.heard(event, now)
             case Committed():

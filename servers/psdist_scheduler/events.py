@@ -15,6 +15,9 @@ from psdist.errors import PsdistError
 from psdist.types import ClusterMap, DataPosition, DatasetSpec, Layout, ParametersMember, ParametersSpec, Replica
 from psdist_scheduler.records import Base, DataLease, DatasetRecord, Member, Node, ParametersRecord, Role
 from psdist_scheduler.snapshot_events import (
+    GetState,
+    HandedIn,
+    HandIn,
     Numbers,
     Progress,
     RolledBack,
@@ -23,6 +26,8 @@ from psdist_scheduler.snapshot_events import (
     Saving,
     SnapshotCommand,
     SnapshotEvent,
+    StatePlace,
+    StateSource,
     StorageEffect,
     StorageEvent,
 )
@@ -292,6 +297,9 @@ Event = (
     | WatchScale
     | DataEvent
     | Save
+    | HandIn
+    | HandedIn
+    | GetState
     | SnapshotEvent
     | StorageEvent
     | CallEnded
@@ -465,6 +473,8 @@ Value = (
     | ScaleNews
     | Saving
     | Saved
+    | StatePlace
+    | StateSource
     | SnapshotCommand
 )
 

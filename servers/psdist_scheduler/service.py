@@ -25,13 +25,13 @@ import grpc
 import grpc.aio
 
 import psdist
-from psdist.errors import InternalError, InvalidArgumentError, PsdistError, SnapshotFailedError, WaitTimeoutError
+from psdist.errors import InternalError, InvalidArgumentError, PsdistError, WaitTimeoutError
 from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert, frames
 from psdist.wire import status as wire_status
-from psdist_scheduler import messages, report, snapshot_messages
+from psdist_scheduler import handing_in, messages, report, snapshot_messages
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events import (
     Announce,
@@ -70,7 +70,15 @@ from psdist_scheduler.events import (
 )
 from psdist_scheduler.outbox import Outbox
 from psdist_scheduler.records import ParametersRecord
-from psdist_scheduler.snapshot_events import Prune, ReadHistory, RemoveDirectory, WriteCommit
+from psdist_scheduler.snapshot_events import (
+    HandedIn,
+    Prune,
+    ReadHistory,
+    RemoveDirectory,
+    StatePlace,
+    StateSource,
+    WriteCommit,
+)
 from psdist_scheduler.snapshot_io import SnapshotIo
 from psdist_scheduler.store import Store
 
@@ -102,6 +110,7 @@ class Scheduler:
 
     def __init__(self, cluster: Cluster, store: Store, storage: Storage | None = None) -> None:
         self.cluster = cluster
+        self.storage = storage
         self._storage: SnapshotIo | None = None
         if storage is not None:
             # What reads snapshots takes a while to load.
@@ -438,12 +447,22 @@ class Service:
     @_typed
     async def HandInState(self, request: object, context: grpc.aio.ServicerContext) -> pb.HandInStateResponse:
         """A worker's own state, in parts."""
-        raise SnapshotFailedError("no snapshot is under way that wants a worker's state")
+        first = frames.parse(pb.HandInStateRequest, await _read(context))
+        header, storage = first.header, self._scheduler.storage
+        place = await self._ask(lambda call: snapshot_messages.hand_in_event(call, header))
+        assert isinstance(place, StatePlace)
+        if place.file and storage is not None:
+            state = await handing_in.write(storage, place, header, _parts(first, context))
+            self._scheduler.post(HandedIn(header.attempt, (header.worker_id, header.incarnation), state))
+        return pb.HandInStateResponse()
 
     @_typed
     async def GetState(self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext) -> None:
         """What a worker handed in, in parts."""
-        await context.write(pb.GetStateResponse())
+        source = await self._ask(lambda call: snapshot_messages.get_state_event(call, request))
+        assert isinstance(source, StateSource)
+        async for message in handing_in.read(self._scheduler.storage, source):
+            await context.write(message)
 
     @_typed
     async def GetDataPosition(
@@ -525,6 +544,18 @@ async def _first_message(context: grpc.aio.ServicerContext) -> pb.SessionRequest
         raise InvalidArgumentError("the first message of a session must be its hello")
     hello: pb.SessionRequest.Hello = request.hello
     return hello
+
+
+async def _read(context: grpc.aio.ServicerContext) -> bytes:
+    data = await context.read()
+    return b"" if data is grpc.aio.EOF else bytes(data)
+
+
+async def _parts(first: pb.HandInStateRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    """What the messages of HandInState hold."""
+    yield first.part
+    while data := await _read(context):
+        yield frames.parse(pb.HandInStateRequest, data).part
 
 
 async def _write_all(outbox: Outbox[pb.SessionResponse], context: grpc.aio.ServicerContext) -> None:

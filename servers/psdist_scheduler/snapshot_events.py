@@ -81,8 +81,8 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A worker, on its session ``call``, marks its pushes from ``next`` on. ``keeps``: parameters whose state it hands in,
-    and the lowest push before which it can."""
+    """A worker, on its session ``call``, marks its pushes from ``next`` on. ``keeps``: parameters whose state it hands
+    in, and the lowest push before which it can."""
 
     call: int
     attempt: int

@@ -17,6 +17,9 @@ from psdist_scheduler.snapshot_events import (
     Cut,
     End,
     Failed,
+    GetState,
+    HandIn,
+    Keeps,
     Loaded,
     LoadFailed,
     Mark,
@@ -54,7 +57,9 @@ def report_event(call: int, report: pb.SnapshotReport) -> SnapshotEvent:
             prepared = report.prepared
             return Prepared(call, report.attempt, prepared.accepted, _numbers(prepared.steps_next))
         case "marked":
-            return Marked(call, report.attempt, _numbers(report.marked.next))
+            return Marked(call, report.attempt, _numbers(report.marked.next), _numbers(report.marked.keeps))
+        case "keeps":
+            return Keeps(call, tuple(report.keeps.parameters[:_NAMES_MAX]))
         case "written":
             written = report.written
             file, names = _file(written), tuple(written.state_names)
@@ -72,6 +77,17 @@ def report_event(call: int, report: pb.SnapshotReport) -> SnapshotEvent:
             corrupt = code in ("snapshot_corrupt", "unknown_snapshot")
             return LoadFailed(call, failed.parameters, failed.generation, restore, text, corrupt)
     raise InvalidArgumentError("a report about a snapshot says nothing")
+
+
+def hand_in_event(call: int, header: pb.HandInStateRequest.Header) -> HandIn:
+    """A worker has what it keeps ready."""
+    who = (header.run_id, header.worker_id, header.incarnation)
+    return HandIn(call, *who, header.attempt, header.parameters, header.next, header.length)
+
+
+def get_state_event(call: int, request: pb.GetStateRequest) -> GetState:
+    """A worker wants it back."""
+    return GetState(call, request.run_id, request.worker_id, request.incarnation, request.parameters)
 
 
 def progress(message: pb.SnapshotProgress) -> Progress:
@@ -94,8 +110,8 @@ def command(value: SnapshotCommand) -> pb.SnapshotCommand:
             parameters = [commands.Prepare.Parameters(parameters=name, step=step) for name, step in steps]
             prepare = commands.Prepare(parameters=parameters, directory=directory)
             return commands(attempt=attempt, prepare=prepare)
-        case Mark(attempt):
-            return commands(attempt=attempt, mark=commands.Mark())
+        case Mark(attempt, steps):
+            return commands(attempt=attempt, mark=commands.Mark(steps=dict(steps)))
         case Cut(attempt, next_pushes):
             cut = commands.Cut()
             for name, producers in next_pushes:

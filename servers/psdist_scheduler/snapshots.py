@@ -50,6 +50,7 @@ from psdist_scheduler.snapshot_events import (
     WriteCommit,
     Written,
 )
+from psdist_scheduler.worker_states import Keepers
 
 #: Attempts of one epoch; their numbers begin with it.
 _ATTEMPTS_PER_EPOCH: Final = 1 << 20
@@ -110,6 +111,7 @@ class Snapshots:
         #: Directories of snapshots that could not be loaded.
         self.bad: tuple[str, ...] = ()
         self._savers = Savers()
+        self.keepers = Keepers(members)
         self._campaign = _Campaign()
         self._number = 0
         self._last = now
@@ -219,10 +221,10 @@ class Snapshots:
             case Prepared():
                 return self._prepared(attempt, event, sender, now)
             case Marked():
-                return self._marked(attempt, event, sender)
+                return self._marked(attempt, event, sender, now)
             case Written() if attempt.phase == "cutting":
                 attempt.take_written(event, sender)
-            case Failed() if sender in attempt.servers:
+            case Failed() if sender in attempt.servers or sender in attempt.kept.workers:
                 return self._fail(f"{sender}: {event.text}", now)
         return []
 
@@ -241,7 +243,7 @@ class Snapshots:
             life = (member.member_id, member.incarnation)
             if attempt.phase == "preparing" and attempt.servers.get(member.member_id, False) is None:
                 return attempt.prepare(member.member_id, self._members)
-            if attempt.phase == "marking" and attempt.lives.get(life, {}) is None:
+            if attempt.phase == "marking" and attempt.asks(life):
                 return attempt.mark(member.member_id, self._members)
             if attempt.phase != "committing" and (member.member_id in attempt.servers or life in attempt.lives):
                 return self._stop(f"the session of {member} broke", now)
@@ -395,6 +397,7 @@ class Snapshots:
         step = max((steps.get(p.name, self._version(p)) for p in ready), default=0)
         directory = directory_name(step, epoch, self._number % _ATTEMPTS_PER_EPOCH, self._settings.salt)
         self.attempt = attempt = Attempt(self._number, directory, reason, ahead, tuple(ready), steps, now, now)
+        attempt.kept.answers = dict.fromkeys(self.keepers.of(ready), False)
         self._savers.assign(attempt.number)
         return [effect for server in attempt.servers for effect in attempt.prepare(server, self._members)]
 
@@ -418,20 +421,17 @@ class Snapshots:
             return self._stop("a slice has passed the cut", now, retry=False)
         if self._is_unchanged(attempt):
             return self._unchanged(attempt, now)
-        if attempt.lives:
-            attempt.phase = "marking"
-            return [effect for worker, _ in attempt.lives for effect in attempt.mark(worker, self._members)]
-        return self._cut(attempt)
+        return self._cut(attempt) if attempt.is_agreed else attempt.mark_all(self._members)
 
-    def _marked(self, attempt: Attempt, event: Marked, worker: str) -> list[Effect]:
+    def _marked(self, attempt: Attempt, event: Marked, worker: str, now: float) -> list[Effect]:
         member = self._members.get(worker)
         if member is None or attempt.phase != "marking":
             return []
-        life = (worker, member.incarnation)
-        if attempt.lives.get(life, {}) is not None:
-            return []
-        attempt.lives[life] = dict(event.next)
-        return [] if None in attempt.lives.values() else self._cut(attempt)
+        if later := attempt.take_marked((worker, member.incarnation), event):
+            self._campaign.known |= later
+            self._campaign.refused += 1
+            return self._stop(f"{worker} has gone on from the cut", now)
+        return self._cut(attempt) if attempt.is_agreed else []
 
     def _cut(self, attempt: Attempt) -> list[Effect]:
         attempt.phase = "cutting"
@@ -443,6 +443,9 @@ class Snapshots:
             return self._stop(text, now)
         if attempt.phase == "committing":
             return []
+        attempt.kept.forget(self._members.is_live)
+        if attempt.phase == "marking" and attempt.is_agreed:
+            return self._cut(attempt)
         still = now - attempt.moved
         if attempt.ahead and not attempt.reached:
             names = {p.name for p in self._ready()}
@@ -451,7 +454,7 @@ class Snapshots:
             return self._fail(f"nothing was heard for {still:.0f} s, waiting {attempt.waiting_for}", now)
         if still <= self._settings.lease_seconds or attempt.phase == "preparing":
             return []
-        if attempt.lives and (attempt.phase == "marking" or not attempt.reached or _is_held(attempt)):
+        if attempt.phase == "marking" or (attempt.lives and (not attempt.reached or attempt.is_held)):
             # Pushes wait for it.
             return self._stop(f"waited too long {attempt.waiting_for}", now)
         if attempt.phase == "cutting" and not attempt.reached and not self._campaign.exact:
@@ -591,8 +594,3 @@ class Snapshots:
 
     def _is_live(self, worker: Member) -> bool:
         return self._members.is_live(worker.member_id, worker.incarnation)
-
-
-def _is_held(attempt: Attempt) -> bool:
-    """Whether a server says that it waits for something."""
-    return any(progress.waiting_for for progress in attempt.progress.values())

@@ -1,0 +1,168 @@
+"""The scheduler's machine where workers keep something that snapshots have: asked, waited for, found again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from psdist.consistency import ASP, Consistency
+from psdist.errors import FencedError, PsdistError, SnapshotFailedError
+from psdist.snapshots.format import WorkerState
+from psdist_scheduler import events as ev
+from psdist_scheduler import snapshot_events as sn
+from psdist_scheduler.records import Member
+from tests.unit.snapshot_driver import DIGEST, SnapshotDriver, history_of
+
+
+class KeeperDriver(SnapshotDriver):
+    """Workers keep a state of "mlp", which can be had before the push ``lowest``, and hand it in while ``handing``."""
+
+    def __init__(self, workers: int = 1, consistency: Consistency | None = None, **settings: Any) -> None:
+        self.lowest, self.handing = 0, True
+        self.places: list[sn.StatePlace] = []
+        super().__init__(**settings)
+        self.workers = self.begin(workers=workers, consistency=consistency)
+        for worker in self.workers:
+            self.on(sn.Keeps(self.cluster.members.session_of(worker.member_id), ("mlp", "another")))
+
+    def _obey(self, session: int, command: Any) -> bool:
+        if not isinstance(command, sn.Mark):
+            return super()._obey(session, command)
+        pushes = (("mlp", self.versions.get("mlp", 0)),)
+        keeps = (("mlp", self.lowest),) if command.steps else pushes
+        self.on(sn.Marked(session, command.attempt, pushes, keeps))
+        before = dict(command.steps or pushes)["mlp"]
+        if self.handing and self.lowest <= before:
+            worker = self.cluster.members.get(self.cluster.members.sessions[session])
+            assert worker is not None
+            self.hand_in(worker, command.attempt, before)
+        return True
+
+    def hand_in(self, worker: Member, attempt: int, before: int, name: str = "mlp") -> None:
+        """Asks where a file goes, and writes it. Raises how that was refused."""
+        call = self.number()
+        self.on(sn.HandIn(call, "", worker.member_id, worker.incarnation, attempt, name, before, 100))
+        if call in self.errors:
+            raise self.errors[call]
+        place = self.told[call][-1]
+        self.places.append(place)
+        state = WorkerState(name, place.rank, before, place.file or "again", 100, DIGEST)
+        self.on(sn.HandedIn(attempt, (worker.member_id, worker.incarnation), state))
+
+    @property
+    def states(self) -> tuple[WorkerState, ...]:
+        """What the newest snapshot has of workers."""
+        newest = self.cluster.snapshots.newest
+        assert newest is not None
+        return newest.manifest.states
+
+    @property
+    def attempt(self) -> int:
+        """The one under way."""
+        assert self.cluster.snapshots.attempt is not None
+        return self.cluster.snapshots.attempt.number
+
+
+@pytest.mark.parametrize("consistency", [None, ASP()])
+def test_what_workers_keep_is_in_the_snapshot(consistency: Consistency | None) -> None:
+    driver = KeeperDriver(2, consistency)
+    driver.train(5)
+    commit = driver.saved(driver.save())
+    assert [(state.parameters, state.rank, state.next) for state in driver.states] == [("mlp", 0, 5), ("mlp", 1, 5)]
+    assert [place.file for place in driver.places] == [state.file for state in driver.states]
+    assert driver.places[0].directory == commit.directory and commit.bytes > 200
+
+
+def test_it_is_waited_for() -> None:
+    driver = KeeperDriver()
+    driver.handing = False
+    driver.train(5)
+    call = driver.save()
+    attempt, worker = driver.attempt, driver.workers[0]
+    driver.tick(1.0)
+    assert not driver.steps and driver.told[call][-1].text == "for worker-0 to hand in what it keeps"
+    with pytest.raises(SnapshotFailedError, match=r"'mlp' before push 4 is not what the snapshot wants"):
+        driver.hand_in(worker, attempt, 4)
+    with pytest.raises(SnapshotFailedError, match="'another' before push 5 is not"):
+        driver.hand_in(worker, attempt, 5, "another")
+    with pytest.raises(FencedError):
+        driver.hand_in(replace(worker, incarnation=worker.incarnation - 1), attempt, 5)
+    driver.hand_in(worker, attempt, 5)
+    driver.tick()
+    driver.go_on()
+    assert driver.saved(call).steps == {"mlp": 5}
+    with pytest.raises(SnapshotFailedError, match="no snapshot is under way"):
+        driver.hand_in(worker, attempt, 5)
+
+
+def test_a_file_that_is_there_is_not_written_again() -> None:
+    driver = KeeperDriver()
+    driver.writing = False
+    driver.train(5)
+    driver.save()
+    driver.hand_in(driver.workers[0], driver.attempt, 5)
+    assert [place.file for place in driver.places] == ["parameters-0000-worker-00000.safetensors", ""]
+    driver.writing = True
+    driver.go_on()
+    driver.tick()
+    driver.go_on()
+    assert [state.file for state in driver.states] == ["parameters-0000-worker-00000.safetensors"]
+
+
+def test_a_worker_that_has_gone_on_gets_a_later_cut() -> None:
+    driver = KeeperDriver()
+    driver.train(5)
+    driver.lowest = 7
+    call = driver.save()
+    assert not driver.steps
+    driver.train(7)
+    driver.tick()
+    driver.go_on()
+    assert driver.saved(call).steps == {"mlp": 7} and driver.states[0].next == 7
+
+
+@pytest.mark.parametrize("answering", [False, True])
+def test_a_worker_that_is_lost_is_not_waited_for(answering: bool) -> None:
+    driver = KeeperDriver(2)
+    driver.handing = False
+    driver.train(5)
+    driver.answering = answering
+    call = driver.save()
+    driver.answering = True
+    driver.on(ev.SessionClosed(driver.cluster.members.session_of("worker-1"), "its session broke"))
+    driver.go_on()
+    driver.hand_in(driver.workers[0], driver.attempt, 5)
+    driver.tick()
+    driver.go_on()
+    assert driver.saved(call).steps == {"mlp": 5} and [state.rank for state in driver.states] == [0]
+
+
+def test_a_state_that_cannot_be_had_fails_the_snapshot() -> None:
+    driver = KeeperDriver()
+    driver.handing = False
+    driver.train(5)
+    call = driver.save()
+    session = driver.cluster.members.session_of("worker-0")
+    driver.on(sn.Failed(session, driver.attempt, "the state of 'mlp' cannot be had"))
+    assert isinstance(driver.errors[call], SnapshotFailedError) and "cannot be had" in driver.errors[call].message
+    assert not driver.steps
+
+
+def test_a_resumed_run_gives_it_back_by_rank() -> None:
+    before = KeeperDriver(2)
+    before.train(5)
+    before.save()
+    driver = SnapshotDriver(history=history_of(before))
+    for worker in driver.begin(workers=2):
+        call = driver.number()
+        driver.on(sn.GetState(call, "", worker.member_id, worker.incarnation, "mlp"))
+        source = driver.told[call][-1]
+        assert source.state.rank == worker.rank and source.manifest.states == before.states
+    call = driver.number()
+    driver.on(sn.GetState(call, "", worker.member_id, worker.incarnation, "other"))
+    assert driver.told[call][-1].state is None
+    call = driver.number()
+    driver.on(sn.GetState(call, "", worker.member_id, worker.incarnation + 1, "mlp"))
+    assert isinstance(driver.errors[call], PsdistError)
