@@ -46,8 +46,8 @@ def told(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
     steps = sorted(set(saved.steps.values()))
     where = f"step {steps[0]}" if len(steps) == 1 else "steps " + ", ".join(map(str, steps))
     if answer.unchanged:
-        return f"nothing was trained since snapshot {saved.directory} of {where}"
-    return f"snapshot {saved.directory} of {where}: {size(saved.bytes)} in {saved.seconds:.1f} s"
+        return f"nothing was trained since {where} was saved as {saved.directory}"
+    return f"{where} saved as {saved.directory}: {size(saved.bytes)} in {saved.seconds:.1f} s"
 
 
 def standing(answer: scheduler_pb2.SaveSnapshotResponse) -> str:

@@ -10,7 +10,7 @@ process has its turn, where there is a storage: the ``snapshot``, which saves wh
 * The scheduler is started again, and so is a server where others have a copy of what it held, or a snapshot
   (``durable``). Whoever ends by its own doing ``QUICK_DEATHS_MAX`` times in a row, each time soon after its start, is
   the cause. Where there is no copy, a server that ends badly is the cause; one that ends well has handed over what it
-  held. A scheduler that refuses its settings, which are the user's, is the cause at once.
+  held. A scheduler that refuses its settings, or cannot begin with them, is the cause at once.
 * Servers are started, and those that were drained are stopped, as the scheduler wishes (``Scaled``). The number of a
   server that was stopped is not given again.
 * When all workers ended well, the servers and then the scheduler are stopped, and the run ends well.
@@ -36,6 +36,7 @@ INFRASTRUCTURE_STATUS: Final = 70
 QUICK_DEATHS_MAX: Final = 5
 QUICK_SECONDS: Final = 10.0
 USAGE_STATUS: Final = 2
+UNAVAILABLE_STATUS: Final = 69
 _SIGNAL_BASE: Final = 128
 _SNAPSHOT: Final = "snapshot"
 _ORDER: Final = ("worker", _SNAPSHOT, "server", "scheduler")
@@ -238,8 +239,8 @@ class Supervisor:
         if key.role == "server" and not self.durable and event.returncode != 0:
             lost = f"{how}; the only copy of what it held is lost: start the run again (--replicas 2 survives this)"
             return self._give_up(Finish(INFRASTRUCTURE_STATUS, lost, key), now)
-        if key.role == "scheduler" and event.returncode == USAGE_STATUS:
-            return self._give_up(Finish(USAGE_STATUS, "the scheduler refuses to begin", key), now)
+        if key.role == "scheduler" and _cannot_begin(event.returncode, process.attempt):
+            return self._give_up(Finish(event.returncode, "the scheduler cannot begin", key), now)
         quick = event.returncode not in _FROM_OUTSIDE and now - process.started < QUICK_SECONDS
         deaths = process.quick_deaths + 1 if quick else 0
         if deaths == QUICK_DEATHS_MAX:
@@ -366,6 +367,12 @@ class Supervisor:
         late = [key for key, deadline in self._retired.items() if now >= deadline]
         self._retired |= dict.fromkeys(late, math.inf)
         return [Kill(key, signal.SIGKILL) for key in late]
+
+
+def _cannot_begin(returncode: int, attempt: int) -> bool:
+    """Whether a scheduler would end in the same way each time. One that is started again may find its port taken, or
+    its storage away, for a while."""
+    return returncode == USAGE_STATUS or (returncode == UNAVAILABLE_STATUS and attempt == 0)
 
 
 def _enumerate(keys: Iterable[ProcessKey]) -> str:

@@ -51,7 +51,7 @@ def main(settings: SchedulerSettings) -> int:
         logs.configure("scheduler", run_id=run_id, log_format=settings.log_format, level=settings.log_level)
         status: int = uvloop.run(_serve(settings, store, run_id))
         return status
-    except ConfigurationError as error:
+    except (ConfigurationError, StorageError) as error:
         print(f"psdist-scheduler: {error}", file=sys.stderr)
         return exit_codes.UNAVAILABLE
     except PsdistError as error:
@@ -61,7 +61,11 @@ def main(settings: SchedulerSettings) -> int:
 
 async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
     stored = store.load()
-    storage, history = await _open_storage(settings, run_id, stored)
+    try:
+        storage, history = await _open_storage(settings, run_id, stored)
+    except ConfigurationError as error:
+        print(f"psdist-scheduler: {error}", file=sys.stderr)
+        return exit_codes.USAGE  # the storage is not for this run, and it will not be at the next start either
     cluster_settings = _cluster_settings(settings, run_id, storage.url if storage is not None else "")
     now = asyncio.get_running_loop().time()
     scheduler = Scheduler(Cluster(cluster_settings, stored, now, history), store, storage)

@@ -110,11 +110,15 @@ def test_a_second_signal_leaves_the_snapshot_out() -> None:
     assert finish(machine, {W0, W1, S0, S1, SCHEDULER}).status == 130
 
 
-def test_a_scheduler_that_refuses_its_settings_is_not_started_again() -> None:
+def test_a_scheduler_that_cannot_begin_is_not_started_again() -> None:
+    for status in (2, 69):
+        machine = supervisor(durable=True)
+        assert machine.on(Exited(SCHEDULER, status), 1.0) == [Kill(W0, signal.SIGTERM), Kill(W1, signal.SIGTERM)]
+        end = finish(machine, {W0, W1, S0, S1})
+        assert (end.status, end.culprit) == (status, SCHEDULER)
     machine = supervisor(durable=True)
-    assert machine.on(Exited(SCHEDULER, 2), 1.0) == [Kill(W0, signal.SIGTERM), Kill(W1, signal.SIGTERM)]
-    end = finish(machine, {W0, W1, S0, S1})
-    assert (end.status, end.culprit) == (2, SCHEDULER)
+    machine.on(Exited(SCHEDULER, -9), 1.0)
+    assert machine.on(Exited(SCHEDULER, 69), 2.0)[1] == Start(SCHEDULER, 2)
 
 
 def test_a_failed_worker_is_started_again_with_its_rank() -> None:
