@@ -15,7 +15,7 @@ import secrets
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 import uvloop
@@ -94,7 +94,7 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     if settings.lifeline_fd is not None:
         loop.add_reader(settings.lifeline_fd, _watch_lifeline, settings.lifeline_fd, ended)
     waiting = asyncio.create_task(ended.wait())
-    working = [asyncio.create_task(scheduler.run()), asyncio.create_task(scheduler.tick())]
+    working: list[asyncio.Task[Any]] = [asyncio.create_task(scheduler.run()), asyncio.create_task(scheduler.tick())]
     if settings.address_file is not None:
         _write_address(settings.address_file, address)
     log.info("run %s: listening at %s", scheduler.cluster.settings.run_id, address)

@@ -1,0 +1,605 @@
+"""The scheduler's machine and snapshots: when one is taken, by which cut, for whom, and what follows a failure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from psdist import errors
+from psdist.consistency import ASP, SSP, Consistency
+from psdist.snapshots.policy import SavePolicy
+from psdist.types import Layout, TensorSpec
+from psdist_scheduler import events as ev
+from psdist_scheduler import snapshot_events as sn
+from psdist_scheduler.attempt import Attempt
+from psdist_scheduler.records import Member
+from tests.unit.scheduler_driver import Driver, caller
+from tests.unit.snapshot_driver import SnapshotDriver, commit_of, history_of, written
+
+OTHER = Layout((TensorSpec("v", (64,)),))
+
+
+class Ready(SnapshotDriver):
+    """With members."""
+
+    members: list[Member]
+
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt under way."""
+        assert self.cluster.snapshots.attempt is not None
+        return self.cluster.snapshots.attempt
+
+
+def ready(workers: int = 1, servers: int = 2, consistency: Consistency | None = None, **settings: Any) -> Ready:
+    """Ready parameters, and a storage."""
+    d = Ready(workers_min=workers, **settings)
+    d.members = d.begin(servers, workers, consistency=consistency)
+    d.go_on()
+    return d
+
+
+# --- on demand --------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_on_demand_has_what_is_trained() -> None:
+    d = ready()
+    d.train(7)
+    call = d.save()
+    commit = d.saved(call)
+    assert (commit.steps, commit.sequence, commit.reason) == ({"mlp": 7}, 1, "on demand")
+    manifest = d.cluster.snapshots.newest.manifest  # type: ignore[union-attr]
+    state = manifest.state("mlp")
+    assert state is not None and state.layout == d.cluster.registry.record("mlp").layout
+    assert [len(file.versions) for file in state.shards] == [1, 1, 1] and state.step == 7
+    assert manifest.epoch == d.cluster.epoch and manifest.directory == commit.directory
+
+
+def test_without_a_storage_there_is_no_snapshot() -> None:
+    d = Driver()
+    d.join("server")
+    call = d.number()
+    d.on(sn.Save(call, ""))
+    assert isinstance(d.errors[call], errors.NoStorageError) and "--storage-path" in str(d.errors[call])
+
+
+def test_without_parameters_there_is_nothing_to_save() -> None:
+    d = SnapshotDriver()
+    assert isinstance(d.state(d.save()), errors.SnapshotFailedError)
+
+
+def test_what_was_not_trained_since_is_not_saved_again() -> None:
+    d = ready()
+    (worker,) = d.members
+    d.train(7)
+    first = d.saved(d.save())
+    for call in (d.save(), d.save(worker, mlp=7)):
+        answer = d.state(call)
+        assert answer == sn.Saved(first, unchanged=True)
+    assert d.steps == [{"mlp": 7}]
+
+
+def test_a_heartbeat_that_is_old_costs_a_refusal_and_no_more() -> None:
+    d = ready()
+    d.train(7)
+    d.versions["mlp"] = 9
+    assert d.saved(d.save()).steps == {"mlp": 9}
+
+
+def test_servers_that_always_train_on_are_given_room() -> None:
+    """A cut is refused while slices pass it on the way; the distance grows until one is not."""
+    d = ready()
+    d.answering = False
+    call = d.save()
+    for version in range(4, 24, 4):
+        d.versions["mlp"] = version
+        for session, command in d._take("commands", True):
+            d._obey(session, command)
+    d.answering = True
+    d.go_on()
+    assert d.saved(call).steps["mlp"] == 20
+
+
+def test_workers_that_wait_are_served_at_the_step_where_they_wait() -> None:
+    d = ready(workers=2)
+    one, two = d.members
+    d.train(4)
+    first = d.save(one, mlp=5)
+    d.tick()
+    assert d.state(first).text == "for step 5 of 'mlp'"
+    second = d.save(two, mlp=5)
+    d.train(5)
+    assert d.saved(first) == d.saved(second) and d.steps == [{"mlp": 5}]
+
+
+def test_a_worker_ahead_of_the_cut_gets_another() -> None:
+    d = ready(workers=2)
+    one, two = d.members
+    d.train(4)
+    d.writing = False
+    first = d.save(one, mlp=4)
+    second = d.save(two, mlp=6)
+    d.writing = True
+    d.train(4)
+    assert d.saved(first).steps == {"mlp": 4}
+    d.train(6)
+    assert d.saved(second).steps == {"mlp": 6}
+
+
+def test_who_asks_when_the_cut_is_agreed_gets_the_next() -> None:
+    """It was trained on since; at the end of a run that is what matters."""
+    d = ready()
+    d.train(4)
+    d.writing = False
+    first = d.save()
+    d.versions["mlp"] = 9
+    second = d.save()
+    d.writing = True
+    d.beat_versions()
+    d.go_on()
+    assert (d.saved(first).steps, d.saved(second).steps) == ({"mlp": 4}, {"mlp": 9})
+
+
+def test_a_caller_that_is_gone_is_forgotten() -> None:
+    d = ready()
+    d.writing = False
+    d.train(4)
+    call = d.save()
+    d.on(ev.CallEnded(call))
+    d.writing = True
+    d.go_on()
+    assert d.steps == [{"mlp": 4}] and not isinstance(d.state(call), sn.Saved)
+
+
+def test_a_worker_that_dies_is_not_answered() -> None:
+    d = ready(workers=2)
+    one, _ = d.members
+    d.answering = False
+    call = d.save(one, mlp=3)
+    d.on(ev.SessionClosed(d.cluster.members.session_of(one.member_id), "its session broke"))
+    assert isinstance(d.errors[call], errors.FencedError)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"run_id": "other"}, errors.WrongRunError),
+        ({"worker_id": "worker-0", "incarnation": 9}, errors.FencedError),
+        ({"worker_id": "server-0", "incarnation": 1}, errors.InvalidArgumentError),
+    ],
+)
+def test_bad_requests_change_nothing(fields: dict[str, object], error: type[Exception]) -> None:
+    d = ready()
+    call = d.number()
+    d.on(sn.Save(call, **({"run_id": ""} | fields)))  # type: ignore[arg-type]
+    assert isinstance(d.errors[call], error) and d.cluster.snapshots.attempt is None
+
+
+# --- several parameters -----------------------------------------------------------------------------------------------
+
+
+def two_parameters(**settings: Any) -> Ready:
+    """Parameters "mlp" and "other"."""
+    d = ready(**settings)
+    (worker,) = d.members
+    d.create(worker, layout=OTHER, name="other")
+    d.ask(ev.Commit, worker, "other")
+    return d
+
+
+def test_parameters_that_are_trained_together_are_cut_together() -> None:
+    d = two_parameters()
+    d.versions = {"mlp": 6, "other": 5}
+    d.beat_versions()
+    call = d.save()
+    d.train(6, "other")
+    assert d.saved(call).steps == {"mlp": 6, "other": 6}
+
+
+def test_others_are_cut_where_they_are() -> None:
+    d = two_parameters()
+    d.versions = {"mlp": 60, "other": 6}
+    d.beat_versions()
+    assert d.saved(d.save()).steps == {"mlp": 60, "other": 6}
+
+
+def test_a_step_that_does_not_come_is_not_waited_for() -> None:
+    """Training has ended: one of them will never be where the other is."""
+    d = two_parameters()
+    d.versions = {"mlp": 6, "other": 5}
+    d.beat_versions()
+    call = d.save()
+    sessions = [
+        d.cluster.members.session_of(m.member_id) for m in (*d.cluster.members.servers, *d.cluster.members.workers)
+    ]
+    for _ in range(12):
+        d.beat(*sessions)
+        d.beat_versions()
+        d.tick()
+        d.go_on()
+    assert d.saved(call).steps == {"mlp": 6, "other": 5}
+
+
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
+def test_every_so_many_steps_exactly() -> None:
+    d = ready(policy=SavePolicy(steps=10, keep_last=10))
+    for version in range(1, 32):
+        d.train(version)
+    assert d.steps == [{"mlp": 10}, {"mlp": 20}, {"mlp": 30}]
+
+
+def test_steps_that_are_over_when_it_is_armed_are_left_out() -> None:
+    d = ready(policy=SavePolicy(steps=10))
+    d.storing = False
+    d.train(10)
+    d.answering, d.storing = False, True
+    d.go_on()
+    d.versions["mlp"] = 47
+    d.answering = True
+    d.go_on()
+    d.train(50)
+    assert d.steps[-1] == {"mlp": 50} and {"mlp": 20} not in d.steps
+
+
+def test_an_interval_gives_way_to_who_wants_one_now() -> None:
+    d = ready(policy=SavePolicy(steps=100))
+    (worker,) = d.members
+    d.train(7)
+    assert d.saved(d.save(worker, mlp=7)).steps == {"mlp": 7}
+    d.train(8)
+    assert d.saved(d.save()).steps == {"mlp": 8}
+    d.train(100)
+    assert d.steps == [{"mlp": 7}, {"mlp": 8}, {"mlp": 100}]
+
+
+def test_a_worker_that_waits_at_the_very_step_is_served_by_the_interval() -> None:
+    d = ready(policy=SavePolicy(steps=10))
+    (worker,) = d.members
+    d.train(9)
+    armed = d.attempt.directory
+    call = d.save(worker, mlp=10)
+    d.train(10)
+    assert d.saved(call).directory == armed
+
+
+def test_parameters_that_come_later_are_in_the_next() -> None:
+    d = two_parameters(policy=SavePolicy(steps=10))
+    d.go_on()
+    d.versions = {"mlp": 10, "other": 10}
+    d.train(10)
+    assert d.steps == [{"mlp": 10, "other": 10}]
+
+
+def test_every_so_many_seconds_if_something_was_trained() -> None:
+    d = ready(policy=SavePolicy(seconds=60.0))
+
+    def pass_time(seconds: float) -> None:
+        for _ in range(round(seconds)):
+            d.now += 1.0
+            d.beat_versions()
+            d.beat(d.cluster.members.session_of("worker-0"))
+            d.on(ev.Tick())
+            d.go_on()
+
+    pass_time(70)
+    assert d.steps == []
+    d.train(5)
+    pass_time(2)
+    assert d.steps == [{"mlp": 5}]
+    pass_time(100)
+    assert d.steps == [{"mlp": 5}]
+    d.train(6)
+    pass_time(2)
+    assert d.steps == [{"mlp": 5}, {"mlp": 6}]
+
+
+def test_steps_of_marked_parameters_are_counted_by_the_highest() -> None:
+    d = ready(consistency=SSP(2), policy=SavePolicy(steps=10))
+    for version in (4, 11, 15, 21):
+        d.train(version)
+        d.tick()
+        d.go_on()
+    assert d.steps == [{"mlp": 11}, {"mlp": 21}]
+
+
+# --- marks ------------------------------------------------------------------------------------------------------------
+
+
+def test_marked_pushes_are_cut_at_each_workers_next() -> None:
+    d = ready(workers=2, consistency=ASP())
+    d.train(5)
+    d.answering = False
+    call = d.save()
+    d.answering = True
+    for session, command in d._take("commands", True):
+        assert isinstance(command, sn.Prepare) and command.steps == (("mlp", 0),)
+        d._obey(session, command)
+    marks = d._take("commands", True)
+    assert all(isinstance(command, sn.Mark) for _, command in marks) and len(marks) == 2
+    for number, (session, command) in enumerate(marks):
+        d.on(sn.Marked(session, command.attempt, (("mlp", 5 + number),)))
+    cuts = d._take("commands", True)
+    assert {cut.next for _, cut in cuts} == {(("mlp", (("worker-0", 1, 5), ("worker-1", 1, 6))),)}
+    for session, command in cuts:
+        d._obey(session, command)
+    d.go_on()
+    state = d.cluster.snapshots.newest.manifest.state("mlp")  # type: ignore[union-attr]
+    assert d.saved(call).steps == {"mlp": 5} and state is not None
+    assert state.next == (("worker-0", 1, 5), ("worker-1", 1, 6))
+
+
+@pytest.mark.parametrize("change", ["lost", "joins", "silent"])
+def test_marked_attempts_are_given_up_when_pushes_could_wait_for_ever(change: str) -> None:
+    d = ready(workers=2, consistency=ASP())
+    d.writing = False
+    call = d.save()
+    number = d.attempt.number
+    session = d.cluster.members.session_of("worker-1")
+    if change == "lost":
+        d.on(ev.SessionClosed(session, "its session broke"))
+    elif change == "joins":
+        worker, _ = d.join()
+        d.create(worker, consistency=ASP())
+    else:
+        sessions = [d.cluster.members.session_of(m) for m in ("worker-0", "worker-1", "server-0", "server-1")]
+        held = sn.Progress(number, 0, 100, 0, "for slice 0 to reach the cut")
+        for _ in range(12):
+            d.beat(*sessions)
+            d.on(ev.Heartbeat(sessions[2], d.map.epoch, progress=held))
+            d.tick()
+    assert d.attempt.number > number
+    assert any(isinstance(c, sn.End) and c.attempt == number and not c.committed for _, c in d.commands)
+    assert any(isinstance(work, sn.RemoveDirectory) for work in d.works) or d.works == []
+    d.writing = True
+    d.go_on()
+    assert d.saved(call) and d.cluster.snapshots.failures.count == 0
+
+
+# --- what changes meanwhile -------------------------------------------------------------------------------------------
+
+
+def test_another_primary_begins_it_anew() -> None:
+    d = ready(servers=3, replicas=2, servers_min=3)
+    d.fill()
+    d.go_on()
+    d.train(5)
+    d.writing = False
+    call = d.save()
+    before = d.attempt.directory
+    d.on(ev.SessionClosed(d.cluster.members.session_of("server-0"), "its session broke"))
+    d.writing = True
+    d.go_on()
+    assert d.saved(call).directory != before and d.saved(call).steps == {"mlp": 5}
+
+
+def test_what_a_primary_of_an_earlier_term_has_written_does_not_count() -> None:
+    d = ready()
+    d.train(5)
+    d.writing = False
+    d.save()
+    number = d.attempt.number
+    entry = d.entry()
+    owner = d.cluster.members.session_of(entry.primaries[0])
+    other = next(d.cluster.members.session_of(s) for s in entry.primaries if s != entry.primaries[0])
+    good = written(owner, number, entry, 0, 5)
+    for bad in (
+        written(other, number, entry, 0, 5),
+        sn.Written(owner, number, "mlp", 0, good.term + 1, good.file, good.state_names),
+        sn.Written(owner, number, "mlp", 99, good.term, good.file, good.state_names),
+        sn.Written(owner, number - 1, "mlp", 0, good.term, good.file, good.state_names),
+        sn.Written(owner, number, "unknown", 0, good.term, good.file, good.state_names),
+    ):
+        d.on(bad)
+        assert len(d.attempt.written) == 0
+    d.on(good)
+    assert len(d.attempt.written) == 1
+
+
+def test_slices_that_are_not_at_the_cut_fail_it() -> None:
+    """A safeguard: whatever a server says, nothing is committed whose slices are of different steps."""
+    d = ready()
+    d.train(5)
+    d.writing = False
+    call = d.save()
+    number, entry = d.attempt.number, d.entry()
+    for shard, primary in enumerate(entry.primaries):
+        d.on(written(d.cluster.members.session_of(primary), number, entry, shard, 5 + (shard == 1)))
+    assert "versions 5 to 6" in str(d.errors[call]) and d.steps == []
+
+
+def test_a_new_session_of_a_server_is_asked_again() -> None:
+    d = ready()
+    d.train(5)
+    d.answering = False
+    call = d.save()
+    d.commands.clear()
+    for server in list(d.cluster.members.servers):
+        d.open(server)
+    assert [type(command) for _, command in d.commands] == [sn.Prepare, sn.Prepare]
+    d.answering = True
+    d.go_on()
+    assert d.saved(call)
+
+
+def test_members_that_come_back_to_a_new_scheduler_hear_that_nothing_is_under_way() -> None:
+    d = ready()
+    again = Ready(d.stored, d.now, history=history_of(d))
+    again.open(d.cluster.members.servers[0])
+    ((_, command),) = again.commands
+    again.commands.clear()
+    assert isinstance(command, sn.End) and command.attempt >> 20 == again.cluster.epoch
+    for server in d.cluster.members.servers[1:]:
+        again.open(server)
+    again.answering = False
+    again.save()
+    assert again.attempt.number > command.attempt
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_is_told_and_the_next_one_works() -> None:
+    d = ready()
+    d.train(5)
+    d.writing = False
+    call = d.save()
+    number = d.attempt.number
+    d.on(sn.Failed(d.cluster.members.session_of("server-0"), number, "no space is left"))
+    assert isinstance(d.errors[call], errors.SnapshotFailedError) and "server-0: no space is left" in str(
+        d.errors[call]
+    )
+    assert d.cluster.snapshots.failures.count == 1 and any("no space is left" in note for note in d.notes)
+    assert any(isinstance(c, sn.End) and not c.committed for _, c in d.commands)
+    assert [type(work) for work in d.works] == [sn.RemoveDirectory]
+    d.writing = True
+    assert d.saved(d.save()).steps == {"mlp": 5}
+
+
+def test_an_interval_goes_on_after_a_failure_at_the_next_step() -> None:
+    d = ready(policy=SavePolicy(steps=10))
+    d.writing = False
+    d.train(10)
+    number = d.attempt.number
+    d.on(sn.Failed(d.cluster.members.session_of("server-0"), number, "no space is left"))
+    d.writing = True
+    d.go_on()
+    d.train(20)
+    assert d.steps == [{"mlp": 20}]
+
+
+def test_a_commit_that_fails_is_told() -> None:
+    d = ready()
+    d.train(5)
+    d.storing = False
+    call = d.save()
+    (work,) = [work for work in d.works if isinstance(work, sn.WriteCommit)]
+    d.works.clear()
+    d.on(sn.CommitFailed(work.attempt, "the manifest cannot be written: it is gone"))
+    assert "the manifest cannot be written" in str(d.errors[call]) and not d.works
+    d.storing = True
+    assert d.saved(d.save()).sequence == work.sequence
+
+
+def test_a_scheduler_that_was_replaced_saves_no_more() -> None:
+    d = ready()
+    d.train(5)
+    d.storing = False
+    call = d.save()
+    (work,) = [work for work in d.works if isinstance(work, sn.WriteCommit)]
+    d.works.clear()
+    d.on(sn.CommitFailed(work.attempt, "commits/1 is another's", replaced=True))
+    assert "another's" in str(d.errors[call])
+    d.storing = True
+    d.train(6)
+    again = d.save()
+    assert "saves no more" in str(d.errors[again]) and not d.works and d.steps == []
+
+
+def test_silence_of_the_storage_ends_an_attempt() -> None:
+    d = ready()
+    d.train(5)
+    d.writing = False
+    call = d.save()
+    sessions = [d.cluster.members.session_of(m) for m in ("worker-0", "server-0", "server-1")]
+    for _ in range(300):
+        d.now += 0.5
+        d.beat(*sessions)
+        d.on(ev.Tick())
+    assert "nothing was heard for" in str(d.errors[call])
+
+
+def test_the_number_of_a_record_is_above_all_that_were_ever_seen() -> None:
+    d = ready(history=sn.History(highest=7))
+    d.train(1)
+    assert d.saved(d.save()).sequence == 8
+
+
+def test_a_storage_that_cannot_be_read_is_read_again() -> None:
+    d = ready()
+    again = Ready(d.stored, d.now, history=None)
+    for member in (*d.cluster.members.servers, *d.cluster.members.workers):
+        again.open(member)
+    call = again.save()
+    assert again.state(call).text == "for the storage to be read"
+    again.history = sn.History(highest=3)
+    again.now += 6
+    again.beat(*again.cluster.members.sessions)
+    again.on(ev.Tick())
+    again.go_on()
+    assert again.saved(call).sequence == 4
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_old_snapshots_are_deleted_when_a_new_one_is_there() -> None:
+    d = ready(policy=SavePolicy(steps=10, keep_last=2, keep_every=30))
+    for step in range(10, 110, 10):
+        d.train(step)
+    assert [steps["mlp"] for steps in d.steps] == [10, 30, 60, 90, 100]
+
+
+def test_what_could_not_be_deleted_is_tried_again() -> None:
+    d = ready(policy=SavePolicy(steps=10, keep_last=1))
+    d.train(10)
+    d.storing = False
+    d.train(20)
+    (work,) = d._take("works", True)
+    d.on(sn.Committed(work.attempt, commit_of(work.manifest, work.sequence), work.manifest))
+    (prune,) = d._take("works", True)
+    d.on(sn.Pruned((), "it does not answer"))
+    assert [commit.sequence for commit in prune.commits] == [1] and any(
+        "it does not answer" in note for note in d.notes
+    )
+    d.storing = True
+    d.train(30)
+    assert d.steps == [{"mlp": 30}]
+
+
+# --- at the end -------------------------------------------------------------------------------------------------------
+
+
+def test_servers_that_end_with_all_values_are_saved_before() -> None:
+    d = ready()
+    (worker,) = d.members
+    d.train(5)
+    d.on(ev.Leave(d.number(), caller(worker), "done"))
+    d.writing = False
+    calls = []
+    for server in ("server-0", "server-1"):
+        calls.append(d.number())
+        d.on(ev.Drain(calls[-1], "", server))
+    d.go_on()
+    assert not any(isinstance(d.state(call), ev.Drained) for call in calls)
+    d.writing = True
+    d.go_on()
+    assert all(isinstance(d.state(call), ev.Drained) for call in calls) and d.steps == [{"mlp": 5}]
+
+
+def test_servers_that_end_do_not_wait_for_a_snapshot_that_fails() -> None:
+    d = ready()
+    (worker,) = d.members
+    d.train(5)
+    d.on(ev.Leave(d.number(), caller(worker), "done"))
+    d.writing = False
+    call = d.number()
+    d.on(ev.Drain(call, "", "server-0"))
+    d.go_on()
+    d.on(sn.Failed(d.cluster.members.session_of("server-0"), d.attempt.number, "no space"))
+    assert isinstance(d.state(call), ev.Drained)
+
+
+@pytest.mark.parametrize("policy", [SavePolicy(at_end=False), SavePolicy()])
+def test_servers_end_at_once_where_there_is_nothing_to_save(policy: SavePolicy) -> None:
+    d = ready(policy=policy)
+    (worker,) = d.members
+    d.train(5)
+    if policy.at_end:
+        d.save()
+    d.on(ev.Leave(d.number(), caller(worker), "done"))
+    call = d.number()
+    d.on(ev.Drain(call, "", "server-0"))
+    assert isinstance(d.state(call), ev.Drained)
