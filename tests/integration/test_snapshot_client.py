@@ -58,6 +58,24 @@ def gradients(init: dict[str, np.ndarray], count: int) -> list[dict[str, np.ndar
     return [{name: rng.normal(size=a.shape).astype(np.float32) for name, a in init.items()} for _ in range(count)]
 
 
+class Rest:
+    """What a codec with a residual would keep: it changes as a push is sent, and the rest belongs to the next one."""
+
+    def __init__(self, weights: psdist.AsyncParameters) -> None:
+        self.sum, self.count, self.given = np.zeros(100_000), 0, list[dict[str, np.ndarray]]()
+        session = weights._exchange.session
+        send = session.send
+
+        def encode(mark: int) -> int:
+            self.sum, self.count = self.sum + session.step, self.count + 1
+            return send(mark)
+
+        session.send = encode  # type: ignore[method-assign]
+
+    def save(self) -> dict[str, np.ndarray]:
+        return {"sum": self.sum, "count": np.array([self.count])}
+
+
 def same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
     """To the last bit."""
     return [(n, a.tobytes()) for n, a in one.items()] == [(n, a.tobytes()) for n, a in other.items()]
@@ -70,6 +88,8 @@ async def test_a_script_goes_on_where_the_snapshot_was_cut(start: Start, tmp_pat
         with pytest.raises(errors.SnapshotFailedError, match="create them first"):
             await client.snapshot()
         weights = await client.parameters("p", init, psdist.optim.Adam(0.1), slice_elements=4096)
+        rest = Rest(weights)
+        await weights.keep_state(rest.save, rest.given.append)
         for step in range(5):
             values = await weights.push_pull(grads[step])
         assert await client.snapshot(wait=False) is None
@@ -85,6 +105,10 @@ async def test_a_script_goes_on_where_the_snapshot_was_cut(start: Start, tmp_pat
         weights = await client.parameters("p", init, psdist.optim.Adam(0.1), slice_elements=4096)
         assert weights.step == weights.first_step == 5 and weights.restored == info.directory
         assert same(await weights.pull(), values)
+        rest = Rest(weights)
+        await weights.keep_state(rest.save, rest.given.append)
+        [state] = rest.given
+        assert state["count"].tolist() == [5] and state["sum"].tolist() == [0.0 + 1 + 2 + 3 + 4] * 100_000
         for step in range(5, 8):
             again = await weights.push_pull(grads[step])
         assert same(again, last)
