@@ -225,6 +225,9 @@ class ParametersState:
         for number, shard in enumerate(self.shards):
             slices = shard_slices(number, len(self.shards), self.slicing.count)
             _require(len(shard.versions) == len(slices), shard.file, len(shard.versions), f"of {len(slices)} slices")
+            if isinstance(self.spec.consistency, BSP):
+                odd = next((version for version in shard.versions if version != self.step), self.step)
+                _require(odd == self.step, f"version in {shard.file}", odd, f"the step of the cut, {self.step}")
 
     @property
     def slicing(self) -> Slicing:

@@ -17,7 +17,7 @@ from psdist import optim
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import SnapshotCorruptError, StorageError
 from psdist.snapshots import format as layouts
-from psdist.snapshots.format import Commit, DatasetState, Manifest, ParametersState
+from psdist.snapshots.format import Commit, DatasetState, Manifest, ParametersState, WorkerState
 from psdist.snapshots.reader import SliceReader
 from psdist.types import DataPosition, DatasetSpec, Layout, ParametersSpec, TensorSpec
 
@@ -71,7 +71,16 @@ def _numbered(states: list[ParametersState]) -> tuple[ParametersState, ...]:
     )
 
 
-MANIFESTS = st.builds(
+def _with_own(manifest: Manifest, ranks: set[int], next_push: int) -> Manifest:
+    """The manifest with what workers of these ranks handed in for its first parameters."""
+    own = tuple(
+        WorkerState(manifest.parameters[0].spec.name, rank, next_push, layouts.state_file_name(0, rank), 1, "0" * 32)
+        for rank in (sorted(ranks) if manifest.parameters else ())
+    )
+    return replace(manifest, states=own)
+
+
+PLAIN_MANIFESTS = st.builds(
     Manifest,
     run_id=NAMES,
     directory=st.just("d"),
@@ -82,6 +91,7 @@ MANIFESTS = st.builds(
     parameters=st.lists(STATES, max_size=2, unique_by=lambda state: state.spec.name).map(_numbered),
     datasets=st.lists(DATASETS, max_size=2, unique_by=lambda state: state.spec.name).map(tuple),
 )
+MANIFESTS = st.builds(_with_own, PLAIN_MANIFESTS, st.sets(st.integers(0, 9), max_size=2), NUMBERS)
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXTS),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=3)),

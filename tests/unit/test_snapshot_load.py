@@ -36,7 +36,7 @@ async def url() -> str:
     """A storage with two snapshots of the parameters "net" and "other", of steps 7 and 8."""
     storage = open_storage(f"memory://{secrets.token_hex(8)}")
     for sequence, step in ((1, 7), (2, 8)):
-        states = [replace(NET, step=step), replace(OTHER, step=step - 1)]
+        states = [state_of(step=step), state_of(OTHER.spec, OTHER.layout, (), step - 1)]
         tables = {"net": table_of(NET, step), "other": table_of(OTHER, step)}
         await write_snapshot(storage, states, tables, sequence=sequence)
     return storage.url

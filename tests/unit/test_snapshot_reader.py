@@ -23,7 +23,7 @@ async def two_snapshots() -> tuple[DictStorage, Commit, Commit]:
     """A storage with a snapshot of step 7 and one of step 8 after it."""
     storage, state = DictStorage(), state_of()
     old, _ = await write_snapshot(storage, [state], {"net": table_of(state, 1)})
-    state = replace(state, step=8)
+    state = state_of(step=8)
     new, _ = await write_snapshot(storage, [state], {"net": table_of(state, 2)}, sequence=2, own=b"what rank 0 has")
     return storage, old, new
 
