@@ -98,9 +98,10 @@ class Attempt:
     @property
     def reached(self) -> bool:
         """Whether some of the snapshot was seen at the cut, so that no more pushes are needed for it, or nearly."""
-        if self.written or any(p.done for p in self.progress.values()):
+        if self.written:
             return True
-        return self.phase == "cutting" and all(p.version >= self.steps.get(p.name, 0) for p in self.parameters)
+        passed = all(p.version >= self.steps.get(p.name, 0) for p in self.parameters)
+        return self.phase == "cutting" and passed and not self.is_held
 
     @property
     def bytes_done(self) -> int:
