@@ -39,14 +39,14 @@ class SnapshotDriver(Driver):
     # --- a run --------------------------------------------------------------------------------------------------------
 
     def begin(self, servers: int = 2, workers: int = 1, **settings: Any) -> list[Member]:
-        """Members, and ready parameters "mlp"."""
+        """Members, and parameters, "mlp" if not named; ready unless they are to be loaded or copied."""
         for _ in range(servers):
             self.join("server")
         members = [self.join()[0] for _ in range(workers)]
         for worker in members:
             self.create(worker, **settings)
         if self.map.parameters and self.map.parameters[-1].restore is None:
-            self.ask(ev.Commit, members[0])
+            self.ask(ev.Commit, members[0], settings.get("name", "mlp"))
         return members
 
     def train(self, version: int, name: str = "mlp") -> None:
