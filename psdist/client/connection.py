@@ -437,10 +437,24 @@ class SchedulerLink:
 
     # --- calls ---
 
-    async def follow(self, method: Any, request: Any, wait: Wait, handle: Callable[[Any], Awaitable[T | None]]) -> T:
+    @property
+    def is_heard(self) -> bool:
+        """Whether this client is a member, as far as it knows, and the scheduler answers."""
+        return not self._session_broken and self.watch.fatal is None and self.watch.fenced is None
+
+    async def follow(
+        self,
+        method: Any,
+        request: Any,
+        wait: Wait,
+        handle: Callable[[Any], Awaitable[T | None]],
+        *,
+        patient: bool = True,
+    ) -> T:
         """Reads what ``method`` answers ``request`` with until ``handle`` returns something, and returns that.
 
-        Where the scheduler cannot be reached it is asked again, until it is back. Raises what it refuses with.
+        Where the scheduler cannot be reached it is asked again, until it is back, or SchedulerUnreachableError is
+        raised if not ``patient``. Raises what it refuses with.
         """
         backoff = Backoff(self.rng)
         while True:
@@ -455,6 +469,8 @@ class SchedulerLink:
                 error = status.from_call(failure, self.peer)
                 if not isinstance(error, ServerUnreachableError | ClosedError):
                     raise error from None
+                if not patient:
+                    raise SchedulerUnreachableError(error.message, address=self.target.address) from None
                 wait.hear(f"for {self.peer} to be back: {error.message}")
             finally:
                 call.cancel()

@@ -168,6 +168,8 @@ class Snapshots:
         if self.replaced:
             raise SnapshotFailedError(self.replaced)
         reason = (event.reason or "on demand")[:_REASON_CHARACTERS]
+        if worker is not None and reason == "at the end" and not self._policy.at_end:
+            raise SnapshotFailedError("this run takes no snapshot at its end")
         return self._add(Saver(event.call, worker, dict(event.next), reason), now)
 
     def save_before_the_end(self, call: int, server: str, now: float) -> list[Effect]:

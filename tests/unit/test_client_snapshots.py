@@ -424,7 +424,29 @@ async def test_a_state_is_handed_in_and_given_back(caplog: pytest.LogCaptureFixt
             scheduler.state = b""
             await setup.weights.keep_state(lambda: {"rest": [1]}, given.append)  # type: ignore[dict-item]
     finally:
+        scheduler.save_answers.put_nowait(saved())
         await setup.stop()
+    [request] = scheduler.saves
+    assert (request.reason, request.worker_id, dict(request.next)) == ("at the end", "worker-0", {"p": 2})
+
+
+@pytest.mark.parametrize("how", ["refused", "no storage", "failed script", "scheduler gone"])
+async def test_a_client_leaves_though_what_it_keeps_is_not_saved(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    setup = await Setup().start()
+    await setup.weights.keep_state(dict, lambda state: None)
+    if how == "scheduler gone":
+        closing = asyncio.create_task(setup.client.close())
+        await waits_for(setup.client, "for nobody in particular")
+        await setup.scheduler.stop()
+        await closing
+    elif how == "failed script":
+        await setup.client.close("failed")
+    else:
+        refusal = errors.NoStorageError if how == "no storage" else errors.SnapshotFailedError
+        setup.scheduler.save_answers.put_nowait(refusal("no"))
+    await setup.stop()
+    assert len(setup.scheduler.saves) == (how != "failed script")
+    assert ("in no snapshot at the end" in caplog.text) == (how in ("refused", "scheduler gone"))
 
 
 async def test_who_joins_a_training_under_way_is_given_no_state() -> None:
@@ -437,4 +459,5 @@ async def test_who_joins_a_training_under_way_is_given_no_state() -> None:
         await setup.weights.keep_state(dict, lambda state: pytest.fail("given a state"))
         assert setup.weights.restored == "000000000002-1-1-abcdef"
     finally:
+        setup.scheduler.save_answers.put_nowait(saved())
         await setup.stop()
