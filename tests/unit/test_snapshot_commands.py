@@ -1,4 +1,4 @@
-"""``psdist snapshot`` on a directory, without a run: lists, shows, verifies, exports and deletes, in words and as JSON."""
+"""``psdist snapshot`` on a directory, without a run: all its commands, in words and as JSON, and what it refuses."""
 
 from __future__ import annotations
 
