@@ -94,17 +94,21 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     if settings.lifeline_fd is not None:
         loop.add_reader(settings.lifeline_fd, _watch_lifeline, settings.lifeline_fd, ended)
     waiting = asyncio.create_task(ended.wait())
-    working: list[asyncio.Task[Any]] = [asyncio.create_task(scheduler.run()), asyncio.create_task(scheduler.tick())]
+    working = [asyncio.create_task(scheduler.run()), asyncio.create_task(scheduler.tick())]
     if settings.address_file is not None:
         _write_address(settings.address_file, address)
     log.info("run %s: listening at %s", scheduler.cluster.settings.run_id, address)
     await asyncio.wait([waiting, *working], return_when=asyncio.FIRST_COMPLETED)
     if waiting.done() and scheduler.cluster.snapshots.is_due_at_end:
         ended.clear()
-        again = asyncio.create_task(ended.wait())
-        saving = asyncio.create_task(_save_at_end(scheduler))
-        await asyncio.wait([again, saving, *working], return_when=asyncio.FIRST_COMPLETED)
-        working += [again, saving]
+        last: list[asyncio.Task[Any]] = [
+            asyncio.create_task(_save_at_end(scheduler)),
+            asyncio.create_task(ended.wait()),
+        ]
+        await asyncio.wait([*last, *working], return_when=asyncio.FIRST_COMPLETED)
+        for task in last:
+            task.cancel()
+        await asyncio.gather(*last, return_exceptions=True)
     if settings.address_file is not None:
         settings.address_file.unlink(missing_ok=True)
     failures = [task.exception() for task in working if task.done() and not task.cancelled()]
