@@ -4,11 +4,13 @@ one."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+from launched import Run
 
 import psdist
 from psdist import errors
@@ -17,7 +19,7 @@ from psdist.snapshots import reader
 from psdist.snapshots.format import Manifest
 from psdist.snapshots.storage import open_storage
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+asynchronous = pytest.mark.asyncio(loop_scope="session")
 Start = Callable[..., EmbeddedCluster]
 
 
@@ -81,6 +83,7 @@ def same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool
     return [(n, a.tobytes()) for n, a in one.items()] == [(n, a.tobytes()) for n, a in other.items()]
 
 
+@asynchronous
 async def test_a_script_goes_on_where_the_snapshot_was_cut(start: Start, tmp_path: Path) -> None:
     init = {"w": np.linspace(0, 1, 40_000, dtype=np.float32), "b": np.ones((3, 5), np.float32)}
     grads = gradients(init, 8)
@@ -130,6 +133,7 @@ async def check(path: Path, rank: int, pushed: int) -> None:
         assert own[rank].pop() >= pushed
 
 
+@asynchronous
 @pytest.mark.parametrize("transport", ["shm", pytest.param("grpc", marks=pytest.mark.long)])
 async def test_a_snapshot_cuts_between_pushes(start: Start, tmp_path: Path, transport: str) -> None:
     """Each push adds one to all elements of its worker, which lie in all slices."""
@@ -150,3 +154,41 @@ async def test_a_snapshot_cuts_between_pushes(start: Start, tmp_path: Path, tran
                     await check(tmp_path / "run", rank, step + 1)
 
     await asyncio.gather(*(train(rank) for rank in range(RANKS)))
+
+
+_SCRIPT = """
+import sys
+import numpy as np
+import psdist
+
+with psdist.init() as context:
+    init = {"w": np.zeros(9000, np.float32)}
+    weights = context.client.parameters("p", init, psdist.optim.SGD(1.0), slice_elements=1024)
+    session, kept = weights._handle._exchange.session, {"sum": np.zeros(1)}
+    send = session.send
+
+    def encode(mark):
+        kept["sum"] = kept["sum"] + session.step + 100 * context.rank
+        return send(mark)
+
+    session.send = encode
+    weights.keep_state(lambda: kept, kept.update)
+    print("rank", context.rank, "begins at", weights.step, "with", kept["sum"][0], flush=True)
+    while weights.step < int(sys.argv[1]):
+        weights.push({"w": np.ones(9000, np.float32)})
+"""
+
+
+@pytest.mark.long
+def test_what_workers_keep_outlives_the_run(tmp_path: Path) -> None:
+    seen = []
+    for until in (4, 7, 7):
+        run = Run(tmp_path, _SCRIPT, str(until), flags=("--storage-path", "snapshots", "--run-id", "kept"))
+        try:
+            status, text = run.end()
+        finally:
+            run.stop()
+        assert status == 0, text
+        seen.append(sorted(re.findall(r"rank (\d) begins at (\d) with (\S+)", text)))
+    sums = {step: [sum(range(step)) + 100.0 * rank * step for rank in (0, 1)] for step in (0, 4, 7)}
+    assert seen == [[(str(rank), str(step), str(each[rank])) for rank in (0, 1)] for step, each in sums.items()]
