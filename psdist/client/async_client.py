@@ -362,6 +362,9 @@ class AsyncClient:
             for name in sorted(self._handles):
                 if self._handles[name].member:
                     await stack.enter_async_context(self._handles[name].at_rest())
+            # What is done by now is done in the snapshot; what is said later comes too late for it.
+            for data in self._datasets.values():
+                await data.report()
             mine = await link.as_member(_itself)
             request = scheduler_pb2.SaveSnapshotRequest(
                 run_id=mine.run_id,
