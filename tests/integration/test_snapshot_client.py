@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launched import Run
+from safetensors.numpy import load
 
 import psdist
 from psdist import errors
@@ -64,7 +65,7 @@ class Rest:
     """What a codec with a residual would keep: it changes as a push is sent, and the rest belongs to the next one."""
 
     def __init__(self, weights: psdist.AsyncParameters) -> None:
-        self.sum, self.count, self.given = np.zeros(100_000), 0, list[dict[str, np.ndarray]]()
+        self.sum, self.count, self.given = np.zeros(300_000), 0, list[dict[str, np.ndarray]]()
         session = weights._exchange.session
         send = session.send
 
@@ -111,7 +112,7 @@ async def test_a_script_goes_on_where_the_snapshot_was_cut(start: Start, tmp_pat
         rest = Rest(weights)
         await weights.keep_state(rest.save, rest.given.append)
         [state] = rest.given
-        assert state["count"].tolist() == [5] and state["sum"].tolist() == [0.0 + 1 + 2 + 3 + 4] * 100_000
+        assert state["count"].tolist() == [5] and state["sum"].tolist() == [0.0 + 1 + 2 + 3 + 4] * 300_000
         for step in range(5, 8):
             again = await weights.push_pull(grads[step])
         assert same(again, last)
@@ -131,6 +132,11 @@ async def check(path: Path, rank: int, pushed: int) -> None:
         next = {worker: number for worker, _, number in state.next}
         assert own == [{next.get(f"worker-{number}", state.step)} for number in range(RANKS)], f"torn in {name}"
         assert own[rank].pop() >= pushed
+        for number in range(RANKS):
+            kept = manifest.worker_state(name, number)
+            assert kept is not None and kept.next == next.get(f"worker-{number}", state.step)
+            file = b"".join([part async for part in reader.read_state(open_storage(str(path)), manifest, kept)])
+            assert load(file)["count"].tolist() == [kept.next], f"what {number} keeps is torn from its pushes of {name}"
 
 
 @asynchronous
@@ -146,6 +152,8 @@ async def test_a_snapshot_cuts_between_pushes(start: Start, tmp_path: Path, tran
                 await client.parameters(name, init, psdist.optim.SGD(RANKS if name == "bsp" else 1), consistency)
                 for name, consistency in MODES.items()
             ]
+            for weights in all_weights:
+                await weights.keep_state(Rest(weights).save, lambda state: None)
             for step in range(30):
                 for weights in all_weights:
                     await weights.push_pull({"w": np.where(mine, -1.0, 0.0).astype(np.float32)})
