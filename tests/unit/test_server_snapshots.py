@@ -17,7 +17,7 @@ from psdist.snapshots.format import Manifest
 from psdist.snapshots.reader import read_slice, verify
 from psdist.snapshots.storage import Storage, Writer
 from psdist.types import ParametersEntry, Restore
-from psdist_server import saver
+from psdist_server import cuts, saver
 from psdist_server.loader import Loaded, LoadFailed
 from tests.unit.server_driver import Driver, Floats, answered, entry_of, memory
 
@@ -61,9 +61,12 @@ async def save(driver: Driver, entry: ParametersEntry, step: int, attempt: int =
 
 @pytest.mark.parametrize("slice_elements", [4096, 1 << 15 | 1], ids=["on the loop", "in threads"])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("ahead", [True, False], ids=["copied ahead", "copied by updates"])
 async def test_what_was_trained_meanwhile_is_not_in_the_snapshot(
-    driver: Driver, slice_elements: int, clip: float
+    driver: Driver, slice_elements: int, clip: float, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not ahead:
+        monkeypatch.setattr(cuts, "_ACTIVE_SECONDS", 0.0)
     entry = entry_of(slice_elements=slice_elements, optimizer=optim.Adam(lr=0.1, max_grad_norm=clip), workers=2)
     entry = await driver.create(entry, noise())
     await driver.train(entry, 0, noise())
