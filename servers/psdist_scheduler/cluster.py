@@ -132,7 +132,7 @@ class Cluster:
         if history is not None:
             resume.read(history.base)
             if not begun and history.newest is not None:
-                resume.go_to(history.newest, 0, None)
+                resume.go_to(history.newest, 0, self.epoch + 1, None)
             self.members.incarnations_given = resume.incarnations
         self.registry = Registry(settings, stored.parameters, self.epoch + 1, now, resume)
         self._keeper = Keeper(settings, self.registry, self.members)
@@ -293,7 +293,7 @@ class Cluster:
             case Pruned():
                 return self.snapshots.pruned(event)
             case HistoryRead():
-                return self._going_back.history_read(event, now)
+                return self._going_back.history_read(event, self.epoch + 1, now)
             case CallEnded():
                 self._forget(event.call)
                 return []
@@ -447,7 +447,7 @@ class Cluster:
 
     def _commit(self, effects: list[Effect], now: float, changed: bool = False) -> list[Effect]:
         """Lets everything go on that can, and puts what became of it in the order that the module's text promises."""
-        effects += self._going_back.if_lost(now)
+        effects += self._going_back.if_lost(self.epoch + 1, now)
         effects += self._end_calls_of_the_gone()
         effects += self._keeper.lose(self.epoch + 1) + self._keeper.plan(now)
         effects += self.registry.progress(self.members, self.epoch + 1, now)

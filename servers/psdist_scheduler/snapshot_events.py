@@ -324,9 +324,10 @@ class RemoveDirectory:
 
 @dataclass(frozen=True)
 class Prune:
-    """Delete these snapshots, the commit records first; and then whatever no record names."""
+    """Delete these snapshots, the commit records first. ``collect``: and then whatever no record names."""
 
     commits: tuple[Commit, ...]
+    collect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

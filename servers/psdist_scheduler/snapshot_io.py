@@ -237,7 +237,8 @@ class SnapshotIo:
                 await self._storage.delete([commit.path])
                 done.append(commit.sequence)
                 await self._abandon(commit.directory)
-            await self._collect()
+            if effect.collect:
+                await self._collect()
         except PsdistError as error:
             return Pruned(tuple(done), str(error))
         return Pruned(tuple(done))

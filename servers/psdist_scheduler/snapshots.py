@@ -294,13 +294,11 @@ class Snapshots:
     def take_history(self, history: History) -> None:
         """What the storage holds."""
         self.known = True
-        gone = set(self.bad)
         self.commits = tuple(history.commits)
         self._highest = max(self._highest, history.highest)
-        if history.newest is not None and history.newest.commit.directory not in gone:
-            self.newest = history.newest
-        else:
-            self.newest = None
+        resume, newest = self._registry.resume, history.newest
+        given_up = newest is not None and not self.bad and not resume.is_of_this_course(newest)
+        self.newest = resume.found if given_up else newest
 
     def give_up(self, directory: str) -> ReadHistory:
         """A snapshot cannot be loaded: the one before is looked for."""
@@ -555,10 +553,10 @@ class Snapshots:
 
     def _prune(self) -> list[Effect]:
         surplus = retention.surplus(self.commits, self._policy, {self._registry.base_in_use})
-        if not surplus and not self._untidy:
+        untidy, self._untidy = self._untidy, False
+        if not surplus and not untidy:
             return []
-        self._untidy = False
-        return [Prune(surplus)]
+        return [Prune(surplus, untidy)]
 
     def _read(self, now: float) -> list[Effect]:
         if self.known or (self._read_at is not None and now - self._read_at < _READ_AGAIN_SECONDS):

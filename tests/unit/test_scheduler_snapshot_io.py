@@ -293,7 +293,7 @@ def garbage() -> Memory:
 def test_only_garbage_that_nobody_can_want_is_collected() -> None:
     storage = garbage()
     before = set(storage.files)
-    carry_out(storage, sn.Prune(()))
+    carry_out(storage, sn.Prune((), collect=True))
     assert before - set(storage.files) == {"snapshots/old-other/shard.safetensors"}
 
 
@@ -301,7 +301,7 @@ def test_nothing_is_collected_where_a_record_cannot_be_read() -> None:
     storage = garbage()
     storage.files[commit_path(2)] = b"{}"
     before = dict(storage.files)
-    carry_out(storage, sn.Prune(()))
+    carry_out(storage, sn.Prune((), collect=True))
     assert storage.files == before
 
 
@@ -317,7 +317,7 @@ def test_garbage_of_this_life_is_collected_later() -> None:
         io.put(sn.RemoveDirectory("dir-9-salt"))
         await io.idle()
         storage.files[late] = FILE
-        io.put(sn.Prune(()))
+        io.put(sn.Prune((), collect=True))
         await io.idle()
         task.cancel()
 
