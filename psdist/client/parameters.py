@@ -379,9 +379,10 @@ class AsyncParameters:
         self._dropped += 1
         self._exchange.dropped()
         what = "step" if self._session.synchronous else "push"
+        why = fenced.message if "rolled_back" in fenced.details else f"{fenced.message} ({silence})"
         logger.warning(
-            "%s %d of %r was dropped: %s (%s); this worker takes part again%s",
-            what, number, self.name, fenced.message, silence,
+            "%s %d of %r was dropped: %s; this worker takes part again%s",
+            what, number, self.name, why,
             f" from step {self._session.first_step}" if self._session.synchronous else "",
         )  # fmt: skip
 

@@ -165,38 +165,73 @@ async def test_a_snapshot_cuts_between_pushes(start: Start, tmp_path: Path, tran
 
 
 _SCRIPT = """
+import pathlib
 import sys
 import numpy as np
 import psdist
+from psdist.client.session import Session
 
-with psdist.init() as context:
-    init = {"w": np.zeros(9000, np.float32)}
-    weights = context.client.parameters("p", init, psdist.optim.SGD(1.0), slice_elements=1024)
-    session, kept = weights._handle._exchange.session, {"sum": np.zeros(1)}
-    send = session.send
+until, enough, send = int(sys.argv[1]), pathlib.Path("enough"), Session.send
 
-    def encode(mark):
+def encode(session, mark):
+    if not session.unfinished:  # as a codec's residual does
         kept["sum"] = kept["sum"] + session.step + 100 * context.rank
-        return send(mark)
+    return send(session, mark)
 
-    session.send = encode
+Session.send = encode
+with psdist.init() as context:
+    init, kept = {"w": np.zeros(9000, np.float32)}, {"sum": np.zeros(1)}
+    weights = context.client.parameters("p", init, psdist.optim.SGD(1.0), slice_elements=1024)
     weights.keep_state(lambda: kept, kept.update)
     print("rank", context.rank, "begins at", weights.step, "with", kept["sum"][0], flush=True)
-    while weights.step < int(sys.argv[1]):
-        weights.push({"w": np.ones(9000, np.float32)})
+    back = False
+    while weights.step < until and not enough.exists():
+        values = weights.push_pull({"w": np.full(9000, -1, np.float32)})["w"]
+        step = weights.step
+        assert (values == step).all() and kept["sum"][0] == step * (step - 1) // 2 + 100 * context.rank * step
+        if step % 50 == 0:
+            print("rank", context.rank, "is at", step, flush=True)
+        if weights.statistics().rolled_back and not back:
+            back = True
+            print("rank", context.rank, "went back to", weights.restored, flush=True)
 """
 
 
+@pytest.fixture
+def run_of(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Starts a run of the script, in which each worker keeps a sum that its steps add to."""
+    runs: list[Run] = []
+
+    def run_of(until: int, *flags: str) -> Run:
+        storage = ("--storage-path", "snapshots", "--run-id", "kept")
+        runs.append(Run(tmp_path, _SCRIPT, str(until), flags=(*storage, *flags)))
+        return runs[-1]
+
+    yield run_of
+    for run in runs:
+        run.stop()
+
+
 @pytest.mark.long
-def test_what_workers_keep_outlives_the_run(tmp_path: Path) -> None:
+def test_what_workers_keep_outlives_the_run(run_of: Callable[..., Run]) -> None:
     seen = []
     for until in (4, 7, 7):
-        run = Run(tmp_path, _SCRIPT, str(until), flags=("--storage-path", "snapshots", "--run-id", "kept"))
-        try:
-            status, text = run.end()
-        finally:
-            run.stop()
+        status, text = run_of(until).end()
         assert status == 0, text
         seen.append(sorted(re.findall(r"rank (\d) begins at (\d) with (\S+)", text)))
     sums = {step: [sum(range(step)) + 100.0 * rank * step for rank in (0, 1)] for step in (0, 4, 7)}
     assert seen == [[(str(rank), str(step), str(each[rank])) for rank in (0, 1)] for step, each in sums.items()]
+
+
+@pytest.mark.long
+def test_what_workers_keep_goes_back_with_the_run(run_of: Callable[..., Run], tmp_path: Path) -> None:
+    run = run_of(10**9, "--save-interval", "20")
+    run.until(r"rank \d is at", 4)
+    run.child("psdist_server").kill()
+    run.until(r"rank \d went back to", 2)
+    run.until(r"rank \d is at", 4)
+    (tmp_path / "enough").touch()
+    status, text = run.end()
+    text = "".join(run.seen) + text
+    assert status == 0 and "Traceback" not in text, text
+    assert re.search(r"the run goes back to snapshot .* Lost: steps? \d+", text), text
