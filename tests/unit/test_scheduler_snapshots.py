@@ -221,6 +221,17 @@ def test_a_step_that_does_not_come_is_not_waited_for() -> None:
     assert d.saved(call).steps == {"mlp": 6, "other": 5}
 
 
+def test_where_no_worker_is_left_servers_wait_for_no_steps_below_the_highest() -> None:
+    for leaves in (False, True):
+        d = ready()
+        d.train(6)
+        if leaves:
+            d.on(ev.Leave(d.number(), caller(d.members[-1]), "stopped"))
+        d.writing = False
+        d.save()
+        assert {cut.final for cut in d.told if isinstance(cut, sn.Cut)} == {(("mlp", 6),) if leaves else ()}
+
+
 # --- intervals --------------------------------------------------------------------------------------------------------
 
 
@@ -562,6 +573,26 @@ def test_what_could_not_be_deleted_is_tried_again() -> None:
 # --- at the end -------------------------------------------------------------------------------------------------------
 
 
+def know(d: Ready) -> None:
+    """Heartbeats tell what was trained."""
+    d.now += 0.1
+    d.beat_versions()
+    d.tick()
+    d.go_on()
+
+
+def test_the_scheduler_ends_when_all_is_saved() -> None:
+    """What was trained last is not in any heartbeat yet."""
+    d = ready()
+    d.versions["mlp"] = 5
+    d.on(ev.Stop(call := d.number()))
+    know(d)
+    assert d.state(call) == ev.Done() and d.steps == [{"mlp": 5}]
+    d.on(ev.Stop(again := d.number()))
+    know(d)
+    assert d.state(again) == ev.Done() and d.steps == [{"mlp": 5}]
+
+
 def test_servers_that_end_with_all_values_are_saved_before() -> None:
     d = ready()
     (worker,) = d.members
@@ -572,7 +603,7 @@ def test_servers_that_end_with_all_values_are_saved_before() -> None:
     for server in ("server-0", "server-1"):
         calls.append(d.number())
         d.on(ev.Drain(calls[-1], "", server))
-    d.go_on()
+    know(d)
     assert not any(isinstance(d.state(call), ev.Drained) for call in calls)
     d.writing = True
     d.go_on()
@@ -587,7 +618,7 @@ def test_servers_that_end_do_not_wait_for_a_snapshot_that_fails() -> None:
     d.writing = False
     call = d.number()
     d.on(ev.Drain(call, "", "server-0"))
-    d.go_on()
+    know(d)
     d.on(sn.Failed(d.cluster.members.session_of("server-0"), d.attempt.number, "no space"))
     assert isinstance(d.state(call), ev.Drained)
 
@@ -597,9 +628,9 @@ def test_servers_end_at_once_where_there_is_nothing_to_save(policy: SavePolicy) 
     d = ready(policy=policy)
     (worker,) = d.members
     d.train(5)
-    if policy.at_end:
-        d.save()
     d.on(ev.Leave(d.number(), caller(worker), "done"))
+    if policy.at_end:
+        d.saved(d.save())
     call = d.number()
     d.on(ev.Drain(call, "", "server-0"))
     assert isinstance(d.state(call), ev.Drained)
