@@ -137,6 +137,8 @@ class Saver:
             if (part := attempt.parts.get(agreed.parameters)) is not None:
                 following = {(p.life.worker_id, p.life.incarnation): p.next for p in agreed.producers}
                 part.holding.cuts.agree(part.cut, following)
+                if agreed.final_step:
+                    part.holding.cuts.end_steps(agreed.final_step)
         for part in list(attempt.parts.values()):
             if self._attempt is attempt and part.task is None:
                 part.task = asyncio.create_task(self._write(attempt, part))

@@ -33,6 +33,8 @@ class SnapshotDriver(Driver):
         self.works: list[ev.Effect] = []
         self.rolled_back: list[sn.RolledBack] = []
         self.cuts: dict[int, sn.Prepare] = {}
+        #: What each server was told of steps that nobody makes any more.
+        self.finals: list[dict[str, int]] = []
         self._written: set[tuple[int, int]] = set()
         super().__init__(stored, now, history=history, storage="memory://test", **settings)
 
@@ -121,7 +123,8 @@ class SnapshotDriver(Driver):
                 self.on(sn.Prepared(session, attempt, accepted, tuple(stepped.items())))
             case sn.Mark(attempt):
                 self.on(sn.Marked(session, attempt, tuple((n, v) for n, v in self.versions.items())))
-            case sn.Cut(attempt):
+            case sn.Cut(attempt, _, final):
+                self.finals.append(dict(final))
                 self.cuts[attempt] = replace(self.cuts[attempt], directory="cut")
             case sn.End(attempt):
                 self.cuts.pop(attempt, None)
