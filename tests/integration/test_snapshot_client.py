@@ -194,6 +194,8 @@ with psdist.init() as context:
         if weights.statistics().rolled_back and not back:
             back = True
             print("rank", context.rank, "went back to", weights.restored, flush=True)
+    if not enough.exists():
+        print("rank", context.rank, "saved", context.client.snapshot().directory, flush=True)
 """
 
 
@@ -218,6 +220,8 @@ def test_what_workers_keep_outlives_the_run(run_of: Callable[..., Run]) -> None:
     for until in (4, 7, 7):
         status, text = run_of(until).end()
         assert status == 0, text
+        [one, other] = re.findall(r"rank \d saved (\S+)", text)
+        assert one == other and int(one.partition("-")[0]) == until, "ranks that ask at the same step share one"
         seen.append(sorted(re.findall(r"rank (\d) begins at (\d) with (\S+)", text)))
     sums = {step: [sum(range(step)) + 100.0 * rank * step for rank in (0, 1)] for step in (0, 4, 7)}
     assert seen == [[(str(rank), str(step), str(each[rank])) for rank in (0, 1)] for step, each in sums.items()]
