@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from psdist.consistency import BSP
+from psdist.consistency import BSP, Consistency
 from psdist.snapshots.format import Commit, Manifest, ShardFile, digest_of
 from psdist.types import ParametersEntry
 from psdist_scheduler import events as ev
 from psdist_scheduler import snapshot_events as sn
+from psdist_scheduler.attempt import Attempt
 from psdist_scheduler.records import Member, Stored
 from tests.unit.scheduler_driver import Driver
 
@@ -218,3 +219,23 @@ def history_of(driver: SnapshotDriver, **base: Any) -> sn.History:
     return sn.History(
         snapshots.commits, max((c.sequence for c in snapshots.commits), default=0), snapshots.newest, **base
     )
+
+
+class Ready(SnapshotDriver):
+    """With members."""
+
+    members: list[Member]
+
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt under way."""
+        assert self.cluster.snapshots.attempt is not None
+        return self.cluster.snapshots.attempt
+
+
+def ready(workers: int = 1, servers: int = 2, consistency: Consistency | None = None, **settings: Any) -> Ready:
+    """Ready parameters, and a storage."""
+    d = Ready(workers_min=workers, **settings)
+    d.members = d.begin(servers, workers, consistency=consistency)
+    d.go_on()
+    return d
