@@ -38,7 +38,7 @@ PURE = frozenset(
         *("psdist_scheduler.parameters", "psdist_scheduler.resume", "psdist_scheduler.retention"),
         *("psdist_scheduler.savers", "psdist_scheduler.snapshot_events"),
         *("psdist_server.events", "psdist_server.gates", "psdist_server.shard", "psdist_server.replication"),
-        *("psdist_server.records", "psdist_server.roles"),
+        *("psdist_server.records", "psdist_server.roles", "psdist_server.snapshots"),
     }
 )
 IMPURE_IMPORTS = frozenset(

@@ -238,6 +238,7 @@ class Saver:
         async with storage.writer(layout.file_path(attempt.directory, name)) as file:
             await file.write(header)
             for position, index in enumerate(slices):
+                await part.cut.rest()
                 array = await part.cut.take(index)
                 part.cut.prefetch(slices[position + 1 : position + 2])
                 hashing = asyncio.get_running_loop().run_in_executor(self._thread, hashes.add, array)
