@@ -61,9 +61,9 @@ class Asides:
         if (place := self._used.pop(index, None)) is not None:
             self._free.append(place)
 
-    def populate(self) -> None:
-        """Makes all memory ready, as far as the system can. In a thread."""
-        size = self._memory.array.size
+    def populate(self, elements: int) -> None:
+        """Makes memory for so many elements ready, as far as the system can. In a thread."""
+        size = min(elements, self._memory.array.size)
         for start in range(0, size, _POPULATE_ELEMENTS):
             if not self._memory.populate(start, min(start + _POPULATE_ELEMENTS, size)):
                 return

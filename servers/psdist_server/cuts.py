@@ -94,7 +94,7 @@ class Cuts:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _memory(self, machine: Cut) -> Asides:
-        largest = max(machine.sizes.values()) // 4
+        largest = max(machine.sizes.values(), default=4) // 4
         most = min(len(machine.sizes), machine.room.limit // (4 * largest) + 1) + WRITER_COPIES
         if self._asides is None or self._asides.shape != (largest, most):
             self._asides = Asides(largest, most)
@@ -105,7 +105,8 @@ class Cuts:
         is_near = cut.machine.step is None or version + _READY_STEPS >= cut.machine.step
         if not self._is_ready and is_near and self._is_active and self._asides is not None:
             self._is_ready = True
-            asyncio.get_running_loop().run_in_executor(None, self._asides.populate)
+            elements = cut.machine.room.prepare(sum(cut.machine.sizes.values())) // 4
+            asyncio.get_running_loop().run_in_executor(None, self._asides.populate, elements)
 
     @property
     def _is_active(self) -> bool:
