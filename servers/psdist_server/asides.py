@@ -68,6 +68,11 @@ class Asides:
             if not self._memory.populate(start, min(start + _POPULATE_ELEMENTS, size)):
                 return
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there are copies, or some are being made."""
+        return bool(self._used)
+
     def shrink(self) -> None:
         """Gives all memory back to the system, unless some of it is in use."""
         if not self._used:
