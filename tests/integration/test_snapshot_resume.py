@@ -129,6 +129,7 @@ async def _push_each(segment: Segment, name: str, consistency: SSP | ASP, life: 
     return [float(value) for value in (await handles[0].pull())["w"]]
 
 
+@pytest.mark.long
 async def test_every_push_before_a_snapshot_is_there_once_after_it(tmp_path: Path) -> None:
     for life, servers in enumerate((1, 2)):
         segment = Segment(tmp_path / "storage", servers)

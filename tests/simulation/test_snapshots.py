@@ -14,9 +14,9 @@ from tests.simulation import snapshot_runner
 from tests.simulation.runner import Summary
 
 FIRST = 200_000
-SEEDS = 80
+SEEDS = 40
 #: Of so many cases of ``snapshot_faults`` make test runs one.
-EACH = 12
+EACH = 25
 #: Paths that so many seeds must have taken.
 PATHS = (
     "snapshots compared",
