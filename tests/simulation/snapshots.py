@@ -149,9 +149,10 @@ class SnapshotWorld(World):
     async def make_scheduler(self, store: DiskStore) -> Scheduler:
         """See World."""
         storage, stored = self.open_storage(URL), store.load()
+        restore = stored.base.restore if stored is not None else None
         while True:
             try:
-                history = await read_history(storage, RUN)
+                history = await read_history(storage, RUN, restore.directory if restore is not None else "")
                 break
             except StorageError:
                 self.counts["the storage could not be read at the beginning"] += 1
