@@ -150,12 +150,15 @@ class SnapshotWorld(World):
         """See World."""
         storage, stored = self.open_storage(URL), store.load()
         restore = stored.base.restore if stored is not None else None
+        history = None
         while True:
             try:
                 history = await read_history(storage, RUN, restore.directory if restore is not None else "")
                 break
             except StorageError:
                 self.counts["the storage could not be read at the beginning"] += 1
+                if stored is not None:
+                    break  # It is read again later.
                 await self.loop.after(0.3)
         return Scheduler(Cluster(self.settings, stored, self.loop.time(), history), store, storage)
 
