@@ -232,6 +232,8 @@ class Exchange:
         """Where ``slices`` go; for all of them that is kept as long as nothing is heard."""
         link, watch = self._link, self._link.watch
         link.raise_if_out(self._sender.incarnation)
+        if watch.cluster.entry(self._name) is None:  # The map may be here before the news.
+            raise FencedError(f"the run goes back to a snapshot: {self._name!r} is not placed any more")
         if len(slices) < self.slicing.count:
             return routing.plan(watch.cluster, self._name, slices, watch.news)
         if self._planned is None or self._planned[0] is not watch.cluster or self._planned[1] is not watch.news:
