@@ -5,7 +5,8 @@
 #   make check    lint, types, drift of the generated stubs, tidiness (no training)
 #   make proto    write psdist/v1 anew from proto/
 #   make bench    psdist beside its peers, in some minutes: writes docs/performance.md anew (--full: BENCH=--full)
-#   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), and each safeguard taken away in turn
+#   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 500 with snapshots (SNAPSHOT_SEEDS=n), each fault of a
+#                 storage, and each safeguard taken away in turn
 #   make chaos    faults on real processes, each promise with its figure, in about half an hour (fewer: KILLS=10)
 #   make clean    remove everything that these targets made
 
@@ -67,10 +68,14 @@ chaos: $(VENV)/.dev
 	$(BIN)/psdist chaos --suite --kills $(KILLS)
 
 SEEDS ?= 10000
+SNAPSHOT_SEEDS ?= 500
 FIRST ?= 0
 sim: $(VENV)/.dev
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)
 	$(BIN)/python -m tests.simulation --ablations
+	$(BIN)/python -m tests.simulation snapshots --seeds $(SNAPSHOT_SEEDS) --first $(FIRST)
+	$(BIN)/python -m tests.simulation snapshots --faults
+	$(BIN)/python -m tests.simulation snapshots --ablations
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis psdist-runs .bench

@@ -58,7 +58,8 @@ values = weights.pull()["w"]
 assert (values == pushes).all(), np.unique(values)
 print("rank", rank, "counts", np.unique(values), "resent", weights.statistics().resent)
 """
-_FLAGS = ("--nservers", "3", "--replicas", "2")
+#: Who is killed is missed at once. Nobody else is to be, on a machine that does much else: it would change the result.
+_FLAGS = ("--nservers", "3", "--replicas", "2", "--failure-timeout", "15")
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_a_killed_scheduler_stops_nobody(tmp_path: Path, runs: list[Run]) -> Non
     runs[0].until("made step 5$")
     scheduler = runs[0].child("psdist_scheduler")
     scheduler.kill()
-    scheduler.wait(10)
+    scheduler.wait(60)
     runs[0].until("made step 30$")
     status, text = runs[0].end(120)
     everything = "".join(runs[0].seen) + text
