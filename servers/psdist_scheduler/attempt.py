@@ -312,6 +312,8 @@ class Campaign:
 
     refused: int = 0
     retries: int = 0
+    #: Attempts that pushes waited for in vain.
+    held: int = 0
     #: Cut each parameters where it stands: what was to come did not.
     exact: bool = False
     #: By parameters, the step that a server named as not passed.

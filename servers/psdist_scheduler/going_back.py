@@ -61,11 +61,17 @@ class GoingBack:
         term = max((shard.term for p in placed for shard in p.entry.shards), default=0)
         effects = self._snapshots.rolled_back(now)
         self._registry.resume.go_to(found, term, epoch, now)
+        trained = {(m.worker_id, m.incarnation) for p in placed for m in p.entry.members}
         self._registry.gather_again()
         self._datasets.go_back(found.manifest.datasets)
         lost = tuple((name, first, max(first, until)) for name, first, until in lost)
         effects += [Note(text, "warning"), Announce(RolledBack(found.commit.directory, lost, text))]
-        for worker in [w for w in self._members.workers if self._members.session_of(w.member_id)]:
+        # One that has no session at the moment is to hear of it by its life's end, when it is back.
+        for worker in [
+            w
+            for w in self._members.workers
+            if self._members.session_of(w.member_id) or (w.member_id, w.incarnation) in trained
+        ]:
             _, session = self._members.end(worker.member_id, "lost", "the run went back to a snapshot")
             effects += [Close(session)] if session else []
         return effects

@@ -8,7 +8,7 @@ Not here: attempts themselves (``attempt``), when one is begun (``snapshots``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -125,6 +125,12 @@ def place(saver: Saver, attempt: Attempt) -> Literal["joins", "waits", "supersed
         elif wanted > step:
             return "supersedes" if early else "waits"
     return "joins"
+
+
+def stand_still(p: Parameters, waiting: Iterable[Mapping[str, int]]) -> bool:
+    """Whether no step of BSP parameters is made while those wait whose next pushes are ``waiting``."""
+    consistency = p.entry.spec.consistency
+    return isinstance(consistency, BSP) and sum(p.name in next for next in waiting) > consistency.backup_workers
 
 
 def serves(found: Found, saver: Saver, ready: list[Parameters]) -> bool:

@@ -58,6 +58,8 @@ _DISTANCE_MAX: Final = 1024
 _REFUSALS_MAX: Final = 64
 #: Attempts that may be begun anew, one upon the other, because the cluster changed.
 _RETRIES_MAX: Final = 64
+#: Attempts that pushes may wait for in vain, one upon the other, each for a lease.
+_HELD_MAX: Final = 3
 #: An attempt of which nothing is heard for so long, in seconds, is given up: the storage stands still.
 _SILENCE_SECONDS: Final = 120.0
 #: A storage that could not be read is read again after so long.
@@ -378,11 +380,12 @@ class Snapshots:
         waiting = [saver.next for saver in self._savers.waiting]
         stepped = [p for p in ready if is_stepped(p)]
         steps = {p.name: max(self._version(p), *(next.get(p.name, 0) for next in waiting), 0) for p in stepped}
-        if waiting or self._campaign.exact or not any(p.entry.members for p in stepped):
+        if self._campaign.exact or not any(p.entry.members for p in stepped):
             return steps
         refused = self._campaign.refused
         distance = 0 if refused < 2 else min(1 << min(refused - 2, 10), _DISTANCE_MAX)
-        return common_steps({name: step + distance for name, step in steps.items()})
+        later = {p.name: steps[p.name] + (0 if savers.stand_still(p, waiting) else distance) for p in stepped}
+        return later if waiting else common_steps(later)
 
     def _begin(
         self, ready: list[Parameters], steps: dict[str, int], reason: str, ahead: bool, epoch: int, now: float
@@ -442,15 +445,20 @@ class Snapshots:
             return self._cut(attempt)
         still = now - attempt.moved
         if attempt.ahead and not attempt.reached:
-            names = {p.name for p in self._ready()}
-            return self._stop("parameters were created since", now, retry=False) if names != set(attempt.names) else []
+            if {p.name for p in self._ready()} != set(attempt.names):
+                return self._stop("parameters were created since", now, retry=False)
+            if self.keepers.are_new(attempt):
+                return self._stop("a worker keeps something since", now, retry=False)
+            return []
         if still > _SILENCE_SECONDS:
             return self._fail(f"nothing was heard for {still:.0f} s, waiting {attempt.waiting_for}", now)
         if still <= self._settings.lease_seconds or attempt.phase == "preparing":
             return []
         if attempt.phase == "marking" or (attempt.lives and (not attempt.reached or attempt.is_held)):
             # Pushes wait for it.
-            return self._stop(f"waited too long {attempt.waiting_for}", now)
+            self._campaign.held += 1
+            end = self._stop if self._campaign.held < _HELD_MAX else self._fail
+            return end(f"waited too long {attempt.waiting_for}", now)
         if attempt.phase == "cutting" and not attempt.reached and not self._campaign.exact:
             self._campaign.exact = True
             return self._stop(f"training stands still, waiting {attempt.waiting_for}", now)

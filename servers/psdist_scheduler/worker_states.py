@@ -130,6 +130,10 @@ class Keepers:
         lives = [(p.name, (m.worker_id, m.incarnation)) for p in parameters for m in p.entry.members]
         return list(dict.fromkeys(life for name, life in lives if name in self._names.get(life, ())))
 
+    def are_new(self, attempt: Attempt) -> bool:
+        """Whether somebody keeps a state that the attempt did not ask."""
+        return bool(self._names) and any(life not in attempt.kept.answers for life in self.of(attempt.parameters))
+
     def on(self, event: Keeps | HandIn | HandedIn, attempt: Attempt | None, now: float) -> list[Effect]:
         """What a worker says, and what became of its file. Raises FencedError, SnapshotFailedError,
         LimitExceededError."""

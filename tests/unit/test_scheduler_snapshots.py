@@ -182,6 +182,26 @@ def test_others_are_cut_where_they_are() -> None:
     assert d.saved(d.save()).steps == {"mlp": 60, "other": 6}
 
 
+def test_who_waits_does_not_stop_what_others_train() -> None:
+    """What the waiting worker takes no part in trains on, past every cut that is where it was."""
+    d = ready(workers=2)
+    one, two = d.members
+    d.create(two, layout=OTHER, name="other")
+    d.ask(ev.Describe, one, "other")
+    d.ask(ev.Commit, two, "other")
+    d.versions = {"mlp": 5, "other": 1}
+    d.answering = False
+    call = d.save(one, mlp=5)
+    for version in range(4, 400, 4):
+        d.versions["other"] = version
+        for session, command in d._take("commands", True):
+            d._obey(session, command)
+    d.answering = True
+    d.train(400, "other")
+    steps = d.saved(call).steps
+    assert steps["mlp"] == 5 and steps["other"] > 8
+
+
 def test_a_step_that_does_not_come_is_not_waited_for() -> None:
     """Training has ended: one of them will never be where the other is."""
     d = two_parameters()
@@ -344,6 +364,21 @@ def test_marked_attempts_are_given_up_when_pushes_could_wait_for_ever(change: st
     d.writing = True
     d.go_on()
     assert d.saved(call) and d.cluster.snapshots.failures.count == 0
+
+
+def test_a_client_that_never_answers_costs_the_others_no_more_than_some_leases() -> None:
+    d = ready(workers=2, consistency=ASP())
+    d.answering = False
+    call = d.save()
+    attempts = set()
+    for _ in range(80):
+        attempts.add(d.cluster.snapshots.attempt and d.cluster.snapshots.attempt.number)
+        d.beat(*(d.cluster.members.session_of(m) for m in ("worker-0", "worker-1", "server-0", "server-1")))
+        for session, command in d._take("commands", True):
+            if not isinstance(command, sn.Mark) or d.cluster.members.sessions[session] == "worker-0":
+                d._obey(session, command)
+        d.tick()
+    assert len(attempts) <= 4 and "waited too long for worker-1 to mark its pushes" in str(d.errors[call])
 
 
 # --- what changes meanwhile -------------------------------------------------------------------------------------------

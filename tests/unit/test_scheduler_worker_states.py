@@ -124,6 +124,16 @@ def test_a_worker_that_has_gone_on_gets_a_later_cut() -> None:
     assert driver.saved(call).steps == {"mlp": 7} and driver.states[0].next == 7
 
 
+def test_what_is_kept_since_a_cut_was_armed_is_in_it_too() -> None:
+    """A cut by steps is armed when parameters are ready, before any worker can say that it keeps something."""
+    driver = KeeperDriver(2, policy=SavePolicy(steps=10))
+    driver.go_on()
+    driver.train(10)
+    driver.tick()
+    driver.go_on()
+    assert driver.steps == [{"mlp": 10}] and [state.rank for state in driver.states] == [0, 1]
+
+
 @pytest.mark.parametrize("answering", [False, True])
 def test_a_worker_that_is_lost_is_not_waited_for(answering: bool) -> None:
     driver = KeeperDriver(2)
