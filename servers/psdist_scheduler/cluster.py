@@ -458,8 +458,8 @@ class Cluster:
         if changed or self.members.changed:
             effects += self.datasets.lose(self.members.is_live)
         changed = changed or self._has_changed()
-        self._keeper.published()
         self.epoch += changed
+        self._keeper.published(self.epoch)
         first = [self._take_changes()] if changed or self.datasets.changed else []
         news = [effect for effect in effects if isinstance(effect, Announce)]
         rest: list[Effect] = [effect for effect in effects if not isinstance(effect, Announce)]

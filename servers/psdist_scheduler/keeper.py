@@ -31,10 +31,19 @@ class Keeper:
         self._members = members
         #: Where a primary could not reach a replica, and until when that server is not tried again in this place.
         self._unreachable: dict[_Place, float] = {}
-        #: Shards with a copy that became complete since the last epoch.
+        #: Backups that their primary cannot reach, with its term and its reason.
+        self._doubted: dict[_Place, tuple[int, str]] = {}
+        #: Shards that servers must know as the next epoch shows them, before more becomes of them.
         self._fresh: set[tuple[str, int]] = set()
+        #: Those that were fresh, and the epoch that showed them; the others were shown by the first of this life.
+        self._shown: dict[tuple[str, int], int] = {}
+        self._first_epoch = 0
+        #: The map that each server said it has.
+        self._heard: dict[str, int] = {}
         #: Whether something may be due though nothing changes: after a restart, or after what was ``fresh``.
         self._due = True
+        #: Whether something is due as soon as servers know what was shown.
+        self._held_up = False
 
     def lose(self, epoch: int) -> list[Effect]:
         """Shards go on without the servers that are gone, or are lost with them. ``epoch`` is the one that shows it."""
@@ -47,9 +56,12 @@ class Keeper:
             after = tuple(replicas.after_loss(shard, self._live) for shard in before)
             if after == before:
                 continue
-            if self._needs_values(p, after) and self._members.staying:
-                self._registry.place_anew(p.name, self._placed_anew(p), epoch)
-                effects.append(Note(f"a server is gone before {p.name!r} was ready: its values are uploaded again"))
+            if self._needs_values(p, after):
+                # Where no server is left they stay without a place until one registers.
+                placed = self._placed_anew(p)
+                if p.placed.committed or placed != before:
+                    self._registry.place_anew(p.name, placed, epoch)
+                    effects.append(Note(f"a server is gone before {p.name!r} was ready: its values are uploaded again"))
             else:
                 self._registry.set_shards(p.name, after)
                 effects += _promotions(p.name, before, after) + self._losses(p, before, after)
@@ -67,23 +79,32 @@ class Keeper:
         return [Note(f"every shard of {p.name!r} has {self._settings.replicas} copies")]
 
     def unreachable(self, event: ReplicaUnreachable, now: float) -> list[Effect]:
-        """A primary cannot reach a replica: another takes its place, or the same one later if there is no other."""
+        """A primary cannot reach a replica: another takes its place, or the same one later if there is no other. A
+        backup not at once: it may be the primary that nothing reaches, and then the backup's copy is the one that is
+        left. So an epoch is made, and the backup dropped when the primary says that it knows it."""
         shard = self._reported(event)
-        if shard is None or event.replica not in (*shard.backups, *shard.filling):
+        place = (event.parameters, event.shard, event.replica)
+        if shard is None or place in self._doubted:
             return []
-        self._set(event.parameters, event.shard, replicas.without(shard, event.replica))
-        until = now + self._settings.lease_seconds
-        self._unreachable[event.parameters, event.shard, event.replica] = until
-        what = f"{shard.primary} cannot reach {event.replica}, which held {name_shards([event.shard])}"
-        return [Note(f"{what} of {event.parameters!r}: {event.reason}", "warning")]
+        if event.replica in shard.filling:
+            return self._drop(place, shard, event.reason, now)
+        if event.replica in shard.backups:
+            self._doubted[place] = (shard.term, event.reason)
+            self._set(event.parameters, event.shard, shard)
+            self._fresh.add(place[:2])
+        return []
 
     def plan(self, now: float) -> list[Effect]:
         """Puts in hand what is due by now."""
+        heard = {id_: presence.epoch for id_, presence in self._members.presences.items()}
         again = self._due or any(until <= now for until in self._unreachable.values())
+        again = again or (self._held_up and heard != self._heard)
         if not again and not self._members.changed and not self._registry.changed:
             return []
+        self._heard = heard
+        effects = self._drop_unreachable(now)
         placed = {p.name: p for p in self._placed()}
-        due = replicas.Plan(
+        plan = replicas.Plan(
             [p.entry for p in placed.values()],
             [
                 replicas.Holder(Replica(server.member_id, server.incarnation), server.host, server.draining)
@@ -92,19 +113,21 @@ class Keeper:
             self._settings.replicas,
             installed=lambda name: placed[name].placed.committed,
             ready=lambda name: placed[name].entry.ready,
-            fresh=lambda name, number: (name, number) in self._fresh,
+            knows=self._knows,
             refused=lambda *place: self._unreachable.get(place, now) > now,
             tried=lambda *place: place in self._unreachable,
-        ).changes()
-        effects: list[Effect] = []
-        for name, after in due.items():
+        )
+        for name, after in plan.changes().items():
             before = placed[name].entry.shards
             self._registry.set_shards(name, after)
             effects += _fills(placed[name], before, after) + _promotions(name, before, after)
+        self._held_up = plan.held_up or bool(self._doubted)
         return effects
 
-    def published(self) -> None:
-        """What changed is shown in an epoch, so that more can become of it."""
+    def published(self, epoch: int) -> None:
+        """What changed is shown in ``epoch``, so that more can become of it."""
+        self._first_epoch = self._first_epoch or epoch
+        self._shown.update(dict.fromkeys(self._fresh, epoch))
         self._due, self._fresh = bool(self._fresh), set()
 
     def degraded(self) -> str:
@@ -126,6 +149,34 @@ class Keeper:
 
     def _live(self, replica: Replica) -> bool:
         return self._members.is_live(replica.server_id, replica.incarnation)
+
+    def _knows(self, name: str, number: int, replica: Replica) -> bool:
+        """Whether a server has said that it has the map that shows the shard as it is."""
+        presence = self._members.presence(replica.server_id)
+        if presence is None or (name, number) in self._fresh or not self._live(replica):
+            return False
+        return presence.epoch >= self._shown.get((name, number), self._first_epoch) > 0
+
+    def _drop(self, place: _Place, shard: Shard, reason: str, now: float) -> list[Effect]:
+        name, number, replica = place
+        self._set(name, number, replicas.without(shard, replica))
+        self._unreachable[place] = now + self._settings.lease_seconds
+        what = f"{shard.primary} cannot reach {replica}, which held {name_shards([number])}"
+        return [Note(f"{what} of {name!r}: {reason}", "warning")]
+
+    def _drop_unreachable(self, now: float) -> list[Effect]:
+        """Backups whose primaries have shown that they are heard and hear."""
+        effects: list[Effect] = []
+        for place, (term, reason) in list(self._doubted.items()):
+            name, number, replica = place
+            p = self._registry.get(name)
+            shard = p.entry.shards[number] if p is not None else None
+            if shard is None or shard.term != term or replica not in shard.backups:
+                del self._doubted[place]
+            elif self._knows(name, number, shard.primary):
+                del self._doubted[place]
+                effects += self._drop(place, shard, reason, now)
+        return effects
 
     def _placed(self) -> Iterable[Parameters]:
         return [p for p in self._registry.all if p.record is not None]
@@ -155,6 +206,8 @@ class Keeper:
         return not p.entry.ready and (lost if p.placed.committed else moved)
 
     def _placed_anew(self, p: Parameters) -> tuple[Shard, ...]:
+        if not self._members.staying:
+            return tuple(Shard(shard.primary, shard.term) for shard in p.entry.shards)
         shards: list[Shard] = []
         for shard in p.entry.shards:
             counts = [s.primary.server_id for s in shards]

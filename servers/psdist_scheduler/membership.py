@@ -111,10 +111,10 @@ class Membership:
 
     @property
     def servers_min(self) -> int:
-        """Servers that the run needs: what the scheduler was told, or fewer if fewer are wanted by now, and one for
-        each copy of a shard."""
-        wanted = min(self._settings.servers_min, self.servers_wanted or self._settings.servers_min)
-        return max(wanted, self._settings.replicas)
+        """Servers that the run needs: what the scheduler was told without those that were drained, or fewer if fewer
+        are wanted by now, and one for each copy of a shard."""
+        least = self._settings.servers_min - self._drained
+        return max(min(least, self.servers_wanted or least), self._settings.replicas)
 
     @property
     def staying(self) -> list[Member]:
@@ -133,6 +133,11 @@ class Membership:
     def presence(self, member_id: str) -> Presence | None:
         """What is known of a live member."""
         return self._presence.get(member_id)
+
+    @property
+    def presences(self) -> dict[str, Presence]:
+        """What is known of the live members, by id."""
+        return self._presence
 
     def is_live(self, member_id: str, incarnation: int) -> bool:
         """Whether this life of the member lasts."""
@@ -249,9 +254,7 @@ class Membership:
         member = self._members[member_id]
         if not member.live:
             raise InvalidArgumentError(f"{member_id} is not live, it {self._fate(member)}")
-        gone = replace(
-            member, state="left" if state == "left" else "lost", reason=reason[:_TEXT_CHARACTERS], draining=False
-        )
+        gone = replace(member, state="left" if state == "left" else "lost", reason=reason[:_TEXT_CHARACTERS])
         session = self._presence.pop(member_id).session
         self._sessions.pop(session, None)
         self._put(gone)
@@ -297,7 +300,7 @@ class Membership:
         assert held == self._sessions, "sessions and members disagree"
         assert all(member_id == member.member_id for member_id, member in self._members.items())
         assert all(member.incarnation >= 1 for member in self._members.values())
-        assert all(member.live and member.role == "server" for member in self._members.values() if member.draining)
+        assert all(member.role == "server" for member in self._members.values() if member.draining)
         assert all(bool(member.reason) <= (not member.live) for member in self._members.values())
 
     # --- inner --------------------------------------------------------------------------------------------------------
@@ -317,6 +320,7 @@ class Membership:
         self._servers = sorted((m for m in live if m.role == "server"), key=lambda member: member.member_id)
         self._world_size = max((worker.world_size for worker in self._workers), default=0)
         self._workers_known = sum(member.role == "worker" for member in self._members.values())
+        self._drained = sum(member.draining for member in self._members.values())
 
     def _refresh(self, presence: Presence, now: float) -> None:
         presence.restored = False
@@ -361,7 +365,9 @@ class Membership:
         for number in range(KNOWN_IDS_MAX + 1):
             member_id = f"server-{number}"
             member = self._members.get(member_id)
-            if member_id not in reserved and (member is None or (member.role == "server" and not member.live)):
+            # The id of one that was drained says, as long as nobody takes it by name, that a server less is needed.
+            ended = member is not None and member.role == "server" and not member.live and not member.draining
+            if member_id not in reserved and (member is None or ended):
                 return member_id
         raise LimitExceededError(f"all server ids up to server-{KNOWN_IDS_MAX} are taken")
 

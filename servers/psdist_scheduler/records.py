@@ -57,7 +57,7 @@ class Member:
     state: MemberState = "live"
     #: Why it left or was lost; empty while it lives.
     reason: str = ""
-    #: A live server from which everything is moved away.
+    #: A server from which everything is moved away, or was before it went.
     draining: bool = False
 
     @property

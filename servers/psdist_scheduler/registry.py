@@ -295,7 +295,7 @@ class Registry:
                 if p.entry.ready:
                     effects += self._serve(p, members, now)
                 else:
-                    effects += self._upload(p) if p.entry.restore is None else self._load(p)
+                    effects += self._upload(p, members) if p.entry.restore is None else self._load(p)
         return effects
 
     def waits(self, members: Membership, now: float) -> Iterator[tuple[str, list[int], str]]:
@@ -306,6 +306,9 @@ class Registry:
                 yield f"parameters {p.name}", calls, self._missing(p, members, now)
             elif p.record.committed and not p.entry.ready:
                 yield f"parameters {p.name}", [*p.creators, *p.describers], self._copies_text(p)
+            elif not p.entry.ready and not _has_place(p, members):
+                shortage = members.shortage() or f"for a server to register that can hold {p.name!r}"
+                yield f"parameters {p.name}", [*p.creators, *p.describers], shortage
             elif p.state == "loading":
                 yield f"parameters {p.name}", calls, self._load_text(p)
             elif not p.entry.ready and calls:
@@ -431,7 +434,7 @@ class Registry:
         who = server or "another server"
         return f"for {who} to hold a copy of {name_shards(numbers)} of {p.name!r}"
 
-    def _upload(self, p: Parameters) -> list[Effect]:
+    def _upload(self, p: Parameters, members: Membership) -> list[Effect]:
         """Nothing was trained yet: whoever comes now is a member from the first step on."""
         effects: list[Effect] = []
         for call, worker in p.creators.items():
@@ -440,7 +443,8 @@ class Registry:
                 self._change(p, members=_with(p.entry.members, member))
             if not p.placed.uploader:
                 self._change(p, uploader=p.entry.members[0].worker_id)
-            if worker.member_id == p.placed.uploader and call != p.upload_call and not p.placed.committed:
+            asked = call == p.upload_call or p.placed.committed or not _has_place(p, members)
+            if worker.member_id == p.placed.uploader and not asked:
                 p.upload_call = call
                 effects.append(Answer(call, Upload()))
         return effects
@@ -525,6 +529,11 @@ class Registry:
         p.creators.clear()
         p.describers.clear()
         return effects
+
+
+def _has_place(p: Parameters, members: Membership) -> bool:
+    """Whether there are servers that values can be put on: all may have gone before there were any."""
+    return all(members.is_live(s.primary.server_id, s.primary.incarnation) for s in p.entry.shards)
 
 
 def _route(entry: ParametersEntry) -> Route:

@@ -11,7 +11,9 @@ does not answer (``without``), and when ``Plan`` finds something to better:
 
 Nothing of a move is remembered but the shard itself, so it goes on after a restart as if nothing had been. A move ends
 because each one makes ``_imbalance`` smaller. No change of this module but a loss lowers the number of complete copies
-below what is wanted, or promotes what is not complete.
+below what is wanted, or promotes what is not complete. A copy is dropped only when those that are left have said that
+they know the map with it: so each of them lived, heard and was heard after they were enough without it. Else a copy
+that is well could be dropped in favour of one that is gone, and not missed yet.
 """
 
 from __future__ import annotations
@@ -106,8 +108,8 @@ class Plan:
     """What is due, given who lives and what lies where.
 
     wanted: copies of each shard.
-    fresh: whether a copy of this shard of those parameters became complete just now. The map shows that before anything
-        else becomes of it, so that who is promoted was a backup in the epoch before.
+    knows: whether this server has said that it has the map that shows this shard of those parameters with its copies.
+        Before it is shown nobody knows it, so who is promoted was a backup in the epoch before.
     refused: whether this server cannot be used for that shard of those parameters now.
     tried: whether it failed as a replica of it earlier, so that any other is to be preferred.
     installed: whether the initial values of these parameters are on their primaries; nothing is copied before.
@@ -122,7 +124,7 @@ class Plan:
         *,
         installed: Callable[[str], bool],
         ready: Callable[[str], bool],
-        fresh: Callable[[str, int], bool],
+        knows: Callable[[str, int, Replica], bool],
         refused: Callable[[str, int, Replica], bool],
         tried: Callable[[str, int, Replica], bool],
     ) -> None:
@@ -133,8 +135,10 @@ class Plan:
         self._holders = {holder.id: holder for holder in sorted(holders, key=lambda holder: holder.id)}
         self._usable = [holder for holder in self._holders.values() if not holder.draining]
         self._wanted = wanted
-        self._installed, self._ready, self._fresh = installed, ready, fresh
+        self._installed, self._ready, self._knows = installed, ready, knows
         self._refused, self._tried = refused, tried
+        #: Something is due as soon as a server says that it knows the map.
+        self.held_up = False
         self._primary = dict.fromkeys(self._holders, 0)
         self._held = dict.fromkeys(self._holders, 0)
         self._fills = dict.fromkeys(self._holders, 0)
@@ -151,7 +155,7 @@ class Plan:
                 while (better := self._better(name, number)) is not None:
                     self._set(name, number, better)
                     changed[name], again = None, True
-        settled = all(self._settled(name, number, shard) for name, number, shard in self._shards())
+        settled = all(self._settled(shard) for _, _, shard in self._shards())
         if settled and (move := self._move()):
             self._set(move.parameters, move.number, move.shard)
             changed[move.parameters] = None
@@ -182,11 +186,10 @@ class Plan:
     def _better(self, name: str, number: int) -> Shard | None:
         """What a shard shall be at once; None if it may stay as it is."""
         shard = self._now[name][number]
-        better = None if self._fresh(name, number) else self._without_leaving(name, number, shard)
-        return better or self._with_more(name, number, shard)
+        return self._without_leaving(name, number, shard) or self._with_more(name, number, shard)
 
-    def _settled(self, name: str, number: int, shard: Shard) -> bool:
-        return not shard.filling and not self._fresh(name, number) and len(complete(shard)) >= self._wanted
+    def _settled(self, shard: Shard) -> bool:
+        return not shard.filling and len(complete(shard)) == self._wanted
 
     def _stays(self, replica: Replica) -> bool:
         holder = self._holders.get(replica.server_id)
@@ -206,8 +209,13 @@ class Plan:
             return self._best(name, number, shard, options)
         return None
 
-    def _best(self, name: str, number: int, shard: Shard, options: Sequence[Shard]) -> Shard:
-        return min(options, key=lambda after: self._imbalance(name, number, shard, after))
+    def _best(self, name: str, number: int, shard: Shard, options: Sequence[Shard]) -> Shard | None:
+        """What becomes of a shard; None as long as one of those that keep it has not said that it knows."""
+        best = min(options, key=lambda after: self._imbalance(name, number, shard, after))
+        if all(self._knows(name, number, replica) for replica in complete(best) if self._stays(replica)):
+            return best
+        self.held_up = True
+        return None
 
     def _with_more(self, name: str, number: int, shard: Shard) -> Shard | None:
         """The shard with one more that is filled; None if it has enough, or must wait."""

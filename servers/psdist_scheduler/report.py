@@ -115,5 +115,5 @@ def _member(
         statistics=statistics,
         waiting_for=presence.waiting_for if presence else (),
         connections=connections,
-        draining=member.draining,
+        draining=member.draining and member.live,
     )

@@ -66,14 +66,13 @@ class Scaling:
         if member is None or member.role != "server" or not member.live:
             there = name_some([server.member_id for server in self._members.servers]) or "none"
             raise InvalidArgumentError(f"no live server {event.server_id!r:.80}: these are live: {there}")
-        held = len(self._held(member))
-        if not held or not self._members.workers:
-            return [Answer(event.call, Drained(held))]
-        if not [server for server in self._members.staying if server != member]:
+        held, others = len(self._held(member)), [server for server in self._members.staying if server != member]
+        if held and not others and self._members.workers:
             raise InvalidArgumentError(
                 f"{member} holds {held} shards and there is no other server to take them: start another one first",
                 server_id=member.member_id,
             )
+        # One that holds nothing is marked too: nothing is to be placed on what is about to be stopped.
         self._drains[event.call] = _Drain(Replica(member.member_id, member.incarnation), held)
         return self._mark([member])
 
@@ -143,8 +142,8 @@ class Scaling:
             if self._has_lost(drain.server):
                 return [Refuse(call, ServerLostError(f"{drain.server} was lost before all was moved away from it"))]
             return [Answer(call, Drained(drain.total))]
-        left = len(self._held(server))
-        if not left or not self._members.workers:
+        left = len(self._held(server, worth=True))
+        if not left or not (self._members.workers or self._members.staying):
             del self._drains[call]
             return [Answer(call, Drained(drain.total)), Note(f"{server} is drained and may be stopped")]
         news = Draining(self._text(server, left), left, max(left, drain.total))
@@ -161,12 +160,13 @@ class Scaling:
     def _to_stop(self) -> tuple[str, ...]:
         return tuple(s.member_id for s in self._members.servers if s.draining and not self._held(s))
 
-    def _held(self, server: Member) -> list[Shard]:
-        """Shards that a server has or gets a copy of."""
+    def _held(self, server: Member, worth: bool = False) -> list[Shard]:
+        """Shards that a server has or gets a copy of. ``worth``: without values that nobody is left to upload."""
         replica = Replica(server.member_id, server.incarnation)
         return [
             shard
             for entry in self._registry.entries
+            if not worth or entry.ready or self._members.workers
             for shard in entry.shards
             if not shard.lost and replica in shard.replicas
         ]

@@ -116,13 +116,13 @@ class Host:
             if name not in self._holdings and any(self.me in shard.replicas for shard in entry.shards):
                 self._holdings[name] = Holding(entry, self.me, self._pool, self, self._share_norm)
             if name in self._holdings:
+                # First, since the end of a membership ends what its worker waits for too: it would read past the bound.
+                self._holdings[name].fence(self._live)
                 await self._holdings[name].update(entry, cluster.epoch)
         for gone in sorted(self._holdings.keys() - {entry.spec.name for entry in cluster.parameters}):
             await self._close_holding(gone)
         self.map = cluster
         self.loader.follow(self._holdings.values())
-        for holding in self._holdings.values():
-            holding.fence(self._live)
         async with self._map_changed:
             self._map_changed.notify_all()
 

@@ -87,6 +87,10 @@ class Link:
 
     async def confirm(self, machines: list[Machine]) -> None:
         """Returns when the replica has confirmed these shards. Raises StaleEpochError."""
+        # By now another map may be there, of which those who wait were told before this one did.
+        for machine in machines:
+            if self._closed or not self._is_current(machine):
+                raise not_primary(machine.number)
         number = next(self._numbers)
         waiting = _Confirm(machines, asyncio.get_running_loop().create_future())
         self._confirms[number] = waiting
@@ -116,11 +120,11 @@ class Link:
             self._call.cancel()
 
     def close(self) -> None:
-        """The replica has no role any more."""
+        """The replica has no role any more: who waits for its word asks those that have one."""
         self._closed = True
         for waiting in self._confirms.values():
             if not waiting.done.done():
-                waiting.done.set_result(None)
+                waiting.done.set_exception(not_primary(waiting.machines[0].number))
         self.task.cancel()
 
     # --- the stream ---------------------------------------------------------------------------------------------------

@@ -154,6 +154,7 @@ class ServerService:
             slices = request.slices or holding.indices
             if holding.replicator.needs_confirm(slices):
                 await holding.replicator.confirm(slices)
+                self._host.check_live(call.identity)
             for index in slices:
                 last = _check_ascending(index, last)
                 holding.pull(call, index, request.min_version)

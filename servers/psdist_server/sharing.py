@@ -255,6 +255,7 @@ class _Stream:
                 await self._check_sender(sender)
             if not call.is_push and self._needs_confirm(request.pull):
                 await self._attachment.holding.replicator.confirm(request.pull.slices)
+                self._host.check_live(self._admitted)
         except PsdistError as error:
             self._refuse(call, error)
         except Exception as error:  # Without this the worker would wait for an answer that never comes.

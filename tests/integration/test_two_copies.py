@@ -109,7 +109,7 @@ class Pair:
 
     async def reports(self) -> list[Report]:
         """What the primary has to report, as soon as there is something."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (found := self.a.host.reports()):
                 self.a.reported.clear()
                 await self.a.reported.wait()
@@ -188,7 +188,7 @@ async def test_a_backup_that_nothing_reaches_is_reported_after_a_lease_and_holds
     pair.a.host.lease_seconds = 0.2
     proxy.fault = HELD
     push = asyncio.create_task(pair.a.push(1))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (found := pair.a.host.reports()):
             await asyncio.wait({push}, timeout=0.05)
     (report,) = found

@@ -93,7 +93,7 @@ class Scheduling(RuleBasedStateMachine):
     def time_passes(self, keep: bool, ticks: int) -> None:
         for _ in range(ticks):
             for session in self.sessions if keep else ():
-                self._post(ev.Heartbeat(session))
+                self._post(ev.Heartbeat(session, self.map.epoch))
             self.now += self.cluster.tick_seconds
             self._post(ev.Tick())
 
@@ -350,7 +350,9 @@ class Scheduling(RuleBasedStateMachine):
                 assert self.primaries.setdefault(key_of_term, shard.primary) == shard.primary, "two in one term"
                 ids = [replica.server_id for replica in shard.replicas]
                 assert len(set(ids)) == len(ids), f"two copies on one server: {shard}"
-                assert shard.lost or {*shard.replicas} <= {Replica(s.server_id, s.incarnation) for s in cluster.servers}
+                homeless = shard.lost or (not entry.ready and shard.replicas == (shard.primary,))
+                live = {Replica(s.server_id, s.incarnation) for s in cluster.servers}
+                assert homeless or {*shard.replicas} <= live
             for m in entry.members:
                 key = (entry.spec.name, m.worker_id, m.incarnation)
                 assert self.granted_steps.setdefault(key, m.first_step) == m.first_step

@@ -212,6 +212,14 @@ def _no_fence(put: Put) -> None:
 
 
 @_ablation(
+    "a read that waits ends with its membership", consistency=SSP(0), optimizer=SGD(lr=1.0), workers=3, lives=7,
+    faults=("break session of worker",), fault_count=5, fault_seconds=1.5, pulls=0.5, bare_pushes=0.5,
+)  # fmt: skip
+def _no_end_of_reads(put: Put) -> None:
+    put(holding.Holding, "fence", lambda *_: None)
+
+
+@_ablation(
     "what is published is durable", faults=("kill scheduler",), fault_count=5, fault_seconds=1.5,
     disk_seconds=(0.02, 0.15),
 )  # fmt: skip

@@ -19,6 +19,7 @@ from psdist.client.parameters import AsyncParameters
 from psdist.errors import DuplicateMemberError, FencedError, PsdistError, ServerLostError
 from psdist.types import ClusterMap, ParametersEntry
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
+from psdist.wire import status
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.records import ClusterSettings
 from psdist_scheduler.service import Scheduler, Service
@@ -68,6 +69,8 @@ class World:
         self.stopped_servers: set[int] = set()
         self.worker_nodes: dict[int, Node] = {}
         self.lives: list[Life] = []
+        #: Lives that are promised to workers that are about to be started again.
+        self.promised_lives = 0
         #: By the number of the life that uses it.
         self.clients: dict[int, AsyncClient] = {}
         #: Numbers of workers that have nothing more to do, or are gone for good.
@@ -196,7 +199,8 @@ class World:
                         self.loop.world_soon(self._stop_server, server)
                         return
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:  # It was lost meanwhile.
+                known = status.from_call(error, "scheduler")
+                if isinstance(known, ServerLostError) or "no live server" in str(known):  # It was lost meanwhile.
                     self.loop.world_soon(self._stop_server, server)
                     return
             await self.loop.after(0.2)
@@ -228,7 +232,7 @@ class World:
     @property
     def can_start_worker(self) -> bool:
         """Whether there are slots for another life."""
-        return len(self.lives) < self.options.lives
+        return len(self.lives) + self.promised_lives < self.options.lives
 
     def steps_left(self, worker: int) -> int:
         """What a new life of the worker has to do."""

@@ -99,10 +99,14 @@ class Nemesis:
         if worker is None:
             return False
         world = self._world
+        # Before anything exists all workers are waited for.
+        if worker != READER and not world.created and not world.can_start_worker:
+            return False
         world.kill(world.worker_nodes[worker], silent=silent)
         for life in world.lives:
             life.over = life.over or life.worker == worker
         if worker == READER or (world.can_start_worker and (not world.created or self._rng.random() < 0.7)):
+            world.promised_lives += worker != READER
             self._later(self._rng.uniform(0.05, 1.0), self._restart_worker, worker)
         else:
             world.finish(worker)
@@ -111,10 +115,9 @@ class Nemesis:
     def _restart_worker(self, worker: int) -> None:
         if worker == READER:
             self._world.start_reader()
-        elif self._world.can_start_worker:
-            self._world.start_worker(worker)
         else:
-            self._world.finish(worker)
+            self._world.promised_lives -= 1
+            self._world.start_worker(worker)
 
     def _pause(self, node: Node, seconds: float) -> bool:
         if node.paused or node.dead:

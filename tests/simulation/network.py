@@ -13,7 +13,7 @@ Not here: what the ends of a stream do (``rpc``).
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -59,7 +59,7 @@ class End(Protocol):
 class Stream:
     """One call on a connection; ``ends`` are the client's and the server's."""
 
-    __slots__ = ("connection", "cut_after", "cut_shape", "ends", "last", "lost", "method", "over")
+    __slots__ = ("connection", "cut_after", "cut_shape", "ends", "last", "lost", "method", "over", "under_way")
 
     def __init__(self, connection: Connection, client: End, method: str) -> None:
         self.connection = connection
@@ -67,6 +67,8 @@ class Stream:
         self.ends: list[End | None] = [client, None]
         #: Arrival of the last message, by the side that it goes to.
         self.last = [0.0, 0.0]
+        #: Messages that were sent, in order: whenever something arrives, it is the first of them.
+        self.under_way: tuple[deque[tuple[str, Any]], deque[tuple[str, Any]]] = (deque(), deque())
         #: Nothing arrives at this side any more.
         self.lost = [False, False]
         self.over = [False, False]
@@ -85,8 +87,9 @@ class Connection:
         #: Whether each side thinks that it stands.
         self.open = [True, True]
         self.streams: dict[Stream, None] = {}
-        #: What waits for a blocked path to be free, in order, by the side that it goes to.
-        self.stalled: tuple[list[tuple[Stream, str, Any]], ...] = ([], [])
+        #: Streams of which something waits for a blocked path to be free, once for each message, by the side that it
+        #: goes to.
+        self.stalled: tuple[list[Stream], list[Stream]] = ([], [])
 
 
 class Network:
@@ -151,7 +154,8 @@ class Network:
         if arrival <= stream.last[to]:
             arrival = stream.last[to] + 1e-6
         stream.last[to] = arrival
-        self._at(arrival, self._arrive, stream, to, kind, value)
+        stream.under_way[to].append((kind, value))
+        self._at(arrival, self._arrive, stream, to)
 
     def end(self, stream: Stream, side: int) -> None:
         """This side is done with the stream."""
@@ -184,14 +188,14 @@ class Network:
                 nodes, stalled = connection.nodes, connection.stalled[to]
                 if stalled and (nodes[1 - to].name, nodes[to].name) not in self._blocked:
                     again, stalled[:] = list(stalled), []
-                    for stream, kind, value in again:
-                        self._send_again(stream, to, kind, value)
+                    for stream in again:
+                        self._send_again(stream, to)
 
-    def _send_again(self, stream: Stream, to: int, kind: str, value: Any) -> None:
+    def _send_again(self, stream: Stream, to: int) -> None:
         """TCP sends what was not acknowledged."""
         arrival = max(self.loop.time() + self._rng.uniform(0.0, 0.2), stream.last[to] + 1e-6)
         stream.last[to] = arrival
-        self._at(arrival, self._arrive, stream, to, kind, value)
+        self._at(arrival, self._arrive, stream, to)
 
     def slow_down(self, name: str, seconds: float) -> None:
         """All that ``name`` sends or gets takes so much longer."""
@@ -258,15 +262,16 @@ class Network:
     def _later(self, delay: float, node: Node, told: Callable[..., None], *args: Any) -> None:
         self._at(self.loop.time() + delay, self.loop.call_on, node, told, *args)
 
-    def _arrive(self, stream: Stream, to: int, kind: str, value: Any) -> None:
+    def _arrive(self, stream: Stream, to: int) -> None:
         connection = stream.connection
         source, target = connection.nodes[1 - to], connection.nodes[to]
         if not connection.open[to] or stream.lost[to] or target.dead:
             return
         if connection.stalled[to] or (self._blocked and (source.name, target.name) in self._blocked):
             self.counts["stalled"] += 1
-            connection.stalled[to].append((stream, kind, value))
+            connection.stalled[to].append(stream)
             return
+        kind, value = stream.under_way[to].popleft()
         data = value if isinstance(value, bytes) else b""
         self.loop.trace(f"{source.name}>{target.name} {stream.method} {kind}", data)
         self.loop.call_on(target, self._deliver, stream, to, kind, value)

@@ -80,10 +80,9 @@ def run_chunk(seeds: Sequence[int]) -> Summary:
     return summary
 
 
-def run_many(first: int, count: int, processes: int) -> Iterator[Summary]:
-    """The seeds from ``first`` on, chunk by chunk as they are done."""
-    seeds = range(first, first + count)
-    chunks = [seeds[at : at + CHUNK] for at in range(0, count, CHUNK)]
+def run_many(seeds: Sequence[int], processes: int) -> Iterator[Summary]:
+    """These seeds, chunk by chunk as they are done."""
+    chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
     with multiprocessing.get_context("spawn").Pool(processes, prepare) as pool:
         yield from pool.imap_unordered(run_chunk, chunks)
 
@@ -154,7 +153,7 @@ def _one(seed: int, trace: bool) -> int:
 
 def _many(given: argparse.Namespace) -> int:
     total, told = Summary(), time.monotonic()
-    for part in run_many(given.first, given.seeds, given.processes):
+    for part in run_many(range(given.first, given.first + given.seeds), given.processes):
         total.add(part)
         for failure in part.failures:
             print(failure, flush=True)

@@ -288,6 +288,24 @@ def test_a_short_partition_delays_and_a_long_one_breaks() -> None:
     assert after(10.0) is grpc.StatusCode.UNAVAILABLE
 
 
+def test_a_partition_that_ends_does_not_turn_the_order_of_a_stream() -> None:
+    """What is on its way when the path is free again comes after what waited, which is sent once more."""
+
+    async def work(channel: rpc.SimChannel) -> list[bytes]:
+        call = channel.stream_stream("/S/Stream")()
+        pair.loop.call_later(0.2, pair.network.block, "client", "server")
+        pair.loop.call_later(0.3, pair.network.unblock, "client", "server")
+        for number in range(200):
+            await pair.loop.after(0.002)
+            await call.write(b"%d" % number)
+        await call.done_writing()
+        return [data async for data in call]
+
+    pair = Pair(Faults(delay=(0.01, 0.02)))
+    assert pair.run(work) == [b"%d" % number for number in range(200)]
+    assert pair.network.counts["stalled"]
+
+
 def test_a_deadline_is_kept() -> None:
     pair = Pair()
 

@@ -136,7 +136,12 @@ class Driver:
             for name, number, shard, replica in due:
                 session = self.cluster.members.session_of(shard.primary.server_id)
                 self.on(ev.ReplicaFilled(session, name, number, shard.term, replica))
-            self.on(ev.Tick())
+            self.hear()
+
+    def hear(self) -> None:
+        """All servers say that they have the newest map, and what that allows happens."""
+        self.beat(*(self.cluster.members.session_of(server.server_id) for server in self.map.servers))
+        self.on(ev.Tick())
 
     def state(self, call: int) -> Any:
         """What a call was told last, or how it was refused."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from random import Random
@@ -10,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from psdist import BSP, optim
-from psdist.errors import LimitExceededError, PsdistError, ServerUnreachableError, StaleTermError
+from psdist.errors import LimitExceededError, PsdistError, ServerUnreachableError, StaleEpochError, StaleTermError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
@@ -114,3 +115,27 @@ async def test_a_replica_hears_of_the_map_before_it_hears_of_what_the_map_says(p
     primary.follow(ENTRY.shards[0], Shard(P, 3, (), (B,)))
     sent = [(message.WhichOneof("kind"), message.shard) for message, _ in link._out]
     assert sent == [("hello", 0), ("begin", 1)]
+
+
+async def _asked_while(primary: Primary, happens: Callable[[], None]) -> None:
+    """Asks for a confirmation of the first shard, and as it is about to be sent something else happens."""
+    asking = asyncio.create_task(primary.replicator.confirm([0]))
+    asyncio.get_running_loop().call_soon(happens)
+    async with asyncio.timeout(60):
+        with pytest.raises(StaleEpochError):
+            await asking
+
+
+async def test_who_waits_for_a_confirmation_is_told_that_the_shard_went_elsewhere(primary: Primary) -> None:
+    await _asked_while(primary, lambda: primary.replicator.remove(0))
+
+
+async def test_a_confirmation_by_one_that_has_no_role_any_more_does_not_count(primary: Primary) -> None:
+    await _asked_while(primary, lambda: primary.follow(Shard(P, 3), ENTRY.shards[1]))
+    primary.follow(*ENTRY.shards)
+    asking = asyncio.create_task(primary.replicator.confirm([0]))
+    await asyncio.wait({asking}, timeout=0.01)
+    assert not asking.done()
+    primary.follow(Shard(P, 3), ENTRY.shards[1])
+    with pytest.raises(StaleEpochError):
+        await asking

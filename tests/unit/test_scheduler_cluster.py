@@ -377,11 +377,13 @@ def test_a_server_that_comes_back_is_empty_and_what_is_lost_stays_lost() -> None
     assert [shard for shard in d.map.parameters[0].shards if shard.lost] == [shard for shard in lost if shard.lost]
 
 
-def test_the_only_server_lost_while_uploading_ends_the_wait() -> None:
+def test_the_only_server_lost_while_uploading_is_waited_for() -> None:
     d, workers, _, server_sessions = started(servers=1)
     calls = [d.create(worker) for worker in workers]
     d.on(ev.SessionClosed(server_sessions[0], "its session broke"))
-    assert all(isinstance(d.errors[call], errors.ServerLostError) for call in calls)
+    assert [d.state(call) for call in calls] == [ev.Waiting("for a server to register")] * 2
+    d.join("server")
+    assert d.state(calls[0]) == ev.Upload() and d.told[calls[0]].count(ev.Upload()) == 2
 
 
 def test_a_server_lost_before_placement_is_replaced() -> None:

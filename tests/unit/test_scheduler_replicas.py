@@ -58,6 +58,7 @@ class Run:
         shard = self.shards[number]
         session = self.sessions[shard.primary.server_id]
         self.d.on(ev.ReplicaUnreachable(session, "mlp", number, shard.term, replica, "silent for 2 s"))
+        self.d.hear()
 
     def load(self) -> dict[str, tuple[int, int]]:
         """Shards by server: as primary, and in all."""
@@ -149,6 +150,25 @@ def test_values_that_went_with_a_server_are_uploaded_again(replicas: int) -> Non
     assert run.d.state(run.d.ask(ev.Commit, run.workers[0])) == ev.Done()
     run.d.fill()
     assert run.d.state(run.calls[0]) == ev.Ready(0)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_values_that_went_with_all_servers_are_uploaded_when_there_are_others(replicas: int) -> None:
+    run = Run(servers=2, replicas=replicas, ready=False)
+    if replicas > 1:
+        run.d.ask(ev.Commit, run.workers[0])
+    for server in ("server-0", "server-1"):
+        run.kill(server)
+    assert "register" in run.d.state(run.calls[0]).text
+    assert not run.d.shards_lost and "register" in run.d.cluster.phase
+    epoch = run.d.map.epoch
+    run.d.tick(2.0)
+    assert run.d.map.epoch == epoch
+    for _ in range(2):
+        run.server()
+    run.d.ask(ev.Commit, run.workers[0])
+    run.d.fill()
+    assert run.d.state(run.calls[0]) == ev.Ready(0) and whole(run.shards, replicas)
 
 
 def test_values_are_uploaded_again_while_they_are_copied() -> None:
@@ -247,6 +267,21 @@ def test_an_unreachable_backup_is_replaced_by_another() -> None:
     assert whole(run.shards)
 
 
+def test_a_backup_is_kept_while_its_primary_does_not_show_that_it_hears() -> None:
+    """It may be the primary that nothing reaches, and its session breaks later."""
+    run = Run(servers=2)
+    shard, behind = run.shards[0], run.d.map.epoch
+    session = run.sessions[shard.primary.server_id]
+    run.d.on(ev.ReplicaUnreachable(session, "mlp", 0, shard.term, shard.backups[0], "silent for 2 s"))
+    for _ in range(8):
+        run.d.beat(*(other for server, other in run.sessions.items() if server != shard.primary.server_id))
+        run.d.on(ev.Heartbeat(session, behind))
+        run.d.tick()
+        assert run.shards[0] == shard
+    run.kill(shard.primary.server_id)
+    assert run.shards[0] == Shard(shard.backups[0], shard.term + 1) and not run.d.shards_lost
+
+
 def test_the_only_other_server_is_tried_again_after_a_lease() -> None:
     run = Run(servers=2)
     (backup,) = run.shards[0].backups
@@ -270,7 +305,7 @@ def steps(run: Run) -> None:
                 session = run.d.cluster.members.session_of(shard.primary.server_id)
                 run.d.on(ev.ReplicaFilled(session, "mlp", number, shard.term, replica))
                 assert all(len(s.backups) >= copies - 1 for s in run.shards)
-                run.d.on(ev.Tick())
+                run.d.hear()
                 assert all(len(s.backups) >= copies - 1 for s in run.shards)
 
 
@@ -293,6 +328,7 @@ def test_a_drained_server_ends_empty_and_no_copy_is_missed(replicas: int) -> Non
 def test_a_drain_of_one_of_two_servers_leaves_one_copy() -> None:
     run = Run(servers=2)
     call = run.drain("server-0")
+    run.d.hear()
     assert run.d.state(call) == ev.Drained(8)
     assert run.load() == {"server-0": (0, 0), "server-1": (8, 8)}
 
@@ -318,6 +354,45 @@ def test_a_drain_that_cannot_be_is_refused_and_changes_nothing() -> None:
     assert run.d.state(run.drain("server-0")) == ev.Drained(run.load()["server-0"][1])
 
 
+def test_a_drain_goes_on_when_the_workers_are_gone() -> None:
+    """They may come back, or others; only with the last server nothing can be saved."""
+    run = Run(servers=3)
+    call = run.drain("server-1")
+    run.d.on(ev.SessionClosed(run.beats[0], "its session broke"))
+    assert isinstance(run.d.state(call), ev.Draining)
+    steps(run)
+    assert isinstance(run.d.state(call), ev.Drained) and run.load()["server-1"] == (0, 0)
+    calls = [run.drain(server) for server in ("server-0", "server-2")]
+    assert all(isinstance(run.d.state(call), ev.Drained) for call in calls)
+
+
+def test_a_drain_does_not_wait_for_values_that_nobody_uploads_any_more() -> None:
+    run = Run(servers=3, ready=False)
+    call = run.drain("server-1")
+    assert isinstance(run.d.state(call), ev.Draining)
+    run.d.on(ev.Leave(run.d.number(), caller(run.workers[0])))
+    assert isinstance(run.d.state(call), ev.Drained)
+
+
+def test_a_run_does_not_wait_for_what_was_drained_before_it_began() -> None:
+    d = Driver(servers_min=4, replicas=2)
+    sessions = [d.join("server")[1] for _ in range(4)]
+    call, worker = d.number(), d.join()[0]
+    d.on(ev.Drain(call, "run", "server-3"))
+    assert d.state(call) == ev.Drained(0)
+    create = d.create(worker, slice_elements=400)
+    assert d.state(create) == ev.Upload()
+    assert "server-3" not in d.map.parameters[0].primaries
+    late = Driver(d.stored, servers_min=4, replicas=2)
+    assert late.cluster.members.servers_min == 3
+    d.on(ev.SessionClosed(sessions[3], "stopped"))
+    assert d.cluster.members.servers_min == 3
+    assert d.join("server")[0].member_id == "server-4"
+    assert d.cluster.members.servers_min == 3
+    d.join("server", member_id="server-3")
+    assert d.cluster.members.servers_min == 4
+
+
 def test_a_server_that_dies_while_drained_is_a_lost_server() -> None:
     run = Run(servers=2, replicas=1)
     call = run.drain("server-0")
@@ -339,7 +414,7 @@ def test_a_new_server_gets_its_share_one_shard_at_a_time() -> None:
         (number,) = [number for number, shard in enumerate(run.shards) if shard.filling]
         session = run.sessions[run.shards[number].primary.server_id]
         run.d.on(ev.ReplicaFilled(session, "mlp", number, run.shards[number].term, run.shards[number].filling[0]))
-        run.d.on(ev.Tick())
+        run.d.hear()
         moves += 1
     assert moves == 2
     assert sorted(run.load().values()) == [(2, 2), (3, 3), (3, 3)]
@@ -353,9 +428,31 @@ def test_who_is_promoted_was_a_backup_in_the_epoch_before_even_over_a_restart() 
     run.d.on(ev.ReplicaFilled(run.sessions[old.primary.server_id], "mlp", number, old.term, old.filling[0]))
     assert run.shards[number] == Shard(old.primary, old.term, old.filling)
     again = Driver(run.d.stored, workers_min=1)
-    assert again.map.parameters[0].shards[number] == Shard(old.filling[0], old.term + 1)
-    run.d.on(ev.Tick())
-    assert run.shards[number] == Shard(old.filling[0], old.term + 1)
+    assert again.map.parameters[0].shards[number] == Shard(old.primary, old.term, old.filling)
+    for server in again.cluster.members.servers:
+        again.open(server)
+    for driver in (again, run.d):
+        driver.hear()
+        assert driver.map.parameters[0].shards[number] == Shard(old.filling[0], old.term + 1)
+
+
+def test_a_copy_is_not_dropped_for_one_that_did_not_say_that_it_knows() -> None:
+    """It may be gone, and not missed yet; or hear nothing any more."""
+    run = Run(servers=2, replicas=1)
+    run.server()
+    (number,) = [number for number, shard in enumerate(run.shards) if shard.filling]
+    old = run.shards[number]
+    (target,) = old.filling
+    run.d.beat(run.sessions[target.server_id])
+    run.d.on(ev.ReplicaFilled(run.sessions[old.primary.server_id], "mlp", number, old.term, target))
+    behind = run.d.map.epoch - 1
+    for _ in range(8):
+        run.d.beat(*(session for server, session in run.sessions.items() if server != target.server_id))
+        run.d.on(ev.Heartbeat(run.sessions[target.server_id], behind))
+        run.d.tick()
+        assert run.shards[number] == Shard(old.primary, old.term, (target,))
+    run.kill(target.server_id)
+    assert run.shards[number] == Shard(old.primary, old.term) and not run.d.shards_lost
 
 
 def test_a_new_server_shares_in_copies_too() -> None:

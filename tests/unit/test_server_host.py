@@ -1,4 +1,4 @@
-"""The host: the norm of a step."""
+"""The host: the norm of a step, and members that are no more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,24 @@ import asyncio
 from types import SimpleNamespace
 from typing import cast
 
-from psdist.types import Slicing
+import numpy as np
+import pytest
+
+from psdist import SSP, optim
+from psdist.errors import FencedError
+from psdist.types import (
+    ClusterMap,
+    Identity,
+    ParametersEntry,
+    ParametersMember,
+    ParametersSpec,
+    Replica,
+    ServerEntry,
+    Shard,
+    Slicing,
+    WorkerEntry,
+)
+from psdist_server.calls import Call
 from psdist_server.holding import Holding
 from psdist_server.host import Host
 from psdist_server.norms import NormBoard
@@ -33,4 +50,33 @@ async def test_a_slice_that_is_aggregated_as_the_norm_becomes_known_is_not_forgo
         await asyncio.wait({asyncio.ensure_future(asyncio.sleep(0))})
     assert told == [5.0, 5.0]
     del host._holdings["p"]
+    await host.close()
+
+
+def _map(epoch: int, ready: bool, *workers: int) -> ClusterMap:
+    spec = ParametersSpec("p", optim.SGD(lr=1.0), SSP(0), slice_elements=16)
+    members = tuple(ParametersMember(f"worker-{rank}", 1, rank) for rank in workers)
+    entry = ParametersEntry(spec, 16, (Shard(Replica("server-0", 1)),), members, ready=ready)
+    live = tuple(WorkerEntry(f"worker-{rank}", 1, rank) for rank in workers)
+    return ClusterMap("run", epoch, (ServerEntry("server-0", 1, "nowhere:1"),), live, (entry,))
+
+
+async def test_a_read_that_waits_for_the_bound_is_refused_when_its_worker_is_expelled() -> None:
+    """With its membership ends what it waited for: it would be served weights that are too old."""
+    host = Host("server-0", "run", "", kernel_threads=1)
+    await host.follow(_map(1, False, 0, 1))
+    zeros = np.zeros(16, np.float32)
+    host.holding("p").install(0, memoryview(zeros).cast("B"), 1)
+    await host.follow(_map(2, True, 0, 1))
+    identity = Identity("run", "worker-0", 1, 2, "p")
+    holding = await host.admit(identity)
+    push, pull = (Call(identity, is_push=is_push, wants_weights=not is_push) for is_push in (True, False))
+    holding.push(push, 0, 0, memoryview(zeros).cast("B"))
+    async with asyncio.timeout(60):
+        assert await push.next_answer() is not None
+        holding.pull(pull, 0, 0)
+        assert "worker-1" in holding.waiting_for(pull)
+        await host.follow(_map(3, True, 1))
+        with pytest.raises(FencedError):
+            await pull.next_answer()
     await host.close()
