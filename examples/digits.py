@@ -103,9 +103,14 @@ def train(context: psdist.Context, options: argparse.Namespace, train_set: Pair,
         consistency=consistency(options),
         compression=options.compression,
     )
-    values, progress = weights.pull(), Progress(context)
-    for epoch in range(options.epochs):
-        for batch in batches(context.rank, context.world_size, epoch, len(images), options):
+    values = weights.pull()
+    # A run that was started again goes on where its snapshot was: so many of its steps are in the weights.
+    done = weights.version // (1 if options.consistency == "bsp" else context.world_size)
+    progress = Progress(context, done)
+    per_epoch = len(batches(0, context.world_size, 0, len(images), options))
+    for epoch in range(done // per_epoch, options.epochs):
+        left = slice(max(0, done - epoch * per_epoch), None)
+        for batch in batches(context.rank, context.world_size, epoch, len(images), options)[left]:
             loss, grads = gradients(values, images[batch], labels[batch])
             values = weights.push_pull(grads)
             progress.step(len(batch))
@@ -118,16 +123,16 @@ def train(context: psdist.Context, options: argparse.Namespace, train_set: Pair,
 class Progress:
     """Counts steps and samples on every rank, and prints on rank 0."""
 
-    def __init__(self, context: psdist.Context) -> None:
+    def __init__(self, context: psdist.Context, done: int) -> None:
         self.rank, self.world = context.rank, context.world_size
-        self.steps = self.samples = 0
+        self.first, self.steps, self.samples = done + 1, done, 0
         self.begin = time.perf_counter()
 
     def step(self, samples: int) -> None:
         """One more step, of so many samples on each rank."""
         self.steps += 1
         self.samples += samples * self.world
-        if self.steps == 1 and self.rank == 0:
+        if self.steps == self.first and self.rank == 0:
             print(f"first step {time.time() - psutil.Process().create_time():.1f} s after the start", flush=True)
 
     def show(self, loss: float, accuracy: float) -> None:

@@ -34,10 +34,11 @@ PURE = frozenset(
         *("psdist_scheduler.registry", "psdist_scheduler.rendezvous", "psdist_scheduler.snapshots"),
         "psdist_scheduler.worker_states",
         *("psdist_scheduler.attempt", "psdist_scheduler.data_cut", "psdist_scheduler.going_back"),
+        "psdist_scheduler.leaving",
         *("psdist_scheduler.parameters", "psdist_scheduler.resume", "psdist_scheduler.retention"),
         *("psdist_scheduler.savers", "psdist_scheduler.snapshot_events"),
         *("psdist_server.events", "psdist_server.gates", "psdist_server.shard", "psdist_server.replication"),
-        *("psdist_server.records", "psdist_server.roles"),
+        *("psdist_server.records", "psdist_server.roles", "psdist_server.snapshots"),
     }
 )
 IMPURE_IMPORTS = frozenset(

@@ -38,6 +38,8 @@ from psdist.errors import (
     FencedError,
     InvalidArgumentError,
     LayoutMismatchError,
+    NoStorageError,
+    PsdistError,
     SchedulerUnreachableError,
     SettingsMismatchError,
     WaitTimeoutError,
@@ -49,6 +51,8 @@ from psdist.v1 import scheduler_pb2
 logger = logging.getLogger("psdist")
 
 _POLL_SECONDS: Final = 0.02
+#: Leaving waits no longer for the snapshot that is taken before.
+_LAST_SNAPSHOT_SECONDS: Final = 120.0
 
 
 class AsyncClient:
@@ -166,6 +170,8 @@ class AsyncClient:
         """
         if self._closed:
             return
+        if reason != "failed" and self._link is not None and self._link.states.names and self._link.is_heard:
+            await self._save_what_is_kept(self._link)
         self._closed = True
         try:
             for task in self._saving:
@@ -343,24 +349,42 @@ class AsyncClient:
             await self._snapshot_begun(link, timeout)
             return None
         try:
-            async with asyncio.timeout(timeout), AsyncExitStack() as stack:
-                for name in sorted(self._handles):
-                    if self._handles[name].member:
-                        await stack.enter_async_context(self._handles[name].at_rest())
-                mine = await link.as_member(_itself)
-                request = scheduler_pb2.SaveSnapshotRequest(
-                    run_id=mine.run_id,
-                    worker_id=mine.worker_id,
-                    incarnation=mine.incarnation,
-                    next=link.pushes.next(),
-                    reason="on demand",
-                )
-                with link.waits.open(f"for {link.peer} to take a snapshot") as waiting:
-                    return await saving.save(link, request, waiting)
+            async with asyncio.timeout(timeout):
+                return await self._snapshot(link, "on demand")
         except FencedError as error:
             raise FencedError(f"no snapshot is known to be taken: {error.message}. Call it again") from None
         except TimeoutError:
             raise WaitTimeoutError(f"no snapshot was committed within {timeout:g} s") from None
+
+    async def _snapshot(self, link: SchedulerLink, reason: str, *, patient: bool = True) -> SnapshotInfo:
+        """A snapshot that has all pushes of this worker, which makes none meanwhile."""
+        async with AsyncExitStack() as stack:
+            for name in sorted(self._handles):
+                if self._handles[name].member:
+                    await stack.enter_async_context(self._handles[name].at_rest())
+            # What is done by now is done in the snapshot; what is said later comes too late for it.
+            for data in self._datasets.values():
+                await data.report()
+            mine = await link.as_member(_itself)
+            request = scheduler_pb2.SaveSnapshotRequest(
+                run_id=mine.run_id,
+                worker_id=mine.worker_id,
+                incarnation=mine.incarnation,
+                next=link.pushes.next(),
+                reason=reason,
+            )
+            with link.waits.open(f"for {link.peer} to take a snapshot") as waiting:
+                return await saving.save(link, request, waiting, patient=patient)
+
+    async def _save_what_is_kept(self, link: SchedulerLink) -> None:
+        """What this worker keeps for itself is in no snapshot that is taken when it has left: one is taken before."""
+        try:
+            async with asyncio.timeout(_LAST_SNAPSHOT_SECONDS):
+                await self._snapshot(link, "at the end", patient=False)
+        except NoStorageError:
+            return
+        except (PsdistError, TimeoutError) as error:
+            logger.warning("what this worker keeps is in no snapshot at the end: %s", error)
 
     async def _snapshot_begun(self, link: SchedulerLink, timeout: float | None) -> None:
         """Has a snapshot taken in a task of its own. Returns when the scheduler has said something about it."""

@@ -18,7 +18,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +50,7 @@ from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, channels, convert, limits, status
 
 if TYPE_CHECKING:
+    from psdist.client.session import Session
     from psdist.client.share import Sharing
 
 logger = logging.getLogger("psdist")
@@ -408,7 +409,7 @@ class SchedulerLink:
             case "snapshot":
                 self._obey(response.snapshot)
             case "rolled_back":
-                raise _rolled_back(response.rolled_back)
+                raise _rolled_back(response.rolled_back, self.pushes.sessions)
 
     def _obey(self, command: scheduler_pb2.SnapshotCommand) -> None:
         match command.WhichOneof("kind"):
@@ -437,10 +438,24 @@ class SchedulerLink:
 
     # --- calls ---
 
-    async def follow(self, method: Any, request: Any, wait: Wait, handle: Callable[[Any], Awaitable[T | None]]) -> T:
+    @property
+    def is_heard(self) -> bool:
+        """Whether this client is a member, as far as it knows, and the scheduler answers."""
+        return not self._session_broken and self.watch.fatal is None and self.watch.fenced is None
+
+    async def follow(
+        self,
+        method: Any,
+        request: Any,
+        wait: Wait,
+        handle: Callable[[Any], Awaitable[T | None]],
+        *,
+        patient: bool = True,
+    ) -> T:
         """Reads what ``method`` answers ``request`` with until ``handle`` returns something, and returns that.
 
-        Where the scheduler cannot be reached it is asked again, until it is back. Raises what it refuses with.
+        Where the scheduler cannot be reached it is asked again, until it is back, or SchedulerUnreachableError is
+        raised if not ``patient``. Raises what it refuses with.
         """
         backoff = Backoff(self.rng)
         while True:
@@ -455,6 +470,8 @@ class SchedulerLink:
                 error = status.from_call(failure, self.peer)
                 if not isinstance(error, ServerUnreachableError | ClosedError):
                     raise error from None
+                if not patient:
+                    raise SchedulerUnreachableError(error.message, address=self.target.address) from None
                 wait.hear(f"for {self.peer} to be back: {error.message}")
             finally:
                 call.cancel()
@@ -505,16 +522,21 @@ class SchedulerLink:
             await self.stub.Leave(request, metadata=self.metadata, timeout=_LEAVE_SECONDS)
 
 
-def _rolled_back(news: scheduler_pb2.SessionResponse.RolledBack) -> FencedError:
-    """What ends this life where the run went back to a snapshot. The user reads it in the log."""
-    lost = [_lost_steps(part) for part in news.lost if part.until > getattr(part, "from")]
-    logger.warning("the run went back to a snapshot: %s Lost: %s", news.text, ", ".join(lost) or "no step")
-    return FencedError(f"the run went back to a snapshot: {news.text}")
+def _rolled_back(news: scheduler_pb2.SessionResponse.RolledBack, sessions: Mapping[str, Session]) -> FencedError:
+    """What ends this life where the run went back to a snapshot. The user reads in the log what is lost."""
+    lost = [text for part in news.lost if (text := _lost_steps(part, sessions.get(part.parameters)))]
+    logger.warning("%s. Lost: %s", news.text.rstrip("."), ", ".join(lost) or "nothing")
+    return FencedError(f"the run went back to snapshot {news.directory}", rolled_back=news.directory)
 
 
-def _lost_steps(part: scheduler_pb2.SessionResponse.RolledBack.Lost) -> str:
-    first, last = getattr(part, "from"), part.until - 1
-    return f"{f'step {first}' if first == last else f'steps {first} to {last}'} of {part.parameters!r}"
+def _lost_steps(part: scheduler_pb2.SessionResponse.RolledBack.Lost, session: Session | None) -> str:
+    """ "steps 12 to 19 of 'mlp'"; empty for none. This worker may know of later ones than the scheduler."""
+    first, until = getattr(part, "from"), part.until
+    if session is not None and session.synchronous:
+        until = max(until, session.step)
+    if until <= first:
+        return ""
+    return f"{f'step {first}' if until == first + 1 else f'steps {first} to {until - 1}'} of {part.parameters!r}"
 
 
 def _tell_launcher() -> None:

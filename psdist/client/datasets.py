@@ -124,10 +124,14 @@ class AsyncDataset:
             self._returned[held.lease_id] = None
         await self._report_soon()
 
-    async def position(self) -> DataPosition:
-        """Where the data set stands: what is done, by all workers. What they hold at the moment is not."""
+    async def report(self) -> None:
+        """Tells the scheduler what is done, and what was given back."""
         async with self._asking:
             await self._link.as_member(self._report)
+
+    async def position(self) -> DataPosition:
+        """Where the data set stands: what is done, by all workers. What they hold at the moment is not."""
+        await self.report()
         request = pb.GetDataPositionRequest(run_id=self._link.registration.run_id, dataset=self.name)
         answer = await self._ask(self._link.stub.GetDataPosition, request)
         self._hear(answer.position)

@@ -259,7 +259,9 @@ class AsyncParameters:
         restore: gets the arrays that the worker of this rank handed in: before this returns, where the run goes on from
             a snapshot that has some; and where the run goes back to a snapshot, then an empty dict if that has none.
 
-        Register before the first push. A worker that joins later, or again, is not given what it pushed long ago.
+        Register before the first push. A client that is closed has a snapshot taken first, where the run takes one at
+        its end: later ones cannot have what it keeps. A worker that joins later, or again, is not given what belonged
+        to pushes of long ago.
         Raises NotMemberError, InvalidArgumentError for what ``save`` gives, and what reading it back fails with.
         """
         self._check_member()
@@ -377,9 +379,10 @@ class AsyncParameters:
         self._dropped += 1
         self._exchange.dropped()
         what = "step" if self._session.synchronous else "push"
+        why = fenced.message if "rolled_back" in fenced.details else f"{fenced.message} ({silence})"
         logger.warning(
-            "%s %d of %r was dropped: %s (%s); this worker takes part again%s",
-            what, number, self.name, fenced.message, silence,
+            "%s %d of %r was dropped: %s; this worker takes part again%s",
+            what, number, self.name, why,
             f" from step {self._session.first_step}" if self._session.synchronous else "",
         )  # fmt: skip
 

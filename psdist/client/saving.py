@@ -38,12 +38,17 @@ class SnapshotInfo:
 
 
 async def save(
-    link: SchedulerLink, request: pb.SaveSnapshotRequest, wait: Wait, heard: Callable[[], None] = lambda: None
+    link: SchedulerLink,
+    request: pb.SaveSnapshotRequest,
+    wait: Wait,
+    heard: Callable[[], None] = lambda: None,
+    *,
+    patient: bool = True,
 ) -> SnapshotInfo:
     """Has the snapshot taken that ``request`` asks for; returns when it is committed.
 
-    heard: called with each word of the scheduler.
-    Raises NoStorageError, SnapshotFailedError, StorageError, FencedError.
+    heard: called with each word of the scheduler. patient: waits for a scheduler that is away.
+    Raises NoStorageError, SnapshotFailedError, StorageError, FencedError, SchedulerUnreachableError if not patient.
     """
 
     async def handle(response: Any) -> SnapshotInfo | None:
@@ -51,7 +56,7 @@ async def save(
         return _info(response) if response.HasField("committed") else None
 
     take: Callable[[Any], Awaitable[SnapshotInfo | None]] = handle
-    return await link.follow(link.stub.SaveSnapshot, request, wait, take)
+    return await link.follow(link.stub.SaveSnapshot, request, wait, take, patient=patient)
 
 
 def _info(response: pb.SaveSnapshotResponse) -> SnapshotInfo:

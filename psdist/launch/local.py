@@ -8,6 +8,7 @@ Snapshots lie elsewhere, and stay: a later run of the same id goes on from them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
@@ -229,13 +230,23 @@ async def _supervise(
             f"run {run_id}: {plural(options.servers, 'server')}, {plural(options.processes, 'worker')}{copies}; "
             f"to look at it: psdist status --run-id {run_id}"
         )
-        if options.storage and services.snapshots is not None:
-            output.say(f"snapshots {services.snapshots.policy.text}, in {services.snapshots.storage}")
+        if services.snapshots is not None:
+            _tell_storage(output, services.snapshots, asked=bool(options.storage))
         announce(output, routing, workers, environ)
         return (await runner.run()).status
     finally:
         await wishes.close()
         output.close()
+
+
+def _tell_storage(output: Output, snapshots: SnapshotPlan, asked: bool) -> None:
+    """Where snapshots lie, if somebody ``asked`` for it, or if there are some. Only a directory is looked at."""
+    there = False
+    with contextlib.suppress(OSError):
+        there = "://" not in snapshots.storage and any(Path(snapshots.storage, "commits").iterdir())
+    if asked or there:
+        goes_on = ", from the newest of which this run goes on" if there and not snapshots.fresh else ""
+        output.say(f"snapshots {snapshots.policy.text}, in {snapshots.storage}{goes_on}")
 
 
 class _Wishes:

@@ -237,7 +237,8 @@ class Supervisor:
         key = event.key
         how = f"{key} {'died' if event.returncode else 'ended'}: {describe(event.returncode)}"
         if key.role == "server" and not self.durable and event.returncode != 0:
-            lost = f"{how}; the only copy of what it held is lost: start the run again (--replicas 2 survives this)"
+            remedy = "start the run again (--replicas 2, or snapshots, survive this)"
+            lost = f"{how}; the only copy of what it held is lost: {remedy}"
             return self._give_up(Finish(INFRASTRUCTURE_STATUS, lost, key), now)
         if key.role == "scheduler" and _cannot_begin(event.returncode, process.attempt):
             return self._give_up(Finish(event.returncode, "the scheduler cannot begin", key), now)

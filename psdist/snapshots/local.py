@@ -174,7 +174,7 @@ class LocalStorage:
         except OSError as error:
             if isinstance(error, FileExistsError) and verb == "create":
                 raise FileExistsError(errno.EEXIST, f"{path} exists already in {self.url}") from None
-            if isinstance(error, FileNotFoundError):
+            if isinstance(error, FileNotFoundError) and verb == "read":
                 raise UnknownSnapshotError(f"there is no {path} in {self.url}", path=path) from None
             reason = os.strerror(error.errno) if error.errno else str(error)
             hint = _HINTS.get(error.errno or 0, "")

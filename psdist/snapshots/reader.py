@@ -12,18 +12,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from psdist.errors import PsdistError, SnapshotCorruptError, UnknownSnapshotError
 from psdist.snapshots import format as layouts
 from psdist.snapshots.format import Commit, Manifest, ParametersState, WorkerState, corrupt
 from psdist.snapshots.storage import Storage
 
-Floats = NDArray[np.float32]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
+
 #: Called with (bytes that were read, bytes that will be).
 Progress = Callable[[int, int], None]
 
@@ -313,4 +316,6 @@ def _batches(state: ParametersState, shard: int, positions: range) -> Iterator[r
 
 
 def _split(data: memoryview, arrays: int) -> list[Floats]:
+    import numpy as np  # a scheduler, which starts before all others, has no use for it
+
     return list(np.frombuffer(data, np.dtype("<f4")).reshape(arrays, -1))

@@ -95,12 +95,14 @@ class SnapshotCommand(_message.Message):
     class Cut(_message.Message):
         __slots__ = ("parameters",)
         class Parameters(_message.Message):
-            __slots__ = ("parameters", "producers")
+            __slots__ = ("parameters", "producers", "final_step")
             PARAMETERS_FIELD_NUMBER: _ClassVar[int]
             PRODUCERS_FIELD_NUMBER: _ClassVar[int]
+            FINAL_STEP_FIELD_NUMBER: _ClassVar[int]
             parameters: str
             producers: _containers.RepeatedCompositeFieldContainer[_server_pb2.ReplicateRequest.Producer]
-            def __init__(self, parameters: _Optional[str] = ..., producers: _Optional[_Iterable[_Union[_server_pb2.ReplicateRequest.Producer, _Mapping]]] = ...) -> None: ...
+            final_step: int
+            def __init__(self, parameters: _Optional[str] = ..., producers: _Optional[_Iterable[_Union[_server_pb2.ReplicateRequest.Producer, _Mapping]]] = ..., final_step: _Optional[int] = ...) -> None: ...
         PARAMETERS_FIELD_NUMBER: _ClassVar[int]
         parameters: _containers.RepeatedCompositeFieldContainer[SnapshotCommand.Cut.Parameters]
         def __init__(self, parameters: _Optional[_Iterable[_Union[SnapshotCommand.Cut.Parameters, _Mapping]]] = ...) -> None: ...

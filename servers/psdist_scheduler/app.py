@@ -28,9 +28,10 @@ from psdist.config import SchedulerSettings, is_loopback
 from psdist.errors import ConfigurationError, PsdistError, StorageError
 from psdist.wire import channels, limits
 from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.events import Done, Stop
 from psdist_scheduler.records import ClusterSettings, Stored
 from psdist_scheduler.service import SERVICE, Scheduler, Service
-from psdist_scheduler.snapshot_events import History, Save, Saved
+from psdist_scheduler.snapshot_events import History
 from psdist_scheduler.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -94,17 +95,21 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     if settings.lifeline_fd is not None:
         loop.add_reader(settings.lifeline_fd, _watch_lifeline, settings.lifeline_fd, ended)
     waiting = asyncio.create_task(ended.wait())
-    working: list[asyncio.Task[Any]] = [asyncio.create_task(scheduler.run()), asyncio.create_task(scheduler.tick())]
+    working = [asyncio.create_task(scheduler.run()), asyncio.create_task(scheduler.tick())]
     if settings.address_file is not None:
         _write_address(settings.address_file, address)
     log.info("run %s: listening at %s", scheduler.cluster.settings.run_id, address)
     await asyncio.wait([waiting, *working], return_when=asyncio.FIRST_COMPLETED)
-    if waiting.done() and scheduler.cluster.snapshots.is_due_at_end:
+    if waiting.done():
         ended.clear()
-        again = asyncio.create_task(ended.wait())
-        saving = asyncio.create_task(_save_at_end(scheduler))
-        await asyncio.wait([again, saving, *working], return_when=asyncio.FIRST_COMPLETED)
-        working += [again, saving]
+        last: list[asyncio.Task[Any]] = [
+            asyncio.create_task(_save_at_end(scheduler)),
+            asyncio.create_task(ended.wait()),
+        ]
+        await asyncio.wait([*last, *working], return_when=asyncio.FIRST_COMPLETED)
+        for task in last:
+            task.cancel()
+        await asyncio.gather(*last, return_exceptions=True)
     if settings.address_file is not None:
         settings.address_file.unlink(missing_ok=True)
     failures = [task.exception() for task in working if task.done() and not task.cancelled()]
@@ -117,15 +122,12 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
 
 
 async def _save_at_end(scheduler: Scheduler) -> None:
-    """Takes a snapshot of what was trained since the last. Another signal, or the engine's patience, ends this."""
+    """Returns when what was trained is saved, or cannot be. Another signal, or the engine's patience, ends this."""
     with scheduler.call() as (number, outbox):
-        scheduler.post(Save(number, "", "at the end"))
-        try:
-            async for value in outbox:
-                if isinstance(value, Saved):
-                    return
-        except PsdistError as error:
-            log.warning("no snapshot was taken at the end: %s", error)
+        scheduler.post(Stop(number))
+        async for value in outbox:
+            if isinstance(value, Done):
+                return
 
 
 def _kept_run_id(settings: SchedulerSettings) -> str:

@@ -98,9 +98,10 @@ class Attempt:
     @property
     def reached(self) -> bool:
         """Whether some of the snapshot was seen at the cut, so that no more pushes are needed for it, or nearly."""
-        if self.written or any(p.done for p in self.progress.values()):
+        if self.written:
             return True
-        return self.phase == "cutting" and all(p.version >= self.steps.get(p.name, 0) for p in self.parameters)
+        passed = all(p.version >= self.steps.get(p.name, 0) for p in self.parameters)
+        return self.phase == "cutting" and passed and not self.is_held
 
     @property
     def bytes_done(self) -> int:
@@ -224,10 +225,12 @@ class Attempt:
         workers = dict.fromkeys(worker for worker, _ in (*self.lives, *self.kept.answers))
         return [effect for worker in workers for effect in self.mark(worker, members)]
 
-    def cut(self, members: Membership) -> list[Effect]:
-        """Tells the servers to write."""
+    def cut(self, members: Membership, known: Mapping[str, int]) -> list[Effect]:
+        """Tells the servers to write. ``known``: by BSP parameters, the highest step that any slice is at."""
         producers = tuple((name, self.producers(name)) for name in self.marked)
-        return _tell(self.servers, Cut(self.number, producers), members)
+        left = [p.name for p in self.parameters if p.name in self.steps and not p.entry.members]
+        final = tuple((name, self.steps[name]) for name in left if self.steps[name] == known.get(name))
+        return _tell(self.servers, Cut(self.number, producers, final), members)
 
     def end(self, committed: bool, reason: str, members: Membership) -> list[Effect]:
         """Tells all who were asked that it is over."""

@@ -58,6 +58,7 @@ from psdist_scheduler.events import (
     SessionClosed,
     SessionOpened,
     SetPosition,
+    Stop,
     Tick,
     Upload,
     Waiting,
@@ -65,6 +66,7 @@ from psdist_scheduler.events import (
 )
 from psdist_scheduler.going_back import GoingBack
 from psdist_scheduler.keeper import Keeper
+from psdist_scheduler.leaving import Leaving
 from psdist_scheduler.membership import Membership
 from psdist_scheduler.records import ClusterSettings, Member, Stored
 from psdist_scheduler.registry import Registry
@@ -132,7 +134,7 @@ class Cluster:
         if history is not None:
             resume.read(history.base)
             if not begun and history.newest is not None:
-                resume.go_to(history.newest, 0, None)
+                resume.go_to(history.newest, 0, self.epoch + 1, None)
             self.members.incarnations_given = resume.incarnations
         self.registry = Registry(settings, stored.parameters, self.epoch + 1, now, resume)
         self._keeper = Keeper(settings, self.registry, self.members)
@@ -140,6 +142,7 @@ class Cluster:
         self.datasets = Datasets(stored.datasets, resume)
         self.snapshots = Snapshots(settings, self.registry, self.members, self.datasets, history, now)
         self._going_back = GoingBack(self.registry, self.members, self.datasets, self.snapshots)
+        self._leaving = Leaving(settings, self.registry, self.members, self.snapshots, self._scaling)
         self._barriers = Barriers()
         self._rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, now)
         self._ticked = now
@@ -148,8 +151,6 @@ class Cluster:
         self._told: dict[int, _Told] = {}
         self._waits: dict[str, _Wait] = {}
         self._waiters: dict[int, str] = {}
-        #: Drains that wait for a snapshot.
-        self._drains: dict[int, Drain] = {}
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
@@ -263,6 +264,8 @@ class Cluster:
                 return self._keeper.unreachable(event, now)
             case Drain():
                 return self._drain(event, now)
+            case Stop():
+                return self._leaving.hold(event, now)
             case Scale():
                 return self._scaling.scale(event)
             case WatchScale():
@@ -293,7 +296,7 @@ class Cluster:
             case Pruned():
                 return self.snapshots.pruned(event)
             case HistoryRead():
-                return self._going_back.history_read(event, now)
+                return self._going_back.history_read(event, self.epoch + 1, now)
             case CallEnded():
                 self._forget(event.call)
                 return []
@@ -306,20 +309,7 @@ class Cluster:
         others = [server for server in self.members.staying if server.member_id != event.server_id]
         if self.members.workers and others:
             return self._scaling.drain(event)
-        effects = self.snapshots.save_before_the_end(event.call, event.server_id, now)
-        self._drains[event.call] = event
-        return effects
-
-    def _drain_what_is_saved(self) -> list[Effect]:
-        effects: list[Effect] = []
-        for call, event in list(self._drains.items()):
-            if not self.snapshots.is_waiting(call):
-                del self._drains[call]
-                try:
-                    effects += self._scaling.drain(event)
-                except PsdistError as error:
-                    effects.append(Refuse(call, error))
-        return effects
+        return self._leaving.hold(event, now)
 
     def _wait(self, event: Create | Describe | EnterBarrier | EnterRendezvous, now: float) -> list[Effect]:
         """A call that may have to wait."""
@@ -443,17 +433,17 @@ class Cluster:
         self._rendezvous.end(call)
         self._scaling.end(call)
         self.snapshots.end(call)
-        self._drains.pop(call, None)
+        self._leaving.end(call)
 
     def _commit(self, effects: list[Effect], now: float, changed: bool = False) -> list[Effect]:
         """Lets everything go on that can, and puts what became of it in the order that the module's text promises."""
-        effects += self._going_back.if_lost(now)
+        effects += self._going_back.if_lost(self.epoch + 1, now)
         effects += self._end_calls_of_the_gone()
         effects += self._keeper.lose(self.epoch + 1) + self._keeper.plan(now)
         effects += self.registry.progress(self.members, self.epoch + 1, now)
         # What was placed just now gets its backups in the same epoch.
-        effects += self._keeper.plan(now) + self.snapshots.progress(self.epoch, now)
-        effects += self._drain_what_is_saved() + self._scaling.progress(now)
+        effects += self._keeper.plan(now) + self._leaving.ask(now) + self.snapshots.progress(self.epoch, now)
+        effects += self._leaving.go_on() + self._scaling.progress(now)
         effects += self._barriers.progress(self.members) + self._rendezvous.progress(now, self.members.ranks_used)
         if changed or self.members.changed:
             effects += self.datasets.lose(self.members.is_live)

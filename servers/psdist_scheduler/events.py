@@ -250,6 +250,13 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class Stop:
+    """This scheduler is to end, as soon as what was trained is saved."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
 class Scale:
     """Somebody says how many servers the run shall have."""
 
@@ -293,6 +300,7 @@ Event = (
     | EnterBarrier
     | EnterRendezvous
     | Drain
+    | Stop
     | Scale
     | WatchScale
     | DataEvent

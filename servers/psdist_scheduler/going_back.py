@@ -31,10 +31,10 @@ class GoingBack:
         self._datasets = datasets
         self._snapshots = snapshots
 
-    def if_lost(self, now: float) -> list[Effect]:
-        """Goes back, if there is need and a way."""
+    def if_lost(self, epoch: int, now: float) -> list[Effect]:
+        """Goes back, if there is need and a way. ``epoch``: the one that will show it."""
         found = self._found()
-        return [] if found is None else self._roll_back(found, now)
+        return [] if found is None else self._roll_back(found, epoch, now)
 
     def _found(self) -> Found | None:
         """The snapshot to go back to, where shards are lost that nobody else holds, and workers miss them."""
@@ -50,7 +50,7 @@ class GoingBack:
         shards = [after_loss(shard, self._live) for shard in p.entry.shards]
         return any(shard.lost for shard in shards) and (p.entry.ready or not self._members.staying)
 
-    def _roll_back(self, found: Found, now: float, why: str = "") -> list[Effect]:
+    def _roll_back(self, found: Found, epoch: int, now: float, why: str = "") -> list[Effect]:
         """All parameters, data sets and workers go back to a snapshot, in one epoch. Workers' lives end: what they know
         of steps and leases is not so any more."""
         placed = [p for p in self._registry.all if p.record is not None]
@@ -60,7 +60,7 @@ class GoingBack:
         text = f"{why}: the run goes back to snapshot {found.commit.directory} and on with {steps}"
         term = max((shard.term for p in placed for shard in p.entry.shards), default=0)
         effects = self._snapshots.rolled_back(now)
-        self._registry.resume.go_to(found, term, now)
+        self._registry.resume.go_to(found, term, epoch, now)
         self._registry.gather_again()
         self._datasets.go_back(found.manifest.datasets)
         lost = tuple((name, first, max(first, until)) for name, first, until in lost)
@@ -90,13 +90,13 @@ class GoingBack:
             return [Note(text, "warning")]
         return [Note(f"{text}; the one before is tried", "warning"), self._snapshots.give_up(event.restore.directory)]
 
-    def history_read(self, event: HistoryRead, now: float) -> list[Effect]:
+    def history_read(self, event: HistoryRead, epoch: int, now: float) -> list[Effect]:
         """The storage was read. What is loading from a snapshot that is bad begins anew from the one before."""
         if event.history is None:
             return [Note(f"the storage cannot be read: {event.error}", "warning")]
         snapshots, resume = self._snapshots, self._registry.resume
-        snapshots.take_history(event.history)
         resume.read(event.history.base)
+        snapshots.take_history(event.history)
         effects: list[Effect] = [Note(f"passed over: {text}", "warning") for text in event.history.skipped]
         restore = resume.base.restore
         if restore is None or (restore.directory not in snapshots.bad and resume.found is not None):
@@ -106,7 +106,7 @@ class GoingBack:
             return effects
         if snapshots.newest is not None:
             why = f"snapshot {restore.directory} cannot be loaded"
-            return effects + self._roll_back(snapshots.newest, now, why)
+            return effects + self._roll_back(snapshots.newest, epoch, now, why)
         resume.failed = (
             f"snapshot {restore.directory} cannot be loaded, and there is none before that can be: see the log"
         )

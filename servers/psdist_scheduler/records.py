@@ -135,13 +135,15 @@ class Base:
     """What parameters begin from that are not placed yet.
 
     restore: the snapshot that the run went on from; None where it began from nothing.
-    generation: how often this run went back to a snapshot. term: of the shards of what is placed from now on, above all
-        terms that shards of these names had.
+    generation: how often this run went back to a snapshot.
+    term: of the shards of what is placed from now on, above all terms that shards of these names had.
+    epoch: when the run went on from it; what is newer and was committed before is of a course that was given up.
     """
 
     restore: Restore | None = None
     generation: int = 0
     term: int = 1
+    epoch: int = 0
 
 
 @dataclass(frozen=True)

@@ -114,13 +114,18 @@ class Resume:
                 known[number, term] = None
         return not self.missing(entry)
 
-    def go_to(self, found: Found, term: int, now: float | None) -> None:
-        """All parameters begin from this snapshot again. ``term``: the highest that a shard had. ``now``: None where
-        the run has not begun."""
+    def go_to(self, found: Found, term: int, epoch: int, now: float | None) -> None:
+        """All parameters begin from this snapshot again. ``term``: the highest that a shard had. ``epoch``: the one
+        that shows it. ``now``: None where the run has not begun."""
         restore = Restore(found.commit.directory, bytes.fromhex(found.commit.manifest_digest))
-        self.base = Base(restore, self.base.generation + (now is not None), max(term + 1, self.base.term))
+        self.base = Base(restore, self.base.generation + (now is not None), max(term + 1, self.base.term), epoch)
         self.found, self.since, self.changed, self._known = found, now, True, True
         self._loaded.clear()
+
+    def is_of_this_course(self, found: Found) -> bool:
+        """Whether the run went through this snapshot, and did not give it up."""
+        restore, commit = self.base.restore, found.commit
+        return restore is None or commit.directory == restore.directory or commit.epoch >= self.base.epoch
 
     def read(self, found: Found | None) -> None:
         """The storage was read: the base's snapshot, or None where it is not there any more."""

@@ -274,10 +274,12 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """To a server, on its session: write. ``next``: by parameters whose pushes are marked, each life's next one."""
+    """To a server, on its session: write. ``next``: by parameters whose pushes are marked, each life's next one.
+    ``final``: by BSP parameters that no worker is left of, the step that some slice is at; others wait for none."""
 
     attempt: int
     next: tuple[tuple[str, Producers], ...]
+    final: Numbers = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,9 +326,10 @@ class RemoveDirectory:
 
 @dataclass(frozen=True)
 class Prune:
-    """Delete these snapshots, the commit records first; and then whatever no record names."""
+    """Delete these snapshots, the commit records first. ``collect``: and then whatever no record names."""
 
     commits: tuple[Commit, ...]
+    collect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,7 @@ class SnapshotIo:
         self._post = post
         self._effects: deque[StorageEffect] = deque()
         self._pending = asyncio.Event()
+        self._idle = asyncio.Event()
         #: Records that were tried, and of which nobody knows whether they are there, by their number.
         self._unsure: dict[int, list[bytes]] = {}
         #: Directories that this life gave up.
@@ -124,6 +125,7 @@ class SnapshotIo:
     def put(self, effect: StorageEffect) -> None:
         """Has it carried out, after those before it."""
         self._effects.append(effect)
+        self._idle.clear()
         self._pending.set()
 
     async def run(self) -> None:
@@ -133,6 +135,11 @@ class SnapshotIo:
             self._pending.clear()
             while self._effects:
                 await self._carry_out(self._effects.popleft())
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Returns when everything is carried out."""
+        await self._idle.wait()
 
     async def _carry_out(self, effect: StorageEffect) -> None:
         match effect:
@@ -230,7 +237,8 @@ class SnapshotIo:
                 await self._storage.delete([commit.path])
                 done.append(commit.sequence)
                 await self._abandon(commit.directory)
-            await self._collect()
+            if effect.collect:
+                await self._collect()
         except PsdistError as error:
             return Pruned(tuple(done), str(error))
         return Pruned(tuple(done))

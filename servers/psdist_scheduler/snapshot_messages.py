@@ -112,8 +112,10 @@ def command(value: SnapshotCommand) -> pb.SnapshotCommand:
             return commands(attempt=attempt, prepare=prepare)
         case Mark(attempt, steps):
             return commands(attempt=attempt, mark=commands.Mark(steps=dict(steps)))
-        case Cut(attempt, next_pushes):
+        case Cut(attempt, next_pushes, final):
             cut = commands.Cut()
+            for name, step in final:
+                cut.parameters.add(parameters=name, final_step=step)
             for name, producers in next_pushes:
                 entry = cut.parameters.add(parameters=name)
                 for worker_id, incarnation, number in producers:

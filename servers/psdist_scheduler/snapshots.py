@@ -112,6 +112,8 @@ class Snapshots:
         self.bad: tuple[str, ...] = ()
         self._savers = Savers()
         self.keepers = Keepers(members)
+        #: When the attempt was begun whose snapshot was the last to have everything.
+        self.saved_at = float("-inf")
         self._campaign = _Campaign()
         self._number = 0
         self._last = now
@@ -168,6 +170,8 @@ class Snapshots:
         if self.replaced:
             raise SnapshotFailedError(self.replaced)
         reason = (event.reason or "on demand")[:_REASON_CHARACTERS]
+        if worker is not None and reason == "at the end" and not self._policy.at_end:
+            raise SnapshotFailedError("this run takes no snapshot at its end")
         return self._add(Saver(event.call, worker, dict(event.next), reason), now)
 
     def save_before_the_end(self, call: int, server: str, now: float) -> list[Effect]:
@@ -175,16 +179,16 @@ class Snapshots:
         first, and one that is under way is finished."""
         attempt = self.attempt
         under_way = attempt is not None and server in attempt.servers and not (attempt.ahead and not attempt.reached)
-        if not under_way and not self.is_due_at_end:
+        trained = self.saves_at_end and self._has_trained({p.name: self._version(p) for p in self._ready()})
+        if not under_way and not trained:
             return []
         return self._add(Saver(call, None, {}, "at the end", drains=True), now)
 
     @property
-    def is_due_at_end(self) -> bool:
-        """Whether something was trained that no snapshot has, and one is wanted when the run ends."""
-        ready = self._ready()
-        able = self.enabled and self.known and self._policy.at_end and not self.replaced and not self._obstacle(ready)
-        return able and not self._registry.lost_text and self._has_trained({p.name: self._version(p) for p in ready})
+    def saves_at_end(self) -> bool:
+        """Whether there is something that could be saved when the run ends, and the policy wants that."""
+        able = self.enabled and self.known and self._policy.at_end and not self.replaced
+        return able and not self._obstacle(self._ready()) and not self._registry.lost_text
 
     def is_waiting(self, call: int) -> bool:
         """Whether the call waits for a snapshot."""
@@ -268,6 +272,7 @@ class Snapshots:
         effects: list[Effect] = [Note(f"snapshot {commit.directory} ({commit.reason}): {steps}, {size}")]
         attempt = self.attempt
         if attempt is not None and attempt.number == event.attempt:
+            self.saved_at = attempt.began
             effects += self._over_with(attempt, now)
             effects += attempt.end(True, "", self._members)
             for saver in self._savers.of(attempt.number):
@@ -292,13 +297,11 @@ class Snapshots:
     def take_history(self, history: History) -> None:
         """What the storage holds."""
         self.known = True
-        gone = set(self.bad)
         self.commits = tuple(history.commits)
         self._highest = max(self._highest, history.highest)
-        if history.newest is not None and history.newest.commit.directory not in gone:
-            self.newest = history.newest
-        else:
-            self.newest = None
+        resume, newest = self._registry.resume, history.newest
+        given_up = newest is not None and not self.bad and not resume.is_of_this_course(newest)
+        self.newest = resume.found if given_up else newest
 
     def give_up(self, directory: str) -> ReadHistory:
         """A snapshot cannot be loaded: the one before is looked for."""
@@ -384,7 +387,7 @@ class Snapshots:
         waiting = [saver.next for saver in self._savers.waiting]
         stepped = [p for p in ready if is_stepped(p)]
         steps = {p.name: max(self._version(p), *(next.get(p.name, 0) for next in waiting), 0) for p in stepped}
-        if waiting or self._campaign.exact:
+        if waiting or self._campaign.exact or not any(p.entry.members for p in stepped):
             return steps
         refused = self._campaign.refused
         distance = 0 if refused < 2 else min(1 << min(refused - 2, 10), _DISTANCE_MAX)
@@ -435,7 +438,7 @@ class Snapshots:
 
     def _cut(self, attempt: Attempt) -> list[Effect]:
         attempt.phase = "cutting"
-        return attempt.cut(self._members)
+        return attempt.cut(self._members, self._campaign.known)
 
     def _watch(self, attempt: Attempt, now: float) -> list[Effect]:
         """Gives up what cannot be had any more."""
@@ -505,6 +508,7 @@ class Snapshots:
 
     def _unchanged(self, attempt: Attempt, now: float) -> list[Effect]:
         assert self.newest is not None
+        self.saved_at = attempt.began
         effects = self._over_with(attempt, now)
         effects += attempt.end(False, "nothing was trained since the last snapshot", self._members)
         for saver in self._savers.of(attempt.number):
@@ -553,10 +557,10 @@ class Snapshots:
 
     def _prune(self) -> list[Effect]:
         surplus = retention.surplus(self.commits, self._policy, {self._registry.base_in_use})
-        if not surplus and not self._untidy:
+        untidy, self._untidy = self._untidy, False
+        if not surplus and not untidy:
             return []
-        self._untidy = False
-        return [Prune(surplus)]
+        return [Prune(surplus, untidy)]
 
     def _read(self, now: float) -> list[Effect]:
         if self.known or (self._read_at is not None and now - self._read_at < _READ_AGAIN_SECONDS):

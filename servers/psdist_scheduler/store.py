@@ -32,7 +32,7 @@ _SCHEMA = """
 CREATE TABLE run (
   id INTEGER PRIMARY KEY CHECK (id = 1), run_id TEXT NOT NULL, epoch INTEGER NOT NULL,
   servers_wanted INTEGER NOT NULL, base_directory TEXT NOT NULL, base_digest BLOB NOT NULL,
-  generation INTEGER NOT NULL, term INTEGER NOT NULL);
+  generation INTEGER NOT NULL, term INTEGER NOT NULL, base_epoch INTEGER NOT NULL);
 CREATE TABLE members (
   member_id TEXT PRIMARY KEY, role TEXT NOT NULL, incarnation INTEGER NOT NULL, rank INTEGER NOT NULL,
   world_size INTEGER NOT NULL, address TEXT NOT NULL, host TEXT NOT NULL, pid INTEGER NOT NULL, state TEXT NOT NULL,
@@ -97,7 +97,7 @@ class SqliteStore:
     def load(self) -> Stored | None:
         """What was kept; None in a new file. Raises ConfigurationError where it can't be read."""
         epoch, servers_wanted, *base = self._db.execute(
-            "SELECT epoch, servers_wanted, base_directory, base_digest, generation, term FROM run"
+            "SELECT epoch, servers_wanted, base_directory, base_digest, generation, term, base_epoch FROM run"
         ).fetchone()
         if epoch == 0:
             return None
@@ -135,7 +135,8 @@ class SqliteStore:
             self._db.executemany(_WRITE_DATASET, [_dataset_row(dataset) for dataset in changes.datasets])
             if (base := changes.base) is not None:
                 self._db.execute(
-                    "UPDATE run SET base_directory = ?, base_digest = ?, generation = ?, term = ?", _base_row(base)
+                    "UPDATE run SET base_directory = ?, base_digest = ?, generation = ?, term = ?, base_epoch = ?",
+                    _base_row(base),
                 )
             self._db.executemany("DELETE FROM parameters WHERE name = ?", [(name,) for name in changes.forgotten])
             for record in changes.parameters:
@@ -158,7 +159,7 @@ class SqliteStore:
         if version == 0:
             for statement in _SCHEMA.split(";"):
                 self._db.execute(statement)
-            self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0, '', x'', 0, 1)", (run_id,))
+            self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0, '', x'', 0, 1, 0)", (run_id,))
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self._db.execute("COMMIT")
         if version not in (0, SCHEMA_VERSION):
@@ -231,14 +232,14 @@ def _upsert(table: str, cls: type) -> str:
     return f"INSERT INTO {table} ({_columns(cls)}) VALUES ({marks}) ON CONFLICT ({key}) DO UPDATE SET {updates}"
 
 
-def _base_row(base: Base) -> tuple[str, bytes, int, int]:
+def _base_row(base: Base) -> tuple[str, bytes, int, int, int]:
     restore = base.restore
     directory, digest = (restore.directory, restore.manifest_digest) if restore is not None else ("", b"")
-    return directory, digest, base.generation, base.term
+    return directory, digest, base.generation, base.term, base.epoch
 
 
-def _base(directory: str, digest: bytes, generation: int, term: int) -> Base:
-    return Base(Restore(check_directory(directory), digest) if directory else None, generation, term)
+def _base(directory: str, digest: bytes, *numbers: int) -> Base:
+    return Base(Restore(check_directory(directory), digest) if directory else None, *numbers)
 
 
 def _dataset_row(record: DatasetRecord) -> tuple[str, bytes, str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -29,6 +30,8 @@ from psdist_server.snapshots import Cut
 
 #: Copies that writers have under way beside those that updates ask for.
 WRITER_COPIES: Final = 8
+#: The longest that the writers of one attempt let updates go first.
+REST_SECONDS: Final = 0.25
 #: Copies ahead of updates that are under way at a time.
 _AHEAD: Final = 2
 #: Elements of memory that are made ready at a time.
@@ -99,6 +102,10 @@ class HoldingCut:
         #: Slices that are ripe, and perhaps not copied, where updates go on; and how many of them are being copied.
         self._ahead: deque[int] = deque()
         self._copying_ahead = 0
+        #: Slices that updates are copying, who waits for there to be none, and seconds that writers may still rest.
+        self._by_updates: set[int] = set()
+        self._resting: list[asyncio.Future[None]] = []
+        self._rest_left = REST_SECONDS
         self.is_over = False
 
     # --- what updates ask ---------------------------------------------------------------------------------------------
@@ -112,6 +119,7 @@ class HoldingCut:
         if self.machine.is_safe(index):
             return None
         self.machine.copy_for_update(index)
+        self._by_updates.add(index)
         return self._aside(index)
 
     def _aside(self, index: int) -> Aside:
@@ -125,6 +133,9 @@ class HoldingCut:
             self._asides.give_back(index)
             return
         self._wake(index)
+        self._by_updates.discard(index)
+        if not self._by_updates:
+            self._end_rest()
         self._applier.resume()
 
     # --- what the holding tells ---------------------------------------------------------------------------------------
@@ -173,6 +184,13 @@ class HoldingCut:
         for future in self._awaited.values():
             future.cancel()
         self._awaited.clear()
+        self._end_rest()
+
+    def _end_rest(self) -> None:
+        for future in self._resting:
+            if not future.done():
+                future.set_result(None)
+        self._resting.clear()
 
     def _wake(self, index: int) -> None:
         future = self._awaited.pop(index, None)
@@ -180,6 +198,18 @@ class HoldingCut:
             future.set_result(None)
 
     # --- what the writer asks -----------------------------------------------------------------------------------------
+
+    async def rest(self) -> None:
+        """Waits while updates copy slices, for which training waits: writing would take the processor from them. Not
+        for long altogether, and not where there is no room for more copies."""
+        loop = asyncio.get_running_loop()
+        while self._by_updates and self._rest_left > 0 and not self.machine.room.is_full:
+            began, quiet = loop.time(), loop.create_future()
+            self._resting.append(quiet)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._rest_left):
+                    await quiet
+            self._rest_left -= loop.time() - began
 
     async def take(self, index: int) -> Array:
         """The copy of slice ``index``: all its arrays one after another. Waits until it is ripe and copied."""

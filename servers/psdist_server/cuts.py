@@ -12,7 +12,7 @@ from typing import Final
 
 from psdist_server.applier import Applier
 from psdist_server.asides import WRITER_COPIES, Asides, HoldingCut
-from psdist_server.events import CutArmed, CutEnded, Effect, SliceCut
+from psdist_server.events import CutArmed, CutEnded, Effect, SliceCut, StepsEnded
 from psdist_server.records import Life, SliceRecord
 from psdist_server.roles import RoleChanges
 from psdist_server.shard import AsyncShard, BspShard
@@ -72,6 +72,11 @@ class Cuts:
         """SSP and ASP: the first push of each life that is not in the snapshot."""
         cut.agree(following)
         self._look(cut)
+
+    def end_steps(self, step: int) -> None:
+        """BSP: no worker is left, and some slice is at ``step``, that of the cut."""
+        for shard in self._shards.values():
+            self._carry_out(shard.on(StepsEnded(step)))
 
     def disarm(self, cut: HoldingCut) -> None:
         """The snapshot is written, or given up: nothing waits for it any more."""

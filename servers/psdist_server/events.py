@@ -115,6 +115,14 @@ class SliceCut:
 
 
 @dataclass(frozen=True, slots=True)
+class StepsEnded:
+    """BSP: the snapshot is cut at ``step``, where some slice is, and no worker is left: lower steps that nobody pushed
+    to a slice are empty there."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class CutEnded:
     """There is no snapshot to be cut any more: what is held back goes on."""
 
@@ -131,6 +139,7 @@ Event = (
     | JoinWithdrawn
     | CutArmed
     | SliceCut
+    | StepsEnded
     | CutEnded
 )
 

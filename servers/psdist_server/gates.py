@@ -21,37 +21,48 @@ def name_members(members: Collection[ParametersMember]) -> str:
 
 
 def bsp_apply(
-    step: int, members: Collection[ParametersMember], contributed: Collection[tuple[str, int]], backup_workers: int
+    step: int,
+    members: Collection[ParametersMember],
+    contributed: Collection[tuple[str, int]],
+    backup_workers: int,
+    final_step: int = 0,
 ) -> str:
     """May ``step`` be applied? ``members`` are all there are; those whose first step is later are not asked for.
 
     contributed: (worker id, incarnation) of the contributions that are there, of members or not: what a worker had
         contributed before it left counts.
+    final_step: the step that a snapshot wants where nobody is left who could push a lower one; else 0.
     """
     asked = [member for member in members if member.first_step <= step]
     missing = _missing(asked, contributed)
     if not contributed:
-        return "" if _is_empty(step, members) else f"for {name_members(missing) or 'a worker'} to push step {step}"
+        if _is_empty(step, members, final_step):
+            return ""
+        return f"for {name_members(missing) or 'a worker'} to push step {step}"
     if len(missing) <= backup_workers:
         return ""
     return f"for {name_members(missing)} to push step {step}"
 
 
 def bsp_complete(
-    step: int, members: Collection[ParametersMember], contributed: Collection[tuple[str, int]], backup_workers: int
+    step: int,
+    members: Collection[ParametersMember],
+    contributed: Collection[tuple[str, int]],
+    backup_workers: int,
+    final_step: int = 0,
 ) -> bool:
     """Whether ``bsp_apply`` has no reason, without the time to write one: this is asked for every contribution."""
     if not contributed:
-        return _is_empty(step, members)
+        return _is_empty(step, members, final_step)
     asked = [member for member in members if member.first_step <= step]
     if len(asked) - len(contributed) > backup_workers:
         return False
     return len(_missing(asked, contributed)) <= backup_workers
 
 
-def _is_empty(step: int, members: Collection[ParametersMember]) -> bool:
+def _is_empty(step: int, members: Collection[ParametersMember], final_step: int) -> bool:
     """Whether nobody can contribute to this step any more, and somebody waits for a later one."""
-    return bool(members) and all(member.first_step > step for member in members)
+    return (bool(members) or step < final_step) and all(member.first_step > step for member in members)
 
 
 def _missing(asked: Collection[ParametersMember], contributed: Collection[tuple[str, int]]) -> list[ParametersMember]:

@@ -375,12 +375,10 @@ class Host:
         for task in list(self._tasks.values()):
             task.cancel()
         for holding in self._holdings.values():
-            await holding.replicator.close()
+            await holding.close()
         for channel in self._peers.values():
             await channel.close()
         self._pool.close()
-        for holding in self._holdings.values():
-            await holding.close()
 
 
 def _begins_anew(before: ParametersEntry, after: ParametersEntry) -> bool:

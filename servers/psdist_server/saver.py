@@ -137,6 +137,8 @@ class Saver:
             if (part := attempt.parts.get(agreed.parameters)) is not None:
                 following = {(p.life.worker_id, p.life.incarnation): p.next for p in agreed.producers}
                 part.holding.cuts.agree(part.cut, following)
+                if agreed.final_step:
+                    part.holding.cuts.end_steps(agreed.final_step)
         for part in list(attempt.parts.values()):
             if self._attempt is attempt and part.task is None:
                 part.task = asyncio.create_task(self._write(attempt, part))
@@ -236,6 +238,7 @@ class Saver:
         async with storage.writer(layout.file_path(attempt.directory, name)) as file:
             await file.write(header)
             for position, index in enumerate(slices):
+                await part.cut.rest()
                 array = await part.cut.take(index)
                 part.cut.prefetch(slices[position + 1 : position + 2])
                 hashing = asyncio.get_running_loop().run_in_executor(self._thread, hashes.add, array)

@@ -41,6 +41,7 @@ from psdist_server.events import (
     SliceApplied,
     SliceCut,
     SlicePushed,
+    StepsEnded,
 )
 from psdist_server.records import Life, Records, SliceRecord
 
@@ -106,7 +107,7 @@ class ShardMachine(ABC, Generic[S]):
                 return self._members_changed()
             case SliceAggregated() | NormKnown():
                 return self._on_clipping(event)
-            case CutArmed() | SliceCut() | CutEnded():
+            case CutArmed() | SliceCut() | StepsEnded() | CutEnded():
                 return self._on_cut(event)
 
     @abstractmethod
@@ -139,8 +140,8 @@ class ShardMachine(ABC, Generic[S]):
     def _on_clipping(self, event: SliceAggregated | NormKnown) -> list[Effect]:
         raise AssertionError(f"{event} without an Aggregate")
 
-    def _on_cut(self, event: CutArmed | SliceCut | CutEnded) -> list[Effect]:
-        return []  # In BSP a slice is cut between two steps, which never mix.
+    @abstractmethod
+    def _on_cut(self, event: CutArmed | SliceCut | StepsEnded | CutEnded) -> list[Effect]: ...
 
     def _refusal(self, event: SlicePushed) -> PsdistError | None:
         member = self.members.get(event.worker_id)
@@ -210,6 +211,8 @@ class BspShard(ShardMachine[_BspSlice]):
         self._clipping = clipping
         self._reference_workers = reference_workers
         self._everyone = tuple(self.members.values())
+        #: See StepsEnded; 0 where there is no such snapshot.
+        self._final_step = 0
         for index, record in (records or {}).items():
             self.slices[index].version, self.slices[index].closed = record.version, record.contributors
 
@@ -252,7 +255,8 @@ class BspShard(ShardMachine[_BspSlice]):
         return self._try_apply(state)
 
     def _try_apply(self, state: _BspSlice) -> list[Effect]:
-        if state.busy or not gates.bsp_complete(state.step, self._everyone, state.open, self._rule.backup_workers):
+        backup, final = self._rule.backup_workers, self._final_step
+        if state.busy or not gates.bsp_complete(state.step, self._everyone, state.open, backup, final):
             return []
         ordered = sorted(state.open.items(), key=lambda item: (item[1].rank, item[0]))
         parts = tuple(part.token for _, part in ordered if not part.abstain)
@@ -285,7 +289,7 @@ class BspShard(ShardMachine[_BspSlice]):
         return [*effects, *self._serve(state), *self._try_apply(state)]
 
     def _apply_gate(self, state: _BspSlice) -> str:
-        return gates.bsp_apply(state.step, self._everyone, state.open, self._rule.backup_workers)
+        return gates.bsp_apply(state.step, self._everyone, state.open, self._rule.backup_workers, self._final_step)
 
     def _read_gate(self, state: _BspSlice, pull: PullRequested) -> str:
         if state.version >= pull.min_version:
@@ -295,6 +299,13 @@ class BspShard(ShardMachine[_BspSlice]):
     def _members_changed(self) -> list[Effect]:
         self._everyone = (*self.members.values(), *self.proposals.values())
         return [effect for state in self.slices.values() for effect in self._try_apply(state)]
+
+    def _on_cut(self, event: CutArmed | SliceCut | StepsEnded | CutEnded) -> list[Effect]:
+        # A slice is cut between two steps, which never mix: nothing is held back.
+        if isinstance(event, SliceCut):
+            return []
+        self._final_step = event.step if isinstance(event, StepsEnded) else 0
+        return self._members_changed()
 
     def _cancel(self, state: _BspSlice, token: int) -> list[Effect]:
         state.pulls.pop(token, None)
@@ -437,7 +448,9 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         state.queue.append(event)
         return self._try_apply(state)
 
-    def _on_cut(self, event: CutArmed | SliceCut | CutEnded) -> list[Effect]:
+    def _on_cut(self, event: CutArmed | SliceCut | StepsEnded | CutEnded) -> list[Effect]:
+        if isinstance(event, StepsEnded):
+            return []  # Slices wait for no step of another.
         if isinstance(event, SliceCut):
             self._uncut.discard(event.index)
             return self._let_go(self.slices[event.index])

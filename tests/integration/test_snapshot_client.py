@@ -4,11 +4,14 @@ one."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+from launched import Run
+from safetensors.numpy import load
 
 import psdist
 from psdist import errors
@@ -17,7 +20,7 @@ from psdist.snapshots import reader
 from psdist.snapshots.format import Manifest
 from psdist.snapshots.storage import open_storage
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+asynchronous = pytest.mark.asyncio(loop_scope="session")
 Start = Callable[..., EmbeddedCluster]
 
 
@@ -62,7 +65,7 @@ class Rest:
     """What a codec with a residual would keep: it changes as a push is sent, and the rest belongs to the next one."""
 
     def __init__(self, weights: psdist.AsyncParameters) -> None:
-        self.sum, self.count, self.given = np.zeros(100_000), 0, list[dict[str, np.ndarray]]()
+        self.sum, self.count, self.given = np.zeros(300_000), 0, list[dict[str, np.ndarray]]()
         session = weights._exchange.session
         send = session.send
 
@@ -81,6 +84,7 @@ def same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool
     return [(n, a.tobytes()) for n, a in one.items()] == [(n, a.tobytes()) for n, a in other.items()]
 
 
+@asynchronous
 async def test_a_script_goes_on_where_the_snapshot_was_cut(start: Start, tmp_path: Path) -> None:
     init = {"w": np.linspace(0, 1, 40_000, dtype=np.float32), "b": np.ones((3, 5), np.float32)}
     grads = gradients(init, 8)
@@ -108,7 +112,7 @@ async def test_a_script_goes_on_where_the_snapshot_was_cut(start: Start, tmp_pat
         rest = Rest(weights)
         await weights.keep_state(rest.save, rest.given.append)
         [state] = rest.given
-        assert state["count"].tolist() == [5] and state["sum"].tolist() == [0.0 + 1 + 2 + 3 + 4] * 100_000
+        assert state["count"].tolist() == [5] and state["sum"].tolist() == [0.0 + 1 + 2 + 3 + 4] * 300_000
         for step in range(5, 8):
             again = await weights.push_pull(grads[step])
         assert same(again, last)
@@ -128,8 +132,14 @@ async def check(path: Path, rank: int, pushed: int) -> None:
         next = {worker: number for worker, _, number in state.next}
         assert own == [{next.get(f"worker-{number}", state.step)} for number in range(RANKS)], f"torn in {name}"
         assert own[rank].pop() >= pushed
+        for number in range(RANKS):
+            kept = manifest.worker_state(name, number)
+            assert kept is not None and kept.next == next.get(f"worker-{number}", state.step)
+            file = b"".join([part async for part in reader.read_state(open_storage(str(path)), manifest, kept)])
+            assert load(file)["count"].tolist() == [kept.next], f"what {number} keeps is torn from its pushes of {name}"
 
 
+@asynchronous
 @pytest.mark.parametrize("transport", ["shm", pytest.param("grpc", marks=pytest.mark.long)])
 async def test_a_snapshot_cuts_between_pushes(start: Start, tmp_path: Path, transport: str) -> None:
     """Each push adds one to all elements of its worker, which lie in all slices."""
@@ -142,6 +152,8 @@ async def test_a_snapshot_cuts_between_pushes(start: Start, tmp_path: Path, tran
                 await client.parameters(name, init, psdist.optim.SGD(RANKS if name == "bsp" else 1), consistency)
                 for name, consistency in MODES.items()
             ]
+            for weights in all_weights:
+                await weights.keep_state(Rest(weights).save, lambda state: None)
             for step in range(30):
                 for weights in all_weights:
                     await weights.push_pull({"w": np.where(mine, -1.0, 0.0).astype(np.float32)})
@@ -150,3 +162,80 @@ async def test_a_snapshot_cuts_between_pushes(start: Start, tmp_path: Path, tran
                     await check(tmp_path / "run", rank, step + 1)
 
     await asyncio.gather(*(train(rank) for rank in range(RANKS)))
+
+
+_SCRIPT = """
+import pathlib
+import sys
+import numpy as np
+import psdist
+from psdist.client.session import Session
+
+until, enough, send = int(sys.argv[1]), pathlib.Path("enough"), Session.send
+
+def encode(session, mark):
+    if not session.unfinished:  # as a codec's residual does
+        kept["sum"] = kept["sum"] + session.step + 100 * context.rank
+    return send(session, mark)
+
+Session.send = encode
+with psdist.init() as context:
+    init, kept = {"w": np.zeros(9000, np.float32)}, {"sum": np.zeros(1)}
+    weights = context.client.parameters("p", init, psdist.optim.SGD(1.0), slice_elements=1024)
+    weights.keep_state(lambda: kept, kept.update)
+    print("rank", context.rank, "begins at", weights.step, "with", kept["sum"][0], flush=True)
+    back = False
+    while weights.step < until and not enough.exists():
+        values = weights.push_pull({"w": np.full(9000, -1, np.float32)})["w"]
+        step = weights.step
+        assert (values == step).all() and kept["sum"][0] == step * (step - 1) // 2 + 100 * context.rank * step
+        if step % 50 == 0:
+            print("rank", context.rank, "is at", step, flush=True)
+        if weights.statistics().rolled_back and not back:
+            back = True
+            print("rank", context.rank, "went back to", weights.restored, flush=True)
+    if not enough.exists():
+        print("rank", context.rank, "saved", context.client.snapshot().directory, flush=True)
+"""
+
+
+@pytest.fixture
+def run_of(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Starts a run of the script, in which each worker keeps a sum that its steps add to."""
+    runs: list[Run] = []
+
+    def run_of(until: int, *flags: str) -> Run:
+        storage = ("--storage-path", "snapshots", "--run-id", "kept")
+        runs.append(Run(tmp_path, _SCRIPT, str(until), flags=(*storage, *flags)))
+        return runs[-1]
+
+    yield run_of
+    for run in runs:
+        run.stop()
+
+
+@pytest.mark.long
+def test_what_workers_keep_outlives_the_run(run_of: Callable[..., Run]) -> None:
+    seen = []
+    for until in (4, 7, 7):
+        status, text = run_of(until).end()
+        assert status == 0, text
+        [one, other] = re.findall(r"rank \d saved (\S+)", text)
+        assert one == other and int(one.partition("-")[0]) == until, "ranks that ask at the same step share one"
+        seen.append(sorted(re.findall(r"rank (\d) begins at (\d) with (\S+)", text)))
+    sums = {step: [sum(range(step)) + 100.0 * rank * step for rank in (0, 1)] for step in (0, 4, 7)}
+    assert seen == [[(str(rank), str(step), str(each[rank])) for rank in (0, 1)] for step, each in sums.items()]
+
+
+@pytest.mark.long
+def test_what_workers_keep_goes_back_with_the_run(run_of: Callable[..., Run], tmp_path: Path) -> None:
+    run = run_of(10**9, "--save-interval", "20")
+    run.until(r"rank \d is at", 4)
+    run.child("psdist_server").kill()
+    run.until(r"rank \d went back to", 2)
+    run.until(r"rank \d is at", 4)
+    (tmp_path / "enough").touch()
+    status, text = run.end()
+    text = "".join(run.seen) + text
+    assert status == 0 and "Traceback" not in text, text
+    assert re.search(r"the run goes back to snapshot .* Lost: steps? \d+", text), text

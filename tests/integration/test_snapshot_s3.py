@@ -9,12 +9,16 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 import psdist
+from psdist import AsyncClient, optim
+from psdist.consistency import BSP
 from psdist.errors import SnapshotCorruptError, StorageError, UnknownSnapshotError
+from psdist.launch.embedded import EmbeddedCluster
 from psdist.snapshots import bucket, reader
 from psdist.snapshots import format as layouts
 from psdist.snapshots.format import Commit, Manifest, ParametersState, ShardFile
@@ -56,7 +60,7 @@ def storage(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
 async def write_snapshot(storage: Storage, step: int) -> tuple[Commit, bytes]:
     """A committed snapshot whose weights are ``step`` and up, and the path of its one file."""
     directory = layouts.directory_name(step, 1, step, "abcdef")
-    spec = ParametersSpec("net", psdist.optim.SGD(), psdist.BSP(), slice_elements=1 << 16)
+    spec = ParametersSpec("net", optim.SGD(), BSP(), slice_elements=1 << 16)
     values = (np.arange(100_000) + step).astype(np.float32)
     state = ParametersState(spec, Layout((TensorSpec("w", (100_000,)),)), 1, (), step, (), (_shard(values, step),))
     async with storage.writer(layouts.file_path(directory, state.shards[0].file)) as file:
@@ -162,3 +166,23 @@ async def test_a_bucket_that_is_not_there_is_a_storage_error(storage: Storage) -
     for attempt in (missing.read("a"), missing.list(), missing.create("a", b"")):
         with pytest.raises(StorageError, match=r"in s3://nothing-here/x: .*NoSuchBucket"):
             await attempt
+
+
+@pytest.mark.long
+async def test_a_run_saves_to_a_bucket_and_goes_on_from_it(storage: Storage) -> None:
+    spec = optim.Adam(lr=0.1)
+    weights = []
+    for life in range(2):
+        with closing(EmbeddedCluster(servers=2 - life, storage=storage.url, run_id="bucket")) as cluster:
+            async with AsyncClient(cluster.address, cluster.token) as client:
+                net = await client.parameters("net", {"w": np.ones(70_000, np.float32)}, spec, BSP())
+                assert net.step == life
+                weights.append((await net.pull())["w"].copy())
+                await net.push_pull({"w": np.arange(70_000, dtype=np.float32)})
+                weights.append((await net.pull())["w"].copy())
+                assert (await client.snapshot(timeout=60)).steps == {"net": life + 1}
+    np.testing.assert_array_equal(weights[1], weights[2])
+    np.testing.assert_array_equal(psdist.load_snapshot(storage.url)["w"], weights[3])
+    found = await reader.newest(storage)
+    assert found is not None
+    await reader.verify(storage, found.manifest)

@@ -13,6 +13,7 @@ from psdist import ASP, BSP
 from psdist.optim import SGD
 from psdist.snapshots import reader
 from psdist_scheduler import snapshot_io
+from psdist_server import asides
 from psdist_server import shard as shards
 from psdist_server import snapshots as cuts
 from tests.simulation import snapshots
@@ -61,12 +62,20 @@ def _held_by_nobody(put: Put) -> None:
         self._uncut = set()
         return effects
 
+    def is_ripe(self: Any, index: int, record: Any) -> bool:
+        """As it is, but that it sees nothing of pushes that are past the cut."""
+        if self.step is not None or self.following is None:
+            return bool(record.version == self.step)
+        return all(record.producers.get(life, 0) >= following for life, following in self.following.items())
+
     put(shards.AsyncShard, "_on_cut", lenient)
+    put(cuts.Cut, "_is_ripe", is_ripe)
 
 
 @_ablation("a slice is copied before it is overwritten", **_BUSY, storage_seconds=(0.01, 0.1))
 def _overwritten(put: Put) -> None:
-    put(cuts.Cut, "is_safe", lambda self, index: True)
+    put(asides.HoldingCut, "copy_for_update", lambda self, index: None)
+    put(asides.HoldingCut, "must_wait", lambda self, index: False)
 
 
 # --- the commit -------------------------------------------------------------------------------------------------------

@@ -174,9 +174,12 @@ class SnapshotOracle(Oracle):
 
     def _check_bases(self) -> None:
         """An era begins with the newest snapshot that was committed and is whole."""
+        used = {self.era_of(push) for push in self.pushes.values()}
         for number, era in enumerate(self.eras[1:], 1):
             whole = [saved.directory for saved in self.commits[: era.commits] if saved.directory]
             newest = whole[-1] if whole else ""
+            if self.spoilt and era.base not in whole and number not in used:
+                continue  # It was found out before anybody trained.
             if era.base not in ("", *whole):
                 self.violation(f"era {number} began with {era.base}, which is no snapshot that was committed")
             elif era.base != newest:
@@ -188,13 +191,12 @@ class SnapshotOracle(Oracle):
         if found is None:
             raise PsdistError(f"{saved.record} is no valid commit record")
         manifest = await reader.load_manifest(storage, found)
-        await reader.check_files(storage, manifest)
-        saved.directory = manifest.directory
         state = next((state for state in manifest.parameters if state.spec.name == self._name), None)
         if state is None:
             self.violation(f"{saved.record} does not have {self._name!r}")
             return
         table = [await reader.read_slice(storage, manifest, state, i) for i in range(self.slicing.count)]
+        saved.directory = manifest.directory
         self.counts["snapshots compared"] += 1
         self._check_table(saved, state, table)
         if self._uses:

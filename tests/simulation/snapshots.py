@@ -240,7 +240,7 @@ class SnapshotWorld(World):
             self.start_scheduler()
 
     def _server_again(self, number: int) -> None:
-        if self.server_nodes[number].dead:
+        if number in self.server_nodes and self.server_nodes[number].dead:
             self.start_server(number)
 
     # --- a worker's script --------------------------------------------------------------------------------------------

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from psdist.consistency import BSP
+from psdist.consistency import BSP, Consistency
 from psdist.snapshots.format import Commit, Manifest, ShardFile, digest_of
 from psdist.types import ParametersEntry
 from psdist_scheduler import events as ev
 from psdist_scheduler import snapshot_events as sn
+from psdist_scheduler.attempt import Attempt
 from psdist_scheduler.records import Member, Stored
 from tests.unit.scheduler_driver import Driver
 
@@ -33,20 +34,22 @@ class SnapshotDriver(Driver):
         self.works: list[ev.Effect] = []
         self.rolled_back: list[sn.RolledBack] = []
         self.cuts: dict[int, sn.Prepare] = {}
+        #: What each server was told of steps that nobody makes any more.
+        self.finals: list[dict[str, int]] = []
         self._written: set[tuple[int, int]] = set()
         super().__init__(stored, now, history=history, storage="memory://test", **settings)
 
     # --- a run --------------------------------------------------------------------------------------------------------
 
     def begin(self, servers: int = 2, workers: int = 1, **settings: Any) -> list[Member]:
-        """Members, and ready parameters "mlp"."""
+        """Members, and parameters, "mlp" if not named; ready unless they are to be loaded or copied."""
         for _ in range(servers):
             self.join("server")
         members = [self.join()[0] for _ in range(workers)]
         for worker in members:
             self.create(worker, **settings)
         if self.map.parameters and self.map.parameters[-1].restore is None:
-            self.ask(ev.Commit, members[0])
+            self.ask(ev.Commit, members[0], settings.get("name", "mlp"))
         return members
 
     def train(self, version: int, name: str = "mlp") -> None:
@@ -121,7 +124,8 @@ class SnapshotDriver(Driver):
                 self.on(sn.Prepared(session, attempt, accepted, tuple(stepped.items())))
             case sn.Mark(attempt):
                 self.on(sn.Marked(session, attempt, tuple((n, v) for n, v in self.versions.items())))
-            case sn.Cut(attempt):
+            case sn.Cut(attempt, _, final):
+                self.finals.append(dict(final))
                 self.cuts[attempt] = replace(self.cuts[attempt], directory="cut")
             case sn.End(attempt):
                 self.cuts.pop(attempt, None)
@@ -215,3 +219,23 @@ def history_of(driver: SnapshotDriver, **base: Any) -> sn.History:
     return sn.History(
         snapshots.commits, max((c.sequence for c in snapshots.commits), default=0), snapshots.newest, **base
     )
+
+
+class Ready(SnapshotDriver):
+    """With members."""
+
+    members: list[Member]
+
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt under way."""
+        assert self.cluster.snapshots.attempt is not None
+        return self.cluster.snapshots.attempt
+
+
+def ready(workers: int = 1, servers: int = 2, consistency: Consistency | None = None, **settings: Any) -> Ready:
+    """Ready parameters, and a storage."""
+    d = Ready(workers_min=workers, **settings)
+    d.members = d.begin(servers, workers, consistency=consistency)
+    d.go_on()
+    return d

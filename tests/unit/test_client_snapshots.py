@@ -353,14 +353,16 @@ async def test_a_run_that_goes_back_is_followed(caplog: pytest.LogCaptureFixture
         setup.servers[1].breaks = [Break(0, hang=hang)]
         call = asyncio.create_task(setup.weights.push_pull(gradient()))
         await setup.servers[1].hanging.wait()
-        roll_back(setup, 2, until=6)
+        roll_back(setup, 2, until=4)  # The scheduler is behind.
         assert len(flat(await call)) == ELEMENTS
         assert (setup.weights.step, setup.weights.first_step, setup.weights.version) == (2, 2, 2)
         statistics = setup.weights.statistics()
         assert (statistics.dropped, statistics.rolled_back) == (1, 1)
         assert setup.weights.restored == "000000000002-1-1-abcdef"
         [told] = [record.getMessage() for record in caplog.records if "Lost: " in record.getMessage()]
-        assert told.endswith("000000000002-1-1-abcdef. Lost: steps 2 to 5 of 'p'")
+        assert told.endswith("goes on from snapshot 000000000002-1-1-abcdef. Lost: steps 2 to 4 of 'p'")
+        [told] = [record.getMessage() for record in caplog.records if "was dropped" in record.getMessage()]
+        assert told.startswith("step 5 of 'p' was dropped: the run went back to snapshot 000000000002-1-1-abcdef; this")
         hang.set()
         await setup.weights.push_pull(gradient())
         assert setup.weights.step == 3 and setup.scheduler.commits == 1
@@ -376,7 +378,7 @@ async def test_one_that_does_not_rejoin_is_told_why() -> None:
         await setup.scheduler.hello.wait()
         weights = await setup.client.parameters("p")
         roll_back(setup, 2, until=3)
-        with pytest.raises(errors.FencedError, match="the run went back to a snapshot: server-1 is lost"):
+        with pytest.raises(errors.FencedError, match="the run went back to snapshot 000000000002-1-1-abcdef"):
             while True:
                 await weights.pull()
     finally:
@@ -424,7 +426,29 @@ async def test_a_state_is_handed_in_and_given_back(caplog: pytest.LogCaptureFixt
             scheduler.state = b""
             await setup.weights.keep_state(lambda: {"rest": [1]}, given.append)  # type: ignore[dict-item]
     finally:
+        scheduler.save_answers.put_nowait(saved())
         await setup.stop()
+    [request] = scheduler.saves
+    assert (request.reason, request.worker_id, dict(request.next)) == ("at the end", "worker-0", {"p": 2})
+
+
+@pytest.mark.parametrize("how", ["refused", "no storage", "failed script", "scheduler gone"])
+async def test_a_client_leaves_though_what_it_keeps_is_not_saved(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    setup = await Setup().start()
+    await setup.weights.keep_state(dict, lambda state: None)
+    if how == "scheduler gone":
+        closing = asyncio.create_task(setup.client.close())
+        await waits_for(setup.client, "for nobody in particular")
+        await setup.scheduler.stop()
+        await closing
+    elif how == "failed script":
+        await setup.client.close("failed")
+    else:
+        refusal = errors.NoStorageError if how == "no storage" else errors.SnapshotFailedError
+        setup.scheduler.save_answers.put_nowait(refusal("no"))
+    await setup.stop()
+    assert len(setup.scheduler.saves) == (how != "failed script")
+    assert ("in no snapshot at the end" in caplog.text) == (how in ("refused", "scheduler gone"))
 
 
 async def test_who_joins_a_training_under_way_is_given_no_state() -> None:
@@ -437,4 +461,5 @@ async def test_who_joins_a_training_under_way_is_given_no_state() -> None:
         await setup.weights.keep_state(dict, lambda state: pytest.fail("given a state"))
         assert setup.weights.restored == "000000000002-1-1-abcdef"
     finally:
+        setup.scheduler.save_answers.put_nowait(saved())
         await setup.stop()

@@ -42,6 +42,12 @@ def test_bsp_step_is_empty_when_only_later_members_are_left() -> None:
     assert gates.bsp_apply(4, [], set(), 0) != ""
 
 
+def test_bsp_steps_that_nobody_pushed_are_empty_where_a_snapshot_wants_what_is_left() -> None:
+    assert gates.bsp_apply(4, [], set(), 0, final_step=5) == "" and gates.bsp_complete(4, [], set(), 0, final_step=5)
+    assert gates.bsp_apply(5, [], set(), 0, final_step=5) != "" and not gates.bsp_complete(5, [], set(), 0, 5)
+    assert gates.bsp_apply(4, [W0], set(), 0, final_step=5) != "" and not gates.bsp_complete(4, [W0], set(), 0, 5)
+
+
 def test_bsp_other_life_of_a_worker_does_not_count_for_this_one() -> None:
     assert "worker-0" in gates.bsp_apply(0, [W0], {("worker-0", 0)}, 0)
 

@@ -7,37 +7,15 @@ from typing import Any
 import pytest
 
 from psdist import errors
-from psdist.consistency import ASP, SSP, Consistency
+from psdist.consistency import ASP, SSP
 from psdist.snapshots.policy import SavePolicy
 from psdist.types import Layout, TensorSpec
 from psdist_scheduler import events as ev
 from psdist_scheduler import snapshot_events as sn
-from psdist_scheduler.attempt import Attempt
-from psdist_scheduler.records import Member
 from tests.unit.scheduler_driver import Driver, caller
-from tests.unit.snapshot_driver import SnapshotDriver, commit_of, history_of, written
+from tests.unit.snapshot_driver import Ready, SnapshotDriver, commit_of, history_of, ready, written
 
 OTHER = Layout((TensorSpec("v", (64,)),))
-
-
-class Ready(SnapshotDriver):
-    """With members."""
-
-    members: list[Member]
-
-    @property
-    def attempt(self) -> Attempt:
-        """The attempt under way."""
-        assert self.cluster.snapshots.attempt is not None
-        return self.cluster.snapshots.attempt
-
-
-def ready(workers: int = 1, servers: int = 2, consistency: Consistency | None = None, **settings: Any) -> Ready:
-    """Ready parameters, and a storage."""
-    d = Ready(workers_min=workers, **settings)
-    d.members = d.begin(servers, workers, consistency=consistency)
-    d.go_on()
-    return d
 
 
 # --- on demand --------------------------------------------------------------------------------------------------------
@@ -219,6 +197,16 @@ def test_a_step_that_does_not_come_is_not_waited_for() -> None:
         d.tick()
         d.go_on()
     assert d.saved(call).steps == {"mlp": 6, "other": 5}
+
+
+def test_where_no_worker_is_left_servers_wait_for_no_steps_below_the_highest() -> None:
+    for leaves in (False, True):
+        d = ready()
+        d.train(6)
+        if leaves:
+            d.on(ev.Leave(d.number(), caller(d.members[-1]), "stopped"))
+        assert d.saved(d.save()).steps == {"mlp": 6}
+        assert d.finals == [{"mlp": 6} if leaves else {}] * 2
 
 
 # --- intervals --------------------------------------------------------------------------------------------------------
@@ -557,53 +545,3 @@ def test_what_could_not_be_deleted_is_tried_again() -> None:
     d.storing = True
     d.train(30)
     assert d.steps == [{"mlp": 30}]
-
-
-# --- at the end -------------------------------------------------------------------------------------------------------
-
-
-def test_servers_that_end_with_all_values_are_saved_before() -> None:
-    d = ready()
-    (worker,) = d.members
-    d.train(5)
-    d.on(ev.Leave(d.number(), caller(worker), "done"))
-    d.writing = False
-    calls = []
-    for server in ("server-0", "server-1"):
-        calls.append(d.number())
-        d.on(ev.Drain(calls[-1], "", server))
-    d.go_on()
-    assert not any(isinstance(d.state(call), ev.Drained) for call in calls)
-    d.writing = True
-    d.go_on()
-    assert all(isinstance(d.state(call), ev.Drained) for call in calls) and d.steps == [{"mlp": 5}]
-
-
-def test_servers_that_end_do_not_wait_for_a_snapshot_that_fails() -> None:
-    d = ready()
-    (worker,) = d.members
-    d.train(5)
-    d.on(ev.Leave(d.number(), caller(worker), "done"))
-    d.writing = False
-    calls = []
-    for server in ("server-0", "server-1"):
-        calls.append(d.number())
-        d.on(ev.Drain(calls[-1], "", server))
-    d.go_on()
-    d.on(sn.Failed(d.cluster.members.session_of("server-0"), d.attempt.number, "no space"))
-    assert all(isinstance(d.state(call), ev.Drained) for call in calls)
-
-
-@pytest.mark.parametrize("policy", [SavePolicy(at_end=False), SavePolicy()])
-def test_servers_end_at_once_where_there_is_nothing_to_save(policy: SavePolicy) -> None:
-    d = ready(policy=policy)
-    (worker,) = d.members
-    d.train(5)
-    if policy.at_end:
-        d.save()
-    d.on(ev.Leave(d.number(), caller(worker), "done"))
-    calls = []
-    for server in ("server-0", "server-1"):
-        calls.append(d.number())
-        d.on(ev.Drain(calls[-1], "", server))
-    assert all(isinstance(d.state(call), ev.Drained) for call in calls)

@@ -18,11 +18,13 @@ from psdist.types import (
     ParametersMember,
     ParametersSpec,
     Replica,
+    Restore,
     Shard,
     TensorSpec,
 )
 from psdist_scheduler.events import Persist
-from psdist_scheduler.records import Member, Node, ParametersRecord, Stored
+from psdist_scheduler.records import Base, Member, Node, ParametersRecord, Stored
+from psdist_scheduler.service import _merge
 from psdist_scheduler.store import MemoryStore, SqliteStore, open_store
 
 LAYOUT = Layout((TensorSpec("w", (3, 4), "float16"), TensorSpec("b", ())))
@@ -53,6 +55,37 @@ def test_what_was_written_is_loaded(tmp_path: Path) -> None:
     assert store.run_id == "run"
     assert store.load() == Stored("run", 2, (gone, replace(MEMBER, member_id="w2", rank=1)), (changed,), (NODE,))
     store.close()
+
+
+def test_what_is_to_be_loaded_anew_is_forgotten(tmp_path: Path) -> None:
+    """The run went back to a snapshot: what was placed is not, in the same write."""
+    base = Base(Restore("000000000007-3-0-abc", b"\1" * 16), 2, 9, 4)
+    other = replace(RECORD, entry=replace(ENTRY, spec=replace(ENTRY.spec, name="other")))
+    store = SqliteStore(tmp_path / "s", "run")
+    store.write(Persist(1, parameters=(RECORD, other)))
+    store.write(Persist(2, forgotten=("mlp",), base=base))
+    assert store.load() == Stored("run", 2, parameters=(other,), base=base)
+    restored = replace(RECORD, entry=replace(ENTRY, restore=base.restore, generation=2), uploader="")
+    store.write(Persist(3, parameters=(restored,)))
+    store.write(Persist(4, parameters=(RECORD,), forgotten=("mlp",)))
+    store.close()
+    store = SqliteStore(tmp_path / "s", "")
+    assert store.load() == Stored("run", 4, parameters=(other, RECORD), base=base)
+    store.close()
+
+
+def test_several_changes_are_one(tmp_path: Path) -> None:
+    """Whatever order parameters come and go in, and come back."""
+    base = Base(Restore("000000000007-3-0-abc", b"\1" * 16), 1, 2, 2)
+    changes = [Persist(1, parameters=(RECORD,)), Persist(2, forgotten=("mlp",), base=base), Persist(3)]
+    for last in ((), (Persist(4, parameters=(replace(RECORD, uploader=""),)),)):
+        one, each = (SqliteStore(tmp_path / f"{name}{len(last)}", "run") for name in ("one", "each"))
+        for change in (*changes, *last):
+            each.write(change)
+        one.write(_merge([*changes, *last]))
+        assert one.load() == each.load()
+        one.close()
+        each.close()
 
 
 def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from psdist.consistency import ASP, Consistency
 from psdist.errors import FencedError, PsdistError, SnapshotFailedError
 from psdist.snapshots.format import WorkerState
+from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler import events as ev
 from psdist_scheduler import snapshot_events as sn
 from psdist_scheduler.records import Member
@@ -166,3 +167,14 @@ def test_a_resumed_run_gives_it_back_by_rank() -> None:
     call = driver.number()
     driver.on(sn.GetState(call, "", worker.member_id, worker.incarnation + 1, "mlp"))
     assert isinstance(driver.errors[call], PsdistError)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_worker_that_leaves_has_its_snapshot_if_the_run_takes_one_at_its_end(at_end: bool) -> None:
+    driver = KeeperDriver(policy=SavePolicy(at_end=at_end))
+    driver.train(5)
+    worker, call = driver.workers[0], driver.number()
+    driver.on(sn.Save(call, "", "at the end", worker.member_id, worker.incarnation, (("mlp", 5),)))
+    driver.go_on()
+    assert driver.steps == [{"mlp": 5}] * at_end
+    assert at_end or "no snapshot at its end" in driver.errors[call].message

@@ -1,19 +1,29 @@
-"""A server's part in snapshots: what is in the files, while training goes on, and what comes back from them."""
+"""A server's part in snapshots: what is in the files while training goes on, what ends an attempt, what is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from psdist.consistency import ASP
+from psdist import optim
+from psdist.consistency import ASP, SSP, Consistency
+from psdist.errors import StorageError
+from psdist.snapshots.format import Manifest
 from psdist.snapshots.reader import read_slice, verify
+from psdist.snapshots.storage import Storage, Writer
+from psdist.types import ParametersEntry, Restore
+from psdist_server import cuts, saver
+from psdist_server.loader import Loaded, LoadFailed
 from tests.unit.server_driver import Driver, Floats, answered, entry_of, memory
 
 TOTAL = 50_000
 RNG = np.random.default_rng(1)
+Arrays = dict[int, list[bytes]]
 
 
 @pytest.fixture
@@ -27,8 +37,38 @@ def noise() -> Floats:
     return RNG.standard_normal(TOTAL).astype(np.float32)
 
 
-async def test_what_was_trained_meanwhile_is_not_in_the_snapshot(driver: Driver) -> None:
-    entry = await driver.create(entry_of(), noise())
+async def assert_holds(driver: Driver, manifest: Manifest, wanted: Arrays) -> None:
+    """The snapshot is whole, and has these bytes."""
+    await verify(driver.storage, manifest)
+    for index, arrays in wanted.items():
+        read = await read_slice(driver.storage, manifest, manifest.parameters[0], index)
+        assert [array.tobytes() for array in read] == arrays
+
+
+async def save(driver: Driver, entry: ParametersEntry, step: int, attempt: int = 1) -> tuple[Manifest, Restore]:
+    """A snapshot of what is there."""
+    directory = f"attempt-{attempt}"
+    driver.prepare(attempt, {"p": step}, directory)
+    driver.cut(attempt, {} if step else {"p": {}})
+    assert (await driver.report()).prepared.accepted
+    files = await driver.written(len(entry.shards))
+    driver.end(attempt)
+    return await driver.commit([entry], files, directory)
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slice_elements", [4096, 1 << 15 | 1], ids=["on the loop", "in threads"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("ahead", [True, False], ids=["copied ahead", "copied by updates"])
+async def test_what_was_trained_meanwhile_is_not_in_the_snapshot(
+    driver: Driver, slice_elements: int, clip: float, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ahead:
+        monkeypatch.setattr(cuts, "_ACTIVE_SECONDS", 0.0)
+    entry = entry_of(slice_elements=slice_elements, optimizer=optim.Adam(lr=0.1, max_grad_norm=clip), workers=2)
+    entry = await driver.create(entry, noise())
     await driver.train(entry, 0, noise())
     wanted = driver.arrays()
     driver.prepare(1, {"p": 1})
@@ -40,46 +80,289 @@ async def test_what_was_trained_meanwhile_is_not_in_the_snapshot(driver: Driver)
     files = await driver.written(3)
     driver.end(1)
     assert driver.arrays() != wanted
-    manifest, _ = await driver.commit([entry], files)
-    await verify(driver.storage, manifest)
-    for index, arrays in wanted.items():
-        read = await read_slice(driver.storage, manifest, manifest.parameters[0], index)
-        assert [array.tobytes() for array in read] == arrays
     assert {version for file in files for version in file.versions} == {1}
+    manifest, _ = await driver.commit([entry], files)
+    await assert_holds(driver, manifest, wanted)
+
+
+async def test_a_cut_is_armed_before_it_is_reached(driver: Driver) -> None:
+    entry = await driver.create(entry_of(), noise())
+    driver.prepare(1, {"p": 3})
+    assert dict((await driver.report()).prepared.steps_next) == {"p": 0}
+    driver.cut(1)
+    for step in range(3):
+        await driver.train(entry, step, noise())
+    wanted = driver.arrays()
+    for step in range(3, 5):
+        await driver.train(entry, step, noise())
+    manifest, _ = await driver.commit([entry], await driver.written(3))
+    await assert_holds(driver, manifest, wanted)
+
+
+async def test_a_step_that_a_slice_has_passed_is_refused(driver: Driver) -> None:
+    entry = await driver.create(entry_of(), noise())
+    await driver.train(entry, 0, noise())
+    driver.push(entry, 0, 1, noise(), slices=[2])
+    driver.prepare(1, {"p": 1})
+    prepared = (await driver.report()).prepared
+    assert not prepared.accepted and dict(prepared.steps_next) == {"p": 2}
+    driver.prepare(2, {"p": 2})
+    assert (await driver.report()).prepared.accepted
+
+
+@pytest.mark.parametrize("consistency", [ASP(), SSP(staleness=3)])
+async def test_marked_pushes_are_not_in_the_snapshot(driver: Driver, consistency: Consistency) -> None:
+    """Worker 0 is before its mark and has sent half of its push; worker 1 is past it and has sent all of its next."""
+    entry = entry_of(workers=2, consistency=consistency, optimizer=optim.SGD(lr=1.0))
+    entry = await driver.create(entry, np.zeros(TOTAL, np.float32))
+    one, other = np.full(TOTAL, 1.0, np.float32), np.full(TOTAL, 100.0, np.float32)
+    await answered(driver.push(entry, 1, 0, one))
+    count = entry.slicing.count
+    first = driver.push(entry, 0, 0, one, slices=range(count // 2))
+    await answered(first)
+    driver.prepare(1, {"p": 0})
+    assert (await driver.report()).prepared.accepted
+    marked = driver.push(entry, 1, 1, other, mark=1)
+    driver.cut(1, {"p": {"worker-0": 1, "worker-1": 1}})
+    await answered(driver.push(entry, 0, 0, one, slices=range(count // 2, count)))
+    await answered(marked)
+    files = await driver.written(3)
+    assert {version for file in files for version in file.versions} == {2}
+    manifest, _ = await driver.commit([entry], files)
+    wanted = {index: [np.full(entry.slicing.size(index), -2, np.float32).tobytes()] for index in range(count)}
+    await assert_holds(driver, manifest, wanted)
+    assert driver.arrays() == {
+        index: [np.full(entry.slicing.size(index), -102, np.float32).tobytes()] for index in range(count)
+    }
+
+
+async def test_marked_pushes_go_on_when_the_attempt_is_over(driver: Driver) -> None:
+    entry = await driver.create(entry_of(consistency=ASP()), noise())
+    driver.prepare(1, {"p": 0})
+    held = driver.push(entry, 0, 0, noise(), mark=1)
+    assert "snapshot" in driver.host.waiting_for(held)
+    driver.end(1, committed=False)
+    await answered(held)
+    driver.prepare(2, {"p": 0})
+    held = driver.push(entry, 0, 1, noise(), mark=2)
+    driver.host.saver.session_ended()
+    await answered(held)
+    await answered(driver.push(entry, 0, 2, noise(), mark=1))
+
+
+async def test_a_worker_that_goes_ends_an_attempt_that_marks_pushes(driver: Driver) -> None:
+    entry = await driver.create(entry_of(consistency=ASP(), workers=2), noise())
+    driver.prepare(1, {"p": 0})
+    assert (await driver.report()).prepared.accepted
+    await driver.follow(replace(entry, members=entry.members[:1]))
+    assert "worker" in (await driver.report()).failed.error.message
+
+
+async def test_a_shard_that_goes_ends_the_attempt(driver: Driver) -> None:
+    entry = await driver.create(entry_of(), noise())
+    driver.prepare(1, {"p": 5})
+    assert (await driver.report()).prepared.accepted
+    elsewhere = replace(entry.shards[1], primary=replace(entry.shards[1].primary, server_id="server-1"), term=2)
+    await driver.follow(replace(entry, shards=(entry.shards[0], elsewhere, entry.shards[2])))
+    assert (await driver.report()).failed.error.code == "snapshot_failed"
+
+
+class Gated:
+    """A storage whose writers wait for ``gate`` at each slice, and may fail."""
+
+    def __init__(self, inner: Storage) -> None:
+        self.url = inner.url
+        self.read, self.list, self.create, self.delete = inner.read, inner.list, inner.create, inner.delete
+        self._inner = inner
+        self.gate = asyncio.Semaphore(0)
+        self.error: StorageError | None = None
+
+    def writer(self, path: str) -> AbstractAsyncContextManager[Writer]:
+        return self._writer(path)
+
+    @asynccontextmanager
+    async def _writer(self, path: str) -> AsyncIterator[Writer]:
+        async with self._inner.writer(path) as file:
+            self._file = file
+            yield _GatedWriter(self, file)
+
+
+class _GatedWriter:
+    def __init__(self, storage: Gated, file: Writer) -> None:
+        self._storage, self._file = storage, file
+
+    async def write(self, buffer: bytes | bytearray | memoryview) -> None:
+        await self._storage.gate.acquire()
+        if self._storage.error is not None:
+            raise self._storage.error
+        await self._file.write(buffer)
+
+
+async def test_a_storage_that_fails_ends_the_attempt_and_nothing_else() -> None:
+    storage = Gated(memory())
+    driver = Driver(storage)
+    entry = await driver.create(entry_of(), noise())
+    storage.error = StorageError("the disk is full")
+    storage.gate.release()
+    driver.prepare(1, {"p": 0})
+    driver.cut(1)
+    assert (await driver.report()).prepared.accepted
+    assert (await driver.report()).failed.error.message == "the disk is full"
+    await driver.train(entry, 0, noise())
+    storage.error, storage.gate = None, asyncio.Semaphore(1000)
+    wanted = driver.arrays()
+    manifest, _ = await save(driver, entry, 1, attempt=2)
+    await assert_holds(driver, manifest, wanted)
+    await driver.close()
+
+
+async def test_updates_wait_where_there_is_no_room_for_copies() -> None:
+    storage = Gated(memory())
+    driver = Driver(storage)
+    room = 4 * 4096 * 3 * 5
+    driver.host.saver = saver.Saver(driver.host._holdings.get, lambda: storage, driver.reports.put_nowait, room)
+    entry = await driver.create(entry_of(), noise())
+    wanted = driver.arrays()
+    driver.prepare(1, {"p": 0})
+    driver.cut(1)
+    assert (await driver.report()).prepared.accepted
+    call = driver.push(entry, 0, 0, noise())
+    progress = driver.host.snapshot_progress()
+    assert progress is not None and progress.bytes_aside == room
+    assert len(call.outstanding) == entry.slicing.count - 5 and "snapshot" in driver.host.waiting_for(call)
+    for _ in range(1000):
+        storage.gate.release()
+    await answered(call)
+    manifest, _ = await driver.commit([entry], await driver.written(3))
+    await assert_holds(driver, manifest, wanted)
+    await driver.close()
+
+
+async def test_a_storage_that_takes_nothing_does_not_stop_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver, "STALL_SECONDS", 0.05)
+    storage = Gated(memory())
+    driver = Driver(storage)
+    room = 4 * 4096 * 3 * 5
+    driver.host.saver = saver.Saver(driver.host._holdings.get, lambda: storage, driver.reports.put_nowait, room)
+    entry = await driver.create(entry_of(), noise())
+    driver.prepare(1, {"p": 0})
+    driver.cut(1)
+    assert (await driver.report()).prepared.accepted
+    await driver.train(entry, 0, noise())
+    assert (await driver.report()).failed.error.code == "storage"
+    await driver.close()
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+async def until(driver: Driver, enough: Callable[[], bool]) -> None:
+    """Waits until what the server would report is enough."""
+    changed = asyncio.Event()
+    driver.host.report = changed.set
+    async with asyncio.timeout(60):
+        while not enough():
+            await changed.wait()
+            changed.clear()
+
+
+def loading(restore: Restore, step: int, shards: int = 3, **settings: int) -> ParametersEntry:
+    entry = entry_of(shards=shards, **settings)
+    return replace(entry, restore=restore, members=(replace(entry.members[0], first_step=step),))
 
 
 async def test_values_come_back_on_another_number_of_shards(driver: Driver) -> None:
     entry = await driver.create(entry_of(), noise())
     for step in range(3):
         await driver.train(entry, step, noise())
-    driver.prepare(1, {"p": 3})
-    driver.cut(1)
-    assert (await driver.report()).prepared.accepted
-    wanted = driver.arrays()
-    _, restore = await driver.commit([entry], await driver.written(3))
-    gradient = noise()
+    _, restore = await save(driver, entry, 3)
+    wanted, gradient = driver.arrays(), noise()
     await driver.train(entry, 3, gradient)
     after = driver.arrays()
     other = Driver(driver.storage)
-    loading = replace(entry_of(shards=5), restore=restore)
-    loading = replace(loading, members=(replace(loading.members[0], first_step=3),))
-    await other.follow(loading)
-    await loaded(other, 5)
+    entry = loading(restore, 3, shards=5)
+    await other.follow(entry)
+    await until(other, lambda: len(other.host.reports()) == 5)
+    assert set(other.host.reports()) == {Loaded("p", 0, shard, 1) for shard in range(5)}
     assert other.arrays() == wanted
-    ready = replace(loading, ready=True)
-    await other.follow(ready)
-    await other.train(ready, 3, gradient)
+    await other.follow(replace(entry, ready=True))
+    assert other.host.reports() == []
+    await other.train(entry, 3, gradient)
     assert other.arrays() == after
     await other.close()
 
 
-async def loaded(driver: Driver, shards: int) -> None:
-    """Waits until all shards are loaded."""
-    import asyncio
+async def test_a_higher_generation_begins_anew_from_the_snapshot(driver: Driver) -> None:
+    entry = await driver.create(entry_of(), noise())
+    await driver.train(entry, 0, noise())
+    _, restore = await save(driver, entry, 1)
+    wanted = driver.arrays()
+    gradient = noise()
+    await driver.train(entry, 1, gradient)
+    after = driver.arrays()
+    waiting = driver.push(entry, 0, 2, noise(), slices=[0, 1])
+    again = replace(loading(restore, 1), generation=1)
+    again = replace(again, members=(replace(again.members[0], incarnation=2),))
+    await driver.follow(again)
+    await answered(waiting)
+    await until(driver, lambda: len(driver.host.reports()) == 3)
+    assert driver.arrays() == wanted
+    again = replace(again, ready=True)
+    await driver.follow(again)
+    await driver.train(again, 1, gradient)
+    assert driver.arrays() == after
 
-    changed = asyncio.Event()
-    driver.host.report = changed.set
-    async with asyncio.timeout(60):
-        while len(driver.host.reports()) < shards:
-            await changed.wait()
-            changed.clear()
+
+async def test_a_corrupt_file_is_reported_by_its_name(driver: Driver) -> None:
+    entry = await driver.create(entry_of(), noise())
+    manifest, restore = await save(driver, entry, 0)
+    name = manifest.parameters[0].shards[1].file
+    path = f"snapshots/attempt-1/{name}"
+    data = bytearray(await driver.storage.read(path))
+    data[-1] ^= 1
+    await driver.storage.delete([path])
+    await driver.storage.create(path, bytes(data))
+    other = Driver(driver.storage)
+    await other.follow(loading(restore, 0))
+    await until(other, lambda: any(isinstance(report, LoadFailed) for report in other.host.reports()))
+    (failed,) = other.host.reports()
+    assert isinstance(failed, LoadFailed)
+    assert failed.error.code == "snapshot_corrupt" and name in failed.error.message
+    assert failed.restore == restore
+    await other.close()
+
+
+async def test_other_parameters_are_not_loaded(driver: Driver) -> None:
+    entry = await driver.create(entry_of(), noise())
+    _, restore = await save(driver, entry, 0)
+    other = Driver(driver.storage)
+    await other.follow(loading(restore, 0, total=TOTAL + 1))
+    await until(other, lambda: any(isinstance(report, LoadFailed) for report in other.host.reports()))
+    (failed,) = other.host.reports()
+    assert isinstance(failed, LoadFailed) and str(TOTAL + 1) in failed.error.message
+    await other.close()
+
+
+async def test_a_storage_that_does_not_answer_is_asked_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psdist_server.loader._RETRY_MIN_SECONDS", 0.001)
+    entry = await driver.create(entry_of(), noise())
+    _, restore = await save(driver, entry, 0)
+    refused, read = asyncio.Event(), driver.storage.read
+    answers = iter([True, False, True])
+
+    async def refuse(path: str, start: int = 0, length: int | None = None) -> bytes:
+        if next(answers, False):
+            refused.set()
+            raise StorageError("no connection")
+        return await read(path, start, length)
+
+    monkeypatch.setattr(driver.storage, "read", refuse)
+    other = Driver(driver.storage)
+    await other.follow(loading(restore, 0))
+    await refused.wait()
+    await asyncio.sleep(0)
+    progress = other.host.snapshot_progress()
+    assert progress is not None and progress.loading and progress.waiting_for == "no connection"
+    await until(other, lambda: len(other.host.reports()) == 3)
+    assert other.arrays() == driver.arrays()
+    await other.close()

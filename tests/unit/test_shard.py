@@ -12,6 +12,8 @@ from psdist_server.events import (
     Aggregate,
     Apply,
     Cancelled,
+    CutArmed,
+    CutEnded,
     Forget,
     JoinProposed,
     JoinWithdrawn,
@@ -23,6 +25,7 @@ from psdist_server.events import (
     SliceAggregated,
     SliceApplied,
     SlicePushed,
+    StepsEnded,
 )
 from psdist_server.shard import AsyncShard, BspShard, make_shard
 
@@ -150,6 +153,17 @@ def test_bsp_steps_that_nobody_can_contribute_to_are_empty() -> None:
     assert shard.on(MembersChanged(tuple(shard.members.values()))) == [Apply(0, 0, ())]
     assert bare(shard.on(SliceApplied(0))) == [Apply(0, 1, ())]
     assert shard.on(SliceApplied(0)) == [Reply(pull.token, 0, 2)]
+
+
+def test_bsp_the_rest_of_a_step_is_empty_for_a_snapshot_of_what_dead_workers_left() -> None:
+    shard = bsp(members=TWO[:1], slices=2)
+    step(shard, push(0, 0), index=0)
+    assert shard.on(CutArmed(7)) == [] and shard.on(StepsEnded(1)) == []  # worker-0 may push yet
+    assert shard.on(MembersChanged(())) == [Apply(1, 0, ())]
+    assert shard.on(SliceApplied(1)) == []
+    assert [state.version for state in shard.slices.values()] == [1, 1]
+    shard.on(CutEnded())
+    assert shard.on(MembersChanged(())) == []
 
 
 def test_bsp_abstention_counts_as_made_and_contributes_nothing() -> None:

@@ -123,7 +123,7 @@ def test_another_form_of_the_same_values_is_refused() -> None:
 
 def test_a_newer_format_names_the_remedy() -> None:
     values = json.loads(manifest_of().to_bytes()) | {"format": 2, "parameters": "as they are in format 2"}
-    with pytest.raises(StorageError, match="m has format 2, .* up to 1: use the psdist that wrote it"):
+    with pytest.raises(StorageError, match=r"m has format 2, .* up to 1: use the psdist that wrote it"):
         Manifest.from_bytes(as_json(values), "m")
     record = {"format": 7, "anything": "else"}
     with pytest.raises(StorageError, match="format 7"):

@@ -220,6 +220,14 @@ async def test_what_is_no_regular_file_is_not_read(disk: LocalStorage, tmp_path:
     assert await disk.list() == []
 
 
+async def test_a_root_that_is_a_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    storage = open_storage(str(tmp_path / "file"))
+    for attempt in (storage.list(), storage.read("x"), storage.create("x", b""), storage.delete(["x"])):
+        with pytest.raises(StorageError, match="no directory"):
+            await attempt
+
+
 async def test_names_that_others_left_there_are_not_listed(disk: LocalStorage, tmp_path: Path) -> None:
     (tmp_path / ".hidden").write_bytes(b"")
     (tmp_path / "with blank").write_bytes(b"")

@@ -1,0 +1,170 @@
+"""``psdist run`` with real processes and a storage: saves at its end, goes on where it was, and refuses what it must.
+
+Each run is a process tree of its own; scripts speak by lines, and tests wait for lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_SCRIPT = """
+import sys
+import numpy as np, psdist
+gradient = {"w": np.ones((300, 200), np.float32)}
+with psdist.init() as context:
+    model = context.client.parameters(
+        "model",
+        init={"w": np.zeros((300, 200), np.float32)},
+        optimizer=psdist.optim.SGD(lr=1.0),
+        consistency=psdist.BSP(),
+    )
+    print("begins at step", model.step)
+    for _ in range(3):
+        values = model.push_pull(gradient)
+    print("is at step", model.step, "with", values["w"][0, 0])
+    while "hold" in sys.argv:
+        model.push_pull(gradient)
+"""
+
+
+class Stage:
+    """A directory with the script; ``psdist`` commands started in it, as somebody does who knows no flags."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.started: list[subprocess.Popen[str]] = []
+        (path / "train.py").write_text(_SCRIPT)
+        self.environ = {**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)}
+        del self.environ["PSDIST_STORAGE_PATH"]
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Starts ``psdist``."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "psdist.cli.main", *arguments],
+            env=self.environ,
+            cwd=self.path,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *arguments: str) -> tuple[int, str]:
+        """Runs ``psdist`` to its end: status and output."""
+        process = self.start(*arguments)
+        text, _ = process.communicate()
+        return process.returncode, text
+
+    def train(self, *arguments: str) -> tuple[int, str]:
+        """``psdist run`` of run ``digits``, with one server."""
+        return self.run("run", "--run-id", "digits", "--nservers", "1", *arguments)
+
+    def snapshots(self, storage: str = "psdist-runs/digits") -> list[dict[str, Any]]:
+        """What ``psdist snapshot list`` says, the newest first."""
+        status, text = self.run("snapshot", "list", storage, "--format", "json")
+        assert status == 0, text
+        found: list[dict[str, Any]] = json.loads(text)
+        return found
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(tmp_path)
+    yield stage
+    for process in stage.started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def until(process: subprocess.Popen[str], word: str) -> str:
+    """The first line with ``word``."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if word in line:
+            return line
+    raise AssertionError(f"no {word!r} in {''.join(seen)}")
+
+
+def test_a_run_saves_on_demand_and_at_its_end_and_the_same_command_goes_on(stage: Stage) -> None:
+    run = stage.start("run", "--run-id", "digits", "--nproc-per-node", "2", "train.py", "hold")
+    until(run, "is at step")
+    status, text = stage.run("snapshot", "save", "--format", "json")
+    saved = json.loads(text)
+    assert status == 0 and not saved["unchanged"] and saved["steps"]["model"] >= 3 and saved["reason"] == "on demand"
+
+    told = json.loads(stage.run("status", "--format", "json")[1])["snapshots"]
+    assert told["storage"] == str(stage.path / "psdist-runs" / "digits")
+    assert told["policy"] == "at the end, the last 3 kept"
+    assert [one["directory"] for one in told["committed"]] == [saved["directory"]]
+    assert told["failed"] == 0 and told["restored"] is None
+    status, text = stage.run("status")
+    assert status == 0 and saved["directory"] in text and "snapshots: at the end" in text, text
+
+    run.send_signal(signal.SIGTERM)
+    text, _ = run.communicate()
+    assert run.returncode == 143 and "[snapshot] step" in text, text
+    last, first = stage.snapshots()
+    step = last["steps"]["model"]
+    assert (
+        last["reason"] == "at the end" and step > saved["steps"]["model"] and first["directory"] == saved["directory"]
+    )
+
+    status, text = stage.train("train.py")
+    assert status == 0 and f"begins at step {step}\n" in text and f"is at step {step + 3} with -{step + 3}.0" in text, (
+        text
+    )
+    assert [one["steps"]["model"] for one in stage.snapshots()][:2] == [step + 3, step]
+    assert stage.run("snapshot", "verify", "psdist-runs/digits")[0] == 0
+
+    status, text = stage.train("--fresh", "train.py")
+    assert status == 2 and "has 3 snapshots" in text and "--fresh" in text, text
+    assert "the run goes on" not in text and "begins at" not in text
+
+
+@pytest.mark.long
+def test_a_storage_that_breaks_costs_the_snapshot_and_nothing_else(stage: Stage) -> None:
+    run = stage.start("run", "--run-id", "digits", "--storage-path", "broken", "train.py", "hold")
+    until(run, "is at step")
+    (stage.path / "broken").touch()
+    status, text = stage.run("snapshot", "save")
+    assert status == 1 and "broken" in text and "training goes on" in text, text
+    told = json.loads(stage.run("status", "--format", "json")[1])["snapshots"]
+    assert told["failed"] >= 1 and "broken" in told["last_failure"] and told["committed"] == []
+    run.send_signal(signal.SIGTERM)
+    text, _ = run.communicate()
+    assert run.returncode == 143 and "not saved" in text and "broken" in text, text
+
+
+@pytest.mark.long
+def test_a_storage_that_is_not_for_the_run_or_cannot_be_read_ends_it_at_once(stage: Stage) -> None:
+    assert stage.train("--storage-path", "mine", "train.py")[0] == 0
+    status, text = stage.run("run", "--run-id", "other", "--storage-path", "mine", "train.py")
+    assert status == 2 and "--run-id digits" in text, text
+    (stage.path / "file").touch()
+    status, text = stage.train("--storage-path", "file/below", "train.py")
+    assert status == 69 and "file/below" in text and "cannot begin" in text, text
+
+
+@pytest.mark.long
+def test_nothing_is_written_where_nothing_shall_be_saved(stage: Stage) -> None:
+    for flags in (("--no-save-at-end",), ("--storage-path", "none")):
+        status, text = stage.train(*flags, "train.py")
+        assert status == 0 and "is at step 3" in text and "[snapshot]" not in text, text
+    assert not (stage.path / "psdist-runs").exists()

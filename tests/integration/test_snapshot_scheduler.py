@@ -1,0 +1,127 @@
+"""The scheduler and servers as programs of their own, as containers run them: told to end, they save what was trained
+first; a second scheduler on the same storage takes over, and the first one saves no more. Real processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psdist import AsyncClient, optim
+from psdist.config import await_address
+from psdist.consistency import BSP
+from psdist.errors import SnapshotFailedError
+from psdist.snapshots import reader
+from psdist.snapshots.format import Commit
+from psdist.snapshots.storage import open_storage
+
+_SECONDS = 60
+
+
+class Programs:
+    """Schedulers and servers; ``directory`` holds their files and the storage."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.storage = directory / "storage"
+        self.started: list[subprocess.Popen[bytes]] = []
+        names = ("PSDIST_STORAGE_PATH", "PSDIST_SCHEDULER", "PSDIST_TOKEN")
+        self.environ = {key: value for key, value in os.environ.items() if key not in names}
+
+    def scheduler(self, name: str) -> tuple[subprocess.Popen[bytes], str]:
+        """A scheduler, and its address."""
+        path = self.directory / f"{name}.address"
+        flags = ["--storage-path", str(self.storage), "--run-id", "run", "--address-file", str(path), "--port", "0"]
+        return self._start("psdist_scheduler", *flags, "--host", "127.0.0.1"), await_address(path, _SECONDS)
+
+    def server(self, scheduler: str) -> subprocess.Popen[bytes]:
+        """A server."""
+        return self._start("psdist_server", "--scheduler", scheduler, "--host", "127.0.0.1")
+
+    def _start(self, module: str, *flags: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", module, *flags, "--log-level", "error"]
+        self.started.append(subprocess.Popen(command, env=self.environ, stdin=subprocess.DEVNULL))
+        return self.started[-1]
+
+    async def commits(self) -> list[Commit]:
+        """What is committed, the oldest first."""
+        found = await reader.commits(open_storage(str(self.storage)))
+        assert all(isinstance(commit, Commit) for commit in found)
+        return [commit for commit in reversed(found) if isinstance(commit, Commit)]
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Programs]:
+    programs = Programs(tmp_path)
+    yield programs
+    for process in programs.started:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+async def _train(scheduler: str, steps: int) -> list[float]:
+    """A worker that trains so many steps and leaves; what it has then."""
+    async with AsyncClient(scheduler) as client:
+        start: dict[str, Any] = {"w": np.zeros(10, np.float32)}
+        weights = await client.parameters("p", start, optim.SGD(lr=1.0), BSP())
+        for _ in range(steps):
+            await weights.push({"w": np.full(10, -1.0, np.float32)})
+        values: list[float] = (await weights.pull())["w"].tolist()
+        return values
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(_SECONDS) == 0
+
+
+async def test_what_was_trained_is_saved_before_the_end(programs: Programs) -> None:
+    scheduler, address = programs.scheduler("first")
+    server = programs.server(address)
+    assert await _train(address, 3) == [3.0] * 10
+    _end(server)
+    _end(scheduler)
+    (commit,) = await programs.commits()
+    assert (commit.steps, commit.reason) == ({"p": 3}, "at the end")
+    scheduler, address = programs.scheduler("second")
+    server = programs.server(address)
+    assert await _train(address, 2) == [5.0] * 10
+    _end(scheduler)
+    assert [commit.steps for commit in await programs.commits()] == [{"p": 3}, {"p": 5}]
+    server.kill()
+
+
+async def test_a_second_scheduler_takes_over(programs: Programs) -> None:
+    _, first = programs.scheduler("first")
+    programs.server(first)
+    start: dict[str, Any] = {"w": np.zeros(10, np.float32)}
+    async with AsyncClient(first) as client:
+        weights = await client.parameters("p", start, optim.SGD(lr=1.0), BSP())
+        await weights.push({"w": np.full(10, -1.0, np.float32)})
+        await client.snapshot(timeout=_SECONDS)
+        _, second = programs.scheduler("second")
+        programs.server(second)
+        async with AsyncClient(second) as other:
+            resumed = await other.parameters("p", start, optim.SGD(lr=1.0), BSP())
+            await resumed.push({"w": np.full(10, -1.0, np.float32)})
+            await other.snapshot(timeout=_SECONDS)
+            await weights.push({"w": np.full(10, -5.0, np.float32)})
+            for _ in range(2):
+                with pytest.raises(SnapshotFailedError, match=r"another scheduler's, which has taken over"):
+                    await client.snapshot(timeout=_SECONDS)
+            await resumed.push({"w": np.full(10, -1.0, np.float32)})
+            info = await other.snapshot(timeout=_SECONDS)
+            assert (await resumed.pull())["w"].tolist() == [3.0] * 10
+    commits = await programs.commits()
+    assert [commit.steps for commit in commits] == [{"p": 1}, {"p": 2}, {"p": 3}] and info.sequence == 3
+    directories = {path.name for path in (programs.storage / "snapshots").iterdir()}
+    assert directories == {commit.directory for commit in commits}

@@ -1,0 +1,69 @@
+"""Files that workers hand in: only what was announced stays, and what comes back is that."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from psdist.errors import InvalidArgumentError, SnapshotCorruptError
+from psdist.snapshots.format import Manifest, WorkerState
+from psdist.snapshots.storage import open_storage
+from psdist.v1 import scheduler_pb2 as pb
+from psdist_scheduler import handing_in
+from psdist_scheduler.snapshot_events import StatePlace, StateSource
+
+pytestmark = pytest.mark.asyncio
+DATA = bytes(range(256)) * 10_000
+PLACE = StatePlace("000000000005-1-7-abcdef", "parameters-0000-worker-00001.safetensors", 1)
+
+
+async def parts(*given: bytes) -> AsyncIterator[bytes]:
+    for part in given:
+        yield part
+
+
+def files(path: Path) -> list[Path]:
+    return [each for each in path.rglob("*") if each.is_file()]
+
+
+def header_of(data: bytes) -> pb.HandInStateRequest.Header:
+    digest = xxhash.xxh3_128_digest(data)
+    return pb.HandInStateRequest.Header(parameters="p", next=5, length=len(data), digest=digest)
+
+
+def source_of(state: WorkerState) -> StateSource:
+    # Of the manifest the directory alone matters here.
+    return StateSource(Manifest("run", PLACE.directory, 1, 1.0, "", {}, ()), state)
+
+
+async def test_a_file_comes_back_as_it_was_handed_in(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    state = await handing_in.write(storage, PLACE, header_of(DATA), parts(DATA[:1000], b"", DATA[1000:]))
+    assert state == WorkerState("p", 1, 5, PLACE.file, len(DATA), xxhash.xxh3_128_hexdigest(DATA))
+    first, *others = [message async for message in handing_in.read(storage, source_of(state))]
+    assert (first.length, first.next, first.digest.hex()) == (len(DATA), 5, state.digest)
+    assert b"".join(message.part for message in others) == DATA and len(others) == 3
+    assert [message async for message in handing_in.read(None, StateSource())] == [pb.GetStateResponse()]
+
+
+@pytest.mark.parametrize("given", [DATA[:-1], DATA + b"x", b"x" + DATA[1:], b""])
+async def test_nothing_stays_of_another_file(tmp_path: Path, given: bytes) -> None:
+    with pytest.raises(InvalidArgumentError, match="the state of 'p' that came is not the one that was announced"):
+        await handing_in.write(open_storage(str(tmp_path)), PLACE, header_of(DATA), parts(given))
+    assert not files(tmp_path)
+
+
+@pytest.mark.parametrize("spoiled", [DATA[:-1], b"x" + DATA[1:], None])
+async def test_a_spoiled_file_is_told_by_its_name(tmp_path: Path, spoiled: bytes | None) -> None:
+    storage = open_storage(str(tmp_path))
+    state = await handing_in.write(storage, PLACE, header_of(DATA), parts(DATA))
+    [path] = files(tmp_path)
+    if spoiled is None:
+        path.unlink()
+    else:
+        path.write_bytes(spoiled)
+    with pytest.raises(SnapshotCorruptError, match=PLACE.file):
+        _ = [message async for message in handing_in.read(storage, source_of(state))]

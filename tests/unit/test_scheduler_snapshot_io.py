@@ -1,0 +1,325 @@
+"""The scheduler's hand on the storage: the order of a commit, lost answers, other schedulers, and what is removed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from psdist.consistency import BSP
+from psdist.errors import ConfigurationError, StorageError, UnknownSnapshotError
+from psdist.optim import SGD
+from psdist.snapshots.format import Manifest, ParametersState, ShardFile, commit_path, digest_of, manifest_path
+from psdist.snapshots.storage import Stored
+from psdist.types import Layout, ParametersSpec, TensorSpec
+from psdist_scheduler import snapshot_events as sn
+from psdist_scheduler.snapshot_io import GARBAGE_SECONDS, SnapshotIo, check_fresh, read_history
+
+FILE = b"shard"
+
+
+class Memory:
+    """A storage whose operations do what ``faults`` has for them: "before" fails, "after" is carried out and fails."""
+
+    url = "memory://test"
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.old: set[str] = set()
+        self.faults: dict[str, str] = {}
+        self.log: list[str] = []
+
+    def _fault(self, operation: str, path: str, when: str) -> None:
+        self.log += [f"{operation} {path}"] if when == "before" else []
+        if self.faults.get(f"{operation} {path}", self.faults.get(operation)) == when:
+            raise StorageError(f"{operation} {path}: it does not answer")
+
+    async def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        self._fault("read", path, "before")
+        if path not in self.files:
+            raise UnknownSnapshotError(f"there is no {path}")
+        return self.files[path][start : None if length is None else start + length]
+
+    async def list(self, prefix: str = "") -> list[Stored]:
+        self._fault("list", prefix, "before")
+        return [
+            Stored(path, len(data), time.time() - (2 * GARBAGE_SECONDS if path in self.old else 0))
+            for path, data in sorted(self.files.items())
+            if path.startswith(prefix)
+        ]
+
+    async def create(self, path: str, data: bytes) -> None:
+        self._fault("create", path, "before")
+        if path in self.files:
+            raise FileExistsError(path)
+        self.files[path] = data
+        self._fault("create", path, "after")
+
+    @asynccontextmanager
+    async def writer(self, path: str) -> AsyncIterator[Any]:
+        raise NotImplementedError
+        yield
+
+    async def delete(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            self._fault("delete", path, "before")
+            self.files.pop(path, None)
+
+
+def manifest(directory: str, run_id: str = "run", step: int = 5) -> Manifest:
+    """Of one slice."""
+    layout = Layout((TensorSpec("w", (4,)),))
+    spec = ParametersSpec("mlp", SGD(lr=0.1), BSP(), slice_elements=4)
+    file = ShardFile("shard.safetensors", len(FILE), digest_of(FILE), (step,), (digest_of(FILE),))
+    state = ParametersState(spec, layout, 1, (), step, (), (file,))
+    return Manifest(run_id, directory, 3, 0.0, "on demand", {}, (state,))
+
+
+def write(number: int, sequence: int = 1) -> sn.WriteCommit:
+    """The commit of attempt ``number``."""
+    return sn.WriteCommit(number, sequence, manifest(f"dir-{number}-salt"), 0.25)
+
+
+def carry_out(storage: Memory, *effects: sn.StorageEffect) -> list[Any]:
+    """What becomes of them. The shards of what is committed are there."""
+    events: list[Any] = []
+
+    async def run() -> None:
+        io = SnapshotIo(storage, "run", "salt", events.append)
+        task = asyncio.create_task(io.run())
+        for effect in effects:
+            if isinstance(effect, sn.WriteCommit):
+                storage.files[f"snapshots/{effect.manifest.directory}/shard.safetensors"] = FILE
+            io.put(effect)
+        await io.idle()
+        task.cancel()
+
+    asyncio.run(run())
+    return events
+
+
+def history(storage: Memory, **settings: Any) -> sn.History:
+    """What the storage holds."""
+    return asyncio.run(read_history(storage, **settings))
+
+
+# --- committing -------------------------------------------------------------------------------------------------------
+
+
+def test_the_record_comes_last() -> None:
+    storage = Memory()
+    (event,) = carry_out(storage, write(1))
+    assert isinstance(event, sn.Committed) and event.commit.sequence == 1 and event.commit.seconds >= 0.25
+    assert storage.log == [f"create {manifest_path('dir-1-salt')}", f"create {commit_path(1)}"]
+    assert event.manifest.time > 1e9 and event.manifest.psdist_version
+    found = history(storage).newest
+    assert found == sn.Found(event.commit, event.manifest)
+
+
+@pytest.mark.parametrize("which", ["create snapshots/dir-1-salt/manifest.json", f"create {commit_path(1)}"])
+def test_an_answer_that_was_lost_is_looked_up(which: str) -> None:
+    storage = Memory()
+    storage.faults[which] = "after"
+    (event,) = carry_out(storage, write(1))
+    assert isinstance(event, sn.Committed)
+
+
+def test_a_manifest_that_cannot_be_written_leaves_nothing() -> None:
+    storage = Memory()
+    storage.faults["create"] = "before"
+    (event,) = carry_out(storage, write(1))
+    assert isinstance(event, sn.CommitFailed) and not event.replaced and "the manifest" in event.text
+    assert storage.files == {}
+
+
+def test_a_record_of_which_nobody_knows_keeps_its_files() -> None:
+    """It may yet appear; what it names must be there then."""
+    storage = Memory()
+    storage.faults = {f"create {commit_path(1)}": "before", "read": "before"}
+    (event,) = carry_out(storage, write(1))
+    assert isinstance(event, sn.CommitFailed) and not event.replaced
+    assert f"{manifest_path('dir-1-salt')}" in storage.files
+
+
+def test_a_record_that_appears_later_is_our_own() -> None:
+    storage = Memory()
+    storage.faults = {f"create {commit_path(1)}": "after", f"read {commit_path(1)}": "before"}
+    events: list[Any] = []
+
+    async def run() -> None:
+        io = SnapshotIo(storage, "run", "salt", events.append)
+        task = asyncio.create_task(io.run())
+        for number in (1, 2):
+            storage.files[f"snapshots/dir-{number}-salt/shard.safetensors"] = FILE
+            io.put(write(number))
+            await io.idle()
+            storage.faults = {}
+        task.cancel()
+
+    asyncio.run(run())
+    first, read, second = events
+    assert isinstance(first, sn.CommitFailed) and not first.replaced
+    assert isinstance(read, sn.HistoryRead) and read.history is not None and read.history.highest == 1
+    assert isinstance(second, sn.Committed) and second.commit.sequence == 2
+    assert [commit.sequence for commit in history(storage).commits] == [2, 1]
+
+
+def test_another_schedulers_record_ends_it() -> None:
+    storage = Memory()
+    carry_out(storage, write(7))
+    before = dict(storage.files)
+    (event,) = carry_out(storage, write(1))
+    assert isinstance(event, sn.CommitFailed) and event.replaced and "has taken over" in event.text
+    assert storage.files == before, "what the other one has is untouched, what this one wrote is gone"
+
+
+def test_two_schedulers_on_one_storage_commit_one_snapshot_of_a_number() -> None:
+    storage = Memory()
+    events: list[Any] = []
+
+    async def run() -> None:
+        ios = [SnapshotIo(storage, "run", salt, events.append) for salt in ("one", "two")]
+        tasks = [asyncio.create_task(io.run()) for io in ios]
+        for number, io in enumerate(ios):
+            directory = f"dir-{number}-salt"
+            storage.files[f"snapshots/{directory}/shard.safetensors"] = FILE
+            io.put(sn.WriteCommit(number, 1, manifest(directory), 0.1))
+        await asyncio.gather(*(io.idle() for io in ios))
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())
+    assert sorted(type(event).__name__ for event in events) == ["CommitFailed", "Committed"]
+    assert len(history(storage).commits) == 1
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def three() -> Memory:
+    """Three snapshots."""
+    storage = Memory()
+    carry_out(storage, *(write(number, number) for number in (1, 2, 3)))
+    return storage
+
+
+def test_the_newest_that_can_be_read_counts() -> None:
+    storage = three()
+    storage.files[manifest_path("dir-3-salt")] += b" "
+    found = history(storage, bad=("dir-2-salt",))
+    assert found.newest is not None and found.newest.commit.sequence == 1 and found.highest == 3
+    assert len(found.skipped) == 1 and "dir-3-salt" in found.skipped[0]
+
+
+def test_a_record_that_cannot_be_read_counts_as_taken() -> None:
+    storage = three()
+    storage.files[commit_path(3)] = b"{}"
+    found = history(storage)
+    assert found.newest is not None and found.newest.commit.sequence == 2
+    assert found.highest == 3 and commit_path(3) in found.skipped[0]
+
+
+def test_the_base_is_found_besides_the_newest() -> None:
+    found = history(three(), base="dir-1-salt")
+    assert found.base is not None and found.base.commit.sequence == 1 and history(three(), base="gone").base is None
+
+
+def test_another_runs_storage_is_refused() -> None:
+    storage = three()
+    assert history(storage, run_id="run").highest == 3
+    with pytest.raises(ConfigurationError, match=r"run 'run', not of 'other': pass --run-id run, or another --storage"):
+        history(storage, run_id="other")
+
+
+def test_a_fresh_run_is_refused_where_there_are_snapshots() -> None:
+    check_fresh(history(Memory()), "here")
+    with pytest.raises(
+        ConfigurationError, match=r"here has 3 snapshots, the newest dir-3-salt \(mlp at step 5\): leave"
+    ):
+        check_fresh(history(three()), "here")
+
+
+def test_a_storage_that_does_not_answer_is_told() -> None:
+    storage = three()
+    storage.faults["list"] = "before"
+    (event,) = carry_out(storage, sn.ReadHistory())
+    assert event == sn.HistoryRead(None, event.error) and "it does not answer" in event.error
+
+
+# --- removing ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_record_is_deleted_before_its_files() -> None:
+    storage = three()
+    commits = history(storage).commits
+    storage.log.clear()
+    (event,) = carry_out(storage, sn.Prune((commits[2], commits[1])))
+    deleted = [entry.split()[1] for entry in storage.log if entry.startswith("delete")]
+    assert event == sn.Pruned((1, 2)) and deleted[0] == commit_path(1)
+    assert deleted.index(commit_path(2)) < deleted.index(manifest_path("dir-2-salt"))
+    assert {path.split("/")[1] for path in storage.files if path.startswith("snapshots")} == {"dir-3-salt"}
+
+
+def test_a_record_that_cannot_be_deleted_keeps_its_files() -> None:
+    storage = three()
+    commits = history(storage).commits
+    storage.faults[f"delete {commit_path(1)}"] = "before"
+    before = dict(storage.files)
+    (event,) = carry_out(storage, sn.Prune((commits[2], commits[1])))
+    assert event.sequences == () and "it does not answer" in event.error and storage.files == before
+
+
+def test_what_was_given_up_is_removed() -> None:
+    storage = three()
+    storage.files["snapshots/dir-9-salt/shard.safetensors"] = FILE
+    carry_out(storage, sn.RemoveDirectory("dir-9-salt"))
+    assert not any("dir-9" in path for path in storage.files) and len(history(storage).commits) == 3
+
+
+def garbage() -> Memory:
+    """Files that no record names: of an attempt under way, of another life, new and old."""
+    storage = three()
+    for name in ("under-way-salt", "new-other", "old-other"):
+        storage.files[f"snapshots/{name}/shard.safetensors"] = FILE
+    storage.old = {"snapshots/old-other/shard.safetensors", "snapshots/under-way-salt/shard.safetensors"}
+    storage.old |= {path for path in storage.files if "dir-" in path}
+    return storage
+
+
+def test_only_garbage_that_nobody_can_want_is_collected() -> None:
+    storage = garbage()
+    before = set(storage.files)
+    carry_out(storage, sn.Prune((), collect=True))
+    assert before - set(storage.files) == {"snapshots/old-other/shard.safetensors"}
+
+
+def test_nothing_is_collected_where_a_record_cannot_be_read() -> None:
+    storage = garbage()
+    storage.files[commit_path(2)] = b"{}"
+    before = dict(storage.files)
+    carry_out(storage, sn.Prune((), collect=True))
+    assert storage.files == before
+
+
+def test_garbage_of_this_life_is_collected_later() -> None:
+    """A server may write on for a moment after its attempt was given up."""
+    storage = three()
+    late = "snapshots/dir-9-salt/shard.safetensors"
+    events: list[Any] = []
+
+    async def run() -> None:
+        io = SnapshotIo(storage, "run", "salt", events.append)
+        task = asyncio.create_task(io.run())
+        io.put(sn.RemoveDirectory("dir-9-salt"))
+        await io.idle()
+        storage.files[late] = FILE
+        io.put(sn.Prune((), collect=True))
+        await io.idle()
+        task.cancel()
+
+    asyncio.run(run())
+    assert late not in storage.files
