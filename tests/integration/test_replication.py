@@ -23,7 +23,8 @@ PATIENCE_SECONDS = 60
 
 @pytest.fixture
 def cluster() -> Iterator[EmbeddedCluster]:
-    cluster = EmbeddedCluster(servers=3, replicas=2)
+    # Who is killed is missed at once. Nobody else is to be on a busy machine: it would change the result.
+    cluster = EmbeddedCluster(servers=3, replicas=2, failure_timeout=6.0)
     yield cluster
     cluster.close()
 

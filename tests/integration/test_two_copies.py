@@ -45,7 +45,8 @@ class Server:
     """One server on a free port, and what a worker says to it."""
 
     def __init__(self, replica: Replica) -> None:
-        self.host = Host(replica.server_id, "run", TOKEN, kernel_threads=1)
+        # Nobody is slow here: not on a busy machine either.
+        self.host = Host(replica.server_id, "run", TOKEN, kernel_threads=1, lease_seconds=60.0)
         self.reported = asyncio.Event()
         self.host.report = self.reported.set
         self._server = channels.make_server(TOKEN)
