@@ -54,6 +54,7 @@ RUNS: tuple[Run, ...] = (
     Run("kernels", "benchmarks.kernels", (), ("--rounds", "5"), ("--rounds", "9")),
     Run("startup", "benchmarks.startup", (), ("--rounds", "3"), ("--rounds", "9")),
     Run("memory", "benchmarks.memory"),
+    Run("snapshot", "benchmarks.snapshot", (), ("--rounds", "4"), ("--rounds", "12")),
 )  # fmt: skip
 
 
@@ -124,6 +125,17 @@ def _steady(result: Result) -> Measured:
     return Measured(text, traced <= TRACED_GROWTH_BYTES and resident <= RESIDENT_GROWTH_BYTES)
 
 
+def _stall(result: Result) -> Measured:
+    before, during = (result["steps_ms"][name]["p99"] for name in ("normal", "during"))
+    return Measured(f"{result['stall_ms']:.0f} ms: {during:.0f} after {before:.0f}", result["stall_ms"] <= 50)
+
+
+def _written(result: Result) -> Measured:
+    both = result["megabytes_per_second"]["training"]
+    ratio = result["write_ratio"]["training"]
+    return Measured(f"{ratio:.0%}: {both['written']:.0f} against {both['plain']:.0f} MB/s", ratio >= 0.7)
+
+
 GOALS: tuple[Goal, ...] = (
     Goal("2 workers, shared memory, against gloo + fused Adam", "2.5x faster", "shm-2", _faster("gloo", 2.5)),
     Goal("4 workers, likewise", "3.5x faster", "shm-4", _faster("gloo", 3.5)),
@@ -143,4 +155,6 @@ GOALS: tuple[Goal, ...] = (
     Goal("push_pull of 1,000 parameters, p50 / p99", "0.6 / 3 ms", "latency-shm", _latency),
     Goal("8 emulated workers, 400 ms compute: efficiency", "at least 95%", "scaling", _scaling),
     Goal("memory that grows over the steps", "none", "steady", _steady),
+    Goal("p99 of a step while 300 MB are saved, over the usual", "at most 50 ms", "snapshot", _stall),
+    Goal("a snapshot written while training, over plain files", "at least 70%", "snapshot", _written),
 )  # fmt: skip

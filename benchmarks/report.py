@@ -52,7 +52,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def page(results: Results, facts: Mapping[str, Any], notes: str) -> str:
     """The whole text; parts without a result are left out."""
     parts = [_introduction(facts), _goals(results)]
-    writers = (_steps, _latency, _scaling, _steady, _kernels, _startup, _memory)
+    writers = (_steps, _latency, _scaling, _steady, _kernels, _startup, _memory, _snapshot)
     parts += [text for write in writers if (text := write(results))]
     return "\n\n".join([*parts, *filter(None, [notes.strip()])]) + "\n"
 
@@ -216,6 +216,25 @@ def _memory(results: Results) -> str:
         state alone are {12 * one["params"] / 1e6:.0f}. *Shared* are pages that the worker maps too."""
     titles = ("transport", "before the parameters", "peak", "private", "shared")
     return section("## Memory of a server", text, table(titles, rows))
+
+
+def _snapshot(results: Results) -> str:
+    if "snapshot" not in results:
+        return ""
+    one = results["snapshot"]
+    rows = [
+        (title, *(f"{one['steps_ms'][name][point]:.1f}" for point in ("p50", "p90", "p99")))
+        for name, title in (("normal", "without a snapshot"), ("during", "while one is taken"))
+    ]
+    rates = "; ".join(
+        f"while the worker is {name} {both['written']:.0f} MB/s, plain files {both['plain']:.0f} MB/s"
+        for name, both in one["megabytes_per_second"].items()
+    )
+    text = f"""
+        `python -m benchmarks.snapshot`: {one["settings"]["params"]:,} parameters with Adam, one worker that makes step
+        after step without a pause; milliseconds of a step. {one["snapshot_megabytes"]:.0f} MB are written and synced,
+        beside one process that does the same with plain files: {rates}."""
+    return section("## Snapshots", text, table(("steps", "p50", "p90", "p99"), rows))
 
 
 def notes_of(text: str) -> str:

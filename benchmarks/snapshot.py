@@ -2,10 +2,10 @@
 
 One run of ``psdist run`` whose workers make rounds of steps; in every second round a snapshot is taken, on demand, so
 that its cut is the next step that nobody has passed. Compared are all steps of the rounds with one and of the rounds
-without: the stall is the difference of their 99th percentiles. Beside it, in the same run and on the same disk, one
-process writes files of the same sizes one after another and syncs each, once while the workers train, as they do during
-a snapshot, and once while they rest; so does the run, for the snapshots of its last rounds. What it is not: a test; it
-asserts nothing, and its figures are those of this machine at this moment.
+without: the stall is the difference of their 99th percentiles. The files' time is from their directory to their
+manifest. Beside it, in the same run and on the same disk, one process writes files of the same sizes one after another
+and syncs each; both once while the worker trains, and once while it rests. What it is not: a test; it asserts nothing,
+and its figures are those of this machine at this moment.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from benchmarks.contenders import PEER_VENVS, ROOT
 
 _CHUNK_BYTES = 1 << 20
 _WARM_STEPS = 5
+_LOOK_SECONDS = 0.002
 #: Rounds are at least so many steps, and go on until their snapshot is committed.
 _COMMIT_SECONDS_MAX = 120.0
 
@@ -91,6 +93,8 @@ class Worker:
         """A snapshot, during which steps are made, or none."""
         before, deadline = self.commits(), time.perf_counter() + _COMMIT_SECONDS_MAX
         seconds: list[float] = []
+        watch = _Watch(self.storage / "snapshots")
+        watch.start()
         if train:
             self.client.snapshot(wait=False)
             while self.commits() == before or len(seconds) < self.options.steps:
@@ -101,7 +105,10 @@ class Worker:
         else:
             self.client.snapshot()
         record = json.loads((self.storage / "commits" / max(self.commits())).read_text())
-        self.written.append({"bytes": record["bytes"], "seconds": record["seconds"], "train": train})
+        watch.join()
+        self.written.append(
+            {"bytes": record["bytes"], "seconds": watch.seconds, "whole_seconds": record["seconds"], "train": train}
+        )
 
     def commits(self) -> set[str]:
         """Names of the commit records."""
@@ -123,6 +130,28 @@ class Worker:
                 self.step()
             seconds = float(process.stdout.readline())
         self.plain.append({"bytes": sum(sizes), "seconds": seconds, "train": train})
+
+
+class _Watch(threading.Thread):
+    """Sees a snapshot begin and end: from its directory to its manifest, which comes when all files are durable."""
+
+    def __init__(self, snapshots: Path) -> None:
+        super().__init__(daemon=True)
+        self._snapshots = snapshots
+        self._before = self._names()
+        self.seconds = 0.0
+
+    def _names(self) -> set[str]:
+        return set(os.listdir(self._snapshots)) if self._snapshots.exists() else set()
+
+    def run(self) -> None:
+        while not (new := self._names() - self._before):
+            time.sleep(_LOOK_SECONDS)
+        began = time.perf_counter()
+        while not (self._snapshots / new.pop() / "manifest.json").exists():
+            new = self._names() - self._before
+            time.sleep(_LOOK_SECONDS)
+        self.seconds = time.perf_counter() - began
 
 
 #: A process that writes plainly: it says that it is ready, begins when its input ends, and tells the seconds.
@@ -210,6 +239,7 @@ def result(raw: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
             name: statistics.median(mine / other for mine, other in zip(both["written"], both["plain"], strict=True))
             for name, both in rates.items()
         },
+        "snapshot_seconds": statistics.median(one["whole_seconds"] for one in raw["written"] if one["train"]),
         "settings": {name: getattr(options, name) for name in ("params", "servers", "rounds", "steps", "compute_ms")},
     }
 

@@ -297,6 +297,27 @@ class Attempt:
         return (p for p in self.parameters if p.name not in self.steps)
 
 
+@dataclass(slots=True)
+class Failures:
+    """Attempts that were given up for good."""
+
+    count: int = 0
+    text: str = ""
+    at: float = 0.0
+
+
+@dataclass(slots=True)
+class Campaign:
+    """Attempts one upon the other, until one is committed or has failed."""
+
+    refused: int = 0
+    retries: int = 0
+    #: Cut each parameters where it stands: what was to come did not.
+    exact: bool = False
+    #: By parameters, the step that a server named as not passed.
+    known: dict[str, int] = field(default_factory=dict)
+
+
 def is_stepped(p: Parameters) -> bool:
     """Whether the parameters are cut at a step, and not by marks on pushes."""
     return isinstance(p.entry.spec.consistency, BSP)

@@ -290,7 +290,7 @@ class Cluster:
             case Prepared() | Marked() | Written() | Failed():
                 return self.snapshots.heard(event, now)
             case Committed():
-                return self.snapshots.committed(event, now)
+                return self._going_back.committed(event, self.epoch + 1, now)
             case CommitFailed():
                 return self.snapshots.commit_failed(event, now)
             case Pruned():

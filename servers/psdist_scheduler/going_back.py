@@ -18,7 +18,7 @@ from psdist_scheduler.membership import Membership
 from psdist_scheduler.parameters import Parameters
 from psdist_scheduler.registry import Registry, name_shards
 from psdist_scheduler.replicas import after_loss
-from psdist_scheduler.snapshot_events import Found, HistoryRead, LoadFailed, RolledBack
+from psdist_scheduler.snapshot_events import Committed, Found, HistoryRead, LoadFailed, RolledBack
 from psdist_scheduler.snapshots import Snapshots
 
 
@@ -78,6 +78,19 @@ class GoingBack:
         return "; ".join(
             f"{server} is gone and held {name_shards(n)} of {p.name!r} alone" for server, n in gone.items()
         )
+
+    def committed(self, event: Committed, epoch: int, now: float) -> list[Effect]:
+        """A snapshot exists. One that was being committed while the run went back is gone back to after all, if nobody
+        has gone on yet; else it is of a course that was given up, and is not kept."""
+        snapshots, resume, found = self._snapshots, self._registry.resume, Found(event.commit, event.manifest)
+        if not snapshots.is_late(event) or resume.is_of_this_course(found):
+            return snapshots.committed(event, now)
+        if any(p.record for p in self._registry.all) or any(standing.leased for standing in self._datasets.standings):
+            return snapshots.discard(event.commit)
+        effects = snapshots.committed(event, now)
+        resume.go_to(found, 0, epoch, now)
+        self._datasets.go_back(found.manifest.datasets)
+        return [*effects, Note(f"the run goes on from snapshot {event.commit.directory}, which was being committed")]
 
     def load_failed(self, event: LoadFailed) -> list[Effect]:
         """A snapshot cannot be loaded. Where it never will be, the one before is looked for."""

@@ -120,7 +120,7 @@ def place(saver: Saver, attempt: Attempt) -> Literal["joins", "waits", "supersed
             marked = attempt.lives.get(life)
             if not early and (marked is None or marked.get(p.name, 0) < wanted):
                 return "waits"
-        elif wanted < step and p.version < step:
+        elif wanted < step and not attempt.reached:
             return "supersedes"
         elif wanted > step:
             return "supersedes" if early else "waits"

@@ -16,13 +16,12 @@ has everything that it knows of. Not here: files (``snapshot_io``), going back t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Final
 
 from psdist.errors import NoStorageError, PsdistError, SnapshotFailedError
 from psdist.snapshots.format import Commit, directory_name
 from psdist_scheduler import retention, savers
-from psdist_scheduler.attempt import Attempt, common_steps, is_stepped
+from psdist_scheduler.attempt import Attempt, Campaign, Failures, common_steps, is_stepped
 from psdist_scheduler.datasets import Datasets
 from psdist_scheduler.events import Answer, Caller, Effect, Note
 from psdist_scheduler.membership import Membership
@@ -66,27 +65,6 @@ _READ_AGAIN_SECONDS: Final = 5.0
 _REASON_CHARACTERS: Final = 200
 
 
-@dataclass(slots=True)
-class Failures:
-    """Attempts that were given up for good."""
-
-    count: int = 0
-    text: str = ""
-    at: float = 0.0
-
-
-@dataclass(slots=True)
-class _Campaign:
-    """Attempts one upon the other, until one is committed or has failed."""
-
-    refused: int = 0
-    retries: int = 0
-    #: Cut each parameters where it stands: what was to come did not.
-    exact: bool = False
-    #: By parameters, the step that a server named as not passed.
-    known: dict[str, int] = field(default_factory=dict)
-
-
 class Snapshots:
     """All of it, for one run."""
 
@@ -114,7 +92,7 @@ class Snapshots:
         self.keepers = Keepers(members)
         #: When the attempt was begun whose snapshot was the last to have everything.
         self.saved_at = float("-inf")
-        self._campaign = _Campaign()
+        self._campaign = Campaign()
         self._number = 0
         self._last = now
         #: The highest version when the last attempt ended, whose multiple of the interval is over.
@@ -151,7 +129,8 @@ class Snapshots:
         assert numbers == sorted(set(numbers), reverse=True) and max(numbers, default=0) <= self._highest
         attempt = self.attempt
         if attempt is not None:
-            assert not attempt.changed(self._members) and attempt.number == self._number
+            assert attempt.phase == "committing" or not attempt.changed(self._members)
+            assert attempt.number == self._number
             assert all(saver.attempt in (0, attempt.number) for saver in self._savers)
             assert (None in attempt.servers.values()) <= (attempt.phase == "preparing")
             assert attempt.phase in ("preparing", "marking") or None not in attempt.lives.values()
@@ -218,6 +197,8 @@ class Snapshots:
         sender = self._members.sessions.get(event.call, "")
         if attempt is None or not isinstance(event, Prepared | Marked | Written | Failed):
             return []
+        if attempt.phase == "committing":
+            return []
         if event.attempt != attempt.number or not sender:
             return []
         attempt.moved = now
@@ -279,6 +260,16 @@ class Snapshots:
                 effects += self._savers.answer(saver, Saved(commit))
         return [*effects, *self._prune()]
 
+    def is_late(self, event: Committed) -> bool:
+        """Whether the attempt was given up while the storage was committing it."""
+        return self.attempt is None or self.attempt.number != event.attempt
+
+    def discard(self, commit: Commit) -> list[Effect]:
+        """A snapshot was committed that the run does not want any more."""
+        self.commits = (commit, *(c for c in self.commits if c.sequence != commit.sequence))
+        self._highest = max(self._highest, commit.sequence)
+        return [Prune((commit,))]
+
     def commit_failed(self, event: CommitFailed, now: float) -> list[Effect]:
         """It does not."""
         if event.replaced:
@@ -311,7 +302,7 @@ class Snapshots:
     def rolled_back(self, now: float) -> list[Effect]:
         """The run went back to a snapshot: what is under way means nothing, and no number that was heard does."""
         effects = self._stop("the run goes back to a snapshot", now) if self.attempt else []
-        self._campaign = _Campaign()
+        self._campaign = Campaign()
         self._over = 0
         return effects
 
@@ -441,11 +432,11 @@ class Snapshots:
         return attempt.cut(self._members, self._campaign.known)
 
     def _watch(self, attempt: Attempt, now: float) -> list[Effect]:
-        """Gives up what cannot be had any more."""
-        if text := attempt.changed(self._members):
-            return self._stop(text, now)
+        """Gives up what cannot be had any more. All that is committed is durable, whoever is there."""
         if attempt.phase == "committing":
             return []
+        if text := attempt.changed(self._members):
+            return self._stop(text, now)
         attempt.kept.forget(self._members.is_live)
         if attempt.phase == "marking" and attempt.is_agreed:
             return self._cut(attempt)
@@ -520,7 +511,7 @@ class Snapshots:
         self.attempt = None
         self._last = now
         self._over = max(self._over, attempt.step, *(self._version(p) for p in attempt.parameters if p.record))
-        self._campaign = _Campaign(known=self._campaign.known)
+        self._campaign = Campaign(known=self._campaign.known)
         return []
 
     def _stop(self, reason: str, now: float, *, retry: bool = True) -> list[Effect]:
@@ -549,8 +540,8 @@ class Snapshots:
         return effects
 
     def _remove(self, attempt: Attempt) -> list[Effect]:
-        """What may have been written is removed."""
-        if attempt.phase not in ("cutting", "committing"):
+        """What may have been written is removed; but not what the storage may be committing."""
+        if attempt.phase != "cutting":
             return []
         self._untidy = True
         return [RemoveDirectory(attempt.directory)]

@@ -61,12 +61,17 @@ class Asides:
         if (place := self._used.pop(index, None)) is not None:
             self._free.append(place)
 
-    def populate(self) -> None:
-        """Makes all memory ready, as far as the system can. In a thread."""
-        size = self._memory.array.size
+    def populate(self, elements: int) -> None:
+        """Makes memory for so many elements ready, as far as the system can. In a thread."""
+        size = min(elements, self._memory.array.size)
         for start in range(0, size, _POPULATE_ELEMENTS):
             if not self._memory.populate(start, min(start + _POPULATE_ELEMENTS, size)):
                 return
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there are copies, or some are being made."""
+        return bool(self._used)
 
     def shrink(self) -> None:
         """Gives all memory back to the system, unless some of it is in use."""

@@ -94,25 +94,30 @@ class Cuts:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _memory(self, machine: Cut) -> Asides:
-        largest = max(machine.sizes.values()) // 4
+        largest = max(machine.sizes.values(), default=4) // 4
         most = min(len(machine.sizes), machine.room.limit // (4 * largest) + 1) + WRITER_COPIES
-        if self._asides is None or self._asides.shape != (largest, most):
-            self._asides = Asides(largest, most)
-        return self._asides
+        asides = self._asides
+        # A kernel may still copy for an attempt before.
+        if asides is None or asides.shape != (largest, most) or asides.is_used:
+            asides = self._asides = Asides(largest, most)
+        return asides
 
     def _get_ready(self, cut: HoldingCut, version: int) -> None:
         """Makes memory ready where slices, of which one is at ``version``, will change and the cut is near."""
         is_near = cut.machine.step is None or version + _READY_STEPS >= cut.machine.step
         if not self._is_ready and is_near and self._is_active and self._asides is not None:
             self._is_ready = True
-            asyncio.get_running_loop().run_in_executor(None, self._asides.populate)
+            elements = cut.machine.room.prepare(sum(cut.machine.sizes.values())) // 4
+            asyncio.get_running_loop().run_in_executor(None, self._asides.populate, elements)
 
     @property
     def _is_active(self) -> bool:
         return asyncio.get_running_loop().time() - self._updated_at < _ACTIVE_SECONDS
 
     def _shrink(self) -> None:
-        if self._asides is not None:
+        if self.current is None:
+            self._asides = None
+        elif self._asides is not None:
             self._asides.shrink()
 
     # --- what the holding tells ---------------------------------------------------------------------------------------

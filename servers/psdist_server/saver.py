@@ -36,7 +36,7 @@ _log = structlog.get_logger("psdist.server")
 #: Bytes of copies that a server holds for a snapshot; updates that would need more wait for the writer.
 ASIDE_BYTES_MAX: Final = 256 << 20
 #: Files of one parameters that are written at a time.
-FILES_AT_A_TIME: Final = 2
+FILES_AT_A_TIME: Final = 4
 #: Where updates wait for copies to be written, and none was for this time or twice it, the attempt is given up.
 STALL_SECONDS: Final = 15.0
 

@@ -24,11 +24,19 @@ class Room:
 
     limit: int
     used: int = 0
+    #: Bytes that were made ready for copies before they are used.
+    prepared: int = 0
 
     @property
     def is_full(self) -> bool:
         """Whether another copy must wait. The first one never does, whatever its size."""
         return self.used >= self.limit
+
+    def prepare(self, size: int) -> int:
+        """How many of ``size`` bytes may be made ready."""
+        size = min(size, self.limit - self.prepared)
+        self.prepared += size
+        return size
 
     def take(self, size: int) -> None:
         """A copy of ``size`` bytes is begun."""

@@ -31,6 +31,8 @@ with psdist.init() as context:
     for _ in range(3):
         values = model.push_pull(gradient)
     print("is at step", model.step, "with", values["w"][0, 0])
+    if "break" in sys.argv:
+        open("broken", "x").close()
     while "hold" in sys.argv:
         model.push_pull(gradient)
 """
@@ -150,6 +152,10 @@ def test_a_storage_that_breaks_costs_the_snapshot_and_nothing_else(stage: Stage)
     run.send_signal(signal.SIGTERM)
     text, _ = run.communicate()
     assert run.returncode == 143 and "not saved" in text and "broken" in text, text
+    # Scripts that ended well do not hide it.
+    (stage.path / "broken").unlink()
+    status, text = stage.train("--storage-path", "broken", "train.py", "break")
+    assert status == 74 and "is at step 3" in text and "not saved" in text, text
 
 
 @pytest.mark.long

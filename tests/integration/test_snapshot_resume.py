@@ -58,10 +58,12 @@ async def _step(handles: Sequence[AsyncParameters], step: int) -> bytes:
     return joined(results[0])
 
 
-async def _train_one_step(segment: Segment, step: int, expected: dict[str, list[bytes]]) -> list[int]:
+async def _train_one_step(
+    segment: Segment, step: int, expected: dict[str, list[bytes]], optimizers: dict[str, Optimizer]
+) -> list[int]:
     """All parameters go one step on, and a range of data is used for it by each worker; a snapshot. The samples."""
     await asyncio.gather(*(client.connect() for client in segment.clients))
-    opened = {name: await segment.open(name, spec, _OTHER if step else initial()) for name, spec in OPTIMIZERS.items()}
+    opened = {name: await segment.open(name, spec, _OTHER if step else initial()) for name, spec in optimizers.items()}
     data = await segment.data()
     held = [await part.next() for part in data]
     for name, handles in opened.items():
@@ -72,58 +74,69 @@ async def _train_one_step(segment: Segment, step: int, expected: dict[str, list[
     for part in data:
         part.done()
     infos = await asyncio.gather(*(client.snapshot(timeout=60) for client in segment.clients))
-    assert infos[-1].steps == dict.fromkeys(OPTIMIZERS, step + 1)
+    assert infos[-1].steps == dict.fromkeys(optimizers, step + 1)
     return [int(index) for part in held if part is not None for index in part.indices]
 
 
-async def _chain(storage: Path, numbers: Sequence[int]) -> None:
+async def _chain(storage: Path, numbers: Sequence[int], optimizers: dict[str, Optimizer]) -> None:
     """A run of as many lives of one step each, on these numbers of servers."""
-    expected = {name: reference_run(spec, WORKERS) for name, spec in OPTIMIZERS.items()}
+    expected = {name: reference_run(spec, WORKERS) for name, spec in optimizers.items()}
     samples: list[int] = []
     for step, servers in enumerate(numbers):
         segment = Segment(storage, servers)
         try:
-            samples += await _train_one_step(segment, step, expected)
+            samples += await _train_one_step(segment, step, expected, optimizers)
         finally:
             await segment.close()
     assert len(samples) == len(set(samples)) == 4 * WORKERS * len(numbers), "a range was used twice"
 
 
 async def test_a_resumed_run_makes_the_bytes_of_one_that_never_ended(tmp_path: Path) -> None:
-    await _chain(tmp_path / "storage", (2, 5, 1, 3))
+    names = ("nesterov", "adam-warm-clipped", "rmsprop-full", "ftrl")
+    await _chain(tmp_path / "storage", (2, 3), {name: OPTIMIZERS[name] for name in names})
+
+
+@pytest.mark.long
+async def test_every_optimizer_goes_on_on_other_numbers_of_servers(tmp_path: Path) -> None:
+    await _chain(tmp_path / "storage", (2, 5, 1, 3), OPTIMIZERS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("servers", (1, 2, 3, 5))
 @pytest.mark.parametrize("others", (1, 2, 3, 5))
 async def test_any_number_of_servers_to_any_other_and_back(tmp_path: Path, servers: int, others: int) -> None:
-    await _chain(tmp_path / "storage", (servers, others, servers))
+    await _chain(tmp_path / "storage", (servers, others, servers), {"adam": OPTIMIZERS["adam"]})
 
 
-@pytest.mark.parametrize("consistency", (SSP(1), ASP()), ids=str)
-async def test_every_push_before_a_snapshot_is_there_once_after_it(tmp_path: Path, consistency: SSP | ASP) -> None:
-    slots = 40
-    for life, servers in enumerate((2, 3)):
+_SLOTS = 24
+
+
+async def _push_each(segment: Segment, name: str, consistency: SSP | ASP, life: int) -> list[float]:
+    """Each worker makes six pushes with elements of their own. The weights then."""
+    zeros = {"w": np.zeros(_SLOTS, np.float32)}
+    opening = (
+        client.parameters(name, zeros, optim.SGD(lr=1.0), consistency, slice_elements=8) for client in segment.clients
+    )
+    handles = await asyncio.gather(*opening)
+
+    async def push(rank: int, handle: AsyncParameters) -> None:
+        for number in range(6):
+            gradient = np.zeros(_SLOTS, np.float32)
+            gradient[12 * life + 6 * rank + number] = -1.0
+            await handle.push_pull({"w": gradient})
+
+    await asyncio.gather(*(push(rank, handle) for rank, handle in enumerate(handles)))
+    return [float(value) for value in (await handles[0].pull())["w"]]
+
+
+async def test_every_push_before_a_snapshot_is_there_once_after_it(tmp_path: Path) -> None:
+    for life, servers in enumerate((1, 2)):
         segment = Segment(tmp_path / "storage", servers)
         try:
             await asyncio.gather(*(client.connect() for client in segment.clients))
-            handles = await asyncio.gather(
-                *(
-                    client.parameters(
-                        "p", {"w": np.zeros(slots, np.float32)}, optim.SGD(lr=1.0), consistency, slice_elements=8
-                    )
-                    for client in segment.clients
-                )
-            )
-
-            async def push(rank: int, life: int, handle: AsyncParameters) -> None:
-                for number in range(10):
-                    values = np.zeros(slots, np.float32)
-                    values[life * 20 + rank * 10 + number] = -1.0
-                    await handle.push_pull({"w": values})
-
-            await asyncio.gather(*(push(rank, life, handle) for rank, handle in enumerate(handles)))
-            assert (await handles[0].pull())["w"].tolist() == [1.0] * (20 + 20 * life) + [0.0] * (20 - 20 * life)
+            for name, consistency in (("ssp", SSP(1)), ("asp", ASP())):
+                weights = await _push_each(segment, name, consistency, life)
+                assert weights == [1.0] * 12 * (1 + life) + [0.0] * 12 * (1 - life)
             await segment.clients[0].snapshot(timeout=60)
         finally:
             await segment.close()

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from psdist import ASP, BSP
+from psdist.client import exchange
 from psdist.optim import SGD
 from psdist.snapshots import reader
-from psdist_scheduler import snapshot_io
+from psdist_scheduler import data_cut, membership, snapshot_io
 from psdist_server import asides
 from psdist_server import shard as shards
 from psdist_server import snapshots as cuts
@@ -109,3 +110,29 @@ def _record_first(put: Put) -> None:
 )  # fmt: skip
 def _trusting(put: Put) -> None:
     put(reader.SliceReader, "_check", lambda *_: None)
+
+
+# --- lives and data ---------------------------------------------------------------------------------------------------
+
+_DATA: dict[str, Any] = {"data": True, "storage_faults": 0.0, "steps": 8}
+
+
+@_ablation(
+    "incarnations go on above a snapshot's", **{**_BUSY, "think_seconds": 0.1}, **_ASP, save_seconds=0.0, ends=2,
+    lives=24, storage_seconds=(0.0005, 0.003),
+)  # fmt: skip
+def _lives_again(put: Put) -> None:
+    put(membership.Membership, "incarnations_given", property(lambda self: 0, lambda self, value: None))
+
+
+@_ablation("a range is done where its push is in the cut", **_DATA, faults=(), save_seconds=0.3, save_steps=0)
+def _done_at_once(put: Put) -> None:
+    put(data_cut.DataCut, "after", lambda *_: [])
+
+
+@_ablation(
+    "a range whose push was dropped is given back", **_DATA, faults=("lose server",), fault_count=3, replicas=1,
+    save_steps=0, save_seconds=0.3, lives=24,
+)  # fmt: skip
+def _dropped_is_done(put: Put) -> None:
+    put(exchange.Exchange, "dropped", lambda self: None)

@@ -41,6 +41,8 @@ from tests.simulation.storage import WRITING, Bucket, Operation, SimStorage
 URL: Final = "sim://bucket"
 #: Faults of runs with snapshots, beside those of other runs.
 LOSSES: Final = ("lose server", "restart everything")
+_TOLD: Final = ("error before", "error after", "torn, error", "slow")
+_CRASHES: Final = ("crash before", "crash after", "torn, crash", "error after")
 #: Virtual seconds in which a run that has to load must be over, once nothing is wrong any more.
 CONVERGE_SECONDS: Final = 150.0
 
@@ -60,7 +62,7 @@ class SnapshotOptions(Options):
     saves: float = 0.2
     storage_seconds: tuple[float, float] = (0.0005, 0.005)
     storage_faults: float = 0.0
-    storage_kinds: tuple[str, ...] = ("error before", "error after", "torn, error", "slow")
+    storage_kinds: tuple[str, ...] = _TOLD
     ends: int = 1
     #: Whether each push is made with a leased range of data.
     data: bool = False
@@ -107,6 +109,7 @@ def draw(seed: int) -> SnapshotOptions:
         storage_faults=rng.choice((0.0, 0.0, 0.02, 0.1)),
         ends=ends,
         data=rng.random() < 0.4,
+        storage_kinds=rng.choice((_TOLD, _TOLD, _CRASHES)),
     )
 
 
@@ -218,6 +221,8 @@ class SnapshotWorld(World):
             self.oracle.spoilt = True
         elif "," in kind and operation.kind not in WRITING:
             return ""
+        elif "crash" in kind and operation.node != "scheduler" and not self.oracle.commits:
+            return ""  # What a server has that dies now is lost for good.
         self.counts[f"storage {operation.kind}: {kind}"] += 1
         return kind
 

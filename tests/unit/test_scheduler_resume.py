@@ -332,6 +332,28 @@ def test_an_attempt_under_way_ends_with_what_it_was_of() -> None:
     assert d.state(call) == sn.Saved(d.cluster.snapshots.commits[0], unchanged=True)
 
 
+@pytest.mark.parametrize("others", [False, True])
+def test_what_was_being_committed_while_the_run_went_back(others: bool) -> None:
+    """Its files stay, whatever becomes of it: the storage may have the record already."""
+    d = saved_run(7, servers_min=1 if others else 2)
+    d.train(9)
+    d.storing = False
+    d.save()
+    lose(d, "server-1")
+    assert [type(work) for work in d.works] == [sn.WriteCommit]
+    if others:
+        d.loading = False
+        rejoin(d)
+    d.storing = True
+    d.go_on()
+    if others:
+        assert d.entry().members[0].first_step == 7 and d.steps == [{"mlp": 7}], "it is not kept"
+    else:
+        d.join("server", member_id="server-1")
+        rejoin(d)
+        assert d.entry().members[0].first_step == 9 and d.steps == [{"mlp": 7}, {"mlp": 9}]
+
+
 def test_going_back_is_durable() -> None:
     """A scheduler that dies right after it went back does not serve what was before."""
     d = saved_run(7, servers_min=2)

@@ -471,6 +471,24 @@ def test_a_commit_that_fails_is_told() -> None:
     assert d.saved(d.save()).sequence == work.sequence
 
 
+def test_nothing_stops_what_is_being_committed() -> None:
+    """All its files are durable, and the record may be there already: neither a server's loss nor its word matters."""
+    d = ready(servers=3, replicas=2, servers_min=3)
+    d.fill()
+    d.go_on()
+    d.train(5)
+    d.storing = False
+    call = d.save()
+    number = d.attempt.number
+    d.on(sn.Failed(d.cluster.members.session_of("server-0"), number, "no space"))
+    d.on(ev.SessionClosed(d.cluster.members.session_of("server-0"), "its session broke"))
+    d.save()
+    assert d.attempt.number == number and [type(work) for work in d.works] == [sn.WriteCommit]
+    d.storing = True
+    d.go_on()
+    assert d.saved(call).steps == {"mlp": 5}
+
+
 def test_a_scheduler_that_was_replaced_saves_no_more() -> None:
     d = ready()
     d.train(5)

@@ -167,6 +167,18 @@ async def test_a_shard_that_goes_ends_the_attempt(driver: Driver) -> None:
     assert (await driver.report()).failed.error.code == "snapshot_failed"
 
 
+async def test_a_copy_that_ends_late_does_not_touch_those_of_the_next_attempt(driver: Driver) -> None:
+    entry = await driver.create(entry_of(slice_elements=1 << 15 | 1), noise())
+    driver.prepare(1, {"p": 0})
+    driver.push(entry, 0, 0, noise())
+    late = driver.host.holding("p").cuts.current
+    driver.end(1, committed=False)
+    driver.prepare(2, {"p": 1})
+    current = driver.host.holding("p").cuts.current
+    assert late is not None and current is not None
+    assert late._asides.is_used and current._asides is not late._asides
+
+
 class Gated:
     """A storage whose writers wait for ``gate`` at each slice, and may fail."""
 

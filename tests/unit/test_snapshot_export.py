@@ -76,6 +76,13 @@ def test_safetensors_in_each_tensors_own_dtype(url: str, tmp_path: Path) -> None
     assert written.files == (tmp_path / "model.safetensors",) and written.overflowed == 0
     assert seen[-1] == (written.bytes, written.bytes)
     same(safetensors.numpy.load_file(tmp_path / "model.safetensors"))
+    data = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    widths = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+    assert length % 8 == 0 and all(
+        header[name]["data_offsets"][0] % widths[header[name]["dtype"]] == 0 for name in TENSORS
+    )
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.safetensors"]
 
 
