@@ -67,6 +67,7 @@ async def create(
             with suppress(StaleEpochError):
                 await _commit(link, spec.name)
         elif response.state == pb.CreateParametersResponse.STATE_READY:
+            link.raise_if_out(mine.incarnation)  # It was long on its way: as a new life this worker is no member yet.
             return _ready(link, spec.name, layout, response.first_step)
         return None
 

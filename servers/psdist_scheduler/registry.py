@@ -291,7 +291,7 @@ class Registry:
         effects += self._check_joins(members)
         for p in self._all.values():
             if p.record is not None and not self.lost(p):
-                effects += self._complete(p)
+                effects += self._complete(p, members)
                 if p.entry.ready:
                     effects += self._serve(p, members, now)
                 else:
@@ -421,9 +421,9 @@ class Registry:
 
     # --- inner: uploading and after -----------------------------------------------------------------------------------
 
-    def _complete(self, p: Parameters) -> list[Effect]:
+    def _complete(self, p: Parameters, members: Membership) -> list[Effect]:
         """Ready is what has its values, and these in as many copies as wanted."""
-        if p.entry.ready or not p.placed.committed or self.shorthanded(p):
+        if p.entry.ready or not p.placed.committed or self.shorthanded(p) or not _has_place(p, members):
             return []
         self._change(p, ready=True)
         return [Note(f"parameters {p.name!r} are ready")]

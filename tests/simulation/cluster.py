@@ -194,6 +194,9 @@ class World:
         while True:
             try:
                 async for response in stub.Drain(scheduler_pb2.DrainRequest(run_id=RUN, server_id=server_id)):
+                    members = self.scheduler.cluster.members if self.scheduler is not None else None
+                    if response.drained and (members is None or not (members.workers or members.staying)):
+                        break  # With its last server a run ends when its work is done. Here others will be back.
                     if response.drained:
                         self.counts["drained"] += 1
                         self.loop.world_soon(self._stop_server, server)
