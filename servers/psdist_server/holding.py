@@ -6,8 +6,8 @@ no kernel writes them, and answers wait until the replicas have what they tell o
 Which shards the server is the primary of, and which it holds copies of, is the map's decision (``update``). A call
 about a shard that goes elsewhere fails with StaleEpochError, and its sender routes it anew.
 
-Contributions come in messages (``push``), or lie in memory that the worker shares (``push_shared``). The first are
-checked for NaN and Inf when they come; the second when their kernel reads them, because they could change in between.
+Contributions in messages (``push``) are checked for NaN and Inf when they come; those in memory that the worker shares
+(``push_shared``) when their kernel reads them, because they could change in between.
 """
 
 from __future__ import annotations
@@ -136,8 +136,7 @@ class Holding:
     def check_installed(self) -> None:
         """Raises UnknownParametersError while initial values are missing, and the error that made slices stand."""
         self._check_defect()
-        missing = len(self.indices) - len(self.dense.installed.intersection(self.indices))
-        if not self.entry.ready or missing:
+        if (missing := len(set(self.indices) - self.dense.installed)) or not self.entry.ready:
             raise UnknownParametersError(
                 f"{self.entry.spec.name!r} is not ready: {len(self.indices) - missing} of {len(self.indices)} "
                 "slices here have their initial values; wait for CreateParameters to say STATE_READY"
@@ -272,8 +271,7 @@ class Holding:
 
     def _is_frozen(self, index: int) -> bool:
         """Busy, but nothing is being written: an aggregated gradient waits for the norm."""
-        state = self._shard(index).slices[index]
-        return getattr(state, "aggregated", False) is True
+        return getattr(self._shard(index).slices[index], "aggregated", False) is True
 
     def waiting_for(self, call: Call) -> str:
         """Why the call's oldest slice is not answered yet."""
@@ -300,7 +298,7 @@ class Holding:
     async def update(self, entry: ParametersEntry, epoch: int) -> None:
         """A new map's entry for the same parameters: takes over, and gives up, what the map says."""
         before, self.entry, self.epoch = self.entry, entry, epoch
-        terms = {number: machine.term for number, machine in self.replicator.machines.items()}
+        terms = {n: machine.term for n, machine in self.replicator.machines.items()}
         changes = roles.changes(entry, self.me, terms, self.copies.machines)
         self.cuts.follow(changes, entry.members != before.members)
         for number in changes.demoted:
@@ -325,6 +323,8 @@ class Holding:
             machine.follow(entry.shards[number])
         self._fenced.clear()
         self.replicator.follow(entry)
+        if changes.promoted:
+            self._dispatch_all(MembersChanged(entry.members))  # All whom a step waited for may have left just now.
         self._recount(bool(changes.promoted or changes.created))
         self.norms.wake()
 

@@ -20,7 +20,7 @@ FIRST = 100_000
 SEEDS = 1000
 #: Seeds that once showed a defect, of psdist or of the simulation: in the network's order, lives of workers, servers
 #: drained early, copies given up too early, drains without workers, confirmations, ends of memberships, late answers.
-REGRESSIONS = (642, 3476, 4025, 7471, 3137, 3318, 3516, 4917, 5634, 7010, 11017, 6761, 9619, 11507)
+REGRESSIONS = (642, 3476, 4025, 7471, 3137, 3318, 3516, 4917, 5634, 7010, 11017, 6761, 9619, 11507, 13694)
 #: Interesting paths, beside the faults themselves, that so many seeds must have taken.
 PATHS = (
     "keepalive",
