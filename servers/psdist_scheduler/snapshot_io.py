@@ -134,7 +134,12 @@ class SnapshotIo:
             await self._pending.wait()
             self._pending.clear()
             while self._effects:
-                await self._carry_out(self._effects.popleft())
+                effect = self._effects.popleft()
+                try:
+                    await self._carry_out(effect)
+                except Exception as error:
+                    log.exception("the storage cannot be worked with")
+                    self._fail(effect, f"{type(error).__name__}: {error}")
             self._idle.set()
 
     async def idle(self) -> None:
@@ -151,6 +156,17 @@ class SnapshotIo:
                 self._post(await self._prune(effect))
             case ReadHistory(base, bad):
                 self._post(await self._read(base, bad))
+
+    def _fail(self, effect: StorageEffect, text: str) -> None:
+        """A defect, of which the machine hears all the same: it would wait for ever, and nothing else be carried
+        out."""
+        match effect:
+            case WriteCommit():
+                self._post(CommitFailed(effect.attempt, text))
+            case Prune():
+                self._post(Pruned((), text))
+            case ReadHistory():
+                self._post(HistoryRead(None, text))
 
     # --- committing ---------------------------------------------------------------------------------------------------
 

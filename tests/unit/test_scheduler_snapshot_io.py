@@ -23,7 +23,8 @@ FILE = b"shard"
 
 
 class Memory:
-    """A storage whose operations do what ``faults`` has for them: "before" fails, "after" is carried out and fails."""
+    """A storage whose operations do what ``faults`` has for them: "before" fails, "after" is carried out and fails;
+    "defect" raises what no storage should."""
 
     url = "memory://test"
 
@@ -35,7 +36,10 @@ class Memory:
 
     def _fault(self, operation: str, path: str, when: str) -> None:
         self.log += [f"{operation} {path}"] if when == "before" else []
-        if self.faults.get(f"{operation} {path}", self.faults.get(operation)) == when:
+        fault = self.faults.get(f"{operation} {path}", self.faults.get(operation))
+        if fault == "defect":
+            raise KeyError(path)
+        if fault == when:
             raise StorageError(f"{operation} {path}: it does not answer")
 
     async def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
@@ -105,6 +109,14 @@ def carry_out(storage: Memory, *effects: sn.StorageEffect) -> list[Any]:
 def history(storage: Memory, **settings: Any) -> sn.History:
     """What the storage holds."""
     return asyncio.run(read_history(storage, **settings))
+
+
+def test_a_defect_of_a_storage_does_not_end_all_saving(caplog: pytest.LogCaptureFixture) -> None:
+    storage = Memory()
+    storage.faults["create commits/000000000001.json"] = "defect"
+    failed, committed = carry_out(storage, write(1), write(2, 2))
+    assert isinstance(failed, sn.CommitFailed) and failed.attempt == 1 and "KeyError" in failed.text
+    assert isinstance(committed, sn.Committed) and "cannot be worked with" in caplog.text
 
 
 # --- committing -------------------------------------------------------------------------------------------------------
