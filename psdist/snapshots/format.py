@@ -234,6 +234,12 @@ class ParametersState:
         """The cut of the flat vector."""
         return Slicing(self.layout.total, self.spec.slice_elements)
 
+    def next_of(self, life: tuple[str, int]) -> int:
+        """The first push of a worker's life that is not in the snapshot. SSP and ASP: 0 for one that is unknown."""
+        if isinstance(self.spec.consistency, BSP):
+            return self.step
+        return next((number for worker_id, incarnation, number in self.next if (worker_id, incarnation) == life), 0)
+
     def header(self, shard: int) -> bytes:
         """The header that the file of ``shard`` must have."""
         slices = shard_slices(shard, len(self.shards), self.slicing.count)

@@ -29,7 +29,7 @@ from psdist.errors import (
     SettingsMismatchError,
     UnknownDatasetError,
 )
-from psdist.snapshots.format import DatasetState
+from psdist.snapshots.format import DatasetState, Manifest
 from psdist.types import DataPosition
 from psdist.wire.limits import DATASETS_MAX, LEASES_MAX
 from psdist_scheduler.data_cut import Cut, DataCut
@@ -242,6 +242,17 @@ class Datasets:
         were."""
         mine = [DatasetState(d.spec, d.position_without(self.cut.after(n, cut))) for n, d in self._all.items()]
         return (*mine, *(state for state in self._resume.datasets if state.spec.name not in self._all))
+
+    def stand_as_in(self, manifest: Manifest) -> bool:
+        """Whether a snapshot that were cut where this one was has data sets where this one has them. One at its
+        beginning may be in it or not."""
+
+        def cut(life: tuple[str, int]) -> dict[str, int]:
+            return {state.spec.name: state.next_of(life) for state in manifest.parameters}
+
+        mine, theirs = ({state.spec.name: state.position for state in s} for s in (self.states(cut), manifest.datasets))
+        beginning = DataPosition()
+        return all(mine.get(name, beginning) == theirs.get(name, beginning) for name in mine.keys() | theirs.keys())
 
     def undecided(self, cut: Cut) -> list[str]:
         """Workers that may have used a range before the cut without having said so."""

@@ -15,6 +15,7 @@ from typing import Final, Literal
 from psdist.consistency import BSP
 from psdist.errors import PsdistError
 from psdist_scheduler.attempt import Attempt
+from psdist_scheduler.datasets import Datasets
 from psdist_scheduler.events import Answer, Draining, Effect, Refuse
 from psdist_scheduler.parameters import Parameters
 from psdist_scheduler.records import Member
@@ -133,8 +134,8 @@ def stand_still(p: Parameters, waiting: Iterable[Mapping[str, int]]) -> bool:
     return isinstance(consistency, BSP) and sum(p.name in next for next in waiting) > consistency.backup_workers
 
 
-def serves(found: Found, saver: Saver, ready: list[Parameters]) -> bool:
-    """Whether a snapshot that is there has all that a waiting worker pushed."""
+def serves(found: Found, saver: Saver, ready: list[Parameters], datasets: Datasets) -> bool:
+    """Whether a snapshot that is there has all that a waiting worker pushed and used."""
     if saver.worker is None or not saver.next or {p.name for p in ready} != set(found.commit.steps):
         return False
     life = (saver.worker.member_id, saver.worker.incarnation)
@@ -142,7 +143,7 @@ def serves(found: Found, saver: Saver, ready: list[Parameters]) -> bool:
         state = found.manifest.state(name)
         if state is None:
             return False
-        numbers = {(worker, incarnation): number for worker, incarnation, number in state.next}
-        if wanted > (state.step if isinstance(state.spec.consistency, BSP) else numbers.get(life, -1)):
+        known = isinstance(state.spec.consistency, BSP) or any((w, i) == life for w, i, _ in state.next)
+        if not known or wanted > state.next_of(life):
             return False
-    return True
+    return datasets.stand_as_in(found.manifest)

@@ -502,8 +502,9 @@ class Snapshots:
 
     def _is_unchanged(self, attempt: Attempt) -> bool:
         """Whether the cut is that of the newest snapshot, byte for byte: no slice has passed its steps."""
-        newest = self.newest
-        return newest is not None and not attempt.marked and attempt.steps == dict(newest.commit.steps)
+        if (newest := self.newest) is None or attempt.marked or attempt.steps != dict(newest.commit.steps):
+            return False
+        return self._datasets.stand_as_in(newest.manifest)
 
     def _unchanged(self, attempt: Attempt, now: float) -> list[Effect]:
         assert self.newest is not None
@@ -575,7 +576,7 @@ class Snapshots:
         effects: list[Effect] = []
         for saver in self._savers:
             newest = self.newest
-            if newest is not None and (self._is_back(ready) or savers.serves(newest, saver, ready)):
+            if newest is not None and (self._is_back(ready) or savers.serves(newest, saver, ready, self._datasets)):
                 effects += self._savers.answer(saver, Saved(newest.commit, True))
             elif (error := self._hopeless(ready)) is not None:
                 effects += self._savers.refuse(saver, error)
