@@ -16,6 +16,7 @@ tells exactly what is in its arrays. What a dropped slice was asked for has no e
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
@@ -162,6 +163,8 @@ class Applier:
         #: The snapshot that is being cut, and updates by slice that wait for it, each with its sum of squares.
         self.guard: Guard | None = None
         self._kept_back: dict[int, tuple[_Job, float]] = {}
+        self._kept_back_order: list[int] = []
+        self._is_resuming = False
         #: Updates that are in the arrays, and that the machine was not told of yet.
         self._ahead: dict[int, Apply] = {}
         self._writing: set[int] = set()
@@ -201,7 +204,7 @@ class Applier:
         effect = job.effect
         assert isinstance(effect, Apply)
         if self._must_wait(effect.index):
-            self._kept_back[effect.index] = job, square
+            self._keep_back(job, square)
             return
         if not self._replicas.needs_gradient(effect.index):
             self._write(job, self._applied)
@@ -244,23 +247,40 @@ class Applier:
         while self._waiting and self._replicas.has_room():
             shipment = self._waiting.popleft()
             if self._must_wait(shipment.effect.index):
-                job = _Job(shipment.effect, shipment.update, False)
-                self._kept_back[shipment.effect.index] = job, shipment.square
+                self._keep_back(_Job(shipment.effect, shipment.update, False), shipment.square)
             else:
                 self._ship(shipment)
 
-    def resume(self) -> None:
-        """Updates that waited for the snapshot may go on, or some of them."""
-        for index in sorted(self._kept_back):
-            if index in self._kept_back and not self._must_wait(index):
-                self._deliver(*self._kept_back.pop(index))
+    def _keep_back(self, job: _Job, square: float) -> None:
+        heapq.heappush(self._kept_back_order, job.effect.index)
+        self._kept_back[job.effect.index] = job, square
+
+    def resume(self, index: int = -1) -> None:
+        """Updates that waited for the snapshot may go on: that of slice ``index``, and of others, the lowest first, as
+        many as may."""
+        self._resume_one(index)
+        if self._is_resuming:  # Further out, where small slices are updated at once.
+            return
+        self._is_resuming, order = True, self._kept_back_order
+        try:
+            while order and (order[0] not in self._kept_back or self._resume_one(order[0])):
+                heapq.heappop(order)
+        finally:
+            self._is_resuming = False
+
+    def _resume_one(self, index: int) -> bool:
+        if index not in self._kept_back or self._must_wait(index):
+            return False
+        self._deliver(*self._kept_back.pop(index))
+        return True
 
     def _must_wait(self, index: int) -> bool:
         return self.guard is not None and self.guard.must_wait(index)
 
-    def is_kept_back(self, index: int) -> bool:
-        """Whether an update of slice ``index`` waits for a snapshot."""
-        return index in self._kept_back
+    @property
+    def kept_back(self) -> Collection[int]:
+        """Slices of which an update waits for a snapshot."""
+        return self._kept_back.keys()
 
     def copy(self, index: int, aside: Aside, last: bool = False) -> None:
         """Copies slice ``index``, which stands still, and which the guard lets nobody update meanwhile. last: after all

@@ -30,7 +30,7 @@ from psdist_server.snapshots import Cut
 
 #: Copies that writers have under way beside those that updates ask for.
 WRITER_COPIES: Final = 8
-#: The longest that the writers of one attempt let updates go first.
+#: The longest that the writers of one attempt let copies go first.
 REST_SECONDS: Final = 0.25
 #: Copies ahead of updates that are under way at a time.
 _AHEAD: Final = 2
@@ -107,7 +107,9 @@ class HoldingCut:
         #: Slices that are ripe, and perhaps not copied, where updates go on; and how many of them are being copied.
         self._ahead: deque[int] = deque()
         self._copying_ahead = 0
-        #: Slices that updates are copying, who waits for there to be none, and seconds that writers may still rest.
+        self._is_pumping = False
+        #: Slices that updates are copying, who waits for there to be none, and seconds that writers may
+        #: still rest.
         self._by_updates: set[int] = set()
         self._resting: list[asyncio.Future[None]] = []
         self._rest_left = REST_SECONDS
@@ -139,9 +141,9 @@ class HoldingCut:
             return
         self._wake(index)
         self._by_updates.discard(index)
-        if not self._by_updates:
+        if not self._is_hurried:
             self._end_rest()
-        self._applier.resume()
+        self._applier.resume(index)
 
     # --- what the holding tells ---------------------------------------------------------------------------------------
 
@@ -164,6 +166,9 @@ class HoldingCut:
     def copy_ahead(self, indices: Iterable[int] = ()) -> None:
         """These slices are ripe and will change soon: they are copied when nothing else is to be done."""
         self._ahead.extend(indices)
+        if self._is_pumping:  # Further out, where small slices are copied at once.
+            return
+        self._is_pumping = True
         while self._ahead and self._copying_ahead < _AHEAD and not self.machine.room.is_full and not self.is_over:
             index = self._ahead.popleft()
             if self.machine.is_untouched(index):
@@ -171,11 +176,12 @@ class HoldingCut:
                 self.machine.copy_for_update(index)
                 aside = self._aside(index)
                 self._applier.copy(index, Aside(aside.memory, partial(self._copied_ahead, index)), True)
+        self._is_pumping = False
 
     def _copied_ahead(self, index: int) -> None:
         self._copying_ahead -= 1
-        self._copied(index)
         self.copy_ahead()
+        self._copied(index)
 
     def end(self) -> None:
         """The attempt is over, or everything is written: nothing waits for it any more, and its memory is free when the
@@ -204,11 +210,16 @@ class HoldingCut:
 
     # --- what the writer asks -----------------------------------------------------------------------------------------
 
+    @property
+    def _is_hurried(self) -> bool:
+        """Whether slices are being copied for updates, or ahead of them."""
+        return bool(self._by_updates or self._copying_ahead)
+
     async def rest(self) -> None:
-        """Waits while updates copy slices, for which training waits: writing would take the processor from them. Not
-        for long altogether, and not where there is no room for more copies."""
+        """Waits while slices are copied that training needs next: writing would take the processor from that. Not for
+        long altogether, and not where there is no room for more copies."""
         loop = asyncio.get_running_loop()
-        while self._by_updates and self._rest_left > 0 and not self.machine.room.is_full:
+        while self._is_hurried and self._rest_left > 0 and not self.machine.room.is_full:
             began, quiet = loop.time(), loop.create_future()
             self._resting.append(quiet)
             with suppress(TimeoutError):
@@ -256,4 +267,4 @@ class HoldingCut:
 
     def is_kept_back(self) -> bool:
         """Whether an update waits for this snapshot to be written."""
-        return any(self._applier.is_kept_back(index) for index in self.machine.sizes)
+        return bool(self._applier.kept_back)

@@ -283,7 +283,7 @@ class Holding:
 
     def _own_wait(self, index: int) -> str:
         replicas = self.replicator.behind(index)
-        if self._applier.is_kept_back(index):
+        if index in self._applier.kept_back:
             return "for a snapshot to be written, for which this server can copy no more"
         return f"for {replicas} to acknowledge the update" if replicas else "for this server to apply the update"
 

@@ -11,18 +11,19 @@ Not here: when snapshots are taken, and what makes one count (the scheduler); th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+import numpy as np
 import structlog
 import xxhash
 
 from psdist.errors import InternalError, PsdistError, SnapshotFailedError, StorageError
 from psdist.snapshots import format as layout
-from psdist.snapshots.storage import Storage
+from psdist.snapshots.storage import Storage, Writer
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status
 from psdist_server.asides import HoldingCut
@@ -37,6 +38,8 @@ _log = structlog.get_logger("psdist.server")
 ASIDE_BYTES_MAX: Final = 256 << 20
 #: Files of one parameters that are written at a time.
 FILES_AT_A_TIME: Final = 4
+#: Small slices are written so many bytes at a time.
+_BATCH_BYTES: Final = 1 << 20
 #: Where updates wait for copies to be written, and none was for this time or twice it, the attempt is given up.
 STALL_SECONDS: Final = 15.0
 
@@ -235,16 +238,26 @@ class Saver:
         name = layout.shard_file_name(part.number, shard, len(holding.entry.shards))
         header = layout.shard_header(slices, [holding.slicing.size(index) for index in slices], state_names)
         hashes = _Hashes(header)
+        for index in slices[:1]:  # No file is open while the cut is far.
+            await part.cut.take(index)
+            await part.cut.rest()
         async with storage.writer(layout.file_path(attempt.directory, name)) as file:
             await file.write(header)
+            batch: list[int] = []
+            arrays: list[Array] = []
+            size = 0
             for position, index in enumerate(slices):
                 await part.cut.rest()
-                array = await part.cut.take(index)
-                part.cut.prefetch(slices[position + 1 : position + 2])
-                hashing = asyncio.get_running_loop().run_in_executor(self._thread, hashes.add, array)
-                await together((file.write(array.data.cast("B")), _done(hashing)))
-                part.cut.written(index)
-                attempt.bytes_done += array.nbytes
+                batch.append(index)
+                arrays.append(await part.cut.take(index))
+                size += arrays[-1].nbytes
+                if size >= _BATCH_BYTES or index == slices[-1]:
+                    part.cut.prefetch(slices[position + 1 : position + 2])
+                    await self._write_batch(file, hashes, arrays)
+                    for one in batch:
+                        part.cut.written(one)
+                    attempt.bytes_done += size
+                    batch, arrays, size = [], [], 0
         written = pb.SnapshotReport.Written(
             parameters=holding.entry.spec.name,
             shard=shard,
@@ -257,6 +270,11 @@ class Saver:
             state_names=state_names,
         )
         self._report(attempt.number, written=written)
+
+    async def _write_batch(self, file: Writer, hashes: _Hashes, arrays: list[Array]) -> None:
+        hashing = asyncio.get_running_loop().run_in_executor(self._thread, hashes.add, arrays)
+        whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        await together((file.write(whole.data.cast("B")), _done(hashing)))
 
 
 async def _done(future: asyncio.Future[None]) -> None:
@@ -271,11 +289,12 @@ class _Hashes:
         self.length = len(header)
         self.parts: list[bytes] = []
 
-    def add(self, array: Array) -> None:
-        """The next slice. In a thread."""
-        self.whole.update(array.data)
-        self.parts.append(xxhash.xxh3_128_digest(array.data))
-        self.length += array.nbytes
+    def add(self, arrays: Sequence[Array]) -> None:
+        """The next slices. In a thread."""
+        for array in arrays:
+            self.whole.update(array.data)
+            self.parts.append(xxhash.xxh3_128_digest(array.data))
+            self.length += array.nbytes
 
 
 def _sizes(holding: Holding) -> dict[int, int]:

@@ -14,7 +14,7 @@ from psdist import optim
 from psdist.consistency import ASP, SSP, Consistency
 from psdist.errors import StorageError
 from psdist.snapshots.format import Manifest
-from psdist.snapshots.reader import read_slice, verify
+from psdist.snapshots.reader import SliceReader, verify
 from psdist.snapshots.storage import Storage, Writer
 from psdist.types import ParametersEntry, Restore
 from psdist_server import cuts, saver
@@ -40,8 +40,9 @@ def noise() -> Floats:
 async def assert_holds(driver: Driver, manifest: Manifest, wanted: Arrays) -> None:
     """The snapshot is whole, and has these bytes."""
     await verify(driver.storage, manifest)
+    reader = SliceReader(driver.storage, manifest)
     for index, arrays in wanted.items():
-        read = await read_slice(driver.storage, manifest, manifest.parameters[0], index)
+        read = await reader.slice(manifest.parameters[0], index)
         assert [array.tobytes() for array in read] == arrays
 
 
@@ -245,6 +246,23 @@ async def test_updates_wait_where_there_is_no_room_for_copies() -> None:
     for _ in range(1000):
         storage.gate.release()
     await answered(call)
+    manifest, _ = await driver.commit([entry], await driver.written(3))
+    await assert_holds(driver, manifest, wanted)
+    await driver.close()
+
+
+@pytest.mark.parametrize("room", [1 << 20, 4 * 100 * 3 * 9], ids=["room", "little room"])
+async def test_many_small_slices(room: int) -> None:
+    """What follows from each other is no chain of calls within calls."""
+    driver = Driver(memory())
+    driver.host.saver = saver.Saver(driver.host._holdings.get, lambda: driver.storage, driver.reports.put_nowait, room)
+    entry = await driver.create(entry_of(slice_elements=100), noise())
+    await driver.train(entry, 0, noise())
+    wanted = driver.arrays()
+    driver.prepare(1, {"p": 1})
+    driver.cut(1)
+    assert (await driver.report()).prepared.accepted
+    await driver.train(entry, 1, noise())
     manifest, _ = await driver.commit([entry], await driver.written(3))
     await assert_holds(driver, manifest, wanted)
     await driver.close()
