@@ -399,6 +399,8 @@ class Cluster:
         return self.registry.join_answered(server, event.proposal_id, event.accepted, event.version_max, self.members)
 
     def _leave(self, event: Leave) -> list[Effect]:
+        if self.members.leave_late(event.caller, event.reason or "done"):
+            return [Answer(event.call, Done())]
         member = self.members.check_caller(event.caller, role=None)
         gone, session = self.members.end(member.member_id, "left", event.reason or "done")
         effects: list[Effect] = [Note(f"{gone} left: {gone.reason}"), Answer(event.call, Done())]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from psdist.types import Replica
 from psdist_scheduler.datasets import Datasets
 from psdist_scheduler.events import Announce, Close, Effect, Note
-from psdist_scheduler.membership import Membership
+from psdist_scheduler.membership import WENT_BACK, Membership
 from psdist_scheduler.parameters import Parameters
 from psdist_scheduler.registry import Registry, name_shards
 from psdist_scheduler.replicas import after_loss
@@ -72,7 +72,7 @@ class GoingBack:
             for w in self._members.workers
             if self._members.session_of(w.member_id) or (w.member_id, w.incarnation) in trained
         ]:
-            _, session = self._members.end(worker.member_id, "lost", "the run went back to a snapshot")
+            _, session = self._members.end(worker.member_id, "lost", WENT_BACK)
             effects += [Close(session)] if session else []
         return effects
 

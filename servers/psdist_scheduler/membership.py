@@ -30,6 +30,8 @@ KNOWN_IDS_MAX = 4 * MEMBERS_MAX
 #: Leases that members have to come back after the scheduler was restarted.
 RESTART_LEASES = 3
 _WAITS_KEPT = 16
+#: Why the lives of workers ended when the run went back.
+WENT_BACK = "the run went back to a snapshot"
 #: What workers say that leave when their work is done.
 _DONE = ("closed", "done")
 _TEXT_CHARACTERS = 500
@@ -259,6 +261,15 @@ class Membership:
         self._sessions.pop(session, None)
         self._put(gone)
         return gone, session
+
+    def leave_late(self, caller: Caller, reason: str) -> bool:
+        """A member leaves whose life ended when the run went back: whether it is that one's word. It had done its
+        work, does not come again, and is not missed."""
+        member = self._members.get(caller.member_id)
+        late = member is not None and member.incarnation == caller.incarnation and member.reason == WENT_BACK
+        if late and member is not None and not member.live:
+            self._put(replace(member, state="left", reason=reason[:_TEXT_CHARACTERS]))
+        return late
 
     def want_servers(self, servers: int) -> None:
         """The run shall have so many servers."""

@@ -6,7 +6,9 @@ from __future__ import annotations
 import pytest
 
 from psdist.errors import FencedError
-from tests.unit.test_scheduler_resume import lose, saved_run
+from psdist_scheduler import events as ev
+from tests.unit.scheduler_driver import caller
+from tests.unit.test_scheduler_resume import lose, rejoin, saved_run
 
 
 def test_a_worker_whose_session_is_broken_when_the_run_goes_back_begins_a_new_life_too() -> None:
@@ -19,3 +21,17 @@ def test_a_worker_whose_session_is_broken_when_the_run_goes_back_begins_a_new_li
     assert d.rolled_back and not d.cluster.members.workers
     with pytest.raises(FencedError, match="went back to a snapshot"):
         d.open(worker)
+
+
+def test_a_worker_that_was_done_when_the_run_went_back_is_not_waited_for() -> None:
+    """Its word that it leaves was on the way."""
+    d = saved_run(7, workers=2, servers_min=2)
+    worker = d.cluster.members.get("worker-1")
+    assert worker is not None
+    lose(d, "server-1")
+    call = d.number()
+    d.on(ev.Leave(call, caller(worker), "closed"))
+    assert d.state(call) == ev.Done()
+    d.join("server", member_id="server-1")
+    rejoin(d, 1)
+    assert d.entry().ready
