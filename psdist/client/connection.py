@@ -507,6 +507,7 @@ class SchedulerLink:
         await self.hand_ins.close()
         if self._session is not None:
             self._leaving = True
+            await self._settle()
             if self.watch.fatal is None:
                 await self._leave(reason)
             self._session.cancel()
@@ -514,6 +515,14 @@ class SchedulerLink:
                 await self._session
             self.watch.see_fatal(ClosedError("the client is closed"))
         await self._channel.close()
+
+    async def _settle(self) -> None:
+        """Returns when a life that is about to begin has begun, so that it is the newest life that leaves: one that
+        registers and is not heard of again would be missed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                while self.watch.fenced is not None and self.watch.fatal is None:
+                    await self.watch.changed()
 
     async def _leave(self, reason: str) -> None:
         mine = self.registration
