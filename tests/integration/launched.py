@@ -54,7 +54,7 @@ class Run:
     def child(self, *words: str) -> psutil.Process:
         """The descendant with all these words in its command line."""
         family = self.family.children(recursive=True)
-        return next(child for child in family if all(word in child.cmdline() for word in words))
+        return next(child for child in family if all(word in _words(child) for word in words))
 
     def end(self, timeout: float = 60) -> tuple[int, str]:
         """Status and the rest of the output."""
@@ -84,3 +84,11 @@ class Run:
         _, alive = psutil.wait_procs(children, timeout=10)
         for child in alive:
             child.kill()
+
+
+def _words(process: psutil.Process) -> list[str]:
+    """A process's command line; nothing of one that has ended meanwhile."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
