@@ -64,7 +64,7 @@ bench: $(VENV)/.dev
 
 chaos: $(VENV)/.dev
 	$(BIN)/python -m pytest -q tests/chaos
-	$(BIN)/python -m pytest -q -m long tests/integration
+	$(BIN)/python -m pytest -q -m long tests --ignore tests/chaos
 	$(BIN)/psdist chaos --suite --kills $(KILLS)
 
 SEEDS ?= 10000
