@@ -11,7 +11,7 @@ def main() -> int:
     """Reads the command line and runs; the exit status."""
     settings = server_settings(sys.argv[1:])
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # What goes wrong comes back as a status, in our own words.
-    memory.leave_scipy_out()  # Before numba is imported.
+    memory.leave_out()  # Before numba and structlog are imported.
     from psdist_server import app
 
     return app.main(settings)

@@ -65,10 +65,12 @@ class AnonymousMemory:
                 self._memory.madvise(getattr(mmap, what), begin, end - begin)
 
 
-def leave_scipy_out() -> None:
-    """Lets numba start without scipy, which it imports where it is installed for linear algebra that no kernel uses:
-    15 MB and 85 modules. Call before numba is imported; nothing else here uses scipy."""
-    sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]
+def leave_out() -> None:
+    """Lets numba start without scipy, which it imports where it is installed for linear algebra that no kernel uses
+    (15 MB, 85 modules), and structlog without rich, for the colors of tracebacks (5 MB, 65 modules). Call before either
+    is imported; nothing else here uses them."""
+    for name in ("scipy", "rich"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
 def release_compiler() -> None:

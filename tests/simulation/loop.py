@@ -33,6 +33,8 @@ T = TypeVar("T")
 _CURRENT: ContextVar[Node | None] = ContextVar("node", default=None)
 #: Virtual seconds that a handle takes are drawn once, for so many handles in turn.
 _COSTS = 256
+#: Messages of at most so many bytes may hold maps.
+_SMALL_BYTES = 4096
 
 
 class Deadlock(AssertionError):
@@ -190,9 +192,10 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Something that happened, with its time, becomes part of what the run is recognized by."""
         line = f"{self._now:.9f} {text} {len(data)}"
         self._hash.update(line.encode())
-        self._hash.update(data)
+        # protobuf writes maps, which small messages have, in any order.
+        self._hash.update(bytes(sorted(data)) if len(data) <= _SMALL_BYTES else data)
         if self.lines is not None:
-            self.lines.append(f"{line} {zlib.crc32(data):08x}" if data else line)
+            self.lines.append(f"{line} {zlib.crc32(bytes(sorted(data))):08x}" if data else line)
 
     @property
     def trace_hash(self) -> str:
