@@ -34,6 +34,7 @@ def _run(path: Path, *flags: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.long
 def test_servers_killed_in_bsp_change_no_byte(tmp_path: Path) -> None:
     report = _run(tmp_path, "--kills", "2", "--seed", "3")
     assert (report["faults"], report["lost"], report["repeated"], report["equal"]) == (2, 0, 0, True)

@@ -38,6 +38,7 @@ def measure(tmp_path: Path, module: str, *arguments: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("transport", "peers"), [("shm", {"gloo", "kernel"}), ("grpc", {"echo_tuned"})])
 def test_a_step_beside_its_peers(tmp_path: Path, transport: str, peers: set[str]) -> None:
     if "gloo" in peers:
@@ -75,6 +76,7 @@ def test_scaling_hides_communication_in_the_emulated_backward_pass(tmp_path: Pat
     assert result["workers"]["1"]["psdist"]["relative_efficiency"] == 1
 
 
+@pytest.mark.long
 def test_latency_of_both_clients_beside_raw_grpc(tmp_path: Path) -> None:
     result = measure(tmp_path, "latency", "--rounds", "1", "--calls-per-round", "20")
     assert set(result["milliseconds"]) == {"psdist", "psdist_async", "grpc_unary", "grpc_stream"}

@@ -158,6 +158,7 @@ def settled(status: dict[str, Any], *servers: str) -> bool:
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_servers_come_and_go_while_training_runs(stage: Stage) -> None:
     run = stage.start("bsp", *_COPIES)
     run.until("made step 10$")

@@ -59,11 +59,13 @@ def test_digits_without_a_barrier_come_within_a_point(synchronous: str, options:
     assert accuracy >= max(97.0, accuracies(synchronous)[0] - 1.0)
 
 
+@pytest.mark.long
 def test_digits_train_with_half_the_bytes() -> None:
     (accuracy,) = accuracies(run("examples/digits.py", "--compression", "bfloat16"))
     assert accuracy >= 97.0
 
 
+@pytest.mark.long
 def test_digits_are_the_same_on_any_number_of_servers() -> None:
     def losses(servers: int) -> list[str]:
         return re.findall(r"loss +([\d.]+)", run("examples/digits.py", "--epochs", "2", servers=servers))

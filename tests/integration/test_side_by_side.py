@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 COMMAND = ["-m", "psdist.cli.main", "run", "--nservers", "2", "--nproc-per-node", "2", "examples/digits.py"]
 
@@ -33,6 +35,7 @@ def losses(process: subprocess.Popen[str]) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_three_runs_side_by_side_print_what_each_prints_alone(tmp_path: Path) -> None:
     alone = [losses(start(tmp_path, seed)) for seed in (1, 2)]
     assert alone[0] != alone[1]

@@ -14,7 +14,7 @@ from tests.simulation import snapshot_runner
 from tests.simulation.runner import Summary
 
 FIRST = 200_000
-SEEDS = 40
+SEEDS = 20
 #: Of so many cases of ``snapshot_faults`` make test runs one.
 EACH = 25
 #: Paths that so many seeds must have taken.
