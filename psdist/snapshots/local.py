@@ -189,7 +189,8 @@ class LocalWriter:
         self._path = path
         self._file = -1
         self._made = False
-        #: A thread that was given up by its caller may still write.
+        self._over = False
+        #: A thread that was given up by its caller may still write, or not have opened the file yet.
         self._lock = threading.Lock()
 
     async def open(self) -> None:
@@ -214,8 +215,9 @@ class LocalWriter:
 
     def _open_once(self) -> None:
         with self._storage._parent(self._path, make=True) as (parent, name), self._lock:
-            self._file = os.open(name, _NEW, 0o666, dir_fd=parent)
-            self._made = True
+            if not self._over:
+                self._file = os.open(name, _NEW, 0o666, dir_fd=parent)
+                self._made = True
 
     def _write(self, buffer: Buffer) -> None:
         with self._storage._errors("write", self._path), self._lock:
@@ -231,6 +233,7 @@ class LocalWriter:
 
     def _abandon(self) -> None:
         with self._lock, suppress(OSError):
+            self._over = True
             self._close()
             if self._made:
                 with self._storage._parent(self._path) as (parent, name):

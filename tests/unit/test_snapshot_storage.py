@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from psdist.errors import ConfigurationError, InvalidNameError, StorageError, UnknownSnapshotError
-from psdist.snapshots.local import LocalStorage
+from psdist.snapshots.local import LocalStorage, LocalWriter
 from psdist.snapshots.storage import Storage, open_storage
 
 FILE = "snapshots/d/f.safetensors"
@@ -392,3 +392,11 @@ def test_obstore_is_loaded_only_where_it_is_used() -> None:
         "sys.exit('obstore' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+async def test_a_file_that_is_given_up_before_it_is_open_is_not_opened_later(tmp_path: Path) -> None:
+    """Its thread may not have come that far when its caller is cancelled."""
+    file = LocalWriter(LocalStorage(str(tmp_path)), "snapshots/a/b")
+    await file.abandon()
+    await file.open()
+    assert not [names for _, _, names in os.walk(tmp_path) if names]
