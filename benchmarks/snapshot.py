@@ -81,7 +81,7 @@ class Worker:
 
     def step(self) -> float:
         if self.options.compute_ms:
-            time.sleep(self.options.compute_ms / 1e3)
+            time.sleep(self.options.compute_ms / 1e3)  # Stands for the computing of a gradient.
         begin = time.perf_counter()
         self.bench.step()
         return time.perf_counter() - begin
@@ -146,7 +146,7 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         while not (new := self._names() - self._before):
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS)  # In a thread of its own, which only looks.
         began = time.perf_counter()
         while not (self._snapshots / new.pop() / "manifest.json").exists():
             new = self._names() - self._before

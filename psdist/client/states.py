@@ -144,7 +144,7 @@ class States:
         """The state as it is; None where ``save`` cannot give one."""
         try:
             return check_state(name, kept.save())
-        except Exception as error:
+        except Exception as error:  # The user's own function: training goes on without its state.
             logger.exception("the state of %r cannot be had", name)
             if kept.wanted is not None:
                 text = f"the state of {name!r} cannot be had: {type(error).__name__}: {error}"

@@ -37,6 +37,7 @@ def open_bucket(url: str) -> BucketStorage:
         return BucketStorage(url, _memories.setdefault(url, MemoryStore()))
     retries = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)}
     try:
+        # Overloaded by the kinds of stores, of which only the URL says which it is.
         return BucketStorage(url, from_url(url, retry_config=retries))  # type: ignore[call-overload]
     except (BaseError, ValueError) as error:
         raise ConfigurationError(f"the storage {url:.200} cannot be used: {_reason(error)}") from None

@@ -50,7 +50,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 _NUMBER_MAX: Final = (1 << 63) - 1
 _TEXT_MAX: Final = 4096
 
-T = TypeVar("T")
+F = TypeVar("F", "Commit", "Manifest")
 #: The type, in classes that have something else of this name.
 _Bytes = bytes
 
@@ -495,8 +495,8 @@ def _check_format(values: Mapping[str, Any], file: str) -> None:
         )
 
 
-def _same(value: T, data: bytes, file: str) -> T:
-    if value.to_bytes() != data:  # type: ignore[attr-defined]
+def _same(value: F, data: bytes, file: str) -> F:
+    if value.to_bytes() != data:
         raise corrupt(file, "it is not in the one form that it can have")
     return value
 

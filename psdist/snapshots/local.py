@@ -136,7 +136,7 @@ class LocalStorage:
             await file.open()
             yield file
             await file.finish()
-        except BaseException:
+        except BaseException:  # A cancelled writer leaves nothing either.
             await asyncio.shield(file.abandon())
             raise
 
@@ -301,7 +301,7 @@ def _write_new(parent: int, name: str, data: bytes) -> None:
     try:
         _write_all(file, data)
         os.fsync(file)
-    except BaseException:
+    except BaseException:  # Whatever ended it, half a file is of no use.
         with suppress(OSError):
             os.unlink(name, dir_fd=parent)
         raise

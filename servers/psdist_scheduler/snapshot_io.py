@@ -137,7 +137,7 @@ class SnapshotIo:
                 effect = self._effects.popleft()
                 try:
                     await self._carry_out(effect)
-                except Exception as error:
+                except Exception as error:  # Without this one defect would end all saving, and nobody would say why.
                     log.exception("the storage cannot be worked with")
                     self._fail(effect, f"{type(error).__name__}: {error}")
             self._idle.set()

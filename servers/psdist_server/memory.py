@@ -70,6 +70,7 @@ def leave_out() -> None:
     (15 MB, 85 modules), and structlog without rich, for the colors of tracebacks (5 MB, 65 modules). Call before either
     is imported; nothing else here uses them."""
     for name in ("scipy", "rich"):
+        # None is how Python notes a module that cannot be imported; its stubs do not know that.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 

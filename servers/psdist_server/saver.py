@@ -118,7 +118,7 @@ class Saver:
             for _, _, holding in here:
                 holding.check_installed()
         except PsdistError as error:
-            self._report(number, failed=pb.SnapshotReport.Failed(error=status.to_detail(error)))
+            self._report(number, _failed(error))
             return
         accepted = all(steps.get(wanted.parameters, 0) <= wanted.step for _, wanted, _ in here)
         if accepted:
@@ -130,7 +130,7 @@ class Saver:
                 attempt.parts[wanted.parameters] = _Part(place, holding, cut)
                 attempt.bytes += sum(cut.machine.sizes.values())
         prepared = pb.SnapshotReport.Prepared(accepted=accepted, steps_next=steps)
-        self._report(number, prepared=prepared)
+        self._report(number, pb.SnapshotReport(prepared=prepared))
 
     def _failer(self, number: int) -> Callable[[str], None]:
         return lambda why: self._fail(number, SnapshotFailedError(why))
@@ -164,7 +164,7 @@ class Saver:
             return
         _log.warning("a snapshot is given up", attempt=number, reason=str(error))
         self._drop()
-        self._report(number, failed=pb.SnapshotReport.Failed(error=status.to_detail(error)))
+        self._report(number, _failed(error))
 
     def _drop(self) -> None:
         """Nothing waits for the attempt any more; what was copied for it goes."""
@@ -177,8 +177,9 @@ class Saver:
                 part.task.cancel()
             part.holding.cuts.disarm(part.cut)
 
-    def _report(self, number: int, **kind: object) -> None:
-        self._tell(pb.SnapshotReport(attempt=number, **kind))  # type: ignore[arg-type]
+    def _report(self, number: int, report: pb.SnapshotReport) -> None:
+        report.attempt = number
+        self._tell(report)
 
     # --- progress -----------------------------------------------------------------------------------------------------
 
@@ -269,12 +270,16 @@ class Saver:
             digests=b"".join(hashes.parts),
             state_names=state_names,
         )
-        self._report(attempt.number, written=written)
+        self._report(attempt.number, pb.SnapshotReport(written=written))
 
     async def _write_batch(self, file: Writer, hashes: _Hashes, arrays: list[Array]) -> None:
         hashing = asyncio.get_running_loop().run_in_executor(self._thread, hashes.add, arrays)
         whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
         await together((file.write(whole.data.cast("B")), _done(hashing)))
+
+
+def _failed(error: PsdistError) -> pb.SnapshotReport:
+    return pb.SnapshotReport(failed=pb.SnapshotReport.Failed(error=status.to_detail(error)))
 
 
 async def _done(future: asyncio.Future[None]) -> None:

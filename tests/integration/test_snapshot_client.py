@@ -7,6 +7,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from safetensors.numpy import load
 
 import psdist
 from psdist import errors
+from psdist.config import Transport
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.snapshots import reader
 from psdist.snapshots.format import Manifest
@@ -29,9 +31,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a cluster of the run, after ending the one before."""
     running: list[EmbeddedCluster] = []
 
-    def start(servers: int, **settings: object) -> EmbeddedCluster:
+    def start(servers: int, **settings: Any) -> EmbeddedCluster:
         end()
-        cluster = EmbeddedCluster(servers, storage=tmp_path / "run", run_id="run", **settings)  # type: ignore[arg-type]
+        cluster = EmbeddedCluster(servers, storage=tmp_path / "run", run_id="run", **settings)
         running.append(cluster)
         return cluster
 
@@ -43,8 +45,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     end()
 
 
-def client_of(cluster: EmbeddedCluster, rank: int = 0, transport: str = "auto") -> psdist.AsyncClient:
-    return psdist.AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport)  # type: ignore[arg-type]
+def client_of(cluster: EmbeddedCluster, rank: int = 0, transport: Transport = "auto") -> psdist.AsyncClient:
+    return psdist.AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport)
 
 
 async def newest(path: Path) -> Manifest:
@@ -73,7 +75,7 @@ class Rest:
             self.sum, self.count = self.sum + session.step, self.count + 1
             return send(mark)
 
-        session.send = encode  # type: ignore[method-assign]
+        session.send = encode  # type: ignore[method-assign]  # Where a codec with a residual would stand.
 
     def save(self) -> dict[str, np.ndarray]:
         return {"sum": self.sum, "count": np.array([self.count])}

@@ -62,6 +62,8 @@ class Life:
     joined: bool = False
     over: bool = False
     versions: list[int] = field(default_factory=list)
+    #: With snapshots: the course of the run that ``versions`` are of.
+    era: object = None
 
     @property
     def worker_id(self) -> str:

@@ -144,9 +144,9 @@ class SnapshotOracle(Oracle):
             life.versions = []
             self.counts["reads while an era ended"] += 1
             return
-        if getattr(life, "era", None) != era:
+        if life.era != era:
             life.versions = []
-            life.era = era  # type: ignore[attr-defined]
+            life.era = era
             self._seen = {}
         super().saw(life, versions, weights, members, [push for push in acked if self.era_of(push) == era])
 
