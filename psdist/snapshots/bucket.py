@@ -1,25 +1,35 @@
 """A storage in a bucket (S3, GCS, Azure), or in this process's memory, through obstore.
 
 An object is there as a whole or not at all, and durable when it is there; ``create`` is a conditional put.
+
+Of obstore only the synchronous functions are used, each call in a thread of this module. The asynchronous ones hand
+their results over in threads of obstore's Rust runtime, by ``call_soon_threadsafe``: Python code that gives the
+interpreter back and asks for it again. The caller may have gone on by then, and the interpreter may be ending. CPython
+ends a thread that asks at that time by pthread_exit, which unwinds through the frames of Rust, and the process aborts.
+In a thread of ours no such frame is left when the result is handed over. Rust threads still release buffers that were
+uploaded; no Python code runs for that, and where the interpreter is ending pyo3 parks the thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Final, TypeVar
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import MemoryStore, from_url
 
 from psdist.errors import ConfigurationError, StorageError, UnknownSnapshotError
 from psdist.snapshots.storage import Buffer, Stored, check_path
 
-if TYPE_CHECKING:
-    from obstore import AsyncWritableFile
+T = TypeVar("T")
 
 #: An attempt to reach a bucket that fails is made again so often, and for no longer than that.
 _RETRIES: Final = 4
@@ -52,33 +62,16 @@ class BucketStorage:
 
     async def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
         with self._errors("read", check_path(path)):
-            if start == 0 and length is None:
-                return bytes(await (await obstore.get_async(self._store, path)).bytes_async())
-            if length is None:
-                length = (await obstore.head_async(self._store, path))["size"] - start
-            return await self._read_range(path, start, length) if length > 0 else b""
-
-    async def _read_range(self, path: str, start: int, length: int) -> bytes:
-        try:
-            return bytes(await obstore.get_range_async(self._store, path, start=start, length=length))
-        except BaseError:
-            # A bucket refuses a range that begins at the file's end or after it.
-            if (await obstore.head_async(self._store, path))["size"] <= start:
-                return b""
-            raise
+            return await _in_thread(partial(self._read, path, start, length))
 
     async def list(self, prefix: str = "") -> list[Stored]:
-        found = []
         with self._errors("list", check_path(prefix) if prefix else "."):
-            async for chunk in obstore.list(self._store, prefix=prefix or None):
-                for meta in chunk:
-                    found.append(Stored(meta["path"], meta["size"], meta["last_modified"].timestamp()))
-        return sorted(found, key=lambda stored: stored.path)
+            return [*await _in_thread(partial(self._list, prefix))]
 
     async def create(self, path: str, data: bytes) -> None:
         with self._errors("create", check_path(path)):
             try:
-                await obstore.put_async(self._store, path, data, mode="create", use_multipart=False)
+                await _in_thread(partial(obstore.put, self._store, path, data, mode="create", use_multipart=False))
             except AlreadyExistsError:
                 # A request whose answer was lost is sent again, and finds what it made.
                 if await self.read(path) != data:
@@ -89,18 +82,59 @@ class BucketStorage:
 
     async def delete(self, paths: Iterable[str]) -> None:
         for path in paths:
-            with self._errors("delete", check_path(path)):
-                try:
-                    await obstore.delete_async(self._store, path)
-                except FileNotFoundError:
-                    continue
+            with self._errors("delete", check_path(path)), suppress(FileNotFoundError):
+                await _in_thread(partial(obstore.delete, self._store, path))
+
+    async def check_writable(self, directory: str) -> None:
+        path = f"{check_path(directory)}/probe"
+        try:
+            with suppress(AlreadyExistsError):  # As in ``create``.
+                await _in_thread(partial(obstore.put, self._store, path, b"", mode="create", use_multipart=False))
+        except (BaseError, OSError) as error:
+            reason = f"{_reason(error)}{_hint(error)}"
+            raise StorageError(f"the storage {self.url} cannot be written: {reason}", path=self.url) from None
+        with suppress(StorageError):  # Who may not delete can save all the same.
+            await self.delete([path])
 
     @asynccontextmanager
     async def _writer(self, path: str) -> AsyncIterator[BucketWriter]:
-        with self._errors("write", path):
-            upload = obstore.open_writer_async(self._store, path, buffer_size=_PART_BYTES, max_concurrency=_PARTS)
-            async with upload:
-                yield BucketWriter(self, path, upload)
+        file = BucketWriter(self, path)
+        try:
+            yield file
+            await file.finish()
+        except BaseException:  # A cancelled writer leaves nothing either.
+            await asyncio.shield(file.abandon())
+            raise
+
+    # --- in a thread --------------------------------------------------------------------------------------------------
+
+    def _read(self, path: str, start: int, length: int | None) -> bytes:
+        if start == 0 and length is None:
+            return bytes(obstore.get(self._store, path).bytes())
+        if length is None:
+            length = self._size(path) - start
+        if length <= 0:
+            return b""
+        try:
+            return bytes(obstore.get_range(self._store, path, start=start, length=length))
+        except BaseError:
+            # A bucket refuses a range that begins at the file's end or after it.
+            if self._size(path) <= start:
+                return b""
+            raise
+
+    def _size(self, path: str) -> int:
+        return obstore.head(self._store, path)["size"]
+
+    def _list(self, prefix: str) -> Sequence[Stored]:
+        found = [
+            Stored(meta["path"], meta["size"], meta["last_modified"].timestamp())
+            for chunk in obstore.list(self._store, prefix=prefix or None)
+            for meta in chunk
+        ]
+        return sorted(found, key=lambda stored: stored.path)
+
+    # --- errors -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _errors(self, verb: str, path: str) -> Iterator[None]:
@@ -113,24 +147,104 @@ class BucketStorage:
             reason = _reason(error)
             if isinstance(error, FileNotFoundError) and verb == "read" and "NoSuchBucket" not in reason:
                 raise UnknownSnapshotError(f"there is no {path} in {self.url}", path=path) from None
-            raise StorageError(f"cannot {verb} {path} in {self.url}: {reason}", path=path) from None
+            raise StorageError(f"cannot {verb} {path} in {self.url}: {reason}{_hint(error)}", path=path) from None
 
 
 class BucketWriter:
     """A file that is being written; see ``psdist.snapshots.storage.Writer``."""
 
-    def __init__(self, storage: BucketStorage, path: str, upload: AsyncWritableFile) -> None:
+    def __init__(self, storage: BucketStorage, path: str) -> None:
         self._storage = storage
         self._path = path
-        self._upload = upload
+        # Nothing is sent before it is more than one part, or all.
+        self._upload = obstore.open_writer(storage._store, path, buffer_size=_PART_BYTES, max_concurrency=_PARTS)
 
     async def write(self, buffer: Buffer) -> None:
         """Appends bytes."""
-        view = memoryview(buffer)
-        if view.nbytes:
+        # A copy: the upload goes on after this returns.
+        if data := bytes(memoryview(buffer)):
             with self._storage._errors("write", self._path):
-                # A copy: the upload goes on after this returns.
-                await self._upload.write(bytes(view))
+                await _in_thread(partial(self._upload.write, data))
+
+    async def finish(self) -> None:
+        """Makes what was written durable."""
+        with self._storage._errors("write", self._path):
+            await _in_thread(self._upload.close)
+
+    async def abandon(self) -> None:
+        """Leaves nothing, as far as that can be done. What a caller that was cancelled had begun is waited for."""
+        await _in_thread(self._abandon)
+
+    def _abandon(self) -> None:
+        with suppress(BaseError, OSError):
+            try:
+                self._upload.__exit__(InterruptedError, InterruptedError(), None)
+            except OSError:  # It is closed: it was being finished, and may be there.
+                obstore.delete(self._storage._store, self._path)
+
+
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """What ``work`` returns or raises, in a thread. If the caller is cancelled it is carried out all the same, unheard,
+    within the time of obstore's retries."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: Callable[[], None]) -> None:
+        if not future.done():
+            result()
+
+    def run() -> Callable[[], None]:
+        try:
+            value = work()
+        except BaseException as raised:  # It is the caller's.
+            error = raised
+            return lambda: future.set_exception(error)
+        return lambda: future.set_result(value)
+
+    def tell(result: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+            loop.call_soon_threadsafe(settle, result)
+
+    _threads.run(run, tell)
+    return future
+
+
+class _Threads:
+    """Threads that wait for work, as many as were ever busy at a time.
+
+    They are daemons, unlike those of an executor, so that a bucket that does not answer holds up neither a program's
+    end nor a Ctrl-C.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]]]] = []
+
+    def run(self, work: Callable[[], T], tell: Callable[[T], None]) -> None:
+        """Carries out ``work``, and gives what it returns to ``tell``, in one of the threads."""
+        try:
+            jobs = self._idle.pop()
+        except IndexError:
+            jobs = SimpleQueue()
+            threading.Thread(target=self._serve, args=(jobs,), name="psdist-bucket", daemon=True).start()
+        jobs.put((work, tell))
+
+    def _serve(self, jobs: SimpleQueue[tuple[Callable[[], T], Callable[[T], None]]]) -> None:
+        while True:
+            work, tell = jobs.get()
+            result = work()
+            self._idle.append(jobs)  # Before somebody learns of it, who may have more work at once.
+            tell(result)
+            del work, tell, result
+
+
+_threads = _Threads()
+
+
+def _hint(error: BaseException) -> str:
+    """What may help."""
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        return "; check the credentials in the environment and what they may do, or use another --storage-path"
+    return "; make the bucket, or use another --storage-path" if "NoSuchBucket" in str(error) else ""
 
 
 def _reason(error: BaseException) -> str:

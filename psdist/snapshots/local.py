@@ -37,7 +37,11 @@ _HINTS = {
 #: What a file system without hard links says to one.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
-_TRIES = 4
+#: So often a directory that others remove is made again: with many at it, each may be in the way of the next.
+_TRIES = 100
+#: A file that is made to see whether that is possible; a whole block, as less may find room on a full disk.
+_PROBE = "probe"
+_PROBE_BYTES = 4096
 
 
 class LocalStorage:
@@ -60,6 +64,9 @@ class LocalStorage:
 
     async def delete(self, paths: Iterable[str]) -> None:
         await asyncio.to_thread(self._delete, tuple(check_path(path) for path in paths))
+
+    async def check_writable(self, directory: str) -> None:
+        await asyncio.to_thread(self._check_writable, check_path(directory))
 
     # --- in a thread --------------------------------------------------------------------------------------------------
 
@@ -129,6 +136,25 @@ class LocalStorage:
                     return
                 raise
 
+    def _check_writable(self, directory: str) -> None:
+        try:
+            _again_where_removed(lambda: self._probe(directory.split("/")))
+        except OSError as error:
+            raise StorageError(f"the storage {self.url} cannot be written: {_reason(error)}", path=self.url) from None
+
+    def _probe(self, parts: Sequence[str]) -> None:
+        missing = _missing(self.url)
+        try:
+            for path in reversed(missing):
+                with suppress(FileExistsError):  # Somebody else made it. What is no directory is told by what follows.
+                    os.mkdir(path)
+            with self._opened([]) as root:
+                _probe(root, parts)
+        finally:
+            for path in missing:
+                with suppress(OSError):  # It stays where others use it by now.
+                    os.rmdir(path)
+
     @asynccontextmanager
     async def _writer(self, path: str) -> AsyncIterator[LocalWriter]:
         file = LocalWriter(self, path)
@@ -176,9 +202,12 @@ class LocalStorage:
                 raise FileExistsError(errno.EEXIST, f"{path} exists already in {self.url}") from None
             if isinstance(error, FileNotFoundError) and verb == "read":
                 raise UnknownSnapshotError(f"there is no {path} in {self.url}", path=path) from None
-            reason = os.strerror(error.errno) if error.errno else str(error)
-            hint = _HINTS.get(error.errno or 0, "")
-            raise StorageError(f"cannot {verb} {path} in {self.url}: {reason}{hint}", path=path) from None
+            raise StorageError(f"cannot {verb} {path} in {self.url}: {_reason(error)}", path=path) from None
+
+
+def _reason(error: OSError) -> str:
+    """What the system said, and what may help."""
+    return (os.strerror(error.errno) if error.errno else str(error)) + _HINTS.get(error.errno or 0, "")
 
 
 class LocalWriter:
@@ -272,12 +301,52 @@ def _make_root(path: str) -> None:
         os.close(directory)
 
 
-def _make(directory: int, name: str) -> None:
+def _make(directory: int, name: str, *, durable: bool = True) -> bool:
+    """Makes a directory in an open one; whether it was missing."""
     try:
         os.mkdir(name, dir_fd=directory)
     except FileExistsError:
+        return False
+    if durable:
+        os.fsync(directory)
+    return True
+
+
+def _missing(path: str) -> list[str]:
+    """``path`` and those above it that do not exist, the deepest first."""
+    found = []
+    while not os.path.lexists(path):
+        found.append(path)
+        path = os.path.dirname(path)
+    return found
+
+
+def _probe(directory: int, parts: Sequence[str]) -> None:
+    """Makes a file in the directory ``parts`` below an open one, and removes it and the directories that were missing.
+
+    Nothing is synced, which takes long on some disks: a full disk refuses the bytes already, or the file's end.
+    """
+    if parts:
+        made = _make(directory, parts[0], durable=False)
+        try:
+            below = os.open(parts[0], _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+            try:
+                _probe(below, parts[1:])
+            finally:
+                os.close(below)
+        finally:
+            if made:
+                with suppress(OSError):
+                    os.rmdir(parts[0], dir_fd=directory)
         return
-    os.fsync(directory)
+    file = os.open(_PROBE, _NEW, 0o666, dir_fd=directory)
+    try:
+        try:
+            _write_all(file, bytes(_PROBE_BYTES))
+        finally:
+            os.close(file)
+    finally:
+        os.unlink(_PROBE, dir_fd=directory)
 
 
 def _read_range(file: int, start: int, end: int) -> bytes:

@@ -43,7 +43,8 @@ class Writer(Protocol):
 class Storage(Protocol):
     """Files by name. A name is parts joined by "/", each as ``psdist.types.check_directory`` allows, else
     InvalidNameError is raised. Everything else that goes wrong is a StorageError that says what was tried and why not;
-    an operation that raised it may have been carried out nevertheless."""
+    an operation that raised it may have been carried out nevertheless, and one that was cancelled may yet be. Only of a
+    writer nothing is left, or comes later, once its block was left by an exception."""
 
     @property
     def url(self) -> str:
@@ -67,6 +68,10 @@ class Storage(Protocol):
 
     async def delete(self, paths: Iterable[str]) -> None:
         """Removes files, in this order; those that are gone already are passed over."""
+
+    async def check_writable(self, directory: str) -> None:
+        """Makes a file in ``directory``, which nobody else must use, and removes it. Raises StorageError, with a
+        remedy, where none can be made. Nothing of it stays, as far as it may be removed."""
 
 
 def check_path(path: str) -> str:

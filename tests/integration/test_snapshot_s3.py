@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_bucket import FakeBucket
 
 import psdist
 from psdist import AsyncClient, optim
@@ -45,16 +51,29 @@ def server() -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
+
+
+def _settle(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """Settings of S3 for this process and those that it starts."""
+    settings = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1", "ALLOW_HTTP": "true"}
+    for name, value in (settings | {"ENDPOINT": endpoint}).items():
+        monkeypatch.setenv(f"AWS_{name}", value)
 
 
 @pytest.fixture
 def storage(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Storage:
     """An empty storage in the bucket."""
-    settings = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1", "ALLOW_HTTP": "true"}
-    for name, value in (settings | {"ENDPOINT": server}).items():
-        monkeypatch.setenv(f"AWS_{name}", value)
+    _settle(monkeypatch, server)
     return open_storage(f"s3://runs/{request.node.name}")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBucket]:
+    """A server that answers as it is told to; its bucket is "runs"."""
+    with closing(FakeBucket()) as bucket:
+        _settle(monkeypatch, bucket.url)
+        yield bucket
 
 
 async def write_snapshot(storage: Storage, step: int) -> tuple[Commit, bytes]:
@@ -164,8 +183,54 @@ async def test_parts_lists_and_deletion(storage: Storage) -> None:
 async def test_a_bucket_that_is_not_there_is_a_storage_error(storage: Storage) -> None:
     missing = open_storage("s3://nothing-here/x")
     for attempt in (missing.read("a"), missing.list(), missing.create("a", b"")):
-        with pytest.raises(StorageError, match=r"in s3://nothing-here/x: .*NoSuchBucket"):
+        with pytest.raises(StorageError, match=r"in s3://nothing-here/x: .*NoSuchBucket.*; make the bucket"):
             await attempt
+    with pytest.raises(StorageError, match=r"s3://nothing-here/x cannot be written: .*NoSuchBucket.*; make the bucket"):
+        await missing.check_writable("snapshots/probe")
+
+
+async def test_whether_a_bucket_takes_files_is_seen_without_a_trace(storage: Storage) -> None:
+    await asyncio.gather(*(storage.check_writable(f"snapshots/probe-{number}") for number in range(4)))
+    assert await storage.list() == []
+
+
+async def test_who_may_not_write_is_told_and_who_may_not_delete_can_save(fake: FakeBucket) -> None:
+    storage = open_storage("s3://runs/x")
+    fake.answer = lambda verb: 403 if verb == "PUT" else 0
+    with pytest.raises(StorageError, match=r"s3://runs/x cannot be written: .*; check the credentials"):
+        await storage.check_writable("snapshots/probe")
+    assert await storage.list() == [] and not fake.objects
+    fake.answer = lambda verb: 403 if verb == "DELETE" else 0
+    await storage.check_writable("snapshots/probe")
+    assert list(fake.objects) == ["/runs/x/snapshots/probe/probe"]
+
+
+@pytest.mark.parametrize("when", ["PART", "COMPLETE"])
+async def test_of_an_upload_that_is_cancelled_nothing_comes_later(fake: FakeBucket, when: str) -> None:
+    asked, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def answer(verb: str) -> int:
+        if verb == when:
+            loop.call_soon_threadsafe(asked.set)
+            go_on.wait()
+        return 0
+
+    fake.answer = answer
+
+    async def upload() -> None:
+        async with open_storage("s3://runs/x").writer("snapshots/d/large") as file:
+            for _ in range(25):
+                await file.write(bytes(1 << 20))
+
+    task = asyncio.create_task(upload())
+    await asked.wait()
+    task.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    # What its caller believes to be gone is gone, and nobody is left who would make it again.
+    assert not fake.objects and not fake.uploads
 
 
 @pytest.mark.long
@@ -186,3 +251,54 @@ async def test_a_run_saves_to_a_bucket_and_goes_on_from_it(storage: Storage) -> 
     found = await reader.newest(storage)
     assert found is not None
     await reader.verify(storage, found.manifest)
+
+
+def test_an_interrupt_does_not_wait_for_a_bucket_that_does_not_answer(fake: FakeBucket) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def answer(verb: str) -> int:
+        asked.set()
+        go_on.wait()
+        return 404
+
+    fake.answer = answer
+    process = subprocess.Popen(
+        [*_SNAPSHOT, "list", "s3://runs/x"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert asked.wait(60)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(25) == 130, "its requests take 30 s, and are made five times"
+    finally:
+        go_on.set()
+        process.kill()
+        process.wait()
+
+
+_LOAD = "import psdist, sys; assert len(psdist.load_snapshot(sys.argv[1])) == 1"
+_SNAPSHOT = (sys.executable, "-m", "psdist.cli.main", "snapshot")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("what", ["list", "show", "verify", "export", "delete", "load"])
+async def test_processes_that_used_a_bucket_end_as_they_should(storage: Storage, what: str, tmp_path: Path) -> None:
+    """Each ends right after its last operation, when a thread may still be about to hand a result over."""
+    runs = 40
+    for step in range(1, runs + 2):
+        if what == "delete" or step <= 2:
+            await write_snapshot(storage, step)
+
+    def end(number: int) -> int:
+        command = [*_SNAPSHOT, what, storage.url]
+        if what == "export":
+            command += ["--out", str(tmp_path / f"{number}.safetensors")]
+        if what == "delete":
+            command += ["--step", str(number + 1), "--yes"]
+        if what == "load":
+            command = [sys.executable, "-c", _LOAD, storage.url]
+        return subprocess.run(command, stdout=subprocess.DEVNULL, env=dict(os.environ), check=False).returncode
+
+    with ThreadPoolExecutor(3) as pool:
+        statuses = await asyncio.to_thread(lambda: Counter(pool.map(end, range(runs))))
+    assert statuses == {0: runs}

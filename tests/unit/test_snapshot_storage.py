@@ -132,11 +132,22 @@ async def test_what_is_not_there_is_said(storage: Storage) -> None:
     assert await storage.list() == []
 
 
+async def test_whether_it_can_be_written_is_seen_without_a_trace(storage: Storage) -> None:
+    for name in ("x", "y"):  # Before anything is there, and after.
+        before = await storage.list()
+        await asyncio.gather(*(storage.check_writable(f"snapshots/probe-{number}") for number in range(8)))
+        assert await storage.list() == before
+        await storage.create(f"snapshots/d/{name}", b"1")
+
+
 @pytest.mark.parametrize(
     "path", ["", "/", "/etc/passwd", "../x", "a/../x", "a//b", "./x", "a/.b", "a/", "x\0", "a\\b", "%2e%2e/x", "é"]
 )
 async def test_names_that_lead_elsewhere_are_refused(storage: Storage, path: str) -> None:
-    for attempt in (storage.read(path), storage.create(path, b""), storage.delete([path]), write(storage, path, b"")):
+    for attempt in (
+        *(storage.read(path), storage.create(path, b""), storage.delete([path]), write(storage, path, b"")),
+        storage.check_writable(path),
+    ):
         with pytest.raises(InvalidNameError):
             await attempt
     if path:
@@ -300,6 +311,60 @@ async def test_a_disk_that_refuses_is_told_and_nothing_stays(
     await disk.create("commits/1", b"1")
 
 
+@pytest.mark.parametrize("name", ["mkdir", "open", "write", "close"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT])
+async def test_a_disk_that_would_refuse_is_told_before_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    root = tmp_path / "a/b"
+    storage = LocalStorage(str(root))
+    real = getattr(os, name)
+
+    def refuse(*arguments: Any, **more: Any) -> Any:
+        """Closing refuses only what was written, and closes it."""
+        if name == "open" and not arguments[1] & os.O_CREAT:
+            return real(*arguments, **more)
+        if name == "close":
+            written = os.fstat(arguments[0]).st_size and os.path.isfile(f"/proc/self/fd/{arguments[0]}")
+            real(*arguments, **more)
+            if not written:
+                return None
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, refuse)
+        with pytest.raises(
+            StorageError, match=f"the storage {root} cannot be written: {os.strerror(number)}; .*"
+        ) as told:
+            await storage.check_writable("snapshots/probe")
+        assert "--storage-path" in str(told.value) or "free some space" in str(told.value)
+    assert os.listdir(tmp_path) == []
+    await storage.check_writable("snapshots/probe")
+    assert os.listdir(tmp_path) == []
+
+
+async def test_what_is_no_directory_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/snapshots").symlink_to(tmp_path)
+    for root in ("file", "file/below", "linked"):
+        with pytest.raises(StorageError, match=f"{root} cannot be written: .*no directory"):
+            await open_storage(str(tmp_path / root)).check_writable("snapshots/probe")
+    assert sorted(os.listdir(tmp_path)) == ["file", "linked"]
+
+
+async def test_a_directory_that_others_use_by_then_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, real = LocalStorage(str(tmp_path / "a")), os.write
+
+    def write_and_more(file: int, data: Any) -> int:
+        (tmp_path / "a/snapshots/other").touch()
+        return real(file, data)
+
+    monkeypatch.setattr(os, "write", write_and_more)
+    await storage.check_writable("snapshots/probe")
+    assert await paths(storage) == ["snapshots/other"]
+
+
 async def test_a_full_disk_names_a_remedy(disk: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "write", failing(os.write, errno.ENOSPC))
     with pytest.raises(StorageError, match="No space left on device; free some space, or have fewer snapshots kept"):
@@ -379,6 +444,7 @@ async def test_a_bucket_that_does_not_answer_is_a_storage_error_of_one_line(monk
         storage.create("a", b""),
         storage.delete(["a"]),
         write(storage, "a", b"1"),
+        storage.check_writable("a"),
     ):
         with pytest.raises(StorageError) as caught:
             await attempt
@@ -392,6 +458,44 @@ def test_obstore_is_loaded_only_where_it_is_used() -> None:
         "sys.exit('obstore' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+#: A thread that hands a result of the bucket over is held until the interpreter ends, and let go on in the midst of it.
+_LATE = """
+import asyncio, builtins, os, threading, time
+from psdist.snapshots.storage import open_storage
+
+late, held, ending = [], threading.Event(), threading.Event()
+
+class Loop(asyncio.SelectorEventLoop):
+    def _write_to_self(self):
+        super()._write_to_self()
+        if threading.current_thread() is not threading.main_thread():
+            late.append(threading.get_native_id())
+            held.set()
+            ending.wait()
+
+class Last:
+    def __del__(self, late=late, ending=ending, exists=os.path.exists, write=os.write, now=time.monotonic):
+        ending.set()
+        until = now() + 5  # From Python 3.14 on such a thread stays, and waits for ever.
+        while exists(f"/proc/self/task/{late[0]}") and now() < until:
+            pass
+        write(1, b"gone")
+
+async def main():
+    await open_storage("memory://x").create("a", b"1")
+
+builtins.last = Last()  # What is there goes when hardly anything else is left.
+with asyncio.Runner(loop_factory=Loop) as runner:
+    runner.run(main())
+held.wait()
+"""
+
+
+def test_a_process_ends_well_though_a_bucket_hands_its_last_result_over_late() -> None:
+    ended = subprocess.run([sys.executable, "-c", _LATE], capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"gone", b"")
 
 
 async def test_a_file_that_is_given_up_before_it_is_open_is_not_opened_later(tmp_path: Path) -> None:

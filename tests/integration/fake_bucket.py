@@ -1,0 +1,94 @@
+"""An S3 server in this process that refuses and delays requests as a test wants; moto does what it is asked at once."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of clients that are gone before they are answered."""
+
+
+class FakeBucket:
+    """Objects by path, and parts by upload, of one bucket.
+
+    answer: called with what is asked for ("PUT", "DELETE", "PART", "COMPLETE" ...) in the thread of the request, before
+    it is carried out; may wait, and gives the status of a refusal, or 0.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.uploads: dict[str, dict[int, bytes]] = {}
+        self.answer: Callable[[str], int] = lambda verb: 0
+        self._server = _Server(("127.0.0.1", 0), _handler(self))
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def ask(self, verb: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, bytes]:
+        """Carries out a request; its status and what is answered."""
+        upload = query.get("uploadId", [""])[0]
+        if "uploads" in query:
+            upload = str(len(self.uploads))
+            self.uploads[upload] = {}
+            return 200, f"<R><UploadId>{upload}</UploadId></R>".encode()
+        if verb == "PART":
+            self.uploads[upload][int(query["partNumber"][0])] = body
+        elif verb == "COMPLETE":
+            parts = self.uploads.pop(upload)
+            self.objects[path] = b"".join(parts[number] for number in sorted(parts))
+            return 200, b"<R><ETag>e</ETag></R>"
+        elif verb == "ABORT":
+            self.uploads.pop(upload, None)
+        elif verb == "PUT":
+            self.objects[path] = body
+        elif verb == "DELETE":
+            keys = re.findall(rb"<Key>([^<]*)</Key>", body)
+            for key in keys:
+                self.objects.pop(f"{path.rstrip('/')}/{key.decode()}", None)
+            return 200, b"<R>" + b"".join(b"<Deleted><Key>%s</Key></Deleted>" % key for key in keys) + b"</R>"
+        return 200, b"<R><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></R>"
+
+
+def _verb(method: str, query: dict[str, list[str]]) -> str:
+    if "uploadId" in query:
+        return {"PUT": "PART", "POST": "COMPLETE"}.get(method, "ABORT")
+    return "DELETE" if "delete" in query else "LIST" if "list-type" in query else method
+
+
+def _handler(bucket: FakeBucket) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def handle_any(self) -> None:
+            url = urlsplit(self.path)
+            query = parse_qs(url.query, keep_blank_values=True)
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            verb = _verb(self.command, query)
+            status, content = bucket.answer(verb), b"<Error><Code>AccessDenied</Code></Error>"
+            if not status:
+                status, content = bucket.ask(verb, unquote(url.path), query, body)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("ETag", '"e"')
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_PUT = do_POST = do_DELETE = handle_any
+
+        def log_message(self, *arguments: Any) -> None:
+            """Says nothing."""
+
+    return Handler
