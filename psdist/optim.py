@@ -5,7 +5,10 @@ out (``psdist_server.optimizers``). The formula of each is torch.optim's where t
 (https://docs.pytorch.org/docs/stable/optim.html); Lion is Chen et al. 2023 (arXiv 2302.06675, algorithm 2), FTRL is
 McMahan et al. 2013 ("Ad Click Prediction", algorithm 1). Weights and state are float32 on the servers.
 
-Step t of the formulas is the slice's version + 1: a slice's first update is step 1.
+Step t of the formulas is the slice's version + 1: a slice's first update is step 1. Where a run that goes on from a
+snapshot begins the optimizer's state anew (``reset_optimizer=True``), the optimizer's own t (Adam's bias corrections,
+Adagrad's ``lr_decay``, SGD's undampened first gradient) begins at 1 again, as that of a new optimizer of torch does;
+schedules go on with the step.
 """
 
 from __future__ import annotations
@@ -252,6 +255,11 @@ class Optimizer:
         """Hyperparameters of group 0 (the optimizer's own) or of override number ``group`` laid over them."""
         return self.values() if group == 0 else self.values() | dict(self.overrides[group - 1].values)
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The arrays of state that the servers keep for each element, in their order."""
+        raise NotImplementedError(f"{type(self).__name__} is no optimizer")  # Each kind has its own.
+
     def _check_override(self, item: Override) -> None:
         if not isinstance(item, Override):
             raise InvalidArgumentError(f"override {item!r:.80} is none: make it with psdist.optim.override")
@@ -288,6 +296,11 @@ class SGD(Optimizer):
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise InvalidArgumentError("nesterov=True needs momentum above 0 and dampening=0")
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("momentum_buffer",) if self.momentum else ()
+
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
@@ -298,6 +311,11 @@ class Adam(Optimizer):
     eps: float = 1e-8
     weight_decay: float = 0.0
     kind: ClassVar[str] = "adam"
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -310,6 +328,11 @@ class AdamW(Optimizer):
     weight_decay: float = 1e-2
     kind: ClassVar[str] = "adamw"
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
@@ -321,6 +344,11 @@ class Adagrad(Optimizer):
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
     kind: ClassVar[str] = "adagrad"
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("sum",)
 
 
 @dataclass(frozen=True)
@@ -335,6 +363,12 @@ class RMSprop(Optimizer):
     centered: bool = False
     kind: ClassVar[str] = "rmsprop"
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        optional = {"grad_avg": self.centered, "momentum_buffer": self.momentum}
+        return ("square_avg", *(name for name, is_kept in optional.items() if is_kept))
+
 
 @dataclass(frozen=True)
 class Lion(Optimizer):
@@ -344,6 +378,11 @@ class Lion(Optimizer):
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
     kind: ClassVar[str] = "lion"
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("exp_avg",)
 
 
 @dataclass(frozen=True)
@@ -356,6 +395,11 @@ class FTRL(Optimizer):
     l1: float = 0.0
     l2: float = 0.0
     kind: ClassVar[str] = "ftrl"
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("residual", "sum")
 
 
 SCHEDULES: dict[str, type[Schedule]] = {cls.kind: cls for cls in (Constant, Linear, Cosine, Step, Polynomial)}

@@ -19,9 +19,9 @@ from typing import Any, Final, TypeVar, cast
 
 import xxhash
 
-from psdist.consistency import ASP, BSP, SSP, Consistency
+from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError, PsdistError, SnapshotCorruptError, StorageError
-from psdist.optim import Override, optimizer_from_values, schedule_from_values
+from psdist.snapshots.settings import spec_from_json, spec_to_json
 from psdist.types import (
     DataPosition,
     DatasetSpec,
@@ -34,8 +34,9 @@ from psdist.types import (
 )
 from psdist.wire.limits import DIMENSIONS_MAX
 
-#: Version of the format that is written, and the newest that can be read.
-FORMAT: Final = 1
+#: The newest version of manifests, and that of commit records. What has nothing of version 2 is written as version 1.
+FORMAT: Final = 2
+COMMIT_FORMAT: Final = 1
 COMMIT_BYTES_MAX: Final = 1 << 20
 MANIFEST_BYTES_MAX: Final = 1 << 30
 #: Bytes of one element in a shard's file: float32, little-endian.
@@ -197,6 +198,7 @@ class ParametersState:
     spec: ``slice_elements`` is never 0. reference_workers: as in ``ParametersEntry``.
     state_names: the optimizer's arrays, in their order.
     step: BSP: the cut, all steps below it are in the snapshot; SSP and ASP: the highest version of any slice.
+    state_since: as in ``ParametersEntry``.
     next: SSP and ASP: (worker_id, incarnation, the number of its next push): lower ones are in the snapshot.
     shards: by number; slice i is in shard ``i % len(shards)``.
     """
@@ -208,6 +210,7 @@ class ParametersState:
     step: int
     next: tuple[tuple[str, int, int], ...]
     shards: tuple[ShardFile, ...]
+    state_since: int = 0
 
     def __post_init__(self) -> None:
         _check_number("slice_elements", self.spec.slice_elements, 1)
@@ -228,6 +231,13 @@ class ParametersState:
             if isinstance(self.spec.consistency, BSP):
                 odd = next((version for version in shard.versions if version != self.step), self.step)
                 _require(odd == self.step, f"version in {shard.file}", odd, f"the step of the cut, {self.step}")
+        _check_number("state_since", self.state_since)
+        _require(self.state_since <= self.version_min, "state_since", self.state_since, f"{self.version_min} or less")
+
+    @property
+    def version_min(self) -> int:
+        """Lowest version of any slice; ``step`` is the highest."""
+        return min((version for shard in self.shards for version in shard.versions), default=self.step)
 
     @property
     def slicing(self) -> Slicing:
@@ -301,7 +311,6 @@ class Manifest:
     parameters: tuple[ParametersState, ...]
     datasets: tuple[DatasetState, ...] = ()
     psdist_version: str = ""
-    format: int = FORMAT
     states: tuple[WorkerState, ...] = ()
 
     def __post_init__(self) -> None:
@@ -311,7 +320,6 @@ class Manifest:
         _check_time("time", self.time)
         _check_text("reason", self.reason)
         _check_text("psdist_version", self.psdist_version)
-        _require(self.format == FORMAT, "format", self.format, f"{FORMAT}")
         for key, value in self.configuration.items():
             _check_text("name of a setting", key)
             if type(value) is not int:
@@ -323,6 +331,11 @@ class Manifest:
         _check_unique("state of a worker", (f"{state.rank} of {state.parameters}" for state in self.states))
         shards = (shard.file for state in self.parameters for shard in state.shards)
         _check_unique("file", ("manifest.json", *shards, *(state.file for state in self.states)))
+
+    @property
+    def format(self) -> int:
+        """Version of the format that it needs: 2 where an optimizer's state was reset."""
+        return 2 if any(state.state_since or state.spec.reset_optimizer for state in self.parameters) else 1
 
     @property
     def steps(self) -> dict[str, int]:
@@ -350,7 +363,7 @@ class Manifest:
 
     def to_bytes(self) -> _Bytes:
         """Canonical JSON."""
-        values = {name: getattr(self, name) for name in _MANIFEST_PLAIN}
+        values = {name: getattr(self, name) for name in (*_MANIFEST_PLAIN, "format")}
         values["parameters"] = [_parameters_to_json(state) for state in self.parameters]
         values["datasets"] = [
             {"spec": asdict(state.spec), "position": asdict(state.position)} for state in self.datasets
@@ -363,7 +376,7 @@ class Manifest:
         """What ``to_bytes`` gave. Raises SnapshotCorruptError, which names ``file``, and StorageError where the format
         is a newer one."""
         values = _parse(data, file)
-        _check_format(values, file)
+        _check_format(values, file, FORMAT)
         try:
             manifest = cls(
                 **{name: values[name] for name in _MANIFEST_PLAIN},
@@ -419,7 +432,7 @@ class Commit:
 
     def to_bytes(self) -> _Bytes:
         """Canonical JSON, with its own digest."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"format": FORMAT}
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"format": COMMIT_FORMAT}
         return _canonical(values | {"digest": digest_of(_canonical(values))})
 
     @classmethod
@@ -430,7 +443,7 @@ class Commit:
         digest = values.pop("digest", None)
         if digest != digest_of(_canonical(values)):
             raise corrupt(file, "its digest is not that of its content")
-        _check_format(values, file)
+        _check_format(values, file, COMMIT_FORMAT)
         del values["format"]
         try:
             commit = cls(**values)
@@ -439,9 +452,7 @@ class Commit:
         return _same(commit, data, file)
 
 
-_MANIFEST_PLAIN: Final = (
-    *("run_id", "directory", "epoch", "time", "reason", "configuration", "psdist_version", "format"),
-)
+_MANIFEST_PLAIN: Final = (*("run_id", "directory", "epoch", "time", "reason", "configuration", "psdist_version"),)
 
 
 def corrupt(file: str, why: str) -> SnapshotCorruptError:
@@ -484,13 +495,13 @@ def _parse(data: bytes, file: str) -> dict[str, Any]:
     return cast(dict[str, Any], values)
 
 
-def _check_format(values: Mapping[str, Any], file: str) -> None:
+def _check_format(values: Mapping[str, Any], file: str, newest: int) -> None:
     found = values.get("format")
     if type(found) is not int or found < 1:
         raise corrupt(file, f"its format is {found!r:.40}")
-    if found > FORMAT:
+    if found > newest:
         raise StorageError(
-            f"{file} has format {found}, and this psdist reads up to {FORMAT}: use the psdist that wrote it",
+            f"{file} has format {found}, and this psdist reads up to {newest}: use the psdist that wrote it",
             file=file,
         )
 
@@ -499,48 +510,6 @@ def _same(value: F, data: bytes, file: str) -> F:
     if value.to_bytes() != data:
         raise corrupt(file, "it is not in the one form that it can have")
     return value
-
-
-def _consistency_to_json(consistency: Consistency) -> dict[str, Any]:
-    kind = {BSP: "bsp", SSP: "ssp", ASP: "asp"}[type(consistency)]
-    return {"kind": kind, **asdict(consistency)}
-
-
-def _consistency_from_json(values: Mapping[str, Any]) -> Consistency:
-    kinds: dict[str, type[Consistency]] = {"bsp": BSP, "ssp": SSP, "asp": ASP}
-    given = dict(values)
-    return kinds[given.pop("kind")](**given)
-
-
-def _spec_to_json(spec: ParametersSpec) -> dict[str, Any]:
-    optimizer = spec.optimizer
-    schedule = {field.name: float(getattr(optimizer.schedule, field.name)) for field in fields(optimizer.schedule)}
-    return {
-        "name": spec.name,
-        "consistency": _consistency_to_json(spec.consistency),
-        "non_finite": spec.non_finite,
-        "slice_elements": spec.slice_elements,
-        "optimizer": {
-            "kind": optimizer.kind,
-            "values": optimizer.values(),
-            "schedule": {"kind": optimizer.schedule.kind, "values": schedule},
-            "max_grad_norm": float(optimizer.max_grad_norm),
-            "overrides": [{"pattern": item.pattern, "values": dict(item.values)} for item in optimizer.overrides],
-        },
-    }
-
-
-def _spec_from_json(values: Mapping[str, Any]) -> ParametersSpec:
-    given = values["optimizer"]
-    overrides = [Override(item["pattern"], tuple(sorted(item["values"].items()))) for item in given["overrides"]]
-    schedule = schedule_from_values(given["schedule"]["kind"], given["schedule"]["values"])
-    return ParametersSpec(
-        name=values["name"],
-        optimizer=optimizer_from_values(given["kind"], given["values"], schedule, given["max_grad_norm"], overrides),
-        consistency=_consistency_from_json(values["consistency"]),
-        non_finite=values["non_finite"],
-        slice_elements=values["slice_elements"],
-    )
 
 
 def _layout_from_json(values: Sequence[Sequence[Any]]) -> Layout:
@@ -558,19 +527,20 @@ def _layout_from_json(values: Sequence[Sequence[Any]]) -> Layout:
 
 def _parameters_to_json(state: ParametersState) -> dict[str, Any]:
     return {
-        "spec": _spec_to_json(state.spec),
+        "spec": spec_to_json(state.spec),
         "layout": [[tensor.name, list(tensor.shape), tensor.dtype] for tensor in state.layout.tensors],
         "reference_workers": state.reference_workers,
         "state_names": list(state.state_names),
         "step": state.step,
         "next": [list(item) for item in state.next],
         "shards": [vars(shard) for shard in state.shards],
+        **({"state_since": state.state_since} if state.state_since else {}),
     }
 
 
 def _parameters_from_json(values: Mapping[str, Any]) -> ParametersState:
     return ParametersState(
-        spec=_spec_from_json(values["spec"]),
+        spec=spec_from_json(values["spec"]),
         layout=_layout_from_json(values["layout"]),
         reference_workers=values["reference_workers"],
         state_names=tuple(values["state_names"]),
@@ -580,6 +550,7 @@ def _parameters_from_json(values: Mapping[str, Any]) -> ParametersState:
             ShardFile(**(item | {"versions": tuple(item["versions"]), "digests": tuple(item["digests"])}))
             for item in values["shards"]
         ),
+        state_since=values.get("state_since", 0),
     )
 
 

@@ -24,8 +24,9 @@ from psdist.snapshots.reader import SliceReader
 from psdist.snapshots.storage import Storage
 from psdist.types import Restore
 from psdist.v1 import scheduler_pb2 as pb
+from psdist_server.async_shard import AsyncShard
+from psdist_server.bsp_shard import BspShard
 from psdist_server.holding import Holding
-from psdist_server.shard import AsyncShard, BspShard
 from psdist_server.together import together
 
 _log = structlog.get_logger("psdist.server")
@@ -60,10 +61,11 @@ LoadReport = Loaded | LoadFailed
 
 @dataclass(slots=True)
 class _Load:
-    """What is loaded into one holding."""
+    """What is loaded into one holding. arrays: of each slice, in the files."""
 
     holding: Holding
     restore: Restore
+    arrays: int
     task: asyncio.Task[None] | None = None
     bytes_done: int = 0
     waiting_for: str = ""
@@ -92,7 +94,7 @@ class Loader:
             self._end(self._loads.pop(name))
         for name, holding in wanted.items():
             assert holding.entry.restore is not None
-            load = self._loads.setdefault(name, _Load(holding, holding.entry.restore))
+            load = self._loads.setdefault(name, _Load(holding, holding.entry.restore, holding.dense.array_count))
             if (load.task is None or load.task.done()) and load.failed is None and self._missing(load):
                 load.task = asyncio.create_task(self._run(load))
                 load.task.add_done_callback(partial(self._ended, load))
@@ -117,7 +119,7 @@ class Loader:
             return None
         return pb.SnapshotProgress(
             bytes_done=sum(load.bytes_done for load in loads),
-            bytes=sum(_bytes_of(load.holding) for load in loads),
+            bytes=sum(_bytes_of(load) for load in loads),
             waiting_for=next((load.waiting_for for load in loads if load.waiting_for), ""),
             loading=True,
         )
@@ -171,7 +173,7 @@ class Loader:
         manifest = await _manifest(storage, load.restore)
         state = _state(manifest, load.holding)
         reader = SliceReader(storage, manifest)
-        load.bytes_done, load.waiting_for = 0, ""
+        load.bytes_done, load.waiting_for, load.arrays = 0, "", 1 + len(state.state_names)
         for number, machine in self._missing(load):
             pending = iter(machine.slices)
             await together(_load_slices(load, reader, state, number, pending) for _ in range(_AT_A_TIME))
@@ -214,17 +216,18 @@ def _state(manifest: Manifest, holding: Holding) -> ParametersState:
     if state is None:
         raise SettingsMismatchError(f"{entry.spec.name!r} is not in snapshot {manifest.directory}")
     names = holding.dense.rule.state_names
+    weights_only = entry.restore is not None and entry.restore.weights_only
     for what, mine, theirs in (
         ("elements", entry.total, state.layout.total),
         ("elements of a slice", entry.spec.slice_elements, state.spec.slice_elements),
         ("state arrays", ", ".join(names) or "none", ", ".join(state.state_names) or "none"),
     ):
-        if mine != theirs:
+        if mine != theirs and not (weights_only and what == "state arrays"):
             raise SettingsMismatchError(
                 f"{entry.spec.name!r} has {mine} {what}, and {theirs} in snapshot {manifest.directory}"
             )
     return state
 
 
-def _bytes_of(holding: Holding) -> int:
-    return 4 * holding.dense.array_count * sum(holding.slicing.size(index) for index in holding.indices)
+def _bytes_of(load: _Load) -> int:
+    return 4 * load.arrays * sum(load.holding.slicing.size(index) for index in load.holding.indices)

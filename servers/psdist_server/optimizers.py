@@ -44,12 +44,16 @@ _FTRL_RATE_MIN: Final = 1e-38
 class Rule:
     """Carries out one optimizer specification.
 
+    state_since: the version at which the state began. The optimizer's own count of updates begins there; schedules
+        count from version 0.
     state_names: the arrays of state that each slice has, in order; each float32 of the slice's length.
     """
 
-    def __init__(self, spec: Optimizer) -> None:
+    def __init__(self, spec: Optimizer, state_since: int = 0) -> None:
         self.spec = spec
-        self._kernel, self.state_names = _plan(spec)
+        self.state_since = state_since
+        self.state_names = spec.state_names
+        self._kernel = _kernel_of(spec)
         #: Updates several slices by the mean of contributions; see ``psdist_server.fused``.
         self.fused: Kernel = fused.OF[self._kernel]
         self._scalars = _SCALARS[spec.kind]
@@ -57,7 +61,7 @@ class Rule:
         self._scalars_kept: tuple[tuple[int, float], Scalars] | None = None
 
     def initialize(self, weights: Floats, states: Sequence[Floats], runs: Sequence[Run] | None = None) -> None:
-        """Fills ``states`` with what they are before step 0, for these float32[n] ``weights``.
+        """Fills ``states`` with what they are before their first update, for these float32[n] ``weights``.
 
         Zeros, but for Adagrad's ``initial_accumulator_value`` and FTRL's residual, which takes the weights as given.
         runs: as in ``apply``. Raises as ``apply``.
@@ -84,7 +88,7 @@ class Rule:
 
         weights, states: float32[n], writable, none overlapping another.
         gradient: float32[n], only read. Clipping (``clip_factor``) is done to it before.
-        step: the slice's version, from 0.
+        step: the slice's version, ``state_since`` or more.
         lr_scale: multiplies the learning rate, for stale gradients; with FTRL, whose rate is a property of the whole
             past, it multiplies the gradient.
         runs: ranges inside the slice and their groups, without overlap; elements in none are left as they are. By
@@ -92,8 +96,8 @@ class Rule:
 
         Raises InvalidArgumentError, ShapeMismatchError or DTypeMismatchError, and then nothing has changed.
         """
-        if step < 0:
-            raise InvalidArgumentError(f"step={step} is out of range: steps count from 0", step=step)
+        if step < self.state_since:
+            raise InvalidArgumentError(f"step={step} is out of range: steps count from {self.state_since}", step=step)
         runs = self._check(weights, states, gradient, runs)
         scalars = self.scalars(step, lr_scale)
         for start, stop, group in runs:
@@ -108,11 +112,11 @@ class Rule:
         known = self._scalars_kept
         if known is not None and known[0] == (step, lr_scale):
             return known[1]
-        factor = self.spec.schedule.factor(step)
+        factor, age = self.spec.schedule.factor(step), step - self.state_since
         with np.errstate(over="ignore"):
             made = tuple(
                 None if values is None else tuple(map(np.float32, values))
-                for values in (self._scalars(one, one["lr"] * factor, float(lr_scale), step) for one in self._groups)
+                for values in (self._scalars(one, one["lr"] * factor, float(lr_scale), age) for one in self._groups)
             )
         self._scalars_kept = ((step, lr_scale), made)
         return made
@@ -159,76 +163,77 @@ def clip_factor(total_norm: float, max_norm: float) -> float:
     return 1.0 if factor > 1.0 else factor
 
 
-# --- which kernel, which state ----------------------------------------------------------------------------------------
+# --- which kernel -----------------------------------------------------------------------------------------------------
 
 
-def _plan(spec: Optimizer) -> tuple[Kernel, tuple[str, ...]]:
-    """The kernel of this optimizer and the names of its state, in the order of the kernel's arguments."""
+def _kernel_of(spec: Optimizer) -> Kernel:
+    """The kernel of this optimizer, which takes the state in the order of ``spec.state_names``."""
     values = spec.values()
     if spec.kind == "sgd" and values["momentum"]:
-        return (kernels.sgd_nesterov if values["nesterov"] else kernels.sgd_momentum), ("momentum_buffer",)
+        return kernels.sgd_nesterov if values["nesterov"] else kernels.sgd_momentum
     if spec.kind == "rmsprop":
         return _RMSPROP[bool(values["centered"]), bool(values["momentum"])]
     return _KERNELS[spec.kind]
 
 
-_KERNELS: dict[str, tuple[Kernel, tuple[str, ...]]] = {
-    "sgd": (kernels.sgd, ()),
-    "adam": (kernels.adam, ("exp_avg", "exp_avg_sq")),
-    "adamw": (kernels.adamw, ("exp_avg", "exp_avg_sq")),
-    "adagrad": (kernels.adagrad, ("sum",)),
-    "lion": (kernels.lion, ("exp_avg",)),
-    "ftrl": (kernels.ftrl, ("residual", "sum")),
+_KERNELS: dict[str, Kernel] = {
+    "sgd": kernels.sgd,
+    "adam": kernels.adam,
+    "adamw": kernels.adamw,
+    "adagrad": kernels.adagrad,
+    "lion": kernels.lion,
+    "ftrl": kernels.ftrl,
 }
-_RMSPROP: dict[tuple[bool, bool], tuple[Kernel, tuple[str, ...]]] = {  # by (centered, momentum)
-    (False, False): (kernels.rmsprop, ("square_avg",)),
-    (False, True): (kernels.rmsprop_momentum, ("square_avg", "momentum_buffer")),
-    (True, False): (kernels.rmsprop_centered, ("square_avg", "grad_avg")),
-    (True, True): (kernels.rmsprop_centered_momentum, ("square_avg", "grad_avg", "momentum_buffer")),
+_RMSPROP: dict[tuple[bool, bool], Kernel] = {  # by (centered, momentum)
+    (False, False): kernels.rmsprop,
+    (False, True): kernels.rmsprop_momentum,
+    (True, False): kernels.rmsprop_centered,
+    (True, True): kernels.rmsprop_centered_momentum,
 }
 
 
 # --- the scalars of a step, in the order of the kernel's arguments ----------------------------------------------------
+# age: updates since the state began.
 
 
-def _sgd(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
+def _sgd(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
     if not values["momentum"]:
         return rate * lr_scale, values["weight_decay"]
-    take = 1.0 if step == 0 else 1 - values["dampening"]  # as torch: the first gradient fills the buffer undampened
+    take = 1.0 if age == 0 else 1 - values["dampening"]  # as torch: the first gradient fills the buffer undampened
     return rate * lr_scale, values["weight_decay"], values["momentum"], take
 
 
-def _adam(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
-    return values["weight_decay"], *_moments(values, rate * lr_scale, step)
+def _adam(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    return values["weight_decay"], *_moments(values, rate * lr_scale, age)
 
 
-def _adamw(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
-    return 1 - rate * lr_scale * values["weight_decay"], *_moments(values, rate * lr_scale, step)
+def _adamw(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    return 1 - rate * lr_scale * values["weight_decay"], *_moments(values, rate * lr_scale, age)
 
 
-def _moments(values: Values, rate: float, step: int) -> tuple[float, ...]:
+def _moments(values: Values, rate: float, age: int) -> tuple[float, ...]:
     beta1, beta2 = values["beta1"], values["beta2"]
-    size = rate / (1 - beta1 ** (step + 1))
-    root = 1 / (1 - beta2 ** (step + 1)) ** 0.5
+    size = rate / (1 - beta1 ** (age + 1))
+    root = 1 / (1 - beta2 ** (age + 1)) ** 0.5
     return 1 - beta1, beta2, 1 - beta2, size, root, values["eps"]
 
 
-def _adagrad(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
-    return rate * lr_scale / (1 + step * values["lr_decay"]), values["weight_decay"], values["eps"]
+def _adagrad(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    return rate * lr_scale / (1 + age * values["lr_decay"]), values["weight_decay"], values["eps"]
 
 
-def _rmsprop(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
+def _rmsprop(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
     alpha, momentum = values["alpha"], values["momentum"]
     scalars = (rate * lr_scale, values["weight_decay"], alpha, 1 - alpha, values["eps"])
     return (*scalars, momentum) if momentum else scalars
 
 
-def _lion(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...]:
+def _lion(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
     beta1, beta2 = values["beta1"], values["beta2"]
     return rate * lr_scale, values["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2
 
 
-def _ftrl(values: Values, rate: float, lr_scale: float, step: int) -> tuple[float, ...] | None:
+def _ftrl(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...] | None:
     if rate < _FTRL_RATE_MIN:
         return None
     return lr_scale, 1 / rate, values["beta"], values["l1"], values["l2"]

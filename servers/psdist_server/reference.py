@@ -74,12 +74,15 @@ def update(
     gradient: Floats,
     step: int,
     lr_scale: float = 1.0,
+    state_since: int = 0,
 ) -> None:
     """One update in place of float32[n] ``weights`` and ``states`` (in the order of ``Rule.state_names``).
 
     spec: says which optimizer and which schedule.
     values: its hyperparameters for these elements, as ``spec.group_values`` gives them.
     step: from 0. lr_scale: another factor on the learning rate (FTRL: on the gradient).
+    state_since: the step at which the state began. The schedule follows the step; the optimizer's own count of updates,
+        ``age`` below, begins there.
     """
     rate = values["lr"] * spec.schedule.factor(step)
     with np.errstate(all="ignore"):
@@ -87,49 +90,49 @@ def update(
             gradient = np.float32(lr_scale) * gradient
         else:
             rate *= float(lr_scale)
-        _UPDATES[spec.kind](values, weights, states, gradient, step, rate)
+        _UPDATES[spec.kind](values, weights, states, gradient, step - state_since, rate)
 
 
-def _sgd(h: Mapping[str, float], w: Floats, states: States, g: Floats, step: int, rate: float) -> None:
+def _sgd(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://docs.pytorch.org/docs/2.13/generated/torch.optim.SGD.html"""
     g = g + h["weight_decay"] * w
     if h["momentum"]:
         b = states[0]
-        b[:] = h["momentum"] * b + (1.0 if step == 0 else 1 - h["dampening"]) * g  # b is zero before the first step
+        b[:] = h["momentum"] * b + (1.0 if age == 0 else 1 - h["dampening"]) * g  # b is zero before the first update
         g = g + h["momentum"] * b if h["nesterov"] else b
     w[:] = w - rate * g
 
 
-def _adam(h: Mapping[str, float], w: Floats, states: States, g: Floats, step: int, rate: float) -> None:
+def _adam(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://docs.pytorch.org/docs/2.13/generated/torch.optim.Adam.html; the bias corrections are in the scalars."""
     g = g + h["weight_decay"] * w
-    _adam_step(h, w, states, g, step, rate)
+    _adam_step(h, w, states, g, age, rate)
 
 
-def _adamw(h: Mapping[str, float], w: Floats, states: States, g: Floats, step: int, rate: float) -> None:
+def _adamw(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://docs.pytorch.org/docs/2.13/generated/torch.optim.AdamW.html"""
     w[:] = w * (1 - rate * h["weight_decay"])
-    _adam_step(h, w, states, g, step, rate)
+    _adam_step(h, w, states, g, age, rate)
 
 
-def _adam_step(h: Mapping[str, float], w: Floats, states: States, g: Floats, step: int, rate: float) -> None:
+def _adam_step(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     m, v = states
     m[:] = m + (1 - h["beta1"]) * (g - m)
     v[:] = h["beta2"] * v + (1 - h["beta2"]) * g * g
-    size = rate / (1 - h["beta1"] ** (step + 1))
-    root = 1 / (1 - h["beta2"] ** (step + 1)) ** 0.5
+    size = rate / (1 - h["beta1"] ** (age + 1))
+    root = 1 / (1 - h["beta2"] ** (age + 1)) ** 0.5
     w[:] = w - size * m / (np.sqrt(v) * root + h["eps"])
 
 
-def _adagrad(h: Mapping[str, float], w: Floats, states: States, g: Floats, step: int, rate: float) -> None:
+def _adagrad(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://docs.pytorch.org/docs/2.13/generated/torch.optim.Adagrad.html"""
     (total,) = states
     g = g + h["weight_decay"] * w
     total[:] = total + g * g
-    w[:] = w - rate / (1 + step * h["lr_decay"]) * g / (np.sqrt(total) + h["eps"])
+    w[:] = w - rate / (1 + age * h["lr_decay"]) * g / (np.sqrt(total) + h["eps"])
 
 
-def _rmsprop(h: Mapping[str, float], w: Floats, states: States, g: Floats, step: int, rate: float) -> None:
+def _rmsprop(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://docs.pytorch.org/docs/2.13/generated/torch.optim.RMSprop.html
 
     The states are v, then the mean gradient if centered, then the buffer if there is momentum. Where rounding makes the
@@ -152,7 +155,7 @@ def _rmsprop(h: Mapping[str, float], w: Floats, states: States, g: Floats, step:
         w[:] = w - rate * g / (np.sqrt(variance) + h["eps"])
 
 
-def _lion(h: Mapping[str, float], w: Floats, states: States, g: Floats, step: int, rate: float) -> None:
+def _lion(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://arxiv.org/abs/2302.06675, algorithm 2."""
     (m,) = states
     c = h["beta1"] * m + (1 - h["beta1"]) * g
@@ -161,7 +164,7 @@ def _lion(h: Mapping[str, float], w: Floats, states: States, g: Floats, step: in
     m[:] = h["beta2"] * m + (1 - h["beta2"]) * g
 
 
-def _ftrl(h: Mapping[str, float], w: Floats, states: States, g: Floats, step: int, rate: float) -> None:
+def _ftrl(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://research.google/pubs/ad-click-prediction-a-view-from-the-trenches/, algorithm 1, in the form derived at
     ``psdist_server.optimizers``."""
     residual, total = states

@@ -176,17 +176,22 @@ def cut(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind)
 @settings(max_examples=25)
-@given(lengths, seeds, kinds, kinds, st.floats(0, 1), st.sampled_from([1.0, 0.5, 1 / 3, 0.0]))
-def test_update(spec: optim.Optimizer, size: int, seed: int, kind: str, other: str, split: float, scale: float) -> None:
-    """Six steps: as the reference, whether applied to the whole or to two pieces of it, with two groups of elements."""
-    rule = Rule(spec)
+@given(
+    lengths, seeds, kinds, kinds, st.floats(0, 1), st.sampled_from([1.0, 0.5, 1 / 3, 0.0]), st.sampled_from([0, 1, 999])
+)
+def test_update(
+    spec: optim.Optimizer, size: int, seed: int, kind: str, other: str, split: float, scale: float, since: int
+) -> None:
+    """Six steps: as the reference, whether applied to the whole or to two pieces of it, with two groups of elements,
+    and whether the state began with the parameters or later."""
+    rule = Rule(spec, since)
     edge, middle = int(size * split), size // 2
     runs = [(0, edge, 0), (edge, size, len(spec.overrides))]
     weights = draw(size, seed, kind)
     states = fresh(rule, weights, runs)
     expected, expected_states = weights.copy(), tuple(state.copy() for state in states)
     pieces, piece_states = weights.copy(), tuple(state.copy() for state in states)
-    for step in range(6):
+    for step in range(since, since + 6):
         gradient = draw(size, seed + 1 + step, kind if step % 2 else other)
         rule.apply(weights, states, misaligned(gradient), step, scale, runs)
         for start, stop in ((middle, size), (0, middle)):
@@ -195,7 +200,7 @@ def test_update(spec: optim.Optimizer, size: int, seed: int, kind: str, other: s
         for start, stop, group in runs:
             parts = tuple(state[start:stop] for state in expected_states)
             values = spec.group_values(group)
-            reference.update(spec, values, expected[start:stop], parts, gradient[start:stop], step, scale)
+            reference.update(spec, values, expected[start:stop], parts, gradient[start:stop], step, scale, since)
         for ours, theirs in zip((weights, *states), (expected, *expected_states), strict=True):
             assert_same(ours, theirs)
         for ours, theirs in zip((weights, *states), (pieces, *piece_states), strict=True):

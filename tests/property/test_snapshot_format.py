@@ -46,15 +46,24 @@ CONSISTENCIES = st.one_of(
     st.builds(ASP, st.sampled_from(["none", "inverse"])),
 )
 SPECS = st.builds(
-    ParametersSpec, NAMES, OPTIMIZERS, CONSISTENCIES, st.sampled_from(["reject", "skip"]), st.integers(1, 9)
+    ParametersSpec,
+    NAMES,
+    OPTIMIZERS,
+    CONSISTENCIES,
+    st.sampled_from(["reject", "skip"]),
+    st.integers(1, 9),
+    st.booleans(),
 )
 STATES = st.builds(
-    lambda spec, layout, names, step, following: replace(state_of(spec, layout, names, step), next=following),
+    lambda spec, layout, names, step, following, since: replace(
+        state_of(spec, layout, names, step), next=following, state_since=min(since, step)
+    ),
     SPECS,
     LAYOUTS,
     st.sampled_from([(), ("momentum",), ("m", "v")]),
     NUMBERS,
     st.lists(st.tuples(NAMES, NUMBERS, NUMBERS), max_size=3).map(tuple),
+    st.one_of(st.just(0), NUMBERS),
 )
 POSITIONS = st.builds(DataPosition, st.integers(0, 99), st.just(((1, 2), (5, 1))), st.integers(0, 9))
 DATASETS = st.builds(
@@ -100,7 +109,7 @@ JSON = st.recursive(
 
 
 @given(MANIFESTS, st.integers(0, 10**12 - 1))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_manifests_and_records_come_back(manifest: Manifest, sequence: int) -> None:
     data = manifest.to_bytes()
     assert Manifest.from_bytes(data, "m") == manifest
@@ -109,7 +118,7 @@ def test_manifests_and_records_come_back(manifest: Manifest, sequence: int) -> N
 
 
 @given(st.one_of(st.binary(max_size=64), JSON.map(lambda values: json.dumps(values).encode())))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_any_bytes_are_a_value_or_a_typed_error(data: bytes) -> None:
     for kind in (Manifest, Commit):
         with suppress(SnapshotCorruptError, StorageError):
@@ -117,7 +126,7 @@ def test_any_bytes_are_a_value_or_a_typed_error(data: bytes) -> None:
 
 
 @given(MANIFESTS, JSON, st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_value_in_the_place_of_any_other_is_a_value_or_a_typed_error(
     manifest: Manifest, new: Any, data: st.DataObject
 ) -> None:
@@ -135,7 +144,7 @@ def test_any_value_in_the_place_of_any_other_is_a_value_or_a_typed_error(
 
 
 @given(LAYOUTS, st.integers(1, 9), st.integers(1, 5), st.sampled_from([(), ("momentum",), ("m", "v")]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 async def test_what_is_written_in_any_shards_is_read_and_is_safetensors(
     layout: Layout, slice_elements: int, shards: int, names: tuple[str, ...]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,62 @@ def test_agrees_with_torch(spec: optim.Optimizer, make: Torch) -> None:
     assert distance(train(spec), parameter.detach().numpy()) < 1e-6
 
 
+@pytest.mark.parametrize(("spec", "make"), AGAINST_TORCH, ids=[spec.kind for spec, _ in AGAINST_TORCH])
+def test_a_state_that_begins_anew_is_that_of_a_new_optimizer_of_torch(spec: optim.Optimizer, make: Torch) -> None:
+    """At step 100 and with a schedule that goes on: torch's begins at its first step, at the rate of that step."""
+    spec = replace(spec, schedule=optim.Cosine(150, warmup_steps=20))
+    parameter = torch.nn.Parameter(torch.from_numpy(start()))
+    theirs = make([parameter])
+    rule, weights = Rule(spec, STEPS), start()
+    states = tuple(np.empty(SIZE, np.float32) for _ in rule.state_names)
+    rule.initialize(weights, states)
+    for step in range(STEPS, STEPS + 30):
+        theirs.param_groups[0]["lr"] = spec.values()["lr"] * spec.schedule.factor(step)
+        parameter.grad = torch.from_numpy(gradient(step))
+        theirs.step()
+        rule.apply(weights, states, gradient(step), step)
+    assert distance(weights, parameter.detach().numpy()) < 1e-6
+    with pytest.raises(InvalidArgumentError, match="steps count from 100"):
+        rule.apply(weights, states, gradient(0), STEPS - 1)
+
+
+#: Settings that change in the middle of a run, as torch's groups of parameters have them.
+CHANGES: list[tuple[optim.Optimizer, Torch, dict[str, Any]]] = [
+    (
+        optim.SGD(lr=0.01, momentum=0.9),
+        lambda p: T.SGD(p, lr=0.01, momentum=0.9),
+        {"lr": 0.02, "momentum": 0.5, "dampening": 0.5, "weight_decay": 0.1},
+    ),
+    (optim.SGD(lr=0.01, momentum=0.9), lambda p: T.SGD(p, lr=0.01, momentum=0.9), {"nesterov": True}),
+    (optim.Adam(), lambda p: T.Adam(p), {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1}),
+    (optim.AdamW(), lambda p: T.AdamW(p), {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.2}),
+    (optim.Adagrad(), lambda p: T.Adagrad(p), {"lr": 0.1, "lr_decay": 0.05, "eps": 1e-6, "weight_decay": 0.1}),
+    (
+        optim.RMSprop(lr=1e-3, momentum=0.9, centered=True),
+        lambda p: T.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+        {"lr": 2e-3, "alpha": 0.9, "eps": 1e-4, "momentum": 0.5, "weight_decay": 0.1},
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "make", "changed"), CHANGES, ids=[spec.kind for spec, _, _ in CHANGES])
+def test_settings_that_change_hold_from_the_next_step_on(
+    spec: optim.Optimizer, make: Torch, changed: dict[str, Any]
+) -> None:
+    """As in torch where a state is loaded, and the groups' settings are others then."""
+    parameter = torch.nn.Parameter(torch.from_numpy(start()))
+    theirs, weights = make([parameter]), start()
+    states = tuple(np.zeros(SIZE, np.float32) for _ in spec.state_names)
+    for step in range(STEPS):
+        rule = Rule(spec if step < STEPS // 2 else replace(spec, **changed))
+        if step == STEPS // 2:
+            theirs.param_groups[0].update(changed)
+        parameter.grad = torch.from_numpy(gradient(step))
+        theirs.step()
+        rule.apply(weights, states, gradient(step), step)
+    assert distance(weights, parameter.detach().numpy()) < 1e-6
+
+
 def test_clip_factor_is_torchs() -> None:
     for norm in (0.0, 0.5, 0.999999, 1.0, 1.000001, 7.5, 1e30):
         parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -167,6 +224,24 @@ def test_ftrl_is_the_papers(spec: optim.FTRL, zero: bool) -> None:
     assert ((ours == 0) == (expected == 0)).mean() > 0.995
     if zero and spec.l1:
         assert (ours == 0).any()
+
+
+def test_settings_of_ftrl_that_change_are_the_papers() -> None:
+    """Its z stays: weights follow another l1 from the next update on, and do not move by themselves for the others."""
+    specs = [optim.FTRL(lr=0.2, l1=0.5, l2=0.1), optim.FTRL(lr=0.1, beta=0.5, l1=0.1, l2=0.3)]
+    weights, w = start(), start().astype(np.float64)
+    states = (np.empty(SIZE, np.float32), np.empty(SIZE, np.float32))
+    Rule(specs[0]).initialize(weights, states)
+    n, curvature = np.zeros(SIZE), specs[0].beta / specs[0].lr + specs[0].l2
+    z = -w * curvature - np.sign(w) * specs[0].l1
+    for step in range(STEPS):
+        spec, g = specs[step >= STEPS // 2], gradient(step).astype(np.float64)
+        Rule(spec).apply(weights, states, gradient(step), step)
+        n = n + g * g
+        after = (spec.beta + np.sqrt(n)) / spec.lr + spec.l2
+        z, curvature = z + g - (after - curvature) * w, after
+        w = np.where(np.abs(z) <= spec.l1, 0.0, -(z - np.sign(z) * spec.l1) / curvature)
+    assert distance(weights, w) < 1e-6
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])

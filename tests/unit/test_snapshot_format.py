@@ -87,6 +87,55 @@ def test_the_bytes_are_canonical_json() -> None:
         assert data.isascii()
 
 
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_has_nothing_of_version_2_is_written_as_version_1() -> None:
+    """So that an older program reads it; and what such a program wrote is read with the meaning that it had."""
+    values = json.loads(manifest_of().to_bytes())
+    (state,) = values["parameters"]
+    assert values["format"] == 1 and "state_since" not in state and "reset_optimizer" not in state["spec"]
+    (read,) = Manifest.from_bytes(as_json(values), "m").parameters
+    assert (read.state_since, read.spec.reset_optimizer, read.version_min) == (0, False, 7)
+
+
+def test_the_bytes_of_version_1_are_those_of_the_release_that_began_it() -> None:
+    specs = [replace(SPEC, name=f"p{number}", optimizer=optimizer) for number, optimizer in enumerate(OPTIMIZERS)]
+    files = [manifest_of().to_bytes(), manifest_of(*specs).to_bytes(), commit().to_bytes()]
+    assert [layouts.digest_of(data) for data in files] == [
+        "df1c8f0719a1850e2f7128efafbf4c01",
+        "de6adf1b50bafd0465891094f783352d",
+        "e4e6622ed0f458f0f522f59de865ac04",
+    ]
+
+
+@pytest.mark.parametrize(("since", "reset"), [(7, False), (0, True), (3, True)])
+def test_a_state_that_was_reset_makes_version_2(since: int, reset: bool) -> None:
+    """An older program must refuse it: it would count the optimizer's updates from the beginning."""
+    manifest = manifest_of(replace(SPEC, reset_optimizer=reset))
+    manifest = replace(manifest, parameters=(replace(manifest.parameters[0], state_since=since),))
+    data = manifest.to_bytes()
+    assert json.loads(data)["format"] == manifest.format == 2
+    assert Manifest.from_bytes(data, "m") == manifest
+    for other in (data.replace(b'"format":2', b'"format":1'), data.replace(b'"state_since":7', b'"state_since":7.0')):
+        if other != data:
+            with pytest.raises(SnapshotCorruptError):
+                Manifest.from_bytes(other, "m")
+    assert commit_of(manifest, data, 1).to_bytes().count(b'"format":1') == 1
+
+
+def test_what_says_nothing_is_not_written() -> None:
+    values = json.loads(manifest_of().to_bytes())
+    for place, name, nothing in (
+        (values["parameters"][0], "state_since", 0),
+        (values["parameters"][0]["spec"], "reset_optimizer", False),
+    ):
+        place[name] = nothing
+        with pytest.raises(SnapshotCorruptError, match="the one form"):
+            Manifest.from_bytes(as_json(values), "m")
+        del place[name]
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -122,11 +171,11 @@ def test_another_form_of_the_same_values_is_refused() -> None:
 
 
 def test_a_newer_format_names_the_remedy() -> None:
-    values = json.loads(manifest_of().to_bytes()) | {"format": 2, "parameters": "as they are in format 2"}
-    with pytest.raises(StorageError, match=r"m has format 2, .* up to 1: use the psdist that wrote it"):
+    values = json.loads(manifest_of().to_bytes()) | {"format": 3, "parameters": "as they are in format 3"}
+    with pytest.raises(StorageError, match=r"m has format 3, .* up to 2: use the psdist that wrote it"):
         Manifest.from_bytes(as_json(values), "m")
-    record = {"format": 7, "anything": "else"}
-    with pytest.raises(StorageError, match="format 7"):
+    record = {"format": 2, "anything": "else"}
+    with pytest.raises(StorageError, match="format 2"):
         Commit.from_bytes(as_json(record | {"digest": layouts.digest_of(as_json(record))}), "c")
     with pytest.raises(SnapshotCorruptError, match="format is 0"):
         Manifest.from_bytes(as_json(values | {"format": 0}), "m")
@@ -199,7 +248,8 @@ def test_a_manifest_that_nobody_can_use_cannot_be_made() -> None:
         lambda: replace(manifest, parameters=(state, replace(state, spec=twice))),
         lambda: replace(manifest, datasets=(DATASET, DATASET)),
         lambda: replace(manifest, configuration={"a": 1.5}),
-        lambda: replace(manifest, format=2),
+        lambda: replace(state, state_since=8),
+        lambda: replace(state, state_since=-1),
         lambda: replace(state, shards=()),
         lambda: replace(state, shards=(replace(state.shards[0], versions=(), digests=()),)),
         lambda: replace(state, step=6),

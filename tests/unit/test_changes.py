@@ -1,0 +1,141 @@
+"""What differs between two settings of parameters, in words, and what of it an optimizer's state does not survive."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import permutations
+from typing import Any
+
+import pytest
+
+from psdist import optim
+from psdist.changes import changes
+from psdist.consistency import ASP, BSP, SSP
+from psdist.types import ParametersSpec
+
+SPEC = ParametersSpec("mlp", optim.SGD(lr=0.1), BSP())
+
+
+def texts(before: optim.Optimizer, after: optim.Optimizer) -> list[str]:
+    return [f"{change}" for change in changes(replace(SPEC, optimizer=before), replace(SPEC, optimizer=after))]
+
+
+def needing(before: optim.Optimizer, after: optim.Optimizer) -> list[str]:
+    found = changes(replace(SPEC, optimizer=before), replace(SPEC, optimizer=after))
+    return [change.name for change in found if change.needs_reset]
+
+
+def test_equal_settings_have_no_changes() -> None:
+    assert changes(SPEC, SPEC) == ()
+    assert changes(SPEC, replace(SPEC, slice_elements=5, reset_optimizer=True)) == ()
+
+
+def test_changes_are_told_as_a_user_would_write_them() -> None:
+    assert texts(optim.Adam(), optim.Adam(lr=0.01, betas=(0.9, 0.95), eps=1e-6)) == [
+        "lr 0.001 -> 0.01",
+        "betas (0.9, 0.999) -> (0.9, 0.95)",
+        "eps 1e-08 -> 1e-06",
+    ]
+    new = optim.SGD(
+        lr=0.1,
+        schedule=optim.Cosine(1000, warmup_steps=10),
+        max_grad_norm=1.0,
+        overrides=(optim.override("*.bias", lr=0.2, weight_decay=0.0),),
+    )
+    assert texts(optim.SGD(lr=0.1), new) == [
+        "schedule Constant() -> Cosine(warmup_steps=10, total_steps=1000)",
+        "max_grad_norm 0.0 -> 1.0",
+        "overrides () -> (override('*.bias', lr=0.2, weight_decay=0.0))",
+    ]
+    other = replace(SPEC, consistency=SSP(3), non_finite="skip")
+    assert [f"{change}" for change in changes(SPEC, other)] == [
+        "consistency BSP() -> SSP(staleness=3)",
+        "non_finite 'reject' -> 'skip'",
+    ]
+
+
+def test_what_needs_a_reset_comes_first() -> None:
+    assert texts(optim.SGD(lr=0.1), optim.SGD(lr=0.2, momentum=0.9)) == ["momentum 0.0 -> 0.9", "lr 0.1 -> 0.2"]
+    old, new = optim.SGD(lr=0.1, max_grad_norm=2.0), optim.Lion(lr=0.5, schedule=optim.Step(3))
+    assert texts(old, new) == [
+        "optimizer SGD(lr=0.1) -> Lion(lr=0.5)",
+        "schedule Constant() -> Step(every=3)",
+        "max_grad_norm 2.0 -> 0.0",
+    ]
+
+
+def test_long_values_are_cut() -> None:
+    many = tuple(optim.override(f"layer{number}", lr=0.1) for number in range(256))
+    (text,) = texts(optim.SGD(), optim.SGD(overrides=many))
+    assert len(text) < 300 and text.endswith("...")
+
+
+#: By optimizer, a value of each field that differs from the default, and whether its change needs a reset.
+FIELDS: dict[type[optim.Optimizer], dict[str, tuple[Any, bool]]] = {
+    optim.SGD: {
+        "lr": (0.5, False),
+        "momentum": (0.9, True),
+        "dampening": (0.5, False),
+        "weight_decay": (0.1, False),
+        "nesterov": (True, False),
+    },
+    optim.Adam: {"lr": (0.5, False), "betas": ((0.8, 0.9), False), "eps": (0.1, False), "weight_decay": (0.1, False)},
+    optim.AdamW: {"lr": (0.5, False), "betas": ((0.8, 0.9), False), "eps": (0.1, False), "weight_decay": (0.1, False)},
+    optim.Adagrad: {
+        "lr": (0.5, False),
+        "lr_decay": (0.1, False),
+        "weight_decay": (0.1, False),
+        "initial_accumulator_value": (0.5, True),
+        "eps": (0.1, False),
+    },
+    optim.RMSprop: {
+        "lr": (0.5, False),
+        "alpha": (0.5, False),
+        "eps": (0.1, False),
+        "weight_decay": (0.1, False),
+        "momentum": (0.9, True),
+        "centered": (True, True),
+    },
+    optim.Lion: {"lr": (0.5, False), "betas": ((0.8, 0.9), False), "weight_decay": (0.1, False)},
+    optim.FTRL: {"lr": (0.5, False), "beta": (0.5, False), "l1": (0.1, False), "l2": (0.1, False)},
+}
+SHARED: dict[str, Any] = {
+    "schedule": optim.Cosine(9),
+    "max_grad_norm": 1.0,
+    "overrides": (optim.override("*", lr=0.5),),
+}
+
+
+@pytest.mark.parametrize("kind", FIELDS, ids=lambda kind: kind.kind)
+def test_every_field_of_every_optimizer(kind: type[optim.Optimizer]) -> None:
+    """A field that is new has to be decided here, and in the table of docs/use.md."""
+    assert FIELDS[kind].keys() | SHARED.keys() == {field.name for field in fields(kind)}
+    for name, (value, needs_reset) in FIELDS[kind].items():
+        # Nesterov's momentum must be there before and after.
+        base = kind(**({"momentum": 0.5} if name == "nesterov" else {}))
+        after = replace(base, **{name: value})
+        for one, other in ((base, after), (after, base)):
+            assert needing(one, other) == [name] * needs_reset
+            assert [text.split()[0] for text in texts(one, other)] == [name]
+            if name != "initial_accumulator_value":
+                assert (one.state_names != other.state_names) == needs_reset
+    for name, value in SHARED.items():
+        assert needing(kind(), replace(kind(), **{name: value})) == []
+
+
+def test_another_momentum_is_arithmetic() -> None:
+    for kind in (optim.SGD, optim.RMSprop):
+        assert needing(kind(momentum=0.9), kind(momentum=0.5)) == []
+
+
+@pytest.mark.parametrize(("one", "other"), [*permutations(optim.OPTIMIZERS.values(), 2)])
+def test_another_kind_needs_a_reset_even_where_the_arrays_have_the_same_names(
+    one: type[optim.Optimizer], other: type[optim.Optimizer]
+) -> None:
+    assert needing(one(), other()) == ["optimizer"]
+
+
+@pytest.mark.parametrize(("before", "after"), [*permutations([BSP(), BSP(1, "sqrt"), SSP(2), ASP()], 2)])
+def test_consistency_and_non_finite_do_not_touch_the_state(before: Any, after: Any) -> None:
+    found = changes(replace(SPEC, consistency=before), replace(SPEC, consistency=after, non_finite="skip"))
+    assert [(change.name, change.needs_reset) for change in found] == [("consistency", False), ("non_finite", False)]
