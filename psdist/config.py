@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError, SchedulerUnreachableError
-from psdist.snapshots.policy import KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
+from psdist.snapshots.policy import DEFAULT_POLICY, KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
 
 if TYPE_CHECKING:
     from psdist.cli.flags import CommandLine, Flag
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 Transport = Literal["auto", "grpc", "shm"]
 
 START_TIMEOUT_SECONDS: Final = 60.0
+#: Silence of a server, and of a worker, after which it is taken for lost.
+FAILURE_TIMEOUT_SECONDS: Final = 2.0
+WORKER_TIMEOUT_SECONDS: Final = 30.0
 DRAIN_TIMEOUT_SECONDS: Final = 30.0
 #: Copies of each shard that the scheduler can be asked for.
 REPLICAS_MAX: Final = 2
@@ -53,6 +56,7 @@ class SchedulerSettings:
     servers_min: int
     replicas: int
     failure_timeout_seconds: float
+    worker_timeout_seconds: float
     join_grace_seconds: float
     store_path: Path | None
     address_file: Path | None
@@ -67,6 +71,8 @@ class SchedulerSettings:
     policy: SavePolicy = field(default_factory=SavePolicy)
     #: Begin anew; refused where the storage has snapshots.
     fresh: bool = False
+    #: Begin where nothing can be written to the storage, and save nothing; refused otherwise.
+    storage_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +332,7 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
         servers_min=given.min_servers,
         replicas=given.replicas,
         failure_timeout_seconds=given.failure_timeout,
+        worker_timeout_seconds=given.worker_timeout,
         join_grace_seconds=given.join_grace,
         store_path=given.store,
         address_file=given.address_file,
@@ -338,6 +345,7 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
         storage=given.storage_path or "",
         policy=policy,
         fresh=given.fresh,
+        storage_optional=given.storage_optional,
     )
 
 
@@ -421,6 +429,26 @@ def _shared_flags() -> tuple[Flag, ...]:
     )
 
 
+def timeout_flags() -> tuple[Flag, ...]:
+    """Flags on silent members, of every program that starts a scheduler."""
+    from psdist.cli.flags import Flag, seconds
+
+    return (
+        Flag(
+            "--failure-timeout", "silence after which a server is replaced", seconds(0.05), FAILURE_TIMEOUT_SECONDS,
+            "SECONDS",
+        ),
+        Flag(
+            "--worker-timeout",
+            "silence after which a worker is expelled: longer than its script may hold the interpreter. A worker that "
+            "died is noticed at once",
+            seconds(0.05),
+            WORKER_TIMEOUT_SECONDS,
+            "SECONDS",
+        ),
+    )  # fmt: skip
+
+
 def storage_flags(default: str) -> tuple[Flag, ...]:
     """Flags on snapshots of every program that starts a scheduler. ``default``: in words, where they lie by default."""
     from psdist.cli.flags import Flag, integer
@@ -434,7 +462,14 @@ def storage_flags(default: str) -> tuple[Flag, ...]:
             None,
             "PATH",
         ),
-        Flag("--save-interval", "take a snapshot every: 100 (steps), 30s, 5m, 2h", parse_interval, None, "EVERY"),
+        Flag(
+            "--save-interval",
+            "take a snapshot every: 100 (steps), 30s, 5m, 2h; 0 for none but at the end (default: 10m, where there is "
+            "a storage)",
+            parse_interval,
+            None,
+            "EVERY",
+        ),
         Flag("--keep-last", "newest snapshots that are kept", integer(1, KEEP_MAX), 3, "N"),
         Flag("--keep-every", "keep the first of every so many steps, too", integer(0, STEPS_MAX), 0, "STEPS"),
         Flag("--no-save-at-end", "take no snapshot when the run ends"),
@@ -446,7 +481,8 @@ def save_policy(given: Any, stored: bool) -> SavePolicy:
     """The policy of the parsed ``storage_flags``. ``stored``: whether there is a storage. Raises ConfigurationError."""
     if given.save_interval and any(given.save_interval) and not stored:
         raise ConfigurationError("--save-interval, and no storage to save in: pass --storage-path DIR or URL")
-    steps, every = given.save_interval or (0, 0.0)
+    default = (DEFAULT_POLICY.steps, DEFAULT_POLICY.seconds) if stored else (0, 0.0)
+    steps, every = default if given.save_interval is None else given.save_interval
     return SavePolicy(steps, every, given.keep_last, given.keep_every, not given.no_save_at_end)
 
 
@@ -463,11 +499,12 @@ def _scheduler_line() -> CommandLine:
             Flag("--min-workers", "workers to wait for", integer(1), 1, "N", variables=("DMLC_NUM_WORKER",)),
             Flag("--min-servers", "servers to wait for", integer(1), 1, "N", variables=("DMLC_NUM_SERVER",)),
             Flag("--replicas", "copies of each shard, each on another server", integer(1, REPLICAS_MAX), 1, "N"),
-            Flag("--failure-timeout", "silence after which a member is dead", seconds(0.05), 2.0, "SECONDS"),
+            *timeout_flags(),
             Flag("--join-grace", "wait for late workers when parameters are made", seconds(), 0.0, "SECONDS"),
             Flag("--store", "SQLite file that keeps the map over a restart", Path, None, "FILE"),
             Flag("--address-file", "file to write HOST:PORT into once listening", Path, None, "FILE"),
             *storage_flags("none"),
+            Flag("--storage-optional", "where the storage cannot be written, warn and take no snapshots"),
             *_shared_flags(),
         ),
     )

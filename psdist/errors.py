@@ -277,6 +277,20 @@ class WaitTimeoutError(PsdistError, TimeoutError):
     status = "DEADLINE_EXCEEDED"
 
 
+class MutualWaitError(PsdistError):
+    """This worker's script waits for others, which wait for it: none can go on."""
+
+    code = "mutual_wait"
+    status = "FAILED_PRECONDITION"
+
+
+class PushDroppedError(PsdistError):
+    """Pushes of this worker were dropped, because the others had gone on without it. It takes part again."""
+
+    code = "push_dropped"
+    status = "ABORTED"
+
+
 class ClosedError(PsdistError):
     """The client, or the peer, was closed."""
 

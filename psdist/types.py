@@ -151,16 +151,20 @@ def choose_slice_elements(total: int) -> int:
 
 @dataclass(frozen=True)
 class ParametersSpec:
-    """Settings of parameters that all workers must agree on. ``slice_elements`` 0 lets the scheduler choose."""
+    """Settings of parameters that all workers must agree on. ``slice_elements`` 0 lets the scheduler choose.
+    ``reset_optimizer``: where the run goes on from a snapshot, the optimizer's state begins anew."""
 
     name: str
     optimizer: Optimizer
     consistency: Consistency
     non_finite: NonFinite = "reject"
     slice_elements: int = 0
+    reset_optimizer: bool = False
 
     def __post_init__(self) -> None:
         check_name(self.name, "parameters name")
+        if not isinstance(self.reset_optimizer, bool):
+            raise InvalidArgumentError(f"reset_optimizer={self.reset_optimizer!r:.40} is neither True nor False")
         if self.non_finite not in ("reject", "skip"):
             raise InvalidArgumentError(f"non_finite={self.non_finite!r} is unknown: use 'reject' or 'skip'")
         if self.slice_elements != 0 and not 1 <= self.slice_elements <= SLICE_ELEMENTS_MAX:
@@ -171,7 +175,7 @@ class ParametersSpec:
 
     def difference(self, other: ParametersSpec) -> str:
         """One sentence about the first setting in which ``other`` differs; empty if none does."""
-        for name in ("optimizer", "consistency", "non_finite"):
+        for name in ("optimizer", "consistency", "non_finite", "reset_optimizer"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name} is {theirs!r}, not {mine!r}"
@@ -182,12 +186,26 @@ class ParametersSpec:
 
 @dataclass(frozen=True, slots=True)
 class ParametersMember:
-    """A worker that takes part in the training of parameters, from ``first_step`` on (BSP)."""
+    """A worker that takes part in the training of parameters.
+
+    first_step: BSP: the first step that it contributes to. SSP: its clock when its next push is ``first_push``.
+    origin: the incarnation in which its sequence of pushes began; 0 is its own. A worker that was expelled while it
+        lived may go on with the sequence in its next incarnation: then a push that it had begun is finished, and
+        servers know what they have of it.
+    first_push: SSP and ASP: the number of the first push of this incarnation.
+    """
 
     worker_id: str
     incarnation: int
     rank: int
     first_step: int = 0
+    origin: int = 0
+    first_push: int = 0
+
+    @property
+    def producer(self) -> tuple[str, int]:
+        """Names the worker's sequence of pushes in the servers' duplicate tables: its id and the sequence's origin."""
+        return self.worker_id, self.origin or self.incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +256,12 @@ class Restore:
     """A committed snapshot that values are loaded from.
 
     directory: its name below ``snapshots/`` in the run's storage. manifest_digest: xxh3_128 of its manifest.
+    weights_only: the optimizer's state is not loaded, but begins anew.
     """
 
     directory: str
     manifest_digest: bytes
+    weights_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -261,6 +281,15 @@ class ParametersEntry:
     restore: Restore | None = None
     #: Counts how often the parameters began anew from a snapshot in this run; servers drop what they hold of a lower.
     generation: int = 0
+    #: SSP and ASP: members that were lost and may come back. Servers keep what they know of their pushes.
+    departed: tuple[ParametersMember, ...] = ()
+    #: Version at which the optimizer's state began: 0, or where it was reset (SSP and ASP: the lowest of any slice).
+    state_since: int = 0
+
+    @property
+    def producers(self) -> frozenset[tuple[str, int]]:
+        """The sequences of pushes that may go on; see ``ParametersMember.producer``."""
+        return frozenset(member.producer for member in (*self.members, *self.departed))
 
     @property
     def primaries(self) -> tuple[str, ...]:

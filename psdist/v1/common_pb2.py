@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16psdist/v1/common.proto\x12\tpsdist.v1\"F\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x1f\n\x05\x64type\x18\x03 \x01(\x0e\x32\x10.psdist.v1.DType\",\n\x06Layout\x12\"\n\x07tensors\x18\x01 \x03(\x0b\x32\x11.psdist.v1.Tensor\"x\n\x08Schedule\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12/\n\x06values\x18\x02 \x03(\x0b\x32\x1f.psdist.v1.Schedule.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"{\n\x08Override\x12\x0f\n\x07pattern\x18\x01 \x01(\t\x12/\n\x06values\x18\x02 \x03(\x0b\x32\x1f.psdist.v1.Override.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xe0\x01\n\tOptimizer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x30\n\x06values\x18\x02 \x03(\x0b\x32 .psdist.v1.Optimizer.ValuesEntry\x12%\n\x08schedule\x18\x03 \x01(\x0b\x32\x13.psdist.v1.Schedule\x12\x15\n\rmax_grad_norm\x18\x04 \x01(\x01\x12&\n\toverrides\x18\x05 \x03(\x0b\x32\x13.psdist.v1.Override\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x87\x01\n\x0b\x43onsistency\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x16\n\x0e\x62\x61\x63kup_workers\x18\x02 \x01(\r\x12\x11\n\tstaleness\x18\x03 \x01(\r\x12,\n\x0cstaleness_lr\x18\x04 \x01(\x0e\x32\x16.psdist.v1.StalenessLr\x12\x11\n\tresize_lr\x18\x05 \x01(\t\"\xbc\x01\n\x0eParametersSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\'\n\toptimizer\x18\x02 \x01(\x0b\x32\x14.psdist.v1.Optimizer\x12+\n\x0b\x63onsistency\x18\x03 \x01(\x0b\x32\x16.psdist.v1.Consistency\x12.\n\nnon_finite\x18\x04 \x01(\x0e\x32\x1a.psdist.v1.NonFinitePolicy\x12\x16\n\x0eslice_elements\x18\x05 \x01(\x04\"\\\n\x10ParametersMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nfirst_step\x18\x04 \x01(\x04\"8\n\nGroupRange\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0c\n\x04stop\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\"1\n\x07Replica\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x92\x01\n\x05Shard\x12#\n\x07primary\x18\x01 \x01(\x0b\x32\x12.psdist.v1.Replica\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12#\n\x07\x62\x61\x63kups\x18\x03 \x03(\x0b\x32\x12.psdist.v1.Replica\x12#\n\x07\x66illing\x18\x04 \x03(\x0b\x32\x12.psdist.v1.Replica\x12\x0c\n\x04lost\x18\x05 \x01(\x08\"5\n\x07Restore\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\x0c\"\xba\x02\n\x0fParametersEntry\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.psdist.v1.ParametersSpec\x12\r\n\x05total\x18\x02 \x01(\x04\x12 \n\x06shards\x18\x03 \x03(\x0b\x32\x10.psdist.v1.Shard\x12,\n\x07members\x18\x04 \x03(\x0b\x32\x1b.psdist.v1.ParametersMember\x12%\n\x06ranges\x18\x05 \x03(\x0b\x32\x15.psdist.v1.GroupRange\x12\r\n\x05ready\x18\x06 \x01(\x08\x12\x15\n\rlayout_digest\x18\x07 \x01(\x0c\x12\x19\n\x11reference_workers\x18\x08 \x01(\r\x12#\n\x07restore\x18\t \x01(\x0b\x32\x12.psdist.v1.Restore\x12\x12\n\ngeneration\x18\n \x01(\r\"F\n\x0bServerEntry\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"C\n\x0bWorkerEntry\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\xbd\x01\n\nClusterMap\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\'\n\x07servers\x18\x03 \x03(\x0b\x32\x16.psdist.v1.ServerEntry\x12.\n\nparameters\x18\x04 \x03(\x0b\x32\x1a.psdist.v1.ParametersEntry\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.psdist.v1.WorkerEntry\x12\x0e\n\x06paused\x18\x06 \x01(\t\"\x92\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x34\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32#.psdist.v1.ErrorDetail.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*k\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT16\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x12\x11\n\rDTYPE_FLOAT64\x10\x04*-\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\r\n\tCODEC_RAW\x10\x01*n\n\x0fNonFinitePolicy\x12!\n\x1dNON_FINITE_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n\x18NON_FINITE_POLICY_REJECT\x10\x01\x12\x1a\n\x16NON_FINITE_POLICY_SKIP\x10\x02*\\\n\x0bStalenessLr\x12\x1c\n\x18STALENESS_LR_UNSPECIFIED\x10\x00\x12\x15\n\x11STALENESS_LR_NONE\x10\x01\x12\x18\n\x14STALENESS_LR_INVERSE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16psdist/v1/common.proto\x12\tpsdist.v1\"F\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x1f\n\x05\x64type\x18\x03 \x01(\x0e\x32\x10.psdist.v1.DType\",\n\x06Layout\x12\"\n\x07tensors\x18\x01 \x03(\x0b\x32\x11.psdist.v1.Tensor\"x\n\x08Schedule\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12/\n\x06values\x18\x02 \x03(\x0b\x32\x1f.psdist.v1.Schedule.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"{\n\x08Override\x12\x0f\n\x07pattern\x18\x01 \x01(\t\x12/\n\x06values\x18\x02 \x03(\x0b\x32\x1f.psdist.v1.Override.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xe0\x01\n\tOptimizer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x30\n\x06values\x18\x02 \x03(\x0b\x32 .psdist.v1.Optimizer.ValuesEntry\x12%\n\x08schedule\x18\x03 \x01(\x0b\x32\x13.psdist.v1.Schedule\x12\x15\n\rmax_grad_norm\x18\x04 \x01(\x01\x12&\n\toverrides\x18\x05 \x03(\x0b\x32\x13.psdist.v1.Override\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x87\x01\n\x0b\x43onsistency\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x16\n\x0e\x62\x61\x63kup_workers\x18\x02 \x01(\r\x12\x11\n\tstaleness\x18\x03 \x01(\r\x12,\n\x0cstaleness_lr\x18\x04 \x01(\x0e\x32\x16.psdist.v1.StalenessLr\x12\x11\n\tresize_lr\x18\x05 \x01(\t\"\xd5\x01\n\x0eParametersSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\'\n\toptimizer\x18\x02 \x01(\x0b\x32\x14.psdist.v1.Optimizer\x12+\n\x0b\x63onsistency\x18\x03 \x01(\x0b\x32\x16.psdist.v1.Consistency\x12.\n\nnon_finite\x18\x04 \x01(\x0e\x32\x1a.psdist.v1.NonFinitePolicy\x12\x16\n\x0eslice_elements\x18\x05 \x01(\x04\x12\x17\n\x0freset_optimizer\x18\x06 \x01(\x08\"\x80\x01\n\x10ParametersMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nfirst_step\x18\x04 \x01(\x04\x12\x0e\n\x06origin\x18\x05 \x01(\x04\x12\x12\n\nfirst_push\x18\x06 \x01(\x04\"8\n\nGroupRange\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0c\n\x04stop\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\"1\n\x07Replica\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x92\x01\n\x05Shard\x12#\n\x07primary\x18\x01 \x01(\x0b\x32\x12.psdist.v1.Replica\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12#\n\x07\x62\x61\x63kups\x18\x03 \x03(\x0b\x32\x12.psdist.v1.Replica\x12#\n\x07\x66illing\x18\x04 \x03(\x0b\x32\x12.psdist.v1.Replica\x12\x0c\n\x04lost\x18\x05 \x01(\x08\"K\n\x07Restore\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\x0c\x12\x14\n\x0cweights_only\x18\x03 \x01(\x08\"\xfe\x02\n\x0fParametersEntry\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.psdist.v1.ParametersSpec\x12\r\n\x05total\x18\x02 \x01(\x04\x12 \n\x06shards\x18\x03 \x03(\x0b\x32\x10.psdist.v1.Shard\x12,\n\x07members\x18\x04 \x03(\x0b\x32\x1b.psdist.v1.ParametersMember\x12%\n\x06ranges\x18\x05 \x03(\x0b\x32\x15.psdist.v1.GroupRange\x12\r\n\x05ready\x18\x06 \x01(\x08\x12\x15\n\rlayout_digest\x18\x07 \x01(\x0c\x12\x19\n\x11reference_workers\x18\x08 \x01(\r\x12#\n\x07restore\x18\t \x01(\x0b\x32\x12.psdist.v1.Restore\x12\x12\n\ngeneration\x18\n \x01(\r\x12-\n\x08\x64\x65parted\x18\x0b \x03(\x0b\x32\x1b.psdist.v1.ParametersMember\x12\x13\n\x0bstate_since\x18\x0c \x01(\x04\";\n\x11WorkerIncarnation\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"F\n\x0bServerEntry\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"C\n\x0bWorkerEntry\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\xbd\x01\n\nClusterMap\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\'\n\x07servers\x18\x03 \x03(\x0b\x32\x16.psdist.v1.ServerEntry\x12.\n\nparameters\x18\x04 \x03(\x0b\x32\x1a.psdist.v1.ParametersEntry\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.psdist.v1.WorkerEntry\x12\x0e\n\x06paused\x18\x06 \x01(\t\"\x92\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x34\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32#.psdist.v1.ErrorDetail.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*k\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT16\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x12\x11\n\rDTYPE_FLOAT64\x10\x04*-\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\r\n\tCODEC_RAW\x10\x01*n\n\x0fNonFinitePolicy\x12!\n\x1dNON_FINITE_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n\x18NON_FINITE_POLICY_REJECT\x10\x01\x12\x1a\n\x16NON_FINITE_POLICY_SKIP\x10\x02*\\\n\x0bStalenessLr\x12\x1c\n\x18STALENESS_LR_UNSPECIFIED\x10\x00\x12\x15\n\x11STALENESS_LR_NONE\x10\x01\x12\x18\n\x14STALENESS_LR_INVERSE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,14 +39,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPTIMIZER_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_ERRORDETAIL_DETAILSENTRY']._loaded_options = None
   _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_options = b'8\001'
-  _globals['_DTYPE']._serialized_start=2164
-  _globals['_DTYPE']._serialized_end=2271
-  _globals['_CODEC']._serialized_start=2273
-  _globals['_CODEC']._serialized_end=2318
-  _globals['_NONFINITEPOLICY']._serialized_start=2320
-  _globals['_NONFINITEPOLICY']._serialized_end=2430
-  _globals['_STALENESSLR']._serialized_start=2432
-  _globals['_STALENESSLR']._serialized_end=2524
+  _globals['_DTYPE']._serialized_start=2377
+  _globals['_DTYPE']._serialized_end=2484
+  _globals['_CODEC']._serialized_start=2486
+  _globals['_CODEC']._serialized_end=2531
+  _globals['_NONFINITEPOLICY']._serialized_start=2533
+  _globals['_NONFINITEPOLICY']._serialized_end=2643
+  _globals['_STALENESSLR']._serialized_start=2645
+  _globals['_STALENESSLR']._serialized_end=2737
   _globals['_TENSOR']._serialized_start=37
   _globals['_TENSOR']._serialized_end=107
   _globals['_LAYOUT']._serialized_start=109
@@ -66,27 +66,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONSISTENCY']._serialized_start=630
   _globals['_CONSISTENCY']._serialized_end=765
   _globals['_PARAMETERSSPEC']._serialized_start=768
-  _globals['_PARAMETERSSPEC']._serialized_end=956
-  _globals['_PARAMETERSMEMBER']._serialized_start=958
-  _globals['_PARAMETERSMEMBER']._serialized_end=1050
-  _globals['_GROUPRANGE']._serialized_start=1052
-  _globals['_GROUPRANGE']._serialized_end=1108
-  _globals['_REPLICA']._serialized_start=1110
-  _globals['_REPLICA']._serialized_end=1159
-  _globals['_SHARD']._serialized_start=1162
-  _globals['_SHARD']._serialized_end=1308
-  _globals['_RESTORE']._serialized_start=1310
-  _globals['_RESTORE']._serialized_end=1363
-  _globals['_PARAMETERSENTRY']._serialized_start=1366
-  _globals['_PARAMETERSENTRY']._serialized_end=1680
-  _globals['_SERVERENTRY']._serialized_start=1682
-  _globals['_SERVERENTRY']._serialized_end=1752
-  _globals['_WORKERENTRY']._serialized_start=1754
-  _globals['_WORKERENTRY']._serialized_end=1821
-  _globals['_CLUSTERMAP']._serialized_start=1824
-  _globals['_CLUSTERMAP']._serialized_end=2013
-  _globals['_ERRORDETAIL']._serialized_start=2016
-  _globals['_ERRORDETAIL']._serialized_end=2162
-  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_start=2116
-  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_end=2162
+  _globals['_PARAMETERSSPEC']._serialized_end=981
+  _globals['_PARAMETERSMEMBER']._serialized_start=984
+  _globals['_PARAMETERSMEMBER']._serialized_end=1112
+  _globals['_GROUPRANGE']._serialized_start=1114
+  _globals['_GROUPRANGE']._serialized_end=1170
+  _globals['_REPLICA']._serialized_start=1172
+  _globals['_REPLICA']._serialized_end=1221
+  _globals['_SHARD']._serialized_start=1224
+  _globals['_SHARD']._serialized_end=1370
+  _globals['_RESTORE']._serialized_start=1372
+  _globals['_RESTORE']._serialized_end=1447
+  _globals['_PARAMETERSENTRY']._serialized_start=1450
+  _globals['_PARAMETERSENTRY']._serialized_end=1832
+  _globals['_WORKERINCARNATION']._serialized_start=1834
+  _globals['_WORKERINCARNATION']._serialized_end=1893
+  _globals['_SERVERENTRY']._serialized_start=1895
+  _globals['_SERVERENTRY']._serialized_end=1965
+  _globals['_WORKERENTRY']._serialized_start=1967
+  _globals['_WORKERENTRY']._serialized_end=2034
+  _globals['_CLUSTERMAP']._serialized_start=2037
+  _globals['_CLUSTERMAP']._serialized_end=2226
+  _globals['_ERRORDETAIL']._serialized_start=2229
+  _globals['_ERRORDETAIL']._serialized_end=2375
+  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_start=2329
+  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_end=2375
 # @@protoc_insertion_point(module_scope)

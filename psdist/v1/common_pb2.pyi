@@ -127,30 +127,36 @@ class Consistency(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ..., staleness_lr: _Optional[_Union[StalenessLr, str]] = ..., resize_lr: _Optional[str] = ...) -> None: ...
 
 class ParametersSpec(_message.Message):
-    __slots__ = ("name", "optimizer", "consistency", "non_finite", "slice_elements")
+    __slots__ = ("name", "optimizer", "consistency", "non_finite", "slice_elements", "reset_optimizer")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     NON_FINITE_FIELD_NUMBER: _ClassVar[int]
     SLICE_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    RESET_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     name: str
     optimizer: Optimizer
     consistency: Consistency
     non_finite: NonFinitePolicy
     slice_elements: int
-    def __init__(self, name: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., slice_elements: _Optional[int] = ...) -> None: ...
+    reset_optimizer: bool
+    def __init__(self, name: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., slice_elements: _Optional[int] = ..., reset_optimizer: _Optional[bool] = ...) -> None: ...
 
 class ParametersMember(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "rank", "first_step")
+    __slots__ = ("worker_id", "incarnation", "rank", "first_step", "origin", "first_push")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PUSH_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     rank: int
     first_step: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., first_step: _Optional[int] = ...) -> None: ...
+    origin: int
+    first_push: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., first_step: _Optional[int] = ..., origin: _Optional[int] = ..., first_push: _Optional[int] = ...) -> None: ...
 
 class GroupRange(_message.Message):
     __slots__ = ("start", "stop", "group")
@@ -185,15 +191,17 @@ class Shard(_message.Message):
     def __init__(self, primary: _Optional[_Union[Replica, _Mapping]] = ..., term: _Optional[int] = ..., backups: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., filling: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., lost: _Optional[bool] = ...) -> None: ...
 
 class Restore(_message.Message):
-    __slots__ = ("directory", "manifest_digest")
+    __slots__ = ("directory", "manifest_digest", "weights_only")
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
     directory: str
     manifest_digest: bytes
-    def __init__(self, directory: _Optional[str] = ..., manifest_digest: _Optional[bytes] = ...) -> None: ...
+    weights_only: bool
+    def __init__(self, directory: _Optional[str] = ..., manifest_digest: _Optional[bytes] = ..., weights_only: _Optional[bool] = ...) -> None: ...
 
 class ParametersEntry(_message.Message):
-    __slots__ = ("spec", "total", "shards", "members", "ranges", "ready", "layout_digest", "reference_workers", "restore", "generation")
+    __slots__ = ("spec", "total", "shards", "members", "ranges", "ready", "layout_digest", "reference_workers", "restore", "generation", "departed", "state_since")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +212,8 @@ class ParametersEntry(_message.Message):
     REFERENCE_WORKERS_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    DEPARTED_FIELD_NUMBER: _ClassVar[int]
+    STATE_SINCE_FIELD_NUMBER: _ClassVar[int]
     spec: ParametersSpec
     total: int
     shards: _containers.RepeatedCompositeFieldContainer[Shard]
@@ -214,7 +224,17 @@ class ParametersEntry(_message.Message):
     reference_workers: int
     restore: Restore
     generation: int
-    def __init__(self, spec: _Optional[_Union[ParametersSpec, _Mapping]] = ..., total: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., members: _Optional[_Iterable[_Union[ParametersMember, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[GroupRange, _Mapping]]] = ..., ready: _Optional[bool] = ..., layout_digest: _Optional[bytes] = ..., reference_workers: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
+    departed: _containers.RepeatedCompositeFieldContainer[ParametersMember]
+    state_since: int
+    def __init__(self, spec: _Optional[_Union[ParametersSpec, _Mapping]] = ..., total: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., members: _Optional[_Iterable[_Union[ParametersMember, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[GroupRange, _Mapping]]] = ..., ready: _Optional[bool] = ..., layout_digest: _Optional[bytes] = ..., reference_workers: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., generation: _Optional[int] = ..., departed: _Optional[_Iterable[_Union[ParametersMember, _Mapping]]] = ..., state_since: _Optional[int] = ...) -> None: ...
+
+class WorkerIncarnation(_message.Message):
+    __slots__ = ("worker_id", "incarnation")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class ServerEntry(_message.Message):
     __slots__ = ("server_id", "incarnation", "address")

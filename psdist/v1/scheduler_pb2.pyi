@@ -43,7 +43,7 @@ class RegisterRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., psdist_version: _Optional[str] = ..., run_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., member_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("run_id", "member_id", "incarnation", "rank", "world_size", "lease_seconds", "map", "psdist_version", "storage")
+    __slots__ = ("run_id", "member_id", "incarnation", "rank", "world_size", "lease_seconds", "map", "psdist_version", "storage", "heartbeat_seconds")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class RegisterResponse(_message.Message):
     MAP_FIELD_NUMBER: _ClassVar[int]
     PSDIST_VERSION_FIELD_NUMBER: _ClassVar[int]
     STORAGE_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     member_id: str
     incarnation: int
@@ -62,7 +63,8 @@ class RegisterResponse(_message.Message):
     map: _common_pb2.ClusterMap
     psdist_version: str
     storage: str
-    def __init__(self, run_id: _Optional[str] = ..., member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., psdist_version: _Optional[str] = ..., storage: _Optional[str] = ...) -> None: ...
+    heartbeat_seconds: float
+    def __init__(self, run_id: _Optional[str] = ..., member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., psdist_version: _Optional[str] = ..., storage: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ...) -> None: ...
 
 class SnapshotCommand(_message.Message):
     __slots__ = ("attempt", "prepare", "mark", "cut", "end")
@@ -250,7 +252,7 @@ class SnapshotProgress(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., bytes_done: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_aside: _Optional[int] = ..., waiting_for: _Optional[str] = ..., loading: _Optional[bool] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot")
+    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot", "stop")
     class Hello(_message.Message):
         __slots__ = ("member_id", "incarnation")
         MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -259,18 +261,22 @@ class SessionRequest(_message.Message):
         incarnation: int
         def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
     class Heartbeat(_message.Message):
-        __slots__ = ("epoch", "statistics", "waiting_for", "connections", "snapshot")
+        __slots__ = ("epoch", "statistics", "waiting_for", "connections", "snapshot", "heard", "activity")
         EPOCH_FIELD_NUMBER: _ClassVar[int]
         STATISTICS_FIELD_NUMBER: _ClassVar[int]
         WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
         CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
         SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+        HEARD_FIELD_NUMBER: _ClassVar[int]
+        ACTIVITY_FIELD_NUMBER: _ClassVar[int]
         epoch: int
         statistics: _server_pb2.GetStatisticsResponse
         waiting_for: _containers.RepeatedScalarFieldContainer[str]
         connections: Connections
         snapshot: SnapshotProgress
-        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Union[Connections, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotProgress, _Mapping]] = ...) -> None: ...
+        heard: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerIncarnation]
+        activity: Activity
+        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Union[Connections, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotProgress, _Mapping]] = ..., heard: _Optional[_Iterable[_Union[_common_pb2.WorkerIncarnation, _Mapping]]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ...) -> None: ...
     class JoinAnswer(_message.Message):
         __slots__ = ("proposal_id", "accepted", "version_max")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -286,13 +292,88 @@ class SessionRequest(_message.Message):
     REPLICA_FILLED_FIELD_NUMBER: _ClassVar[int]
     REPLICA_UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     hello: SessionRequest.Hello
     heartbeat: SessionRequest.Heartbeat
     join_answer: SessionRequest.JoinAnswer
     replica_filled: ReplicaFilled
     replica_unreachable: ReplicaUnreachable
     snapshot: SnapshotReport
-    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ...) -> None: ...
+    stop: StopReport
+    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., stop: _Optional[_Union[StopReport, _Mapping]] = ...) -> None: ...
+
+class Activity(_message.Message):
+    __slots__ = ("sequence", "next", "partial", "step", "clock", "call")
+    class Step(_message.Message):
+        __slots__ = ("parameters", "step")
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        STEP_FIELD_NUMBER: _ClassVar[int]
+        parameters: str
+        step: int
+        def __init__(self, parameters: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+    class NextEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    next: _containers.ScalarMap[str, int]
+    partial: _containers.RepeatedScalarFieldContainer[str]
+    step: Activity.Step
+    clock: Activity.Step
+    call: bool
+    def __init__(self, sequence: _Optional[int] = ..., next: _Optional[_Mapping[str, int]] = ..., partial: _Optional[_Iterable[str]] = ..., step: _Optional[_Union[Activity.Step, _Mapping]] = ..., clock: _Optional[_Union[Activity.Step, _Mapping]] = ..., call: _Optional[bool] = ...) -> None: ...
+
+class StopReport(_message.Message):
+    __slots__ = ("number", "stopping", "holding", "next")
+    class NextEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STOPPING_FIELD_NUMBER: _ClassVar[int]
+    HOLDING_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    stopping: bool
+    holding: bool
+    next: _containers.ScalarMap[str, int]
+    def __init__(self, number: _Optional[int] = ..., stopping: _Optional[bool] = ..., holding: _Optional[bool] = ..., next: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class StopCommand(_message.Message):
+    __slots__ = ("number", "ask", "hold", "leave")
+    class Leave(_message.Message):
+        __slots__ = ("next",)
+        class NextEntry(_message.Message):
+            __slots__ = ("key", "value")
+            KEY_FIELD_NUMBER: _ClassVar[int]
+            VALUE_FIELD_NUMBER: _ClassVar[int]
+            key: str
+            value: int
+            def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+        NEXT_FIELD_NUMBER: _ClassVar[int]
+        next: _containers.ScalarMap[str, int]
+        def __init__(self, next: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    ask: bool
+    hold: bool
+    leave: StopCommand.Leave
+    def __init__(self, number: _Optional[int] = ..., ask: _Optional[bool] = ..., hold: _Optional[bool] = ..., leave: _Optional[_Union[StopCommand.Leave, _Mapping]] = ...) -> None: ...
 
 class ReplicaFilled(_message.Message):
     __slots__ = ("parameters", "shard", "term", "replica")
@@ -321,7 +402,7 @@ class ReplicaUnreachable(_message.Message):
     def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back")
+    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait")
     class JoinProposal(_message.Message):
         __slots__ = ("proposal_id", "parameters", "member")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +467,8 @@ class SessionResponse(_message.Message):
     SHARDS_LOST_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    MUTUAL_WAIT_FIELD_NUMBER: _ClassVar[int]
     map: _common_pb2.ClusterMap
     join_proposal: SessionResponse.JoinProposal
     join_withdrawn: SessionResponse.JoinWithdrawn
@@ -393,7 +476,17 @@ class SessionResponse(_message.Message):
     shards_lost: SessionResponse.ShardsLost
     snapshot: SnapshotCommand
     rolled_back: SessionResponse.RolledBack
-    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ...) -> None: ...
+    stop: StopCommand
+    mutual_wait: MutualWait
+    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ...) -> None: ...
+
+class MutualWait(_message.Message):
+    __slots__ = ("sequence", "error")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    error: _common_pb2.ErrorDetail
+    def __init__(self, sequence: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("member_id", "incarnation", "reason")
@@ -410,21 +503,35 @@ class LeaveResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class CreateParametersRequest(_message.Message):
-    __slots__ = ("run_id", "worker_id", "incarnation", "spec", "layout")
+    __slots__ = ("run_id", "worker_id", "incarnation", "spec", "layout", "resume", "activity")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    ACTIVITY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     worker_id: str
     incarnation: int
     spec: _common_pb2.ParametersSpec
     layout: _common_pb2.Layout
-    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., spec: _Optional[_Union[_common_pb2.ParametersSpec, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ...) -> None: ...
+    resume: ResumePush
+    activity: Activity
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., spec: _Optional[_Union[_common_pb2.ParametersSpec, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., resume: _Optional[_Union[ResumePush, _Mapping]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ...) -> None: ...
+
+class ResumePush(_message.Message):
+    __slots__ = ("origin", "number", "generation")
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    origin: int
+    number: int
+    generation: int
+    def __init__(self, origin: _Optional[int] = ..., number: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class CreateParametersResponse(_message.Message):
-    __slots__ = ("state", "waiting_for", "map", "first_step")
+    __slots__ = ("state", "waiting_for", "map", "first_step", "resumed", "notice")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[CreateParametersResponse.State]
@@ -439,11 +546,15 @@ class CreateParametersResponse(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     MAP_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
     state: CreateParametersResponse.State
     waiting_for: str
     map: _common_pb2.ClusterMap
     first_step: int
-    def __init__(self, state: _Optional[_Union[CreateParametersResponse.State, str]] = ..., waiting_for: _Optional[str] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., first_step: _Optional[int] = ...) -> None: ...
+    resumed: bool
+    notice: str
+    def __init__(self, state: _Optional[_Union[CreateParametersResponse.State, str]] = ..., waiting_for: _Optional[str] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., first_step: _Optional[int] = ..., resumed: _Optional[bool] = ..., notice: _Optional[str] = ...) -> None: ...
 
 class CommitParametersRequest(_message.Message):
     __slots__ = ("run_id", "worker_id", "incarnation", "parameters", "epoch")
@@ -502,24 +613,36 @@ class GetClusterMapResponse(_message.Message):
     def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ...) -> None: ...
 
 class BarrierRequest(_message.Message):
-    __slots__ = ("run_id", "worker_id", "incarnation", "name")
+    __slots__ = ("run_id", "worker_id", "incarnation", "name", "passed", "origin", "withdraw", "activity", "attempt")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    PASSED_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAW_FIELD_NUMBER: _ClassVar[int]
+    ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     worker_id: str
     incarnation: int
     name: str
-    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+    passed: int
+    origin: int
+    withdraw: bool
+    activity: Activity
+    attempt: int
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., passed: _Optional[int] = ..., origin: _Optional[int] = ..., withdraw: _Optional[bool] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class BarrierResponse(_message.Message):
-    __slots__ = ("waiting_for", "released")
+    __slots__ = ("waiting_for", "released", "withdrawn")
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
     released: bool
-    def __init__(self, waiting_for: _Optional[str] = ..., released: _Optional[bool] = ...) -> None: ...
+    withdrawn: bool
+    def __init__(self, waiting_for: _Optional[str] = ..., released: _Optional[bool] = ..., withdrawn: _Optional[bool] = ...) -> None: ...
 
 class RendezvousRequest(_message.Message):
     __slots__ = ("run_id", "agent_id", "processes", "nodes_min", "nodes_max", "host")

@@ -142,6 +142,7 @@ def spec_to_proto(spec: ParametersSpec) -> pb.ParametersSpec:
         consistency=consistency_to_proto(spec.consistency),
         non_finite=_NON_FINITE[spec.non_finite],
         slice_elements=spec.slice_elements,
+        reset_optimizer=spec.reset_optimizer,
     )
 
 
@@ -155,19 +156,32 @@ def spec_from_proto(message: pb.ParametersSpec) -> ParametersSpec:
         consistency=consistency_from_proto(message.consistency),
         non_finite=non_finite,
         slice_elements=message.slice_elements,
+        reset_optimizer=message.reset_optimizer,
     )
 
 
 def member_to_proto(member: ParametersMember) -> pb.ParametersMember:
     """A member as a message."""
     return pb.ParametersMember(
-        worker_id=member.worker_id, incarnation=member.incarnation, rank=member.rank, first_step=member.first_step
+        worker_id=member.worker_id,
+        incarnation=member.incarnation,
+        rank=member.rank,
+        first_step=member.first_step,
+        origin=member.origin,
+        first_push=member.first_push,
     )
 
 
 def member_from_proto(message: pb.ParametersMember) -> ParametersMember:
     """A member."""
-    return ParametersMember(message.worker_id, message.incarnation, message.rank, message.first_step)
+    return ParametersMember(
+        worker_id=message.worker_id,
+        incarnation=message.incarnation,
+        rank=message.rank,
+        first_step=message.first_step,
+        origin=message.origin,
+        first_push=message.first_push,
+    )
 
 
 def replica_to_proto(replica: Replica) -> pb.Replica:
@@ -215,6 +229,8 @@ def entry_to_proto(entry: ParametersEntry) -> pb.ParametersEntry:
         reference_workers=entry.reference_workers,
         restore=restore_to_proto(entry.restore),
         generation=entry.generation,
+        departed=[member_to_proto(member) for member in entry.departed],
+        state_since=entry.state_since,
     )
 
 
@@ -222,12 +238,14 @@ def restore_to_proto(restore: Restore | None) -> pb.Restore | None:
     """Where values are loaded from, as a message."""
     if restore is None:
         return None
-    return pb.Restore(directory=restore.directory, manifest_digest=restore.manifest_digest)
+    return pb.Restore(
+        directory=restore.directory, manifest_digest=restore.manifest_digest, weights_only=restore.weights_only
+    )
 
 
 def restore_from_proto(message: pb.Restore) -> Restore:
     """Where values are loaded from. Raises InvalidNameError for a directory that is no plain name."""
-    return Restore(check_directory(message.directory), message.manifest_digest)
+    return Restore(check_directory(message.directory), message.manifest_digest, message.weights_only)
 
 
 def entry_from_proto(message: pb.ParametersEntry) -> ParametersEntry:
@@ -243,6 +261,8 @@ def entry_from_proto(message: pb.ParametersEntry) -> ParametersEntry:
         reference_workers=message.reference_workers,
         restore=restore_from_proto(message.restore) if message.HasField("restore") else None,
         generation=message.generation,
+        departed=tuple(member_from_proto(member) for member in message.departed),
+        state_since=message.state_since,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 #: Registration refuses another number. Raised when an older peer could misread a message.
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 #: Largest message on the data path: a slice of 1 MiB and its header, with room for slices in float64 one day.
 DATA_MESSAGE_BYTES: Final = 4 << 20
@@ -45,6 +45,12 @@ SERVER_WINDOW_BYTES: Final = 512 << 10
 CLIENT_WINDOW_BYTES: Final = 4 << 20
 #: Largest HTTP/2 frame that is asked for, within the window.
 FRAME_BYTES: Final = 1 << 20
+
+#: Workers that were lost, by parameters, whose pushes servers still know, so that they may go on with them.
+DEPARTED_MAX: Final = 256
+
+#: How often a worker may have passed a barrier, by its own word: a store can hold no number of 64 bits.
+BARRIERS_PASSED_MAX: Final = 1 << 62
 
 #: A wait that lasts longer says for whom it waits.
 REPORT_WAIT_SECONDS: Final = 10.0

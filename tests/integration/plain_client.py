@@ -17,12 +17,12 @@ INITIAL = [0.5, -1.0, 2.0, 3.5, 4.0]
 
 
 def register(scheduler):
-    request = scheduler_pb2.RegisterRequest(protocol_version=2, role=scheduler_pb2.ROLE_WORKER)
+    request = scheduler_pb2.RegisterRequest(protocol_version=3, role=scheduler_pb2.ROLE_WORKER)
     return scheduler.Register(request, metadata=METADATA)
 
 
 def open_session(scheduler, me):
-    """Hello, then a heartbeat four times per lease; the answers are the cluster maps."""
+    """Hello, then heartbeats; the answers are the cluster maps."""
     outgoing = queue.Queue()
     hello = scheduler_pb2.SessionRequest.Hello(member_id=me.member_id, incarnation=me.incarnation)
     outgoing.put(scheduler_pb2.SessionRequest(hello=hello))
@@ -30,7 +30,7 @@ def open_session(scheduler, me):
     def requests():
         while True:
             try:
-                request = outgoing.get(timeout=me.lease_seconds / 4)
+                request = outgoing.get(timeout=me.heartbeat_seconds)
             except queue.Empty:
                 request = scheduler_pb2.SessionRequest(heartbeat=scheduler_pb2.SessionRequest.Heartbeat())
             if request is None:

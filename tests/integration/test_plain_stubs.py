@@ -16,7 +16,7 @@ def generate_stubs(target: Path) -> None:
     protos = sorted(str(path.relative_to(ROOT / "proto")) for path in (ROOT / "proto").rglob("*.proto"))
     out = [f"--python_out={target}", f"--grpc_python_out={target}"]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-Iproto", *out, *protos]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
     for package in (target / "psdist", target / "psdist" / "v1"):
         (package / "__init__.py").touch()
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 import pytest_asyncio
-from scheduler_driver import Driver
+from scheduler_driver import Driver, caller
 
 from psdist import errors
 from psdist.v1 import common_pb2
+from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels, convert, limits, status
+from psdist_scheduler import cluster, membership, messages, registry
 from psdist_scheduler import events as ev
-from psdist_scheduler import membership, registry
+from psdist_scheduler.barriers import NAMES_KEPT
 from psdist_scheduler.events import EnterRendezvous
+from psdist_scheduler.records import BarrierRecord
+from psdist_scheduler.store import SqliteStore
 
 loop = pytest.mark.asyncio(loop_scope="session")
 ECHO = "/test.Test/Echo"
@@ -95,6 +100,119 @@ def test_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     # Waiting for what does not exist is remembered as well.
     call = driver.ask(ev.Describe, worker, "three")
     assert isinstance(driver.state(call), errors.LimitExceededError)
+
+
+# --- what workers say of themselves -----------------------------------------------------------------------------------
+
+NEXT = {str(number): number for number in range(limits.PARAMETERS_MAX)}
+TOO_MANY = NEXT | {"more": 0}
+
+
+def reports(numbers: dict[str, int]) -> list[Any]:
+    """What is made of each message in which a worker says how far it is."""
+    told = pb.Activity(sequence=1, next=numbers, call=True)
+    return [
+        lambda: messages.heartbeat_event(1, pb.SessionRequest.Heartbeat(activity=told)),
+        lambda: messages.barrier_event(1, pb.BarrierRequest(name="b", activity=told)),
+        lambda: messages.activity(pb.CreateParametersRequest(activity=told)),
+        lambda: messages.stop_reported(1, pb.StopReport(number=1, holding=True, next=numbers)),
+    ]
+
+
+def test_next_pushes() -> None:
+    for allowed, refused in zip(reports(NEXT), reports(TOO_MANY), strict=True):
+        assert str(limits.PARAMETERS_MAX - 1) in repr(allowed())
+        with pytest.raises(errors.LimitExceededError, match=f"{limits.PARAMETERS_MAX + 1} parameters .* limit of"):
+            refused()
+    # Where it does not hold, nobody reads it.
+    assert messages.stop_reported(1, pb.StopReport(stopping=True, next=TOO_MANY)).next is None
+
+
+def test_workers_that_a_server_hears() -> None:
+    """What a server says beyond the limit is left out: the others are alive all the same."""
+    heard = [
+        common_pb2.WorkerIncarnation(worker_id=f"w{number}", incarnation=1) for number in range(limits.MEMBERS_MAX + 1)
+    ]
+    event = messages.heartbeat_event(1, pb.SessionRequest.Heartbeat(heard=heard))
+    assert event.heard == tuple((one.worker_id, one.incarnation) for one in heard[:-1])
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 257, "a\x00b", "b\n"])
+def test_barrier_names(name: str) -> None:
+    driver = Driver(workers_min=2)
+    worker, _ = driver.join()
+    before, call = driver.stored, driver.number()
+    driver.on(ev.EnterBarrier(call, caller(worker), name, 1, 0))
+    assert isinstance(driver.state(call), errors.InvalidNameError)
+    assert driver.stored == before and not list(driver.cluster._barriers.arrivals)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"origin": 2},
+        {"origin": (1 << 64) - 1},
+        {"origin": 1, "passed": limits.BARRIERS_PASSED_MAX},
+        {"origin": 1, "passed": (1 << 64) - 1, "withdraw": True},
+    ],
+)
+def test_numbers_of_arrivals(numbers: dict[str, Any], tmp_path: Path) -> None:
+    """What the store could not hold would end the scheduler."""
+    driver = Driver()
+    worker, _ = driver.join()
+    before, call = driver.stored, driver.number()
+    driver.on(ev.EnterBarrier(call, caller(worker), "b", **numbers))
+    assert isinstance(driver.state(call), errors.InvalidArgumentError)
+    assert driver.stored == before and not list(driver.cluster._barriers.arrivals)
+    last = driver.number()
+    driver.on(ev.EnterBarrier(last, caller(worker), "b", 1, limits.BARRIERS_PASSED_MAX - 1))
+    assert driver.state(last) == ev.Done()
+    store = SqliteStore(tmp_path / "s", "run")
+    store.write(ev.Persist(1, barriers=driver.stored.barriers))
+    loaded = store.load()
+    assert loaded is not None and loaded.barriers == driver.stored.barriers != ()
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "activity",
+    [
+        pb.Activity(next={"n" * 257: 1}),
+        pb.Activity(next={"p": 1}, step=pb.Activity.Step(parameters="n" * 257)),
+        pb.Activity(next={"p": 1}, clock=pb.Activity.Step(parameters="a b")),
+        pb.Activity(next={"p": 1}, partial=["q"]),
+        pb.Activity(next={"p": 1}, partial=["p", "p"]),
+    ],
+)
+def test_names_in_activities(activity: pb.Activity) -> None:
+    """They are kept as long as the worker lives."""
+    with pytest.raises((errors.InvalidNameError, errors.InvalidArgumentError)):
+        messages.heartbeat_event(1, pb.SessionRequest.Heartbeat(activity=activity))
+    with pytest.raises((errors.InvalidNameError, errors.InvalidArgumentError)):
+        messages.barrier_event(1, pb.BarrierRequest(name="b", activity=activity))
+
+
+def test_barriers_that_are_kept(tmp_path: Path) -> None:
+    """A script may give each step's barrier a name of its own."""
+    store = SqliteStore(tmp_path / "s", "run")
+    for number in range(2 * NAMES_KEPT):
+        records = [BarrierRecord(worker, f"b{number}", 1, 1) for worker in ("worker-0", "worker-1")]
+        store.write(ev.Persist(number + 1, barriers=tuple(records)))
+    loaded = store.load()
+    assert loaded is not None
+    for worker in ("worker-0", "worker-1"):
+        names = [record.name for record in loaded.barriers if record.worker_id == worker]
+        assert names == [f"b{number}" for number in range(NAMES_KEPT, 2 * NAMES_KEPT)]
+    store.close()
+
+
+def test_calls_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "WAITS_PER_MEMBER_MAX", 2)
+    driver = Driver(workers_min=2)
+    worker, _ = driver.join()
+    calls = [driver.ask(ev.EnterBarrier, worker, f"b{number}") for number in range(3)]
+    assert isinstance(driver.state(calls[2]), errors.LimitExceededError)
+    assert [name for name, _ in driver.cluster._barriers.arrivals] == ["b0", "b1"]
 
 
 # --- what the transport takes -----------------------------------------------------------------------------------------
@@ -177,7 +295,7 @@ async def test_connections(transport: Any) -> None:
     opened = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
     for reader, _ in opened:
         assert await reader.read(1), "the server begins with its settings"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(host, int(port))
         assert await reader.read() == b"", "one connection more is closed at once"
     for _, each in (*opened, (None, writer)):
