@@ -21,8 +21,10 @@ from benchmarks.contenders import ROOT, ContenderError, run_all
 from benchmarks.turns import Settings
 from psdist.bench import CONSISTENCIES
 from psdist.types import ParametersMember, Slicing, choose_slice_elements
-from psdist_server import shard
+from psdist_server.async_shard import AsyncShard
+from psdist_server.bsp_shard import BspShard
 from psdist_server.events import Apply, Effect, SliceApplied, SlicePushed
+from psdist_server.shards import make_shard
 
 _UNCHECKED = ROOT / "benchmarks" / "unchecked"
 _REPEATS = 30
@@ -42,7 +44,7 @@ def machine_seconds(settings: Settings) -> float:
     slicing = Slicing(settings.params, choose_slice_elements(settings.params))
     mine = range(0, slicing.count, settings.servers)
     members = _workers(settings.workers)
-    one = shard.make_shard(mine, members, CONSISTENCIES[settings.consistency], clipping=False)
+    one = make_shard(mine, members, CONSISTENCIES[settings.consistency], clipping=False)
     times = []
     for step in range(_REPEATS):
         first = step * settings.workers * slicing.count
@@ -68,7 +70,7 @@ def machine_share(settings: Settings, step_seconds: float) -> dict[str, float]:
     """What the checks cost of a step, on each server."""
     from benchmarks.unchecked import sitecustomize
 
-    machines = (shard.BspShard, shard.AsyncShard)
+    machines = (BspShard, AsyncShard)
     kept = [(one._refusal, one._pushed) for one in machines]
     times: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(_TURNS):

@@ -9,19 +9,21 @@ import sys
 from typing import Any
 
 
-def _bsp_pushed(self: Any, state: Any, event: Any) -> Any:
-    from psdist_server import shard
+def _bsp_pushed(self: Any, state: Any, event: Any, producer: Any) -> Any:
+    from psdist_server import bsp_shard
 
     waiters = state.next_waiters if state.busy else state.waiters
     rank = self.members[event.worker_id].rank
-    state.open[(event.worker_id, event.incarnation)] = shard._Contribution(event.token, rank, event.abstain)
+    state.open[producer] = bsp_shard._Contribution(event.token, rank, event.abstain)
     waiters[event.token] = (False, False)
     return self._try_apply(state)
 
 
-def _async_pushed(self: Any, state: Any, event: Any) -> Any:
-    self.producers[event.worker_id].taken.add(state.index)  # its size is the clock's measure, checked or not
-    state.queue.append(event)
+def _async_pushed(self: Any, state: Any, event: Any, producer: Any) -> Any:
+    from psdist_server import async_shard
+
+    self.producers[producer].taken.add(state.index)  # its size is the clock's measure, checked or not
+    state.queue.append(async_shard._Push(event, producer))
     return self._try_apply(state)
 
 
@@ -31,9 +33,10 @@ def _no_refusal(self: Any, event: Any) -> None:
 
 def install() -> None:
     """Replaces the checks of this process's shard machines."""
-    from psdist_server import shard
+    from psdist_server.async_shard import AsyncShard
+    from psdist_server.bsp_shard import BspShard
 
-    for machine, pushed in ((shard.BspShard, _bsp_pushed), (shard.AsyncShard, _async_pushed)):
+    for machine, pushed in ((BspShard, _bsp_pushed), (AsyncShard, _async_pushed)):
         machine._refusal, machine._pushed = _no_refusal, pushed  # type: ignore[method-assign]
 
 

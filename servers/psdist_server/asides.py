@@ -25,7 +25,7 @@ import numpy as np
 from psdist_server.applier import Applier, Aside
 from psdist_server.dense import Array
 from psdist_server.memory import AnonymousMemory
-from psdist_server.records import Life, SliceRecord
+from psdist_server.records import Producer, SliceRecord
 from psdist_server.snapshots import Cut
 
 #: Copies that writers have under way beside those that updates ask for.
@@ -159,7 +159,7 @@ class HoldingCut:
             self.fail(str(error))
         return ripe
 
-    def agree(self, following: Mapping[Life, int]) -> None:
+    def agree(self, following: Mapping[Producer, int]) -> None:
         """SSP and ASP: the first push of each life that is not in the snapshot; ``look`` at all slices then."""
         self.machine.following = following
 

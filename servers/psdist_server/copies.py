@@ -24,7 +24,7 @@ from psdist.wire.frames import Frame
 from psdist_server.applier import Applier
 from psdist_server.dense import Array, DenseParameters, Gradient, Update, gradient_of
 from psdist_server.norms import NormBoard
-from psdist_server.records import Life, ReplicaUpdate, SliceRecord
+from psdist_server.records import Producer, ReplicaUpdate, SliceRecord
 from psdist_server.replication import BackupReplication, stale_term
 from psdist_server.statistics import Counters
 
@@ -84,10 +84,11 @@ class Copies:
         for index in indices:
             self._queues.pop(index, None)
 
-    def forget(self, lives: Collection[Life]) -> None:
-        """These lives of workers are over."""
+    def retain(self, producers: Collection[Producer]) -> None:
+        """Only these are left. What a primary with an older map still sends of others goes at the next
+        change: no primary has a newer map, as its streams wait for that (``Host.admit_primary``)."""
         for machine in self.machines.values():
-            machine.forget(lives)
+            machine.retain(producers)
 
     # --- messages -----------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,11 @@ from typing import Final
 
 from psdist_server.applier import Applier
 from psdist_server.asides import WRITER_COPIES, Asides, HoldingCut
+from psdist_server.async_shard import AsyncShard
+from psdist_server.bsp_shard import BspShard
 from psdist_server.events import CutArmed, CutEnded, Effect, SliceCut, StepsEnded
-from psdist_server.records import Life, SliceRecord
+from psdist_server.records import Producer, SliceRecord
 from psdist_server.roles import RoleChanges
-from psdist_server.shard import AsyncShard, BspShard
 from psdist_server.snapshots import Cut
 
 #: Memory of copies is kept so long for the next snapshot.
@@ -68,7 +69,7 @@ class Cuts:
         self._look(cut)
         return cut
 
-    def agree(self, cut: HoldingCut, following: Mapping[Life, int]) -> None:
+    def agree(self, cut: HoldingCut, following: Mapping[Producer, int]) -> None:
         """SSP and ASP: the first push of each life that is not in the snapshot."""
         cut.agree(following)
         self._look(cut)

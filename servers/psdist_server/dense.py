@@ -82,7 +82,7 @@ class DenseParameters:
         self._runs: dict[int, Runs] = {}
         self._segments: dict[int, tuple[_Segment, ...]] = {}
         self._max_grad_norm = entry.spec.optimizer.max_grad_norm
-        self.rule = Rule(entry.spec.optimizer)
+        self.rule = Rule(entry.spec.optimizer, entry.state_since)
         self.arena, self.arena_error = _make_arena(self.slicing)
         self._plain: AnonymousMemory | None = None
         self._states = tuple(AnonymousMemory(self.slicing.total) for _ in self.rule.state_names)
@@ -189,12 +189,13 @@ class DenseParameters:
 
     # --- content ------------------------------------------------------------------------------------------------------
 
-    def install(self, index: int, values: Gradient) -> None:
-        """Sets the initial weights of a slice, and the optimizer state that goes with them."""
+    def install(self, index: int, values: Gradient, version: int = 0) -> None:
+        """Sets the weights of a slice, which are those of ``version``, and the state that an optimizer begins with at
+        them."""
         weights, *states = self.export(index)
-        self._sequence[index] = 1
+        self._sequence[index] = 2 * version + 1
         weights[...] = values
-        self._sequence[index] = 0
+        self._sequence[index] = 2 * version
         self.rule.initialize(weights, states, self._runs[index])
         self.installed.add(index)
 

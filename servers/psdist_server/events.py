@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from psdist.errors import PsdistError
 from psdist.types import ParametersMember
-from psdist_server.records import Life
+from psdist_server.records import Producer
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
@@ -80,14 +80,16 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class MembersChanged:
-    """A new cluster map: these are the members from now on. A proposal that became a member is no proposal any more."""
+    """A new cluster map: these are the members from now on, and those that were lost and may go on with their pushes. A
+    proposal that became a member is no proposal any more."""
 
     members: tuple[ParametersMember, ...]
+    departed: tuple[ParametersMember, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class JoinProposed:
-    """``member`` may join at its first step; the caller checked ``ShardMachine.step_next`` of all shards."""
+    """``member`` may join at its first step; the caller checked ``ShardMachine.admits`` of all shards."""
 
     member: ParametersMember
 
@@ -161,7 +163,7 @@ class Apply:
     step: int
     parts: tuple[int, ...]
     lr_scale: float = 1.0
-    contributors: tuple[Life, ...] = ()
+    contributors: tuple[Producer, ...] = ()
     sequence: int | None = None
 
 

@@ -29,8 +29,8 @@ def bsp_apply(
 ) -> str:
     """May ``step`` be applied? ``members`` are all there are; those whose first step is later are not asked for.
 
-    contributed: (worker id, incarnation) of the contributions that are there, of members or not: what a worker had
-        contributed before it left counts.
+    contributed: producers of the contributions that are there, of members or not: what a worker had contributed before
+        it left counts.
     final_step: the step that a snapshot wants where nobody is left who could push a lower one; else 0.
     """
     asked = [member for member in members if member.first_step <= step]
@@ -66,7 +66,7 @@ def _is_empty(step: int, members: Collection[ParametersMember], final_step: int)
 
 
 def _missing(asked: Collection[ParametersMember], contributed: Collection[tuple[str, int]]) -> list[ParametersMember]:
-    return [member for member in asked if (member.worker_id, member.incarnation) not in contributed]
+    return [member for member in asked if member.producer not in contributed]
 
 
 def ssp_read(

@@ -32,6 +32,8 @@ from psdist.v1 import server_pb2
 from psdist.wire import frames
 from psdist_server import roles
 from psdist_server.applier import Applier, Outcome, Part
+from psdist_server.async_shard import AsyncShard
+from psdist_server.bsp_shard import BspShard
 from psdist_server.calls import Answer, Call, fenced
 from psdist_server.contributions import Contributions
 from psdist_server.copies import Copies
@@ -62,7 +64,7 @@ from psdist_server.records import SliceRecord
 from psdist_server.replica_stream import not_primary
 from psdist_server.replication import BackupReplication
 from psdist_server.replicator import Network, Replicator
-from psdist_server.shard import AsyncShard, BspShard, make_shard
+from psdist_server.shards import make_shard
 from psdist_server.statistics import Counters
 
 _log = structlog.get_logger("psdist.server")
@@ -170,9 +172,12 @@ class Holding:
         self._installed(index)
 
     def load(self, index: int, arrays: Sequence[Array], version: int) -> None:
-        """Sets a slice of a shard that is served here to what a snapshot has of it: weights and state."""
-        for number, array in enumerate(arrays):
-            self.dense.install_state(index, number, array, version)
+        """Sets a slice served here from a snapshot: float32[n] each, weights first; these alone if the map says so."""
+        if self.entry.restore is not None and self.entry.restore.weights_only:
+            self.dense.install(index, arrays[0], version)
+        else:
+            for number, array in enumerate(arrays):
+                self.dense.install_state(index, number, array, version)
         self._shard(index).slices[index].version = version
         self._installed(index)
 
@@ -307,10 +312,9 @@ class Holding:
         for number in changes.discarded:
             self.copies.discard(copies[number].slices)
         self._recount(bool(changes.demoted))
-        if entry.members != before.members:
-            self._dispatch_all(MembersChanged(entry.members))
-            lives = {(member.worker_id, member.incarnation) for member in entry.members}
-            self.copies.forget({(m.worker_id, m.incarnation) for m in before.members} - lives)
+        if (entry.members, entry.departed) != (before.members, before.departed):
+            self._dispatch_all(MembersChanged(entry.members, entry.departed))
+            self.copies.retain(entry.producers)
         for number in changes.ended:
             await self._applier.settled(number)
         self._release([*changes.demoted, *changes.discarded])
@@ -324,7 +328,8 @@ class Holding:
         self._fenced.clear()
         self.replicator.follow(entry)
         if changes.promoted:
-            self._dispatch_all(MembersChanged(entry.members))  # All whom a step waited for may have left just now.
+            # All whom a step waited for may have left just now.
+            self._dispatch_all(MembersChanged(entry.members, entry.departed))
         self._recount(bool(changes.promoted or changes.created))
         self.norms.wake()
 
@@ -388,15 +393,16 @@ class Holding:
             _log.info("promoted", parameters=spec.name, shard=number, term=shard.term, lsn=copy.lsn, epoch=self.epoch)
         clipping = self._clipping and not self.is_asynchronous
         self.shards[number] = make_shard(
-            indices, self.entry.members, spec.consistency, clipping, self.entry.reference_workers, records
-        )
+            indices, self.entry.members, spec.consistency, clipping, self.entry.reference_workers, records,
+            self.entry.departed,
+        )  # fmt: skip
         self.replicator.add(number, shard.term, indices, base)
         if self.entry.restore is not None and not self.entry.ready:
             self.unloaded.add(number)
 
     def propose(self, member: ParametersMember) -> bool:
         """May ``member`` join at its first step? Then its contributions are waited for from now on."""
-        if any(shard.step_next > member.first_step for shard in self.shards.values()):
+        if not all(shard.admits(member) for shard in self.shards.values()):
             return False
         self._dispatch_all(JoinProposed(member))
         return True

@@ -88,6 +88,8 @@ class Host:
         self._newest = self.map
         #: Incarnation of each live worker.
         self._live: dict[str, int] = {}
+        #: Workers that have sent something since somebody asked last.
+        self._heard: dict[tuple[str, int], None] = {}
         self._map_changed = asyncio.Condition()
         self._peers: dict[str, grpc.aio.Channel] = {}
         self._numbers = itertools.count()
@@ -156,6 +158,16 @@ class Host:
         """Raises FencedError for a worker, or a life of one, that the map does not have (any more)."""
         if self._live.get(identity.worker_id) != identity.incarnation:
             raise fenced(identity)
+        self.heard(identity)
+
+    def heard(self, identity: Identity) -> None:
+        """A worker that was admitted has sent something."""
+        self._heard[identity.worker_id, identity.incarnation] = None
+
+    def take_heard(self) -> list[tuple[str, int]]:
+        """Workers, by id and incarnation, that have sent something since the last call."""
+        heard, self._heard = list(self._heard), {}
+        return heard
 
     async def admit_server(self, run_id: str, epoch: int, parameters: str) -> Holding:
         """The holding that another server asks about."""

@@ -27,8 +27,8 @@ from psdist.errors import (
     WrongRunError,
 )
 from psdist.types import ClusterMap
+from psdist.v1 import common_pb2, scheduler_pb2_grpc
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import auth, channels, convert, limits, status
 from psdist_server.host import Host
 from psdist_server.loader import Loaded, LoadReport
@@ -38,7 +38,6 @@ _log = structlog.get_logger("psdist.server")
 
 _RETRY_MIN_SECONDS: Final = 0.05
 _RETRY_MAX_SECONDS: Final = 1.0
-_HEARTBEATS_PER_LEASE: Final = 4
 _LEAVE_SECONDS: Final = 1.0
 
 
@@ -60,6 +59,7 @@ class SchedulerLink:
         self.run_id = run_id
         self.incarnation = 0
         self.lease_seconds = 2.0
+        self._heartbeat_seconds = 0.5
         #: Where the run's snapshots lie; empty for none.
         self.storage = ""
         self._rng = rng or Random()
@@ -88,6 +88,7 @@ class SchedulerLink:
         answer = await self._register(request, timeout_seconds)
         self.run_id, self.server_id = answer.run_id, answer.member_id
         self.incarnation, self.lease_seconds = answer.incarnation, answer.lease_seconds
+        self._heartbeat_seconds = answer.heartbeat_seconds
         self.storage = answer.storage
         return convert.map_from_proto(answer.map)
 
@@ -154,7 +155,7 @@ class SchedulerLink:
         loop, told, beat_at = asyncio.get_running_loop(), set[Report | LoadReport](), 0.0
         while True:
             if loop.time() >= beat_at:
-                beat_at = loop.time() + self.lease_seconds / _HEARTBEATS_PER_LEASE
+                beat_at = loop.time() + self._heartbeat_seconds
                 yield self._heartbeat(host)
             # All that is true is told once in each session: the scheduler may have missed what an earlier one told.
             reports = host.reports()
@@ -176,7 +177,14 @@ class SchedulerLink:
         statistics = host.statistics()
         waits = sorted({wait for part in statistics.parameters for wait in part.waiting_for})
         beat = pb.SessionRequest.Heartbeat(
-            epoch=host.map.epoch, statistics=statistics, waiting_for=waits, snapshot=host.snapshot_progress()
+            epoch=host.map.epoch,
+            statistics=statistics,
+            waiting_for=waits,
+            snapshot=host.snapshot_progress(),
+            heard=[
+                common_pb2.WorkerIncarnation(worker_id=worker_id, incarnation=incarnation)
+                for worker_id, incarnation in host.take_heard()
+            ],
         )
         return pb.SessionRequest(heartbeat=beat)
 

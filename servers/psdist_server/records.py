@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 G = TypeVar("G")
-#: One life of one worker: its id and incarnation. A worker that died and came back may have both lives in one step.
-Life = tuple[str, int]
+#: A producer: a worker's sequence of pushes, by its id and the incarnation in which it began. A worker that died and
+#: came back may have two of them in one step.
+Producer = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -20,26 +21,26 @@ class SliceRecord:
     """Version and duplicate table of a slice.
 
     contributors: BSP: who contributed to the step before ``version``.
-    producers: SSP and ASP: pushes below this number of each life are in the slice.
+    producers: SSP and ASP: pushes below this number of each producer are in the slice. One of which none is has no
+        entry, so that equal tables are equal values.
     """
 
     version: int = 0
-    contributors: tuple[Life, ...] = ()
-    producers: dict[Life, int] = field(default_factory=dict)
+    contributors: tuple[Producer, ...] = ()
+    producers: dict[Producer, int] = field(default_factory=dict)
 
-    def advance(self, contributors: tuple[Life, ...], sequence: int | None) -> None:
+    def advance(self, contributors: tuple[Producer, ...], sequence: int | None) -> None:
         """One more update is in: of ``contributors`` (BSP), or push ``sequence`` of its only contributor."""
         self.version += 1
         if sequence is None:
             self.contributors = contributors
         else:
-            for life in contributors:
-                self.producers[life] = sequence + 1
+            for producer in contributors:
+                self.producers[producer] = sequence + 1
 
-    def forget(self, lives: Collection[Life]) -> None:
-        """These lives will never push again."""
-        for life in lives:
-            self.producers.pop(life, None)
+    def retain(self, producers: Collection[Producer]) -> None:
+        """Only these may still push."""
+        self.producers = {known: following for known, following in self.producers.items() if known in producers}
 
     def copy(self) -> SliceRecord:
         """A record that goes its own way."""
@@ -64,7 +65,7 @@ class ReplicaUpdate(Generic[G]):
     lsn: int
     index: int
     version: int
-    contributors: tuple[Life, ...] = ()
+    contributors: tuple[Producer, ...] = ()
     sequence: int | None = None
     gradient: G | None = None
     lr_scale: float = 1.0

@@ -22,7 +22,7 @@ from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import frames, status
 from psdist_server.dense import Array, Gradient
-from psdist_server.records import Life, ReplicaUpdate, SliceRecord
+from psdist_server.records import Producer, ReplicaUpdate, SliceRecord
 from psdist_server.replication import Held, PrimaryReplication
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _lives(lives: Iterable[Life]) -> list[pb.Life]:
+def _lives(lives: Iterable[Producer]) -> list[pb.Life]:
     return [pb.Life(worker_id=worker_id, incarnation=incarnation) for worker_id, incarnation in lives]
 
 

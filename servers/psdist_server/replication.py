@@ -19,7 +19,7 @@ from typing import Generic, Literal, TypeVar
 
 from psdist.errors import InvalidArgumentError, StaleTermError
 from psdist.types import Replica, Shard
-from psdist_server.records import G, Life, ReplicaUpdate, SliceRecord
+from psdist_server.records import G, Producer, ReplicaUpdate, SliceRecord
 
 T = TypeVar("T")
 
@@ -400,10 +400,10 @@ class BackupReplication:
                 self._applied.remove(self._acked)
         return self._acked
 
-    def forget(self, lives: Collection[Life]) -> None:
-        """These lives of workers are over; nothing of theirs can be repeated any more."""
+    def retain(self, producers: Collection[Producer]) -> None:
+        """Only these are left; nothing of others can be repeated any more."""
         for record in self.records.values():
-            record.forget(lives)
+            record.retain(producers)
 
 
 def stale_term(number: int, sender: Replica, term: int, primary: Replica, known: int) -> StaleTermError:

@@ -117,6 +117,7 @@ class ServerService:
                 frame = frames.unpack(cls, data)
                 if holding is None:
                     holding = await self._open_push(call, frame.header)
+                self._host.heard(call.identity)
                 last = _check_ascending(frame.header.slice, last)
                 holding.push(call, frame.header.slice, frame.header.base_version, frame.payload)
                 await call.slots.acquire()

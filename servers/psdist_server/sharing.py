@@ -212,6 +212,7 @@ class _Stream:
     def _take(self, data: bytes) -> None:
         """Takes a request. Raises InvalidArgumentError for what cannot be told to a call."""
         request = frames.parse(server_pb2.ShareRequest, data)
+        self._host.heard(self._attachment.identity)
         kind = request.WhichOneof("kind")
         if kind == "cancel":
             if (call := self._calls.get(request.call_id)) is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from psdist_server.records import Life, SliceRecord
+from psdist_server.records import Producer, SliceRecord
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Cut:
     sizes: Mapping[int, int]
     room: Room
     #: SSP and ASP, once it is agreed: the first push of each life that is not in the snapshot.
-    following: Mapping[Life, int] | None = None
+    following: Mapping[Producer, int] | None = None
     #: By ripe slice its version at the cut.
     versions: dict[int, int] = field(default_factory=dict)
     #: Slices of which a copy is being made, and those of which there is one.

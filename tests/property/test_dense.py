@@ -37,7 +37,8 @@ SLICE = 5000  # more than a block, and no multiple of one
 TOTAL = 4 * SLICE - 700
 
 
-def make(spec: optim.Optimizer) -> tuple[DenseParameters, tuple[GroupRange, ...]]:
+def make(spec: optim.Optimizer, since: int = 0) -> tuple[DenseParameters, tuple[GroupRange, ...]]:
+    """since: the version that the slices are at, and at which their state begins."""
     ranges = (GroupRange(100, 6000, 1), GroupRange(9000, 9001, 1)) if spec.overrides else ()
     entry = ParametersEntry(
         spec=ParametersSpec("p", spec, BSP(), slice_elements=SLICE),
@@ -45,11 +46,12 @@ def make(spec: optim.Optimizer) -> tuple[DenseParameters, tuple[GroupRange, ...]
         shards=(Shard(Replica("server-0", 1)),),
         ranges=ranges,
         ready=True,
+        state_since=since,
     )
     dense = DenseParameters(entry, "server-0")
     for index in dense.indices:
         start, stop = dense.slicing.bounds(index)
-        dense.install(index, np.linspace(-1, 1, TOTAL, dtype=np.float32)[start:stop])
+        dense.install(index, np.linspace(-1, 1, TOTAL, dtype=np.float32)[start:stop], since)
     return dense, ranges
 
 
@@ -64,7 +66,7 @@ class Reference:
     """The same parameters in plain numpy, element by element's group."""
 
     def __init__(self, spec: optim.Optimizer, dense: DenseParameters, ranges: tuple[GroupRange, ...]) -> None:
-        self.spec, self.groups = spec, groups_of(ranges)
+        self.spec, self.groups, self.since = spec, groups_of(ranges), dense.rule.state_since
         self.weights = dense.weights.copy()
         self.states = [state.copy() for state in dense.states]
 
@@ -75,7 +77,8 @@ class Reference:
             chosen = start + np.flatnonzero(self.groups[start:stop] == group)
             weights, states = self.weights[chosen], [state[chosen] for state in self.states]
             values = self.spec.group_values(group)
-            reference.update(self.spec, values, weights, states, gradient[chosen - start], step, lr_scale)
+            part = gradient[chosen - start]
+            reference.update(self.spec, values, weights, states, part, step, lr_scale, self.since)
             self.weights[chosen] = weights
             for state, new in zip(self.states, states, strict=True):
                 state[chosen] = new
@@ -85,10 +88,11 @@ class Reference:
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_batches_give_the_bytes_of_the_reference(spec: optim.Optimizer, seed: int, data: st.DataObject) -> None:
-    dense, ranges = make(spec)
+    since = data.draw(st.sampled_from([0, 1, 70]))
+    dense, ranges = make(spec, since)
     expected = Reference(spec, dense, ranges)
     rng = np.random.default_rng(seed)
-    for step in range(3):
+    for step in range(since, since + 3):
         chosen = data.draw(st.permutations(dense.indices))
         updates = []
         for index in chosen:

@@ -248,4 +248,4 @@ def strip(update: ReplicaUpdate[int]) -> ReplicaUpdate[int]:
 
 
 TestReplication = Replication.TestCase
-TestReplication.settings = settings(max_examples=100, stateful_step_count=80, deadline=None)
+TestReplication.settings = settings(stateful_step_count=80)

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from psdist.consistency import ASP
 from psdist.types import ParametersMember
 from psdist_server.events import Apply, CutArmed, CutEnded, Effect, Reply, SliceApplied, SliceCut, SlicePushed
-from psdist_server.shard import make_shard
+from psdist_server.shards import make_shard
 from psdist_server.snapshots import Cut, Room
 
 SLICES, WORKERS = 2, 2
@@ -194,4 +194,4 @@ class Server(RuleBasedStateMachine):
 
 
 TestServer = Server.TestCase
-TestServer.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestServer.settings = settings(stateful_step_count=60)

@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from psdist import BSP, optim
+from psdist import ASP, BSP, optim
 from psdist.errors import UnknownParametersError
-from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
+from psdist.types import ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard
 from psdist_server.holding import Holding
 from psdist_server.pool import KernelPool
+from psdist_server.records import ReplicaUpdate, SliceRecord
 from psdist_server.replicator import Network
 
 ME, OTHER = Replica("server-0", 1), Replica("server-1", 1)
@@ -28,5 +29,29 @@ async def test_before_it_is_ready_one_that_was_being_filled_may_get_the_place_of
     with pytest.raises(UnknownParametersError, match="0 of 1 slices"):
         holding.check_installed()
     assert sorted(holding.shards) == [0]
+    await holding.close()
+    pool.close()
+
+
+async def test_a_copy_keeps_no_entry_of_a_life_that_is_over_even_where_its_update_came_late() -> None:
+    """It may come after the map that ends the life, from a primary that has not got that map: it is kept until the
+    next, and not for ever."""
+    spec = ParametersSpec("p", optim.SGD(lr=1.0), ASP(), slice_elements=4096)
+    first, second = (ParametersMember("worker-0", incarnation, 0) for incarnation in (1, 2))
+    shards = (Shard(OTHER, 1, (ME,)),)
+    entry = ParametersEntry(spec=spec, total=4096, shards=shards, ready=True, members=(first,))
+    pool: KernelPool[Any, Any] = KernelPool(1)
+    holding = Holding(entry, ME, pool, cast(Network, None), lambda *_: None)
+    await holding.update(entry, 1)
+    machine = holding.copies.machines[0]
+    machine.begin(1, 0)
+    machine.state(0, SliceRecord())
+    machine.end()
+    await holding.update(replace(entry, members=(second,)), 2)
+    machine.update(1, ReplicaUpdate(1, 0, 0, (("worker-0", 1),), 0))
+    machine.update(1, ReplicaUpdate(2, 0, 1, (("worker-0", 2),), 0))
+    assert machine.records[0].producers == {("worker-0", 1): 1, ("worker-0", 2): 1}
+    await holding.update(replace(entry, members=(second, ParametersMember("worker-1", 1, 1))), 3)
+    assert machine.records[0].producers == {("worker-0", 2): 1}
     await holding.close()
     pool.close()

@@ -35,7 +35,7 @@ async def test_a_waking_between_the_question_and_the_waiting_is_not_missed() -> 
     board = NormBoard()
     waiting = asyncio.ensure_future(board.wait())
     board.wake()
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 60)
 
 
 def test_the_norm_does_not_depend_on_the_order_in_which_squares_came() -> None:

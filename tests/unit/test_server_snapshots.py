@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from psdist.snapshots.format import Manifest
 from psdist.snapshots.reader import SliceReader, verify
 from psdist.snapshots.storage import Storage, Writer
 from psdist.types import ParametersEntry, Restore
-from psdist_server import cuts, saver
+from psdist_server import cuts, reference, saver
 from psdist_server.loader import Loaded, LoadFailed
+from psdist_server.optimizers import Rule
 from tests.unit.server_driver import Driver, Floats, answered, entry_of, memory
 
 TOTAL = 50_000
@@ -296,7 +298,7 @@ async def until(driver: Driver, enough: Callable[[], bool]) -> None:
             changed.clear()
 
 
-def loading(restore: Restore, step: int, shards: int = 3, **settings: int) -> ParametersEntry:
+def loading(restore: Restore, step: int, shards: int = 3, **settings: Any) -> ParametersEntry:
     entry = entry_of(shards=shards, **settings)
     return replace(entry, restore=restore, members=(replace(entry.members[0], first_step=step),))
 
@@ -319,6 +321,57 @@ async def test_values_come_back_on_another_number_of_shards(driver: Driver) -> N
     assert other.host.reports() == []
     await other.train(entry, 3, gradient)
     assert other.arrays() == after
+    await other.close()
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        optim.Adam(lr=0.1),
+        optim.SGD(lr=0.1),
+        optim.SGD(lr=0.1, momentum=0.9, dampening=0.5),
+        optim.RMSprop(momentum=0.9, centered=True),
+        optim.Adagrad(lr=0.1, lr_decay=0.5, initial_accumulator_value=0.5),
+        optim.FTRL(lr=0.5, l1=0.1),
+    ],
+    ids=lambda spec: spec.kind,
+)
+async def test_an_optimizer_begins_anew_at_the_weights_of_a_snapshot(driver: Driver, after: optim.Optimizer) -> None:
+    entry = await driver.create(entry_of(), noise())
+    for step in range(3):
+        await driver.train(entry, step, noise())
+    _, restore = await save(driver, entry, 3)
+    other = Driver(driver.storage)
+    entry = replace(loading(replace(restore, weights_only=True), 3, optimizer=after), state_since=3)
+    await other.follow(entry)
+    await until(other, lambda: len(other.host.reports()) == 3)
+    weights = driver.host.holding("p").dense.weights.copy()
+    states = [np.zeros(TOTAL, np.float32) for _ in after.state_names]
+    Rule(after).initialize(weights, states)
+    for step in range(3, 6):
+        holding = other.host.holding("p")
+        assert [shard.version_min for shard in holding.shards.values()] == [step] * 3
+        assert set(holding.dense._sequence.tolist()) == {2 * step}, "who reads in place goes by it"
+        assert [array.tobytes() for array in (holding.dense.weights, *holding.dense.states)] == [
+            array.tobytes() for array in (weights, *states)
+        ]
+        gradient = noise()
+        await other.follow(replace(entry, ready=True))
+        await other.train(entry, step, gradient)
+        reference.update(after, after.values(), weights, states, gradient, step, 1.0, 3)
+    await other.close()
+
+
+async def test_a_state_of_other_arrays_is_not_loaded(driver: Driver) -> None:
+    entry = await driver.create(entry_of(), noise())
+    _, restore = await save(driver, entry, 0)
+    other = Driver(driver.storage)
+    await other.follow(loading(restore, 0, optimizer=optim.Lion()))
+    await until(other, lambda: any(isinstance(report, LoadFailed) for report in other.host.reports()))
+    (failed,) = other.host.reports()
+    assert (
+        isinstance(failed, LoadFailed) and "has exp_avg state arrays, and exp_avg, exp_avg_sq" in failed.error.message
+    )
     await other.close()
 
 

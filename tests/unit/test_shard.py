@@ -8,6 +8,8 @@ import pytest
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import FencedError, FutureStepError, NotMemberError, SequenceGapError
 from psdist.types import ParametersMember
+from psdist_server.async_shard import AsyncShard
+from psdist_server.bsp_shard import BspShard
 from psdist_server.events import (
     Aggregate,
     Apply,
@@ -27,7 +29,8 @@ from psdist_server.events import (
     SlicePushed,
     StepsEnded,
 )
-from psdist_server.shard import AsyncShard, BspShard, make_shard
+from psdist_server.records import SliceRecord
+from psdist_server.shards import make_shard
 
 TWO = (ParametersMember("worker-0", 1, 0), ParametersMember("worker-1", 1, 1))
 tokens = count(1)
@@ -315,6 +318,15 @@ def test_an_update_says_what_the_duplicate_table_learns_by_it() -> None:
     assert (applied.contributors, applied.sequence) == ((("worker-1", 1),), 0)
 
 
+def test_a_worker_that_has_pushed_nothing_has_no_entry_at_the_primary_as_at_its_copies() -> None:
+    """A copy learns of lives by their updates: an entry more at the primary would say nothing more, and differ."""
+    shard = asynchronous(SSP(0))
+    shard.on(push(1, 0))  # Under way: not in the record.
+    assert shard.record(0) == SliceRecord()
+    shard.on(SliceApplied(0))
+    assert shard.record(0) == SliceRecord(1, (), {("worker-1", 1): 1})
+
+
 def test_bsp_goes_on_from_a_record_and_knows_what_was_applied() -> None:
     shard = bsp()
     step(shard, push(0, 0), push(1, 0))
@@ -349,3 +361,114 @@ def test_bsp_scales_the_learning_rate_by_who_took_part(rule: str, expected: floa
     shard = make_shard([0], TWO[:1], BSP(resize_lr=rule), False, reference_workers=4)  # type: ignore[arg-type]
     (applied,) = shard.on(push(0, 0))
     assert applied.lr_scale == expected
+
+
+# --- workers that were expelled and go on -----------------------------------------------------------------------------
+
+
+def again(worker: int, first_step: int, first_push: int = 0) -> ParametersMember:
+    """The second incarnation of a worker, which goes on with the pushes of its first."""
+    return ParametersMember(f"worker-{worker}", 2, worker, first_step, origin=1, first_push=first_push)
+
+
+def test_bsp_what_an_expelled_worker_contributed_counts_once_when_it_goes_on() -> None:
+    shard = bsp(slices=2)
+    before = push(1, 0)
+    assert shard.on(before) == []
+    shard.on(MembersChanged(()))  # Both are expelled; slice 0 is being updated by what is there.
+    assert not shard.admits(ParametersMember("worker-0", 2, 0, 0, origin=1))
+    assert shard.admits(again(1, 0))
+    shard.on(SliceApplied(0))
+    assert shard.admits(again(1, 0))
+    shard.on(JoinProposed(again(1, 0)))
+    shard.on(MembersChanged((again(1, 0),)))
+    repeat = push(1, 0, incarnation=2)
+    assert shard.on(repeat) == [Forget(repeat.token), Reply(repeat.token, 0, 1, ignored=True)]
+    rest = push(1, 0, index=1, incarnation=2)
+    assert bare(shard.on(rest)) == [Apply(1, 0, (rest.token,))]
+
+
+def test_bsp_a_contribution_of_before_is_waited_for_no_more() -> None:
+    shard = bsp()
+    shard.on(push(1, 0))
+    shard.on(MembersChanged(TWO[:1]))
+    shard.on(JoinProposed(again(1, 0)))
+    shard.on(MembersChanged((TWO[0], again(1, 0))))
+    mine = push(0, 0)
+    [apply] = shard.on(mine)
+    assert apply.contributors == (("worker-0", 1), ("worker-1", 1)), "its contribution is there already"
+
+
+def test_bsp_nobody_goes_on_with_a_step_that_was_closed_without_it() -> None:
+    shard = bsp(slices=2)
+    shard.on(push(1, 0, index=0))
+    shard.on(MembersChanged(TWO[:1]))
+    for index in (0, 1):
+        step(shard, push(0, 0, index=index), index=index)
+    assert not shard.admits(again(1, 0)), "slice 1 has step 0 without it"
+
+
+def test_an_old_incarnation_is_refused_although_its_pushes_go_on() -> None:
+    for shard in (bsp(), asynchronous()):
+        shard.on(MembersChanged((TWO[0], again(1, 0))))
+        stale = push(1, 0)
+        [refusal] = shard.on(stale)
+        assert isinstance(refusal, Refuse) and isinstance(refusal.error, FencedError)
+
+
+def test_asynchronous_what_departed_workers_pushed_is_known_when_they_go_on() -> None:
+    shard = asynchronous(slices=2)
+    step(shard, push(1, 0), index=0)
+    shard.on(MembersChanged(TWO[:1], TWO[1:]))
+    shard.on(MembersChanged((TWO[0], again(1, 0))))
+    repeat = push(1, 0, incarnation=2)
+    assert shard.on(repeat) == [Forget(repeat.token), Reply(repeat.token, 0, 1, ignored=True)]
+    rest = push(1, 0, index=1, incarnation=2)
+    assert step(shard, rest, index=1) == [Apply(1, 0, (rest.token,)), Reply(rest.token, 1, 1)]
+    assert shard.record(0).producers == {("worker-1", 1): 1}
+
+
+def test_asynchronous_a_queued_push_of_before_answers_its_repeat() -> None:
+    shard = asynchronous()
+    first, queued = push(0, 0), push(1, 0)
+    shard.on(first)
+    shard.on(queued)
+    shard.on(Cancelled(queued.token, 0))
+    shard.on(MembersChanged((TWO[0], again(1, 0))))
+    repeat = push(1, 0, incarnation=2)
+    assert shard.on(repeat) == [Forget(repeat.token)]
+    shard.on(SliceApplied(0))
+    assert shard.on(SliceApplied(0)) == [Reply(repeat.token, 0, 2, ignored=True, staleness=1)]
+
+
+def test_who_departs_for_good_is_forgotten() -> None:
+    shard = asynchronous()
+    step(shard, push(1, 0))
+    shard.on(MembersChanged(TWO[:1], TWO[1:]))
+    shard.on(MembersChanged(TWO[:1]))
+    assert shard.record(0).producers == {}
+
+
+def test_ssp_a_worker_that_goes_on_counts_from_the_clock_that_was_agreed() -> None:
+    shard = asynchronous(SSP(0))
+    for number in range(3):
+        step(shard, push(1, number, wants_weights=False))
+    shard.on(MembersChanged(TWO[:1], TWO[1:]))
+    assert shard.clocks == {"worker-0": 0} and shard.step_next == 0
+    for number in range(9):
+        step(shard, push(0, number))
+    shard.on(MembersChanged((TWO[0], again(1, first_step=9, first_push=3))))
+    assert shard.clocks == {"worker-0": 9, "worker-1": 9}
+    step(shard, push(1, 3, incarnation=2, wants_weights=False))
+    assert shard.clocks["worker-1"] == 10
+
+
+def test_a_promoted_machine_knows_what_departed_workers_pushed() -> None:
+    shard = asynchronous(slices=2)
+    step(shard, push(1, 0), index=0)
+    shard.on(MembersChanged(TWO[:1], TWO[1:]))
+    records = {index: shard.record(index) for index in range(2)}
+    promoted = make_shard(range(2), TWO[:1], ASP(), False, records=records, departed=TWO[1:])
+    promoted.on(MembersChanged((TWO[0], again(1, 0))))
+    [_, reply] = promoted.on(push(1, 0, incarnation=2))
+    assert reply.ignored
