@@ -1,66 +1,21 @@
-"""Meeting points: barriers for workers, and the rendezvous that gives worker agents their ranks. Pure.
+"""The rendezvous that gives worker agents their ranks. Pure.
 
-A barrier opens when all live workers wait at it, and no fewer than the run's minimum have ever come: who leaves or
-dies is not waited for, who has not started yet is. The next use of its name is a new round. Agents are given ranks by
-arrival, in rounds: the first when ``nodes_max`` are there, or ``nodes_min`` and nobody came for the grace; later
-rounds likewise, their ranks going on after those that were given. What an agent was given it is given again when it
-asks again.
+Agents are given ranks by arrival, in rounds: the first when ``nodes_max`` are there, or ``nodes_min`` and nobody came
+for the grace; later rounds likewise, their ranks going on after those that were given. What an agent was given it is
+given again when it asks again.
 
 Invariants: no rank is given twice; an agent waits in one call at most; a call that ended waits nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from psdist.errors import ClosedError, InvalidArgumentError, LimitExceededError
 from psdist.types import check_name
 from psdist.wire.limits import WORLD_MAX
-from psdist_scheduler.events import Answer, Done, Effect, EnterRendezvous, Formed, Note, Refuse
-from psdist_scheduler.membership import Membership
-from psdist_scheduler.records import Member, Node
-
-
-class Barriers:
-    """All barriers of the run that somebody waits at."""
-
-    def __init__(self) -> None:
-        self._rounds: dict[str, dict[int, str]] = {}
-
-    def enter(self, call: int, worker: Member, name: str) -> list[Effect]:
-        """The worker waits at ``name``. An earlier call of the same worker there is ended."""
-        waiting = self._rounds.setdefault(check_name(name, "barrier name"), {})
-        older = [other for other, member_id in waiting.items() if member_id == worker.member_id]
-        for other in older:
-            del waiting[other]
-        waiting[call] = worker.member_id
-        return [_replaced(other, worker.member_id) for other in older]
-
-    def end(self, call: int) -> None:
-        """The call does not wait any more."""
-        for name in [name for name, waiting in self._rounds.items() if waiting.pop(call, None) and not waiting]:
-            del self._rounds[name]
-
-    def progress(self, members: Membership) -> list[Effect]:
-        """Opens the barriers that everybody has reached."""
-        effects: list[Effect] = []
-        for name in [name for name, waiting in self._rounds.items() if not self._missing(waiting, members)]:
-            effects += [Answer(call, Done()) for call in self._rounds.pop(name)]
-        return effects
-
-    def waits(self, members: Membership) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait."""
-        for name, waiting in self._rounds.items():
-            if waiting:
-                yield f"barrier {name}", list(waiting), f"{self._missing(waiting, members)} to reach barrier {name!r}"
-
-    def _missing(self, waiting: dict[int, str], members: Membership) -> str:
-        there = set(waiting.values())
-        absent = [worker for worker in members.workers if worker.member_id not in there]
-        if absent:
-            return f"for {name_some(absent)}"
-        lacking = members.workers_min - members.workers_known
-        return f"for {lacking} of {members.workers_min} workers" if lacking > 0 else ""
+from psdist_scheduler.events import Answer, Effect, EnterRendezvous, Formed, Note, Refuse
+from psdist_scheduler.records import Node
 
 
 class Rendezvous:
@@ -189,12 +144,6 @@ class Rendezvous:
 
     def _formed(self, call: int, node: Node) -> Answer:
         return Answer(call, Formed(node, len(self._nodes), self._world_size))
-
-
-def name_some(items: Sequence[Member] | Sequence[str]) -> str:
-    """The first three of ``items``, and how many more there are."""
-    more = f" and {len(items) - 3} more" if len(items) > 3 else ""
-    return ", ".join(str(item) for item in items[:3]) + more
 
 
 def _replaced(call: int, who: str) -> Refuse:

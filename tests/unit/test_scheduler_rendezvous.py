@@ -1,4 +1,4 @@
-"""Barriers and the rendezvous of agents."""
+"""The rendezvous of agents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from psdist import errors
 from psdist_scheduler import events as ev
-from tests.unit.scheduler_driver import Driver, caller
+from tests.unit.scheduler_driver import Driver
 
 
 def enter(d: Driver, agent: str, processes: int = 2, nodes: tuple[int, int] = (2, 2)) -> int:
@@ -18,52 +18,6 @@ def enter(d: Driver, agent: str, processes: int = 2, nodes: tuple[int, int] = (2
 def ranks(d: Driver, call: int) -> tuple[int, int, int, int]:
     formed = d.state(call)
     return formed.node.node_rank, formed.nodes, formed.node.first_rank, formed.world_size
-
-
-# --- barriers ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_barrier_opens_when_all_are_there_and_can_be_used_again() -> None:
-    d = Driver(workers_min=2)
-    zero, _ = d.join()
-    first = d.ask(ev.EnterBarrier, zero, "eval")
-    assert d.state(first) == ev.Waiting("for 1 of 2 workers to reach barrier 'eval'")
-    one, _ = d.join()
-    assert d.state(first) == ev.Waiting("for worker-1 (rank 1) to reach barrier 'eval'")
-    other = d.ask(ev.EnterBarrier, one, "other")
-    assert d.state(first) == ev.Waiting("for worker-1 (rank 1) to reach barrier 'eval'")
-    d.on(ev.CallEnded(other))
-    second = d.ask(ev.EnterBarrier, one, "eval")
-    assert d.state(first) == d.state(second) == ev.Done()
-    again = d.ask(ev.EnterBarrier, zero, "eval")
-    assert isinstance(d.state(again), ev.Waiting)
-
-
-@pytest.mark.parametrize("how", ["lost", "left"])
-def test_a_barrier_does_not_wait_for_who_is_gone(how: str) -> None:
-    d = Driver(workers_min=2)
-    zero, _ = d.join()
-    one, session = d.join()
-    call = d.ask(ev.EnterBarrier, zero, "end")
-    d.on(ev.Leave(d.number(), caller(one)) if how == "left" else ev.SessionClosed(session, "its session broke"))
-    assert d.state(call) == ev.Done()
-
-
-def test_who_gives_up_at_a_barrier_is_waited_for_again() -> None:
-    d = Driver(workers_min=2)
-    (zero, _), (one, _) = d.join(), d.join()
-    d.on(ev.CallEnded(d.ask(ev.EnterBarrier, zero, "end")))
-    call = d.ask(ev.EnterBarrier, one, "end")
-    assert d.state(call) == ev.Waiting("for worker-0 (rank 0) to reach barrier 'end'")
-
-
-def test_a_barrier_with_a_bad_name_is_refused() -> None:
-    d = Driver()
-    zero, _ = d.join()
-    assert isinstance(d.errors[d.ask(ev.EnterBarrier, zero, "a b")], errors.InvalidNameError)
-
-
-# --- rendezvous -------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_are_given_by_arrival() -> None:
