@@ -1,0 +1,202 @@
+"""Workers that wait for each other: the scheduler finds the circle, and nothing that is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from psdist import errors
+from psdist.consistency import ASP, BSP, SSP, Consistency
+from psdist_scheduler import events as ev
+from psdist_scheduler.worker_events import Activity, MutualWait
+from tests.unit.scheduler_driver import LAYOUT, Driver, caller, spec
+
+
+class Run(Driver):
+    """Workers of ready parameters, whose reports are numbered."""
+
+    def __init__(self, consistency: Consistency | None = None, workers: int = 2) -> None:
+        super().__init__(workers_min=workers, servers_min=1)
+        self.join("server")
+        joined = [self.join() for _ in range(workers)]
+        self.workers = [worker for worker, _ in joined]
+        self.sessions = [session for _, session in joined]
+        for worker in self.workers:
+            self.create(worker, consistency=consistency or BSP())
+        self.ask(ev.Commit, self.workers[0])
+        self._reports = 0
+
+    def report(self, kind: Any, step: int = 0, **next_pushes: int) -> Activity:
+        self._reports += 1
+        name = "mlp" if kind in ("step", "clock") else ""
+        return Activity(self._reports, tuple(next_pushes.items()), kind, name, step)
+
+    def beat_with(self, number: int, activity: Activity) -> Activity:
+        self.on(ev.Heartbeat(self.sessions[number], self.map.epoch, activity=activity))
+        return activity
+
+    def barrier(self, number: int, activity: Activity, name: str = "b") -> int:
+        call = self.number()
+        self.on(ev.EnterBarrier(call, caller(self.workers[number]), name, 1, 0, activity=activity))
+        return call
+
+    def ended(self) -> dict[int, str]:
+        """Workers whose calls were ended, and why, after some time."""
+        self.tick(1.0)
+        found = {}
+        for number, session in enumerate(self.sessions):
+            for value in self.told[session]:
+                if isinstance(value, MutualWait):
+                    found[number] = value.error.message
+        return found
+
+
+def test_a_barrier_and_a_push_are_a_circle() -> None:
+    run = Run()
+    waits = run.beat_with(1, run.report("step", 7, mlp=8))
+    call = run.barrier(0, run.report("call", mlp=7), "end")
+    text = "worker-1 (rank 1) waits in step 7 of 'mlp' for worker-0 (rank 0), which waits at barrier 'end' for worker-1"
+    assert run.ended() == {1: run.errors[call].message}
+    assert isinstance(run.errors[call], errors.MutualWaitError) and run.errors[call].message.startswith(text)
+    assert "count loops by the parameters' step" in run.errors[call].message
+    [told] = [value for value in run.told[run.sessions[1]] if isinstance(value, MutualWait)]
+    assert told.sequence == waits.sequence
+    assert f"workers wait for each other: {text}" in run.notes
+    assert not any("barrier" in wait for wait in run.cluster.waits), "the call does not wait any more"
+    run.beat_with(1, waits)
+    assert len([value for value in run.told[run.sessions[1]] if isinstance(value, MutualWait)]) == 1, "told once"
+
+
+def test_a_circle_of_three() -> None:
+    run = Run(workers=3)
+    for name in ("p", "q", "r"):
+        for worker in run.workers:
+            run.create(worker, name=name)
+        run.ask(ev.Commit, run.workers[0], name)
+    for number, (waits, behind) in enumerate((("p", "q"), ("q", "r"), ("r", "p"))):
+        next_pushes = dict.fromkeys(("p", "q", "r"), 4) | {behind: 3}
+        run.beat_with(number, replace(run.report("step", 3, **next_pushes), parameters=waits))
+    assert run.ended() == dict.fromkeys(range(3), run.ended()[0])
+    for text in ("in step 3 of 'p' for worker-2", "in step 3 of 'r' for worker-1", "in step 3 of 'q' for worker-0"):
+        assert text in run.ended()[0]
+
+
+def test_only_those_in_the_circle_are_ended() -> None:
+    run = Run(workers=3)
+    run.beat_with(2, run.report("step", 3, mlp=4))
+    run.barrier(1, run.report("call", mlp=4))
+    call = run.number()
+    run.on(ev.Create(call, caller(run.workers[0]), spec("new"), LAYOUT, activity=run.report("call", mlp=3)))
+    assert run.ended() == {}, "worker-2 may go on, as worker-0 does"
+    assert "to create 'new'" in run.errors[call].message
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_different_barriers_are_a_circle(name: str) -> None:
+    run = Run()
+    calls = [run.barrier(number, run.report("call"), f"{name}{number}") for number in (0, 1)]
+    assert run.ended() == {}
+    assert all(isinstance(run.errors[call], errors.MutualWaitError) for call in calls)
+
+
+def test_ssp_waits_by_clocks() -> None:
+    run = Run(SSP(2))
+    run.beat_with(1, run.report("clock", 5, mlp=7))
+    run.barrier(0, run.report("call", mlp=5))
+    assert run.ended() == {}, "its clock is 5, which is enough"
+    run = Run(SSP(2))
+    run.beat_with(1, run.report("clock", 5, mlp=7))
+    run.barrier(0, run.report("call", mlp=4))
+    assert list(run.ended()) == [1]
+
+
+NONE_WAITS = {
+    "the other has pushed": (("step", 7, 8), ("call", 8)),
+    "the other computes": (("step", 7, 8), ("", 7)),
+    "the other has a time limit": (("step", 7, 8), ("", 7)),
+    "it waits with a time limit": (("", 7, 8), ("call", 7)),
+}
+
+
+def test_a_step_in_parts_waits_for_who_has_pushed_nothing() -> None:
+    run = Run()
+    for number in (0, 1):  # Each waits for the slices that it has pushed, which the other has pushed, too.
+        run.beat_with(number, replace(run.report("step", 7, mlp=7), partial=("mlp",)))
+    assert run.ended() == {}
+    run = Run()
+    run.beat_with(1, replace(run.report("step", 7, mlp=7), partial=("mlp",)))
+    call = run.barrier(0, run.report("call", mlp=7))
+    assert list(run.ended()) == [1] and call in run.errors
+    run = Run()
+    run.beat_with(1, run.report("step", 7, mlp=8))
+    run.beat_with(0, replace(run.report("step", 7, mlp=7), partial=("mlp",)))
+    assert run.ended() == {}, "worker-0 waits for what worker-1 has pushed"
+
+
+def test_of_one_wait_the_newest_word_counts() -> None:
+    run = Run()
+    early = run.report("", mlp=7)
+    run.beat_with(0, early)  # Its push is not on its way yet; then it is.
+    run.beat_with(0, replace(early, next=(("mlp", 8),), kind="step", parameters="mlp", number=7))
+    run.beat_with(0, early)
+    run.beat_with(1, run.report("step", 7, mlp=8))
+    assert run.ended() == {}
+    call = run.number()
+    waiting = run.report("call", mlp=8)
+    run.on(ev.EnterBarrier(call, caller(run.workers[1]), "b", 1, 0, activity=waiting))
+    run.beat_with(1, replace(waiting, next=(("mlp", 9),)))  # A push in the background was sent meanwhile.
+    run.beat_with(0, run.report("step", 8, mlp=9))
+    assert run.ended() == {} and call not in run.errors
+    run.beat_with(0, run.report("step", 9, mlp=10))
+    assert list(run.ended()) == [0] and call in run.errors
+
+
+@pytest.mark.parametrize("case", NONE_WAITS)
+def test_what_may_end_is_no_circle(case: str) -> None:
+    run = Run()
+    (kind, step, pushed), (other_kind, other_pushed) = NONE_WAITS[case]
+    run.beat_with(1, run.report(kind, step, mlp=pushed))
+    call = run.barrier(0, run.report(other_kind, mlp=other_pushed))
+    assert run.ended() == {} and call not in run.errors
+
+
+@pytest.mark.parametrize("consistency", [ASP(), BSP(backup_workers=1)])
+def test_who_does_not_wait_for_all_is_in_no_circle(consistency: Consistency) -> None:
+    run = Run(consistency)
+    run.beat_with(1, run.report("step", 7, mlp=8))
+    run.barrier(0, run.report("call", mlp=7))
+    assert run.ended() == {}
+
+
+def test_a_silent_worker_is_in_no_circle() -> None:
+    run = Run(workers=3)
+    run.beat_with(1, run.report("step", 7, mlp=8))
+    run.ask(ev.EnterBarrier, run.workers[0], "b")  # Of a client that reports nothing.
+    assert run.ended() == {}
+
+
+def test_a_report_that_is_overtaken_means_nothing() -> None:
+    run = Run()
+    old, new = run.report("step", 7, mlp=8), run.report("", mlp=8)
+    run.beat_with(1, new)
+    run.beat_with(1, old)
+    run.barrier(0, run.report("call", mlp=7))
+    assert run.ended() == {}
+
+
+def test_a_report_of_the_round_before_means_nothing() -> None:
+    run = Run()
+    run.beat_with(1, run.report("step", 7, mlp=8))  # Answered since, but no heartbeat has said so.
+    run.barrier(0, run.report("call", mlp=8))  # It came here after it had pushed step 7.
+    assert run.ended() == {}
+
+
+def test_an_incarnation_that_is_over_is_in_no_circle() -> None:
+    run = Run()
+    run.beat_with(1, run.report("step", 7, mlp=8))
+    run.on(ev.SessionClosed(run.sessions[1], "its session broke"))
+    run.join(member_id="worker-1")
+    call = run.barrier(0, run.report("call", mlp=7))
+    assert run.ended() == {} and call not in run.errors
