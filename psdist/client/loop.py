@@ -11,11 +11,11 @@ import atexit
 import concurrent.futures
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from psdist.client.farewell import farewell
+from psdist.client.sigterm import sigterm
 from psdist.errors import ClosedError, ConfigurationError
 
 T = TypeVar("T")
@@ -29,6 +29,12 @@ class Closable(Protocol):
 
     async def close(self, reason: str = "closed") -> None:
         """Leaves the run."""
+
+    async def request_stop(self) -> None:
+        """Returns when this worker may leave."""
+
+    def watch_signals(self, look: Callable[[], bool]) -> None:
+        """See ``sigterm``."""
 
 
 #: Open clients of this process and the loop they are on.
@@ -58,9 +64,13 @@ class _Call(Generic[T]):
     """A coroutine on the loop, for which another thread waits. It takes less than half of what a future of
     ``run_coroutine_threadsafe`` does, which matters for small steps."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, under_way: set[_Call[Any]] | None
+    ) -> None:
         self._coroutine = coroutine
         self._loop = loop
+        #: Calls that are given up when the worker leaves; None for one that is not. Touched on the loop alone.
+        self._under_way = under_way
         self._task: asyncio.Task[T] | None = None
         #: Released when it has ended.
         self.ended = threading.Lock()
@@ -70,6 +80,8 @@ class _Call(Generic[T]):
         """On the loop."""
         self._task = self._loop.create_task(self._coroutine)
         self._task.add_done_callback(self._end)
+        if self._under_way is not None:
+            self._under_way.add(self)
 
     def cancel(self) -> None:
         """On the loop."""
@@ -77,6 +89,8 @@ class _Call(Generic[T]):
             self._task.cancel()
 
     def _end(self, task: asyncio.Task[T]) -> None:
+        if self._under_way is not None:
+            self._under_way.discard(self)
         if not task.cancelled():
             task.exception()  # Who waits may have been told to end the script meanwhile: then nobody asks for it.
         self.ended.release()
@@ -87,7 +101,7 @@ class _Call(Generic[T]):
         assert task is not None
         try:
             return task.result()
-        except asyncio.CancelledError:  # by the end of the loop alone; to be caught by ``except Exception``
+        except asyncio.CancelledError:  # The loop has ended. Scripts catch Exception, which this is not.
             raise concurrent.futures.CancelledError from None
         finally:
             del task, self
@@ -100,6 +114,9 @@ class LoopThread:
         self.pid = os.getpid()
         self.loop = _new_loop()
         self._stopped = False
+        self._under_way: set[_Call[Any]] = set()
+        #: Threads that have made calls.
+        self._callers: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="psdist", daemon=True)
         self._thread.start()
 
@@ -107,11 +124,22 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    @property
+    def has_one_caller(self) -> bool:
+        """Whether one thread alone has made calls."""
+        return len(self._callers) <= 1
+
+    def end_on_sigterm(self) -> None:
+        """See ``sigterm``."""
+        sigterm.install(self.loop, self._clients, self._give_up)
+
+    def call(self, coroutine: Coroutine[Any, Any, T], *, reading: bool = False, ending: bool = False) -> T:
         """Runs ``coroutine`` on the loop and waits for its result.
 
-        An interrupt (Ctrl-C) cancels it, waits until it has let go of the caller's arrays, and is raised. SIGTERM lets
-        it end, and then ends the script (see ``farewell``).
+        An interrupt (Ctrl-C) cancels it, waits until it has let go of the caller's arrays, and is raised. Where this
+        worker leaves because of SIGTERM, the call is given up, and SystemExit is raised (see ``sigterm``).
+
+        reading: it changes nothing. ending: it is part of the end, and not given up.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -119,24 +147,48 @@ class LoopThread:
         if self._stopped:
             coroutine.close()
             raise ClosedError("psdist has ended in this process, which is about to exit: make calls before")
-        call = _Call(coroutine, self.loop)
-        counted = farewell.begin()
+        if not ending:
+            self._check_end(coroutine, reading)
+        self._callers.add(threading.get_ident())
+        call = _Call(coroutine, self.loop, None if ending else self._under_way)
         try:
-            self.loop.call_soon_threadsafe(call.begin)
+            self.loop.call_soon_threadsafe(self._begin, call, reading)
             call.ended.acquire()
         except BaseException:
             self.loop.call_soon_threadsafe(call.cancel)
             call.ended.acquire(timeout=_UNWIND_SECONDS)
             raise
-        finally:
-            if counted:
-                farewell.end()
+        if not ending:
+            sigterm.check(reading=reading)
         return call.result()
+
+    def _begin(self, call: _Call[Any], reading: bool) -> None:
+        """On the loop. This worker may have been let go since the call was made: then it is given up, too."""
+        call.begin()
+        if call in self._under_way and sigterm.leaving and not (reading and sigterm.raised):
+            call.cancel()
+
+    @staticmethod
+    def _check_end(coroutine: Coroutine[Any, Any, Any], reading: bool) -> None:
+        try:
+            sigterm.check(reading=reading)
+        except BaseException:  # Also SystemExit: a coroutine that nobody awaits would be warned of.
+            coroutine.close()
+            raise
+
+    def _clients(self) -> list[Closable]:
+        """Clients that are open on this loop."""
+        return [client for client, owner in list(_claims.values()) if owner is self.loop]
+
+    def _give_up(self) -> None:
+        """On the loop: this worker leaves."""
+        for call in list(self._under_way):
+            call.cancel()
 
     def stop(self) -> None:
         """Closes the clients on the loop and ends it."""
         self._stopped = True
-        mine = [client for client, owner in list(_claims.values()) if owner is self.loop]
+        mine = self._clients()
         with suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             asyncio.run_coroutine_threadsafe(_close_all(mine), self.loop).result(_EXIT_SECONDS)
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -144,8 +196,9 @@ class LoopThread:
 
 
 async def _close_all(clients: list[Closable]) -> None:
-    reason = farewell.reason()
+    reason = sigterm.reason()
     await asyncio.gather(*(client.close(reason) for client in clients), return_exceptions=True)
+    await sigterm.close()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

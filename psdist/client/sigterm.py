@@ -1,0 +1,181 @@
+"""SIGTERM in a worker's script: the worker ends in agreement with the others, and the script with status 143.
+
+``psdist.init()`` installs the handler where it may: in the main thread, and only if the script has none of its own. The
+handler raises nothing, because what is raised in the middle of C code or of a finalizer is lost. It sets a flag and
+wakes psdist's loop, which has the clients' end agreed on (``stopping``). When they may leave, calls under way are given
+up, and SystemExit is raised by that call, or by the next one. A script that makes none for 10 s is sent the signal
+again, and then the handler raises.
+
+The loop also reads signals from a pipe that C code writes to, so that it knows of one that the interpreter, busy in a
+long call of the script, has not come to. What a worker says when it leaves is kept here, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Final, NoReturn, Protocol
+
+from psdist.errors import ClosedError
+
+EXIT_STATUS: Final = 128 + signal.SIGTERM
+#: A script that makes no call for so long, when it should end, is sent the signal again.
+AGAIN_SECONDS: Final = 10.0
+_READ_BYTES: Final = 4096
+
+
+class Client(Protocol):
+    """What is needed of an open client."""
+
+    async def request_stop(self) -> None:
+        """Returns when this worker may leave."""
+
+    def watch_signals(self, look: Callable[[], bool]) -> None:
+        """Has ``look`` called before it is said whether this worker is to end, which it returns."""
+
+
+class SigtermHandler:
+    """What this process knows of its end."""
+
+    def __init__(self) -> None:
+        #: SIGTERM came.
+        self.asked = False
+        #: The script is to end: SystemExit is raised by the next call.
+        self.leaving = False
+        #: It was raised.
+        self.raised = False
+        #: By a call, so that the script surely has it; what a handler raises may be lost.
+        self._raised_by_call = False
+        self._signals = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._clients: Callable[[], Sequence[Client]] = tuple
+        self._give_up: Callable[[], None] = lambda: None
+        self._pipe = -1
+        #: By thread, the signals that were blocked before it forked.
+        self._masks = threading.local()
+        self._task: asyncio.Task[None] | None = None
+
+    def install(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        clients: Callable[[], Sequence[Client]],
+        give_up: Callable[[], None],
+    ) -> None:
+        """Has SIGTERM end the script, where nobody else has a say in that.
+
+        loop: runs in another thread. clients: those that are open. give_up: ends all calls under way; on the loop.
+        """
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        self._loop, self._clients, self._give_up = loop, clients, give_up
+        signal.signal(signal.SIGTERM, self._on_signal)
+        os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._in_fork)
+        self._pipe, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        others = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        if others != -1:  # Somebody else reads signals: only the handler is left.
+            signal.set_wakeup_fd(others, warn_on_full_buffer=False)
+            os.close(written)
+            os.close(self._pipe)
+            self._pipe = -1
+        loop.call_soon_threadsafe(self._watch)
+
+    def _block(self) -> None:
+        """Until a forked process is done with ``_in_fork`` it would write its signals to this one's pipe."""
+        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
+
+    def _in_fork(self) -> None:
+        """A forked process ends by its signals as any other, and its signals are none of this one's."""
+        if self._pipe >= 0:
+            signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._unblock()
+
+    def check(self, *, reading: bool = False) -> None:
+        """Where the script is to end: raises SystemExit in the main thread, ClosedError in others. Calls that only read
+        go on once that was raised: a script may save what it has."""
+        if not self.leaving or (reading and self.raised):
+            return
+        if threading.current_thread() is threading.main_thread():
+            self._raised_by_call = True
+            self._exit()
+        raise ClosedError("this worker is being stopped: no calls are made any more")
+
+    def reason(self, error: BaseException | None = None) -> str:
+        """Why a worker leaves: "stopped" before its work was done, "failed", or "closed"."""
+        if self.asked:
+            return "stopped"
+        # Python notes here what it is about to end for.
+        failed = error if error is not None else getattr(sys, "last_value", None)
+        return "closed" if failed is None else "failed"
+
+    # --- in the main thread -------------------------------------------------------------------------------------------
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self.asked = True
+        self._signals += 1
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin)
+        if self._signals > 1 or not self._clients():
+            self._exit()
+
+    def _exit(self) -> NoReturn:
+        self.raised = True
+        raise SystemExit(EXIT_STATUS)
+
+    # --- on the loop --------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        if self._pipe >= 0 and self._loop is not None:
+            self._loop.add_reader(self._pipe, self.look)
+
+    def look(self) -> bool:
+        """Whether a signal came, which the interpreter may not have come to yet."""
+        with suppress(BlockingIOError):
+            came = self._pipe >= 0 and signal.SIGTERM in os.read(self._pipe, _READ_BYTES)
+            if (
+                came and signal.getsignal(signal.SIGTERM) == self._on_signal
+            ):  # The script may have one of its own by now.
+                self._begin()
+        return self.asked
+
+    def _begin(self) -> None:
+        self.asked = True
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._end(), name="psdist SIGTERM")
+
+    async def _end(self) -> None:
+        await asyncio.gather(*(client.request_stop() for client in self._clients()), return_exceptions=True)
+        self.leaving = True
+        self._give_up()
+        while True:
+            await asyncio.sleep(AGAIN_SECONDS)
+            if self._raised_by_call:  # The script ends, and may take its time for that.
+                return
+            self._signal_again()
+
+    async def close(self) -> None:
+        """The loop is about to end: signals are not looked at any more, nor sent."""
+        if self._pipe >= 0 and self._loop is not None:
+            self._loop.remove_reader(self._pipe)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _signal_again(self) -> None:
+        main = threading.main_thread().ident
+        if main is not None:
+            signal.pthread_kill(main, signal.SIGTERM)
+
+
+sigterm: Final = SigtermHandler()

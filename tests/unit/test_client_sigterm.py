@@ -1,0 +1,425 @@
+"""SIGTERM in a worker's script: nothing is raised in the middle of anything, the end is agreed on, and the script ends.
+
+Scripts with a loop thread and a client that is none of a run, each in a process of its own, because the signal, its
+handler and the thread are the process's. Then the handler alone, on virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from psdist import errors
+from psdist.client import sigterm
+from psdist.client.sigterm import EXIT_STATUS, SigtermHandler
+from tests.simulation.loop import SimLoop
+
+HEAD = """
+import asyncio, os, signal, sys, threading
+import psdist.client.sigterm as module
+from psdist.client import loop
+from psdist.client.sigterm import sigterm
+from psdist.errors import ClosedError
+
+class Client:
+    def __init__(self):
+        self.asked, self.may_leave = threading.Event(), asyncio.Event()
+    async def request_stop(self):
+        self.asked.set()
+        await self.may_leave.wait()
+    async def close(self, reason="closed"):
+        loop.release(self)
+        print("leaves:", reason, flush=True)
+
+async def open_client():
+    client = Client()
+    loop.claim(client)
+    return client
+
+async def answer():
+    return "answered"
+
+async def looked():
+    return sigterm.look()
+
+began = threading.Event()
+async def ever():
+    began.set()
+    await asyncio.Event().wait()
+
+def let_leave():
+    client.asked.wait()
+    thread.loop.call_soon_threadsafe(client.may_leave.set)
+
+def term():
+    signal.raise_signal(signal.SIGTERM)  # To this very thread.
+
+thread = loop.shared()
+client = thread.call(open_client())
+"""
+INSTALL = "thread.end_on_sigterm()\n"
+
+
+def run(script: str, head: str = HEAD + INSTALL) -> tuple[int, list[str], str]:
+    """Status, lines and errors of a script."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", head + script],
+        env=os.environ, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def test_nothing_is_raised_before_the_end_is_agreed_on() -> None:
+    status, lines, error = run("""
+term()
+print("asked", sigterm.asked, "leaving", sigterm.leaving)
+print(thread.call(answer()))
+let_leave()
+thread.call(ever())
+print("not reached")
+""")
+    assert lines == ["asked True leaving False", "answered", "leaves: stopped"], error
+    assert (status, error) == (EXIT_STATUS, "")
+
+
+def test_calls_under_way_are_given_up() -> None:
+    status, lines, error = run("""
+def other():
+    try:
+        thread.call(ever())
+    except ClosedError as error:
+        print(error)
+        ended.set()
+
+ended = threading.Event()
+threading.Thread(target=other).start()
+began.wait()
+began.clear()
+
+def stop():
+    began.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    let_leave()
+
+threading.Thread(target=stop).start()
+try:
+    thread.call(ever())
+finally:
+    ended.wait()
+    print("ends")
+""")
+    assert lines == ["this worker is being stopped: no calls are made any more", "ends", "leaves: stopped"], error
+    assert (status, error) == (EXIT_STATUS, "")
+
+
+def test_a_finalizer_does_not_swallow_it() -> None:
+    status, lines, error = run("""
+class Finalized:
+    def __del__(self):
+        term()
+        print("the finalizer goes on")
+
+Finalized()
+let_leave()
+thread.call(ever())
+print("not reached")
+""")
+    assert lines == ["the finalizer goes on", "leaves: stopped"]
+    assert (status, error) == (EXIT_STATUS, "")  # "Exception ignored in" nowhere
+
+
+def test_a_script_that_makes_no_call_is_ended_by_the_next_signal() -> None:
+    status, lines, error = run("""
+module.AGAIN_SECONDS = 0.05
+term()
+print("goes on")
+let_leave()
+while True:
+    signal.pause()
+""")
+    assert lines == ["goes on", "leaves: stopped"]
+    assert (status, error) == (EXIT_STATUS, "")
+
+
+def test_an_end_that_was_raised_by_a_call_is_not_raised_again() -> None:
+    """What the script does then may take its time: it saves what it has."""
+    status, lines, error = run("""
+module.AGAIN_SECONDS = 0.01
+term()
+let_leave()
+try:
+    thread.call(ever())
+finally:
+    # Ten times as long, by the clock of the loop that would send it.
+    print(thread.call(asyncio.sleep(0.1, "has saved"), reading=True))
+""")
+    assert lines == ["has saved", "leaves: stopped"], error
+    assert (status, error) == (EXIT_STATUS, "")
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    status, lines, error = run("""
+term()
+try:
+    term()
+except SystemExit:
+    print("raised")
+    raise
+""")
+    assert lines == ["raised", "leaves: stopped"]
+    assert (status, error) == (EXIT_STATUS, "")
+
+
+def test_without_an_open_client_there_is_nothing_to_agree_on() -> None:
+    status, lines, error = run("""
+thread.call(client.close(), ending=True)
+term()
+print("not reached")
+""")
+    assert lines == ["leaves: closed"]
+    assert (status, error) == (EXIT_STATUS, "")
+
+
+def test_the_loop_knows_of_a_signal_that_the_interpreter_has_not_come_to() -> None:
+    """The main thread waits in C, which no signal interrupts, until the end is agreed on."""
+    status, lines, error = run("""
+import ctypes
+c = ctypes.CDLL(None)
+mutex, condition = ctypes.create_string_buffer(128), ctypes.create_string_buffer(128)
+
+def stop():
+    c.pthread_mutex_lock(mutex)  # Free when the main thread waits.
+    c.pthread_mutex_unlock(mutex)
+    os.kill(os.getpid(), signal.SIGTERM)
+    client.asked.wait()
+    print("agreed while", sigterm._signals)
+    c.pthread_cond_signal(condition)
+
+c.pthread_mutex_lock(mutex)
+threading.Thread(target=stop).start()
+c.pthread_cond_wait(condition, mutex)
+print(sigterm._signals)
+let_leave()
+thread.call(ever())
+""")
+    assert lines == ["agreed while 0", "1", "leaves: stopped"], error
+    assert (status, error) == (EXIT_STATUS, "")
+
+
+def test_a_handler_that_the_script_installs_later_has_the_say() -> None:
+    status, lines, error = run("""
+signal.signal(signal.SIGTERM, lambda *arguments: print("own"))
+term()
+print(thread.call(looked()), sigterm.asked)
+""")
+    assert (status, lines, error) == (0, ["own", "False False", "leaves: closed"], "")
+
+
+def test_a_forked_process_ends_by_its_signals_and_the_worker_does_not() -> None:
+    status, lines, error = run("""
+import warnings
+warnings.simplefilter("ignore")  # Newer Pythons warn of forks in programs with threads.
+child = os.fork()
+if not child:
+    threading.Event().wait()
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(thread.call(looked()), sigterm.asked)
+""")
+    assert (status, lines, error) == (0, ["-15", "False False", "leaves: closed"], "")
+
+
+def test_a_script_that_goes_on_may_only_read() -> None:
+    status, lines, error = run("""
+term()
+let_leave()
+for _ in range(2):
+    try:
+        thread.call(ever())
+    except SystemExit:
+        print("raised")
+print(thread.call(answer(), reading=True))
+try:
+    thread.call(answer())
+except SystemExit:
+    print("raised")
+""")
+    assert lines == ["raised", "raised", "answered", "raised", "leaves: stopped"]
+    assert (status, error) == (0, "")
+
+
+def test_what_the_end_itself_needs_is_not_given_up() -> None:
+    status, lines, error = run("""
+async def finish():
+    client.may_leave.set()
+    while not sigterm.leaving:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return "finished"
+
+term()
+print(thread.call(finish(), ending=True))
+""")
+    assert (status, lines, error) == (0, ["finished", "leaves: stopped"], "")
+
+
+def test_a_handler_of_the_scripts_own_is_left_alone() -> None:
+    mine = "signal.signal(signal.SIGTERM, lambda *_: print('mine'))\n"
+    status, lines, error = run("term()\nprint(sigterm.asked, thread.call(answer()))", HEAD + mine + INSTALL)
+    assert (status, lines, error) == (0, ["mine", "False answered", "leaves: closed"], "")
+
+
+def test_another_thread_installs_nothing() -> None:
+    install = "t = threading.Thread(target=thread.end_on_sigterm)\nt.start()\nt.join()\n"
+    status, lines, error = run("print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)", HEAD + install)
+    assert (status, lines, error) == (0, ["True", "leaves: closed"], "")
+
+
+def test_whoever_reads_signals_goes_on_reading_them() -> None:
+    others = """
+read, write = os.pipe()
+os.set_blocking(write, False)
+signal.set_wakeup_fd(write)
+"""
+    status, lines, error = run(
+        """
+term()
+print(os.read(read, 10) == bytes([signal.SIGTERM]))
+let_leave()
+thread.call(ever())
+""",
+        HEAD + others + INSTALL,
+    )
+    assert lines == ["True", "leaves: stopped"], error
+    assert (status, error) == (EXIT_STATUS, "")
+
+
+def test_one_caller_is_told_from_several() -> None:
+    status, lines, error = run("""
+print(thread.has_one_caller)
+t = threading.Thread(target=lambda: thread.call(answer()))
+t.start()
+t.join()
+print(thread.has_one_caller)
+""")
+    assert (status, lines, error) == (0, ["True", "False", "leaves: closed"], "")
+
+
+# --- the handler alone ------------------------------------------------------------------------------------------------
+
+
+async def pass_time(seconds: float) -> None:
+    """So many seconds pass on the running loop, which is a simulated one."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimLoop)
+    await loop.after(seconds)
+
+
+class Client:
+    """A client that may leave after some seconds, or whose end cannot be agreed on."""
+
+    def __init__(self, seconds: float, error: Exception | None = None) -> None:
+        self.seconds = seconds
+        self.error = error
+
+    async def request_stop(self) -> None:
+        await pass_time(self.seconds)
+        if self.error is not None:
+            raise self.error
+
+    def watch_signals(self, look: Any) -> None:
+        raise AssertionError
+
+
+class Clock:
+    """A handler of some clients on a loop of virtual time, and when calls were given up and the signal sent again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *clients: Client) -> None:
+        self.loop = SimLoop(random.Random(0))
+        self.handler = SigtermHandler()
+        self.handler._loop, self.handler._clients = self.loop, lambda: clients
+        self.handler._give_up = lambda: self.given_up.append(self.loop.time() - self.begin)
+        self.given_up: list[float] = []
+        self.again: list[float] = []
+        self.begin = self.loop.time()
+        monkeypatch.setattr(sigterm.signal, "pthread_kill", self._kill)
+
+    def _kill(self, thread: int, number: int) -> None:
+        assert number == signal.SIGTERM
+        self.again.append(self.loop.time() - self.begin)
+
+    def run(self, seconds: float, then: Any = None) -> None:
+        """SIGTERM comes, and the script makes no call for so long; then it does ``then``."""
+
+        async def script() -> None:
+            self.handler._on_signal(signal.SIGTERM, None)
+            await pass_time(seconds)
+            if then is not None:
+                then()
+
+        self.loop.run(script(), 1000)
+
+
+def test_all_clients_may_leave_before_calls_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, Client(1), Client(4), Client(2, errors.ClosedError("broken")))
+    clock.run(3)
+    assert not clock.handler.leaving and not clock.given_up
+    clock = Clock(monkeypatch, Client(1), Client(4), Client(2, errors.ClosedError("broken")))
+    clock.run(5)
+    assert clock.handler.leaving and clock.given_up == [4] and not clock.again
+
+
+def test_the_signal_comes_again_as_long_as_the_script_makes_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, Client(2))
+    clock.run(35)
+    assert clock.again == [12, 22, 32]
+    with pytest.raises(SystemExit) as raised:
+        clock.handler._on_signal(signal.SIGTERM, None)
+    assert raised.value.code == EXIT_STATUS == 143
+
+
+def test_a_script_that_was_told_is_not_sent_the_signal_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, Client(2))
+
+    def call() -> None:
+        with pytest.raises(SystemExit):
+            clock.handler.check()
+
+    clock.run(15, call)
+    assert clock.again == [12]
+
+    clock.loop.run(pass_time(60), 1000)
+    assert clock.again == [12]
+
+
+def test_calls_are_refused_once_this_worker_may_leave() -> None:
+    handler = SigtermHandler()
+    handler.asked = True
+    handler.check()
+    handler.leaving = True
+    for reading in (True, False):  # The script is to hear of it before it reads on.
+        with pytest.raises(SystemExit):
+            handler.check(reading=reading)
+        handler.raised = False
+    handler.raised = True
+    handler.check(reading=True)
+    with pytest.raises(SystemExit):
+        handler.check()
+
+
+def test_why_a_worker_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = SigtermHandler()
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    assert handler.reason() == "closed"
+    assert handler.reason(ValueError()) == "failed"
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    assert handler.reason() == "failed"
+    handler.asked = True
+    assert handler.reason(SystemExit(143)) == "stopped"

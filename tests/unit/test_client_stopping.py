@@ -1,0 +1,242 @@
+"""The end of a worker that was asked to end: what it says, which pushes it finishes, and how long it waits for a word.
+
+First ``Stopping`` alone, then a client and a fake scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from client_fakes import Break, Setup, flat, gradient
+
+import psdist
+from psdist.client import stopping
+from psdist.client.pushes import Pushes
+from psdist.client.session import Session
+from psdist.client.stopping import Stopping
+from psdist.v1 import scheduler_pb2 as pb
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+@pytest.fixture(autouse=True)
+def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing ends by itself only because a test takes long, or would pass if it did."""
+    monkeypatch.setattr(stopping, "ALONE_SECONDS", 600.0)
+    monkeypatch.setattr(stopping, "FINISH_SECONDS", 600.0)
+
+
+class Worker:
+    """A worker with two parameters, of which nothing is pushed, and a scheduler that is heard."""
+
+    def __init__(self) -> None:
+        self.sessions = {"a": Session(1, psdist.BSP()), "b": Session(1, psdist.ASP())}
+        self.told: list[pb.StopReport] = []
+        self.heard = True
+        #: How often somebody asked whether the scheduler answers.
+        self.asked = 0
+        self.enough = asyncio.Event()
+        pushes = Pushes()
+        for name, session in self.sessions.items():
+            pushes.enter(name, session)
+        self.stopping = Stopping(pushes, self.told.append, self._is_heard)
+
+    def _is_heard(self) -> bool:
+        self.asked += 1
+        if self.asked >= 50:
+            self.enough.set()
+        return self.heard
+
+    def begin(self, name: str) -> None:
+        """A push is under way."""
+        self.sessions[name].send(0)
+
+    def end(self, name: str) -> None:
+        """It is answered."""
+        session = self.sessions[name]
+        request = session.begin_push()
+        request.answer(0, session.step + 1)
+        session.end_push(request, seen=True)
+        self.stopping.push_ended()
+
+    def leave(self, **ends: int) -> None:
+        """The scheduler lets it leave after these pushes."""
+        self.stopping.on_command(pb.StopCommand(number=9, leave=pb.StopCommand.Leave(next=ends)))
+
+
+async def is_over(task: asyncio.Task[None]) -> bool:
+    """Whether the task ends without anything more from outside."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return task.done()
+
+
+async def test_it_is_said_once_and_in_every_session_after() -> None:
+    worker = Worker()
+    worker.stopping.session_began()
+    assert worker.told == []
+    worker.stopping.request()
+    worker.stopping.request()
+    assert worker.told == [pb.StopReport(stopping=True)]
+    worker.stopping.session_began()
+    assert worker.told == [pb.StopReport(stopping=True)] * 2
+
+
+async def test_asked_it_looks_before_it_answers() -> None:
+    worker = Worker()
+    worker.stopping.on_command(pb.StopCommand(number=3, ask=True))
+    worker.stopping.look = lambda: True
+    worker.stopping.on_command(pb.StopCommand(number=4, ask=True))
+    assert worker.told == [
+        pb.StopReport(number=3, stopping=False),
+        pb.StopReport(stopping=True),
+        pb.StopReport(number=4, stopping=True),
+    ]
+    assert not worker.stopping.holding and not worker.stopping.together
+
+
+async def test_held_it_says_where_it_stands_and_begins_no_push() -> None:
+    worker = Worker()
+    await worker.stopping.until_allowed()
+    worker.end("a")
+    worker.begin("a")
+    worker.begin("b")
+    worker.sessions["b"].partial = True  # It takes more calls of the script, which makes them before it leaves.
+    worker.stopping.on_command(pb.StopCommand(number=5, hold=True))
+    assert worker.told == [pb.StopReport(number=5, stopping=True, holding=True, next={"a": 2, "b": 1})]
+    assert worker.stopping.together
+    waits = asyncio.create_task(worker.stopping.until_allowed())
+    assert not await is_over(waits)
+    waits.cancel()
+
+
+@pytest.mark.parametrize(
+    ("ends", "awaited"),
+    [
+        ({}, True),
+        ({"a": 1}, True),
+        ({"b": 1}, True),  # Of "a" nothing is said: all of it is finished.
+        ({"a": 0}, False),
+    ],
+)
+async def test_a_push_below_the_end_is_finished(ends: dict[str, int], awaited: bool) -> None:
+    worker = Worker()
+    worker.begin("a")
+    leaves = asyncio.create_task(worker.stopping.until_leaving())
+    assert not await is_over(leaves)
+    worker.leave(**ends)
+    assert await is_over(leaves) is not awaited
+    assert worker.stopping.holding  # Whatever the script begins now, it leaves without.
+    worker.end("a")
+    await leaves
+
+
+async def test_each_of_several_pushes_is_finished_or_dropped() -> None:
+    worker = Worker()
+    worker.begin("a")
+    worker.begin("b")
+    worker.leave(a=1, b=1)
+    leaves = asyncio.create_task(worker.stopping.until_leaving())
+    assert not await is_over(leaves)
+    worker.end("b")
+    assert not await is_over(leaves)
+    worker.stopping._pushes.begin_life()  # This worker was expelled, and the push dropped.
+    worker.stopping.push_ended()
+    await leaves
+
+
+@pytest.mark.parametrize("end", [0, 1])
+async def test_a_push_in_pieces_is_finished_if_all_have_begun_it(end: int) -> None:
+    worker = Worker()
+    worker.begin("a")
+    worker.sessions["a"].partial = True
+    worker.leave(a=end)
+    leaves = asyncio.create_task(worker.stopping.until_leaving())
+    assert await is_over(leaves) is (end == 0)
+    worker.end("a")
+    await leaves
+
+
+async def test_a_push_that_others_keep_from_ending_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "FINISH_SECONDS", 0.05)
+    worker = Worker()
+    worker.begin("a")
+    worker.leave()
+    await worker.stopping.until_leaving()
+    assert worker.sessions["a"].unfinished
+
+
+async def test_a_scheduler_that_is_heard_is_waited_for_and_one_that_is_not_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stopping, "ALONE_SECONDS", 0.02)
+    worker = Worker()
+    leaves = asyncio.create_task(worker.stopping.until_leaving())
+    await worker.enough.wait()  # Five times as long as it waits for one that is not heard.
+    assert not leaves.done() and not worker.stopping.holding
+    worker.heard = False
+    await leaves
+    assert worker.stopping.holding and not worker.stopping.together
+
+
+# --- with a scheduler -------------------------------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def setup() -> AsyncIterator[Setup]:
+    setup = await Setup().start()
+    yield setup
+    await setup.stop()
+
+
+def command(setup: Setup, number: int, **kind: object) -> None:
+    """The scheduler says this down the session."""
+    setup.scheduler.news.put_nowait(pb.SessionResponse(stop=pb.StopCommand(number=number, **kind)))
+
+
+async def test_an_end_is_agreed_and_no_push_begins_after_it(setup: Setup) -> None:
+    said = setup.scheduler.stops
+    await setup.weights.push(gradient())
+    setup.servers[1].breaks = [Break(0, hang=asyncio.Event())]
+    under_way = asyncio.create_task(setup.weights.push_pull(gradient()))
+    await setup.servers[1].hanging.wait()
+    leaves = asyncio.create_task(setup.client.request_stop())
+    assert await said.get() == pb.StopReport(stopping=True)
+    command(setup, 1, hold=True)
+    assert await said.get() == pb.StopReport(number=1, stopping=True, holding=True, next={"p": 2})
+    command(setup, 2, leave=pb.StopCommand.Leave(next={"p": 2}))
+    command(setup, 3, ask=True)
+    assert (await said.get()).number == 3  # It has heard that it may leave.
+    assert not leaves.done()
+    setup.servers[1].breaks = []
+    setup.scheduler.lose(setup.servers[1])  # Its push goes another way, and is answered.
+    setup.scheduler.promote(setup.servers[1], setup.servers[0])
+    assert flat(await under_way) == [2.0] * 22
+    await leaves
+    begun = asyncio.create_task(setup.weights.push(gradient()))
+    for number in range(4, 24):  # More than enough for it to be answered.
+        command(setup, number, ask=True)
+        assert (await said.get()).number == number
+    assert not begun.done() and [header.step for header in setup.servers[0].headers][-1] == 1
+    begun.cancel()
+
+
+async def test_a_new_session_is_told_of_the_end(setup: Setup) -> None:
+    leaves = asyncio.create_task(setup.client.request_stop())
+    assert (await setup.scheduler.stops.get()).stopping
+    port = int(setup.scheduler.address.rpartition(":")[2])
+    await setup.scheduler.stop()
+    await setup.scheduler.start(port)
+    assert await setup.scheduler.stops.get() == pb.StopReport(stopping=True)
+    command(setup, 7, leave=pb.StopCommand.Leave())
+    await leaves
+
+
+async def test_a_client_that_is_not_connected_has_nothing_to_agree_on(setup: Setup) -> None:
+    await psdist.AsyncClient("127.0.0.1:1").request_stop()
+    await setup.client.close()
+    await setup.client.request_stop()
+    assert setup.scheduler.stops.empty()
