@@ -6,6 +6,11 @@ are there that miss them, the whole run goes on from it, in one epoch: what was 
 terms and the next generation; data sets stand where they stood; and workers' lives end, because what they know of steps
 and leases is not so any more. Without such a snapshot the shards stay lost (``keeper``).
 
+The run goes back to the newest snapshot that was committed: while nobody knows which that is, because the storage is
+committing one, the loss waits (``deferred_losses``). Only where the storage stands still for too long the run goes back
+to the one before. If the other is committed after all before anything is placed, the run goes back once more, to that
+one, by the same road; if it is later, it is of a course that was given up, of which nobody was told, and is not kept.
+
 Not here: loading (``resume``), finding snapshots in the storage (``snapshot_io``).
 """
 
@@ -38,7 +43,7 @@ class GoingBack:
 
     def _found(self) -> Found | None:
         """The snapshot to go back to, where shards are lost that nobody else holds, and workers miss them."""
-        found = self._snapshots.newest
+        found = self._snapshots.catalog.newest
         if found is None or not self._members.workers or not (self._members.changed or self._registry.lost_text):
             return None
         if not any(self._is_lost(p) for p in self._registry.all if p.record is not None):
@@ -61,7 +66,7 @@ class GoingBack:
         term = max((shard.term for p in placed for shard in p.entry.shards), default=0)
         effects = self._snapshots.rolled_back(now)
         self._registry.resume.go_to(found, term, epoch, now)
-        trained = {(m.worker_id, m.incarnation) for p in placed for m in p.entry.members}
+        knowing = {(m.worker_id, m.incarnation) for p in placed for m in p.entry.members} | self._datasets.holders
         self._registry.gather_again()
         self._datasets.go_back(found.manifest.datasets)
         lost = tuple((name, first, max(first, until)) for name, first, until in lost)
@@ -70,7 +75,7 @@ class GoingBack:
         for worker in [
             w
             for w in self._members.workers
-            if self._members.session_of(w.member_id) or (w.member_id, w.incarnation) in trained
+            if self._members.session_of(w.member_id) or (w.member_id, w.incarnation) in knowing
         ]:
             _, session = self._members.end(worker.member_id, "lost", WENT_BACK)
             effects += [Close(session)] if session else []
@@ -86,17 +91,14 @@ class GoingBack:
         )
 
     def committed(self, event: Committed, epoch: int, now: float) -> list[Effect]:
-        """A snapshot exists. One that was being committed while the run went back is gone back to after all, if nobody
-        has gone on yet; else it is of a course that was given up, and is not kept."""
-        snapshots, resume, found = self._snapshots, self._registry.resume, Found(event.commit, event.manifest)
-        if not snapshots.is_late(event) or resume.is_of_this_course(found):
+        """A snapshot exists: of this course, or of one that was given up while the storage stood still."""
+        snapshots, found = self._snapshots, Found(event.commit, event.manifest)
+        if not snapshots.is_late(event) or self._registry.resume.is_of_this_course(found):
             return snapshots.committed(event, now)
-        if any(p.record for p in self._registry.all) or any(standing.leased for standing in self._datasets.standings):
-            return snapshots.discard(event.commit)
+        if any(p.record for p in self._registry.all):
+            return snapshots.discard(event)
         effects = snapshots.committed(event, now)
-        resume.go_to(found, 0, epoch, now)
-        self._datasets.go_back(found.manifest.datasets)
-        return [*effects, Note(f"the run goes on from snapshot {event.commit.directory}, which was being committed")]
+        return effects + self._roll_back(found, epoch, now, "the storage has committed a newer snapshot after all")
 
     def load_failed(self, event: LoadFailed) -> list[Effect]:
         """A snapshot cannot be loaded. Where it never will be, the one before is looked for."""
@@ -105,27 +107,29 @@ class GoingBack:
         if not server or p is None or p.state != "loading" or event.generation != p.entry.generation:
             return []
         text = f"{server} cannot load {p.name!r} from snapshot {event.restore.directory}: {event.text}"
-        if not event.corrupt or event.restore != p.entry.restore or event.restore.directory in self._snapshots.bad:
+        catalog, directory = self._snapshots.catalog, event.restore.directory
+        if not event.corrupt or event.restore != p.entry.restore or directory in catalog.bad:
             return [Note(text, "warning")]
-        return [Note(f"{text}; the one before is tried", "warning"), self._snapshots.give_up(event.restore.directory)]
+        return [Note(f"{text}; the one before is tried", "warning"), catalog.give_up(directory)]
 
     def history_read(self, event: HistoryRead, epoch: int, now: float) -> list[Effect]:
         """The storage was read. What is loading from a snapshot that is bad begins anew from the one before."""
+        snapshots, resume = self._snapshots, self._registry.resume
+        if event.history is not None:
+            resume.read(event.history.base)
+        snapshots.catalog.take(event.history)
         if event.history is None:
             return [Note(f"the storage cannot be read: {event.error}", "warning")]
-        snapshots, resume = self._snapshots, self._registry.resume
-        resume.read(event.history.base)
-        snapshots.take_history(event.history)
         effects: list[Effect] = [Note(f"passed over: {text}", "warning") for text in event.history.skipped]
         restore = resume.base.restore
-        if restore is None or (restore.directory not in snapshots.bad and resume.found is not None):
+        if restore is None or (restore.directory not in snapshots.catalog.bad and resume.found is not None):
             return effects
         waits = [p for p in self._registry.all if p.state == "loading"]
         if resume.found is not None and not waits:
             return effects
-        if snapshots.newest is not None:
+        if snapshots.catalog.newest is not None:
             why = f"snapshot {restore.directory} cannot be loaded"
-            return effects + self._roll_back(snapshots.newest, epoch, now, why)
+            return effects + self._roll_back(snapshots.catalog.newest, epoch, now, why)
         resume.failed = (
             f"snapshot {restore.directory} cannot be loaded, and there is none before that can be: see the log"
         )

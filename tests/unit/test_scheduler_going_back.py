@@ -3,11 +3,15 @@ rest."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from psdist.errors import FencedError
 from psdist_scheduler import events as ev
+from psdist_scheduler.resume import WORKERS_GRACE_SECONDS
 from tests.unit.scheduler_driver import caller
+from tests.unit.snapshot_driver import SnapshotDriver, history_of
 from tests.unit.test_scheduler_resume import lose, rejoin, saved_run
 
 
@@ -35,3 +39,37 @@ def test_a_worker_that_was_done_when_the_run_went_back_is_not_waited_for() -> No
     d.join("server", member_id="server-1")
     rejoin(d, 1)
     assert d.entry().ready
+
+
+def test_a_worker_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
+    """It may have done its work while the scheduler was away. Those that are there would have gone on without it."""
+    d = saved_run(7, workers=2)
+    lose(d, "server-1")
+    d.join("server", member_id="server-1")
+    rejoin(d, 1)
+    _wait(d, WORKERS_GRACE_SECONDS - 1)
+    assert d.map.parameters == () and any("for 1 of 2 workers to register" in wait for wait in d.cluster.waits)
+    _wait(d, 2.0)
+    d.go_on()
+    assert d.entry().ready and [member.worker_id for member in d.entry().members] == ["worker-0"]
+
+
+def test_a_scheduler_that_is_started_again_after_the_run_went_back_does_not_miss_who_was_done() -> None:
+    before = saved_run(7, workers=2)
+    done = before.cluster.members.get("worker-1")
+    assert done is not None
+    before.on(ev.Leave(before.number(), caller(done), "done"))
+    lose(before, "server-1")
+    assert before.rolled_back
+    history = history_of(before)
+    d = SnapshotDriver(before.stored, before.now, history=replace(history, base=history.newest), workers_min=2)
+    d.open(before.cluster.members.servers[0])
+    d.join("server", member_id="server-1")
+    rejoin(d, 1)
+    assert d.entry().ready
+
+
+def _wait(d: SnapshotDriver, seconds: float) -> None:
+    for _ in range(round(seconds / d.cluster.tick_seconds)):
+        d.beat(*d.cluster.members.sessions)
+        d.tick()

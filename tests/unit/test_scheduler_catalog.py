@@ -1,0 +1,96 @@
+"""The scheduler's machine and what its storage holds: numbers of records, reading, and what is kept."""
+
+from __future__ import annotations
+
+from psdist import errors
+from psdist.snapshots.policy import SavePolicy
+from psdist_scheduler import events as ev
+from psdist_scheduler import snapshot_events as sn
+from psdist_scheduler.records import Member
+from tests.unit.snapshot_driver import Ready, SnapshotDriver, commit_of, history_of, ready
+
+
+def test_the_number_of_a_record_is_above_all_that_were_ever_seen() -> None:
+    d = ready(history=sn.History(highest=7))
+    d.train(1)
+    assert d.saved(d.save()).sequence == 8
+
+
+def test_a_storage_that_cannot_be_read_is_read_again() -> None:
+    d = ready()
+    again = Ready(d.stored, d.now, history=None)
+    for member in (*d.cluster.members.servers, *d.cluster.members.workers):
+        again.open(member)
+    call = again.save()
+    assert again.state(call).text == "for the storage to be read"
+    again.history = sn.History(highest=3)
+    again.now += 6
+    again.beat(*again.cluster.members.sessions)
+    again.on(ev.Tick())
+    again.go_on()
+    assert again.saved(call).sequence == 4
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_old_snapshots_are_deleted_when_a_new_one_is_there() -> None:
+    d = ready(policy=SavePolicy(steps=10, keep_last=2, keep_every=30))
+    for step in range(10, 110, 10):
+        d.train(step)
+    assert [steps["mlp"] for steps in d.steps] == [10, 30, 60, 90, 100]
+
+
+def test_what_could_not_be_deleted_is_tried_again() -> None:
+    d = ready(policy=SavePolicy(steps=10, keep_last=1))
+    d.train(10)
+    d.storing = False
+    d.train(20)
+    (work,) = d._take("works", True)
+    d.on(sn.Committed(work.attempt, commit_of(work.manifest, work.sequence), work.manifest))
+    (prune,) = d._take("works", True)
+    d.on(sn.Pruned((), "it does not answer"))
+    assert [commit.sequence for commit in prune.commits] == [1] and any(
+        "it does not answer" in note for note in d.notes
+    )
+    d.storing = True
+    d.train(30)
+    assert d.steps == [{"mlp": 30}]
+
+
+# --- parameters that the snapshot before has --------------------------------------------------------------------------
+
+
+def run_of_two() -> tuple[SnapshotDriver, Member]:
+    """A run that went on from a snapshot of "mlp" and "b" at step 5, and in which "b" was not created."""
+    before = SnapshotDriver()
+    (worker,) = before.begin()
+    before.create(worker, name="b")
+    before.ask(ev.Commit, worker, "b")
+    before.train(5)
+    before.train(5, "b")
+    before.go_on()
+    assert before.saved(before.save()).steps == {"mlp": 5, "b": 5}
+    d = SnapshotDriver(None, before.now, history=history_of(before))
+    (worker,) = d.begin()
+    d.go_on()
+    return d, worker
+
+
+def test_what_the_snapshot_before_has_is_not_lost_by_the_next() -> None:
+    d, worker = run_of_two()
+    assert d.state(d.save()) == sn.Saved(d.cluster.snapshots.catalog.commits[0], unchanged=True), "nothing was trained"
+    d.train(6)
+    at_the_end = d.number()
+    d.on(sn.Save(at_the_end, "", reason="at the end"))
+    d.go_on()
+    error = d.state(at_the_end)
+    assert isinstance(error, errors.SnapshotFailedError) and "'b', which the snapshot before has" in str(error)
+    # While the run goes on it may be created yet: what the snapshot before has of it is kept.
+    assert d.saved(d.save()).steps == {"mlp": 6}
+    assert any("'b', which the snapshot before has" in note for note in d.notes)
+    d.create(worker, name="b")
+    d.go_on()
+    d.versions = {"mlp": 7, "b": 5}
+    d.beat_versions()
+    assert d.saved(d.save()).steps == {"mlp": 7, "b": 5}
