@@ -14,6 +14,7 @@ import os
 import secrets
 import signal
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,14 +64,14 @@ def main(settings: SchedulerSettings) -> int:
 async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
     stored = store.load()
     try:
-        storage, history = await _open_storage(settings, run_id, stored)
+        opened = await _open_storage(settings, run_id, stored)
     except ConfigurationError as error:
         print(f"psdist-scheduler: {error}", file=sys.stderr)
         return exit_codes.USAGE  # the storage is not for this run, and it will not be at the next start either
-    cluster_settings = _cluster_settings(settings, run_id, storage.url if storage is not None else "")
     now = asyncio.get_running_loop().time()
-    scheduler = Scheduler(Cluster(cluster_settings, stored, now, history), store, storage)
-    for text in history.skipped if history is not None else ():
+    cluster = Cluster(_cluster_settings(settings, run_id, opened), stored, now, opened.history)
+    scheduler = Scheduler(cluster, store, opened.storage)
+    for text in opened.history.skipped if opened.history is not None else ():
         log.warning("passed over: %s", text)
     server = channels.make_server(settings.token, limits.CONTROL_MESSAGE_BYTES)
     server.add_generic_rpc_handlers((Service(scheduler).handler(),))
@@ -141,45 +142,82 @@ def _kept_run_id(settings: SchedulerSettings) -> str:
     return history.commits[0].run_id if history.commits else ""
 
 
-async def _open_storage(
-    settings: SchedulerSettings, run_id: str, stored: Stored | None
-) -> tuple[Storage | None, History | None]:
-    """The run's storage and what it holds. A scheduler that was started again goes on without having read it, if that
-    cannot be; one that begins does not. Raises StorageError, ConfigurationError."""
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """storage: of the run; None where it has none. history: what is there; None where that is not known yet.
+    unwritable: why nothing is saved there, where the run goes on without snapshots."""
+
+    storage: Storage | None = None
+    history: History | None = None
+    unwritable: str = ""
+
+
+async def _open_storage(settings: SchedulerSettings, run_id: str, stored: Stored | None) -> _Opened:
+    """The run's storage, read, and tried whether it can be written, both at a time. A scheduler that was started again
+    goes on where that fails; one that begins does not, unless the storage is one that nobody asked for.
+
+    Raises StorageError, ConfigurationError.
+    """
     if not settings.storage:
-        return None, None
+        return _Opened()
     from psdist.snapshots.storage import open_storage
-    from psdist_scheduler.snapshot_io import check_fresh, read_history
+    from psdist_scheduler.snapshot_io import check_fresh, check_writable, read_history
 
     storage = open_storage(settings.storage)
     restore = stored.base.restore if stored is not None else None
-    try:
-        history = await read_history(storage, run_id, restore.directory if restore is not None else "")
-    except StorageError as error:
-        if stored is None:
-            raise
-        log.warning("the storage cannot be read, and is tried again: %s", error)
-        return storage, None
+    found, refusal = await asyncio.gather(
+        read_history(storage, run_id, restore.directory if restore is not None else ""),
+        check_writable(storage),
+        return_exceptions=True,
+    )
+    unwritable = _judge(settings, refusal, begins=stored is None)
+    if isinstance(found, StorageError) and (stored is not None or unwritable):
+        after = "the run begins without what is there" if stored is None else "it is tried again"
+        log.warning("the storage cannot be read, and %s: %s", after, found)
+        return _Opened(storage, History() if stored is None else None, unwritable)
+    if isinstance(found, BaseException):
+        raise found
     if stored is None and settings.fresh:
-        check_fresh(history, storage.url)
-    if stored is None and history.highest and history.newest is None:
+        check_fresh(found, storage.url)
+    if stored is None and found.highest and found.newest is None:
         raise ConfigurationError(
-            f"none of the snapshots in {storage.url} can be read: {'; '.join(history.skipped)}: look at them with "
+            f"none of the snapshots in {storage.url} can be read: {'; '.join(found.skipped)}: look at them with "
             "`psdist snapshot verify`, or begin anew under another --run-id or with another --storage-path"
         )
-    return storage, history
+    return _Opened(storage, found, unwritable)
 
 
-def _cluster_settings(settings: SchedulerSettings, run_id: str, storage: str) -> ClusterSettings:
+def _judge(settings: SchedulerSettings, refusal: BaseException | None, *, begins: bool) -> str:
+    """Why the run goes on without snapshots, as the storage cannot be written; empty where it takes them, or tries to.
+    Raises ``refusal`` where it must not go on."""
+    if refusal is None:
+        return ""
+    if not isinstance(refusal, StorageError):
+        raise refusal
+    if settings.storage_optional:
+        log.warning("no snapshots are taken, and training goes on without: %s", refusal)
+        return f"no snapshot can be taken: {refusal.message}"
+    if begins:
+        raise StorageError(f"{refusal.message}. With --storage-path none a run takes no snapshots") from None
+    log.warning("the storage cannot be written now, and is tried again with the next snapshot: %s", refusal)
+    return ""
+
+
+def _cluster_settings(settings: SchedulerSettings, run_id: str, opened: _Opened) -> ClusterSettings:
+    policy = settings.policy
+    if opened.unwritable:
+        policy = replace(policy, steps=0, seconds=0.0, at_end=False)
     return ClusterSettings(
         run_id=run_id,
         workers_min=settings.workers_min,
         servers_min=settings.servers_min,
         lease_seconds=settings.failure_timeout_seconds,
+        worker_lease_seconds=settings.worker_timeout_seconds,
         join_grace_seconds=settings.join_grace_seconds,
         replicas=settings.replicas,
-        storage=storage,
-        policy=settings.policy,
+        storage=opened.storage.url if opened.storage is not None else "",
+        unwritable=opened.unwritable,
+        policy=policy,
         salt=secrets.token_hex(3),
     )
 

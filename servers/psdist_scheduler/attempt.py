@@ -18,7 +18,7 @@ from psdist.snapshots.format import DatasetState, Manifest, ParametersState
 from psdist_scheduler.events import Answer, Effect
 from psdist_scheduler.membership import Membership
 from psdist_scheduler.parameters import Parameters
-from psdist_scheduler.rendezvous import name_some
+from psdist_scheduler.records import name_some
 from psdist_scheduler.snapshot_events import (
     Cut,
     End,
@@ -227,7 +227,7 @@ class Attempt:
 
     def cut(self, members: Membership, known: Mapping[str, int]) -> list[Effect]:
         """Tells the servers to write. ``known``: by BSP parameters, the highest step that any slice is at."""
-        producers = tuple((name, self.producers(name)) for name in self.marked)
+        producers = tuple((name, self._next(name, by_origin=True)) for name in self.marked)
         left = [p.name for p in self.parameters if p.name in self.steps and not p.entry.members]
         final = tuple((name, self.steps[name]) for name in left if self.steps[name] == known.get(name))
         return _tell(self.servers, Cut(self.number, producers, final), members)
@@ -239,11 +239,15 @@ class Attempt:
 
     # --- the manifest -------------------------------------------------------------------------------------------------
 
-    def producers(self, name: str) -> Producers:
-        """The next push of each life that takes part in parameters whose pushes are marked."""
+    def _next(self, name: str, *, by_origin: bool) -> Producers:
+        """The next push of each member of parameters whose pushes are marked, by its id and its incarnation or, as
+        servers know pushes, by its origin."""
         p = next(p for p in self.parameters if p.name == name)
-        lives = [(m.worker_id, m.incarnation) for m in p.entry.members]
-        return tuple((*life, (self.lives[life] or {}).get(name, 0)) for life in lives)
+        return tuple(
+            (m.worker_id, m.producer[1] if by_origin else m.incarnation, (self.lives[life] or {}).get(name, 0))
+            for m in p.entry.members
+            for life in ((m.worker_id, m.incarnation),)
+        )
 
     def manifest(
         self,
@@ -289,8 +293,9 @@ class Attempt:
             reference_workers=p.entry.reference_workers,
             state_names=parts[0].state_names,
             step=max(versions, default=0) if step is None else step,
-            next=self.producers(p.name) if step is None else (),
+            next=self._next(p.name, by_origin=False) if step is None else (),
             shards=tuple(part.file for part in parts),
+            state_since=p.entry.state_since,
         )
 
     def _marked(self) -> Iterable[Parameters]:
@@ -306,29 +311,22 @@ class Failures:
     at: float = 0.0
 
 
-@dataclass(slots=True)
-class Campaign:
-    """Attempts one upon the other, until one is committed or has failed."""
-
-    refused: int = 0
-    retries: int = 0
-    #: Attempts that pushes waited for in vain.
-    held: int = 0
-    #: Cut each parameters where it stands: what was to come did not.
-    exact: bool = False
-    #: By parameters, the step that a server named as not passed.
-    known: dict[str, int] = field(default_factory=dict)
-
-
 def is_stepped(p: Parameters) -> bool:
     """Whether the parameters are cut at a step, and not by marks on pushes."""
     return isinstance(p.entry.spec.consistency, BSP)
 
 
-def common_steps(steps: Mapping[str, int]) -> dict[str, int]:
-    """Steps that differ by one at most become the same, the higher: such parameters are trained together."""
-    high = max(steps.values(), default=0)
-    return dict.fromkeys(steps, high) if steps and high - min(steps.values()) <= 1 else dict(steps)
+def floor(attempt: Attempt | None, ready: Iterable[Parameters], life: _Life) -> dict[str, int]:
+    """By parameters, what no cut to come can be below for a life, while ``attempt`` is under way. Those that are
+    not named, it cannot."""
+    steps: dict[str, int] = {}
+    for p in ready:
+        under_way = attempt is not None and p.name in attempt.names
+        if is_stepped(p):
+            steps[p.name] = min(p.version, attempt.steps[p.name]) if attempt and under_way else p.version
+        elif attempt and under_way:
+            steps[p.name] = (attempt.lives.get(life) or {}).get(p.name, 0)
+    return steps
 
 
 def _route(p: Parameters) -> tuple[object, ...]:

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from psdist.errors import FencedError, LimitExceededError, PsdistError
 from psdist.types import ClusterMap, ServerEntry, WorkerEntry
 from psdist.wire.limits import REPORT_WAIT_SECONDS
+from psdist_scheduler.barriers import Barriers
 from psdist_scheduler.datasets import Datasets
+from psdist_scheduler.deferred_losses import DeferredLosses
 from psdist_scheduler.events import (
     Announce,
     Answer,
@@ -68,9 +70,10 @@ from psdist_scheduler.going_back import GoingBack
 from psdist_scheduler.keeper import Keeper
 from psdist_scheduler.leaving import Leaving
 from psdist_scheduler.membership import Membership
+from psdist_scheduler.mutual_waits import MutualWaits
 from psdist_scheduler.records import ClusterSettings, Member, Stored
 from psdist_scheduler.registry import Registry
-from psdist_scheduler.rendezvous import Barriers, Rendezvous
+from psdist_scheduler.rendezvous import Rendezvous
 from psdist_scheduler.resume import Resume
 from psdist_scheduler.scaling import Scaling
 from psdist_scheduler.snapshot_events import (
@@ -93,12 +96,16 @@ from psdist_scheduler.snapshot_events import (
     Written,
 )
 from psdist_scheduler.snapshots import Snapshots
+from psdist_scheduler.stops import Stops
+from psdist_scheduler.worker_events import Heard, StopReported
 
 #: A call that waits hears its reason again after so long, so that its peer can tell a wait from a dead connection.
 REPEAT_SECONDS = 2.0
 #: Calls of one member that may wait at a time.
 WAITS_PER_MEMBER_MAX = 64
 _TICKS_PER_LEASE = 8
+#: Commands to workers of one epoch; their numbers begin with it.
+_COMMANDS_BITS = 20
 
 
 @dataclass(slots=True)
@@ -131,6 +138,7 @@ class Cluster:
         self.epoch = max(stored.epoch, *(commit.epoch for commit in history.commits), 0) if history else stored.epoch
         self.members = Membership(settings, stored.members, stored.servers_wanted, now)
         resume = Resume(stored.base, None)
+        resume.since = now if stored.base.generation else None  # Whoever was missed before has its time anew.
         if history is not None:
             resume.read(history.base)
             if not begun and history.newest is not None:
@@ -141,9 +149,12 @@ class Cluster:
         self._scaling = Scaling(settings, self.registry, self.members)
         self.datasets = Datasets(stored.datasets, resume)
         self.snapshots = Snapshots(settings, self.registry, self.members, self.datasets, history, now)
+        self._deferred = DeferredLosses(self.registry, self.members, self.snapshots)
         self._going_back = GoingBack(self.registry, self.members, self.datasets, self.snapshots)
         self._leaving = Leaving(settings, self.registry, self.members, self.snapshots, self._scaling)
-        self._barriers = Barriers()
+        self._stops = Stops(self.members, self.registry, self.snapshots, self.epoch << _COMMANDS_BITS)
+        self._barriers = Barriers(stored.barriers)
+        self._mutual_waits = MutualWaits(self.members, self.registry, self._barriers)
         self._rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, now)
         self._ticked = now
         #: Until then a session may end because this process itself was silent.
@@ -197,6 +208,8 @@ class Cluster:
         """One sentence about where the run stands, with the reason if it does not go on."""
         if lost := self.registry.lost_text:
             return lost
+        if wait := self._deferred.wait:
+            return f"held up, waiting {wait}"
         training = [
             f"{p.name!r} at version {p.version}" for p in self.registry.all if p.state == "ready" and p.entry.members
         ]
@@ -226,7 +239,7 @@ class Cluster:
         except PsdistError as error:
             return [Refuse(call, error)] if (call := getattr(event, "call", 0)) else []
         # Signs of life come by the thousand and let nothing go on.
-        if isinstance(event, Heartbeat):
+        if isinstance(event, Heartbeat | Heard):
             return effects
         return self._commit(effects, now)
 
@@ -237,7 +250,9 @@ class Cluster:
         self._rendezvous.validate()
         self.datasets.validate()
         self.snapshots.validate()
-        assert not self._has_changed() and not self.datasets.changed
+        self._deferred.validate()
+        self._barriers.validate()
+        assert not self._has_changed() and not self.datasets.changed and not self._barriers.changed
         assert self._told.keys() <= self._waiters.keys(), "a call was told to wait that does not wait"
 
     # --- inner --------------------------------------------------------------------------------------------------------
@@ -246,6 +261,9 @@ class Cluster:
         match event:
             case Heartbeat():
                 return self._heartbeat(event, now)
+            case Heard(heard):
+                self.members.heard(heard, now)
+                return []
             case Tick():
                 return self._tick(now)
             case Register():
@@ -255,7 +273,7 @@ class Cluster:
             case SessionClosed():
                 return self._close_session(event, now)
             case Leave():
-                return self._leave(event)
+                return self._leave(event, now)
             case JoinAnswered():
                 return self._join_answered(event)
             case ReplicaFilled():
@@ -266,6 +284,8 @@ class Cluster:
                 return self._drain(event, now)
             case Stop():
                 return self._leaving.hold(event, now)
+            case StopReported():
+                return self._stops.heard(event)
             case Scale():
                 return self._scaling.scale(event)
             case WatchScale():
@@ -324,11 +344,14 @@ class Cluster:
         match event:
             case Create():
                 effects = self.registry.create(event, worker, now)
+                self.snapshots.end_snapshot.forget()
             case Describe():
                 effects = self.registry.describe(event, worker, now)
             case EnterBarrier():
-                effects = self._barriers.enter(event.call, worker, event.name)
+                effects = self._barriers.enter(event, worker)
         self._waiters[event.call] = worker.member_id
+        if not isinstance(event, Describe):
+            self._mutual_waits.heard(worker, event.activity, event.call)
         return effects
 
     def _data(self, event: DataEvent) -> list[Effect]:
@@ -348,22 +371,24 @@ class Cluster:
                 return self.datasets.set_position(event, worker)
 
     def _register(self, event: Register, now: float) -> list[Effect]:
+        self._deferred.check(event, now)
         member = self.members.register(event, self.registry.lost_owners, now)
         world_size = max(self.members.workers_min, member.rank + 1) if member.role == "worker" else 0
         life = f", incarnation {member.incarnation}" if member.incarnation > 1 else ""
         where = f" at {member.address}" if member.address else f" on {member.host or 'an unknown host'}"
-        registered = Registered(member, world_size, self.settings.lease_seconds)
+        settings = self.settings
+        registered = Registered(member, world_size, settings.lease_of(member.role), settings.heartbeat_seconds)
         return [
             Note(f"{member} registered{where}{life}"),
-            *self._replace_at_address(member),
+            *self._replace_at_address(member, now),
             Answer(event.call, registered),
         ]
 
-    def _replace_at_address(self, member: Member) -> list[Effect]:
+    def _replace_at_address(self, member: Member, now: float) -> list[Effect]:
         """An address has one process: a server that is another's successor there, or the same, whose first answer was
         lost, ends the life before it. Else shards could be placed on that one, and their calls reach this one."""
         before = [m.member_id for m in self.members.servers if m.address == member.address and m is not member]
-        return self._lose([(member_id, f"{member} registered at its address") for member_id in before])
+        return self._lose([(member_id, f"{member} registered at its address") for member_id in before], now)
 
     def _open_session(self, event: SessionOpened, now: float) -> list[Effect]:
         caller = Caller("", event.member_id, event.incarnation)
@@ -372,6 +397,8 @@ class Cluster:
         effects.append(Attach(event.call))
         if member.role == "server":
             effects += self.registry.server_session(member.member_id, self.members)
+        else:
+            self._stops.session_opened(member)
         return effects + self.snapshots.session_opened(member, self.epoch, now)
 
     def _close_session(self, event: SessionClosed, now: float) -> list[Effect]:
@@ -382,11 +409,14 @@ class Cluster:
         if now < self._forgiving_until or now - self._ticked > self.tick_seconds + self._stall_seconds:
             self.members.detach(event.call, now)
             return [Note(f"the session of {member_id} ended while the scheduler stood still: waiting for its return")]
-        return self._lose([(member_id, event.reason)])
+        return self._lose([(member_id, event.reason)], now)
 
     def _heartbeat(self, event: Heartbeat, now: float) -> list[Effect]:
         member = self.members.heartbeat(event, now)
+        if member is not None and member.role == "worker":
+            self._mutual_waits.heard(member, event.activity)
         if member is not None and member.role == "server":
+            self.members.heard(event.heard, now)
             self.registry.versions(member.member_id, event.epoch, event.versions)
             if event.progress is not None:
                 self.snapshots.progressed(member.member_id, event.progress, now)
@@ -398,16 +428,23 @@ class Cluster:
             return []
         return self.registry.join_answered(server, event.proposal_id, event.accepted, event.version_max, self.members)
 
-    def _leave(self, event: Leave) -> list[Effect]:
+    def _leave(self, event: Leave, now: float) -> list[Effect]:
         if self.members.leave_late(event.caller, event.reason or "done"):
             return [Answer(event.call, Done())]
         member = self.members.check_caller(event.caller, role=None)
+        counts, effects = self._deferred.defer([(member.member_id, event.reason or "done")], now)
+        if not counts:
+            return [*effects, Answer(event.call, Done())]
         gone, session = self.members.end(member.member_id, "left", event.reason or "done")
-        effects: list[Effect] = [Note(f"{gone} left: {gone.reason}"), Answer(event.call, Done())]
+        effects = [Note(f"{gone} left: {gone.reason}"), Answer(event.call, Done())]
         return [*effects, Close(session)] if session else effects
 
-    def _lose(self, gone: list[tuple[str, str]]) -> list[Effect]:
-        """Members are lost, each for its reason."""
+    def _lose(self, gone: list[tuple[str, str]], now: float) -> list[Effect]:
+        """Members are lost, each for its reason: now, or when it is known to which snapshot the run goes back then."""
+        counts, effects = self._deferred.defer(gone, now)
+        return effects + self._end_lives(counts)
+
+    def _end_lives(self, gone: list[tuple[str, str]]) -> list[Effect]:
         notes: list[Effect] = []
         news: list[Effect] = []
         for member_id, reason in gone:
@@ -425,7 +462,10 @@ class Cluster:
             self.members.extend(now, late)
         if late > self._stall_seconds:
             self._forgiving_until = now + self.settings.lease_seconds
-        return self._lose(self.members.expired(now))
+        effects, calls = self._mutual_waits.progress()
+        for call in calls:
+            self._forget(call)
+        return effects + self._lose(self.members.expired(now), now)
 
     def _forget(self, call: int) -> None:
         self._waiters.pop(call, None)
@@ -436,15 +476,20 @@ class Cluster:
         self._scaling.end(call)
         self.snapshots.end(call)
         self._leaving.end(call)
+        self._mutual_waits.end(call)
 
     def _commit(self, effects: list[Effect], now: float, changed: bool = False) -> list[Effect]:
         """Lets everything go on that can, and puts what became of it in the order that the module's text promises."""
+        effects += self._end_lives(self._deferred.due(now))
         effects += self._going_back.if_lost(self.epoch + 1, now)
         effects += self._end_calls_of_the_gone()
         effects += self._keeper.lose(self.epoch + 1) + self._keeper.plan(now)
         effects += self.registry.progress(self.members, self.epoch + 1, now)
         # What was placed just now gets its backups in the same epoch.
-        effects += self._keeper.plan(now) + self._leaving.ask(now) + self.snapshots.progress(self.epoch, now)
+        effects += self._keeper.plan(now) + self._leaving.ask(now) + self._stops.progress(now)
+        # A scheduler that begins is in its own epoch at once: what it numbers by it must be above all that the one
+        # before said.
+        effects += self.snapshots.progress(self.epoch + changed, now) + self._stops.progress(now)
         effects += self._leaving.go_on() + self._scaling.progress(now)
         effects += self._barriers.progress(self.members) + self._rendezvous.progress(now, self.members.ranks_used)
         if changed or self.members.changed:
@@ -452,7 +497,7 @@ class Cluster:
         changed = changed or self._has_changed()
         self.epoch += changed
         self._keeper.published(self.epoch)
-        first = [self._take_changes()] if changed or self.datasets.changed else []
+        first = [self._take_changes()] if changed or self.datasets.changed or self._barriers.changed else []
         news = [effect for effect in effects if isinstance(effect, Announce)]
         rest: list[Effect] = [effect for effect in effects if not isinstance(effect, Announce)]
         published = [Publish(self.map)] if changed else []
@@ -485,6 +530,7 @@ class Cluster:
             servers_wanted=self.members.servers_wanted if self.members.scaled else None,
             forgotten=tuple(self.registry.forgotten),
             base=self.registry.resume.base if self.registry.resume.changed else None,
+            barriers=tuple(self._barriers.changed),
         )
         self.members.changed.clear()
         self.members.scaled = False
@@ -493,6 +539,7 @@ class Cluster:
         self.registry.resume.changed = False
         self._rendezvous.changed.clear()
         self.datasets.changed.clear()
+        self._barriers.changed.clear()
         return persist
 
     def _settle(self, effects: list[Effect]) -> None:
@@ -513,7 +560,9 @@ class Cluster:
             self._barriers.waits(self.members),
             self._rendezvous.waits(now),
             self._scaling.waits(),
+            self._deferred.waits(),
             self.snapshots.waits(),
+            self._stops.waits(),
         )
         for key, calls, text in (wait for source in sources for wait in source):
             wait = waits[key] = self._waits.get(key) or _Wait(now, text)

@@ -233,6 +233,11 @@ class Datasets:
         """Each data set, where it stands, and its leases."""
         return [dataset.standing for dataset in self._all.values()]
 
+    @property
+    def holders(self) -> set[tuple[str, int]]:
+        """Lives that hold ranges."""
+        return {(lease.worker_id, lease.incarnation) for d in self._all.values() for lease in d.leases}
+
     def record(self, name: str) -> DatasetRecord:
         """What a restart must know of one."""
         return self._all[name].record

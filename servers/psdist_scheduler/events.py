@@ -13,7 +13,7 @@ from typing import Literal
 
 from psdist.errors import PsdistError
 from psdist.types import ClusterMap, DataPosition, DatasetSpec, Layout, ParametersMember, ParametersSpec, Replica
-from psdist_scheduler.records import Base, DataLease, DatasetRecord, Member, Node, ParametersRecord, Role
+from psdist_scheduler.records import BarrierRecord, Base, DataLease, DatasetRecord, Member, Node, ParametersRecord, Role
 from psdist_scheduler.snapshot_events import (
     GetState,
     HandedIn,
@@ -31,6 +31,7 @@ from psdist_scheduler.snapshot_events import (
     StorageEffect,
     StorageEvent,
 )
+from psdist_scheduler.worker_events import Activity, Heard, MutualWait, ResumePush, StopCommand, StopReported
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
@@ -87,6 +88,10 @@ class Heartbeat:
     waiting_for: tuple[str, ...] = ()
     #: Servers, while they write or load.
     progress: Progress | None = None
+    #: Servers: workers, by id and incarnation, that have sent something since the last heartbeat.
+    heard: tuple[tuple[str, int], ...] = ()
+    #: Workers.
+    activity: Activity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,9 @@ class Create:
     caller: Caller
     spec: ParametersSpec
     layout: Layout
+    #: Where the worker took part before it was expelled: the push that it wants to make in this incarnation.
+    resume: ResumePush | None = None
+    activity: Activity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +170,18 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class EnterBarrier:
-    """A worker waits for the others at a barrier."""
+    """A worker waits for the others at a barrier. origin, passed: the number of the round (see ``barriers``).
+    withdraw: it does not wait any more, and wants to know whether it had opened the barrier. attempt: number of the
+    arrival, of any round; 0 where it has none."""
 
     call: int
     caller: Caller
     name: str
+    origin: int = 0
+    passed: int = 0
+    withdraw: bool = False
+    activity: Activity | None = None
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +305,7 @@ Event = (
     | SessionOpened
     | SessionClosed
     | Heartbeat
+    | Heard
     | JoinAnswered
     | ReplicaFilled
     | ReplicaUnreachable
@@ -301,6 +317,7 @@ Event = (
     | EnterRendezvous
     | Drain
     | Stop
+    | StopReported
     | Scale
     | WatchScale
     | DataEvent
@@ -331,6 +348,7 @@ class Registered:
     member: Member
     world_size: int
     lease_seconds: float
+    heartbeat_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,9 +358,14 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The parameters can be used from ``first_step`` on (BSP)."""
+    """The parameters can be used from ``first_step`` on (BSP).
+
+    resumed: the push that the worker asked for goes on. notice: what people should know about the parameters.
+    """
 
     first_step: int
+    resumed: bool = False
+    notice: str = ""
 
 
 @dataclass(frozen=True)
@@ -356,6 +379,11 @@ class Described:
 @dataclass(frozen=True, slots=True)
 class Done:
     """Carried out, and durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """An arrival at a barrier does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,11 +498,14 @@ Value = (
     | Ready
     | Described
     | Done
+    | Withdrawn
     | DatasetStanding
     | RangeGiven
     | Formed
     | JoinProposal
     | JoinWithdrawn
+    | MutualWait
+    | StopCommand
     | Draining
     | Drained
     | Scaled
@@ -505,6 +536,7 @@ class Persist:
     forgotten: tuple[str, ...] = ()
     #: None leaves it as it was.
     base: Base | None = None
+    barriers: tuple[BarrierRecord, ...] = ()
 
 
 @dataclass(frozen=True)

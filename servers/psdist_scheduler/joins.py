@@ -6,6 +6,9 @@ the first refusal the proposal is withdrawn everywhere and a later T is proposed
 growing twofold with each attempt. In SSP, T is the clock that the joiner's pushes are counted from, the same on all
 servers; one accepts where its slowest worker is not past T, and holds nothing.
 
+A worker that was expelled while it lived is first proposed at the step of the push that it had begun, or was computing.
+Servers accept where no slice has closed that step without it; then it goes on in the place of its earlier incarnation.
+
 Those asked are the primaries of the map's epoch. Where a shard has another primary while a proposal is open, that one
 knows nothing of it and may pass T: the proposal is withdrawn, and T or a later step proposed to the primaries as they
 are. Once all have accepted, the map shows the member no later than the next change of a primary, so none can miss it.
@@ -22,6 +25,7 @@ from psdist.types import ParametersMember, Replica
 from psdist_scheduler.events import Answer, Effect, JoinProposal, JoinWithdrawn
 from psdist_scheduler.membership import Membership
 from psdist_scheduler.records import Member
+from psdist_scheduler.worker_events import ResumePush
 
 #: Primary and term of each shard.
 Route = tuple[tuple[Replica, int], ...]
@@ -38,10 +42,19 @@ class Join:
     worker: Member
     route: Route
     first_step: int
-    proposal_id: int
     since: float
+    #: The push of an earlier incarnation that the worker goes on with.
+    resume: ResumePush | None = None
+    #: Only the step of ``resume`` will do, else nothing is gone on with (BSP).
+    exact: bool = False
+    proposal_id: int = 0
     attempt: int = 0
     accepted: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def proposed_step(self) -> int:
+        """The step or clock that servers are asked about."""
+        return self.resume.number if self.exact and self.resume is not None else self.first_step
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -51,7 +64,7 @@ class Join:
     @property
     def member(self) -> ParametersMember:
         """What the worker becomes if all accept."""
-        return ParametersMember(self.worker.member_id, self.worker.incarnation, self.worker.rank, self.first_step)
+        return make_member(self.worker, self.proposed_step, self.resume)
 
     @property
     def missing(self) -> list[str]:
@@ -94,19 +107,10 @@ class Joins:
         """Whether this worker is joining these parameters."""
         return (parameters, worker_id) in self._by_worker
 
-    def start(
-        self,
-        parameters: str,
-        worker: Member,
-        route: Route,
-        first_step: int,
-        members: Membership,
-        now: float,
-    ) -> list[Effect]:
-        """Begins with a proposal of ``first_step``."""
-        join = Join(parameters, worker, route, first_step, self._take_id(), now)
-        self._by_worker[parameters, worker.member_id] = join
-        return join.propose(members)
+    def start(self, join: Join, members: Membership) -> list[Effect]:
+        """Begins with the first proposal."""
+        self._by_worker[join.parameters, join.worker.member_id] = join
+        return self._propose(join, members)
 
     def answered(
         self, server: str, proposal_id: int, accepted: bool, version_max: int, members: Membership
@@ -127,7 +131,7 @@ class Joins:
         """Shards have other primaries: those are asked."""
         withdrawn = join.withdraw(members)
         join.route = route
-        return withdrawn + self._propose_later(join, version, members)
+        return withdrawn + (self._propose(join, members) if join.exact else self._propose_later(join, version, members))
 
     def stop(self, join: Join, members: Membership) -> list[Effect]:
         """The joiner is gone, or does not want any more."""
@@ -135,17 +139,26 @@ class Joins:
         return join.withdraw(members)
 
     def _again(self, join: Join, version_max: int, members: Membership) -> list[Effect]:
-        return join.withdraw(members) + self._propose_later(join, version_max, members)
+        withdrawn = join.withdraw(members)
+        if join.exact:  # A slice has gone on without the push, so that it is dropped.
+            join.exact, join.resume = False, None
+        return withdrawn + self._propose_later(join, version_max, members)
 
     def _propose_later(self, join: Join, version_max: int, members: Membership) -> list[Effect]:
         join.attempt += 1
         # The cap holds for the exponent too: an attempt that never succeeds must not grow numbers without end.
         distance = min(DISTANCE_MAX, 1 << min(join.attempt, DISTANCE_MAX.bit_length()))
         join.first_step = max(version_max, join.first_step - FIRST_DISTANCE) + distance
-        join.proposal_id = self._take_id()
+        return self._propose(join, members)
+
+    def _propose(self, join: Join, members: Membership) -> list[Effect]:
+        self._next_id += 1
+        join.proposal_id = self._next_id
         join.accepted.clear()
         return join.propose(members)
 
-    def _take_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
+
+def make_member(worker: Member, first_step: int, resume: ResumePush | None) -> ParametersMember:
+    """What a worker becomes that joins at ``first_step``, and goes on with a push where it has one."""
+    origin, number = (resume.origin, resume.number) if resume is not None else (0, 0)
+    return ParametersMember(worker.member_id, worker.incarnation, worker.rank, first_step, origin, number)

@@ -1,8 +1,10 @@
 """Membership: who is there. Ids, ranks, incarnations, leases and sessions.
 
-A member is live from its registration until it leaves or is lost. It is lost when its session stream breaks, or when
-nothing was heard of it for a lease, or when it opened no session within a lease. Not here: what follows from a loss
-(``registry``, ``cluster``), and the streams themselves (``service``).
+A member is live from its registration until it leaves or is lost. It is lost when its session stream breaks, when
+nothing was heard of it for its lease, or when it opened no session soon after it had registered. Workers have a longer
+lease than servers: a script may hold its interpreter for seconds, and then it is busy, not gone. A process that died or
+froze is noticed by its stream. Not here: what follows from a loss (``registry``, ``cluster``), and the streams
+themselves (``service``).
 
 Invariants: at most one live member per id, and one live worker per rank; an incarnation is given once; the live
 members and only they have a presence; a session belongs to one live member.
@@ -10,6 +12,7 @@ members and only they have a presence; a session belongs to one live member.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from psdist.errors import (
@@ -27,7 +30,7 @@ from psdist_scheduler.records import ClusterSettings, Member, Role
 
 #: Ids that are remembered, so that their incarnations are never given twice.
 KNOWN_IDS_MAX = 4 * MEMBERS_MAX
-#: Leases that members have to come back after the scheduler was restarted.
+#: Leases that servers have to come back after the scheduler was restarted, and workers at least.
 RESTART_LEASES = 3
 _WAITS_KEPT = 16
 #: Why the lives of workers ended when the run went back.
@@ -60,8 +63,12 @@ class Membership:
         #: Ids that are new here have higher incarnations: an earlier scheduler of this run gave those up to it.
         self.incarnations_given = 0
         self._members = {member.member_id: member for member in members}
-        grace = now + RESTART_LEASES * settings.lease_seconds
-        self._presence = {member.member_id: Presence(now, grace, restored=True) for member in members if member.live}
+        grace = RESTART_LEASES * settings.lease_seconds
+        self._presence = {
+            member.member_id: Presence(now, now + max(grace, self._lease(member)), restored=True)
+            for member in members
+            if member.live
+        }
         self._sessions: dict[int, str] = {}
         self._count()
         #: Servers that the run shall have; 0 if nobody said so.
@@ -146,17 +153,24 @@ class Membership:
         member = self._members.get(member_id)
         return member is not None and member.live and member.incarnation == incarnation
 
+    def was_lost(self, member_id: str, incarnation: int) -> bool:
+        """Whether this incarnation of the member ended without its having left."""
+        member = self._members.get(member_id)
+        return member is not None and member.incarnation == incarnation and member.state == "lost"
+
     def session_of(self, member_id: str) -> int:
         """The call that is the member's session; 0 if it has none."""
         presence = self._presence.get(member_id)
         return presence.session if presence else 0
 
-    def shortage(self, begun: bool = False, servers: int | None = None) -> str:
+    def shortage(self, begun: bool = False, servers: int | None = None, workers: int | None = None) -> str:
         """What is missing before anything can begin, as a sentence that begins with "for"; empty if nothing is. Once a
-        run has begun, workers that left when they were done are not missed. ``servers``: so few are enough."""
-        workers = self.workers_in_service if begun else len(self.workers)
+        run has begun, workers that left when they were done are not missed. ``servers``, ``workers``: so few are
+        enough."""
+        there = self.workers_in_service if begun else len(self.workers)
         servers = self.servers_min if servers is None else servers
-        counts = (("server", servers, len(self.staying)), ("worker", self.workers_min, workers))
+        workers = self.workers_min if workers is None else workers
+        counts = (("server", servers, len(self.staying)), ("worker", workers, there))
         for role, wanted, there in counts:
             if there < wanted:
                 return f"for {f'{wanted - there} of {wanted} {role}s' if wanted > 1 else f'a {role}'} to register"
@@ -218,6 +232,7 @@ class Membership:
             pid=event.pid,
         )
         self._put(member)
+        # Without a session it takes no part in anything yet, so that the short lease harms nobody.
         self._presence[member_id] = Presence(now, now + self._settings.lease_seconds)
         if event.role == "worker":
             self.last_joined = now
@@ -231,7 +246,7 @@ class Membership:
         self._sessions.pop(replaced, None)
         presence.session = call
         self._sessions[call] = member.member_id
-        self._refresh(presence, now)
+        self._refresh(member, now)
         return member, replaced
 
     def heartbeat(self, event: Heartbeat, now: float) -> Member | None:
@@ -239,17 +254,25 @@ class Membership:
         member_id = self._sessions.get(event.call)
         if member_id is None:
             return None
-        presence = self._presence[member_id]
-        self._refresh(presence, now)
+        member, presence = self._members[member_id], self._presence[member_id]
+        self._refresh(member, now)
         presence.epoch = event.epoch
         presence.waiting_for = tuple(text[:_TEXT_CHARACTERS] for text in event.waiting_for[:_WAITS_KEPT])
-        return self._members[member_id]
+        return member
+
+    def heard(self, lives: Iterable[tuple[str, int]], now: float) -> None:
+        """These members, by id and incarnation, have sent something to somebody. Who sends is alive."""
+        for member_id, incarnation in lives:
+            member = self._members.get(member_id)
+            if member is not None and member.live and member.incarnation == incarnation and self.session_of(member_id):
+                self._refresh(member, now)
 
     def detach(self, call: int, now: float) -> None:
         """A session ended by no fault of its member's, which has a lease's time to open another."""
-        presence = self._presence[self._sessions.pop(call)]
+        member_id = self._sessions.pop(call)
+        presence = self._presence[member_id]
         presence.session = 0
-        presence.deadline = max(presence.deadline, now + self._settings.lease_seconds)
+        presence.deadline = max(presence.deadline, now + self._lease(self._members[member_id]))
 
     def end(self, member_id: str, state: str, reason: str) -> tuple[Member, int]:
         """A live member left or is lost. Returns it as it is now, and the session that it had (0: none)."""
@@ -281,22 +304,13 @@ class Membership:
 
     def expired(self, now: float) -> list[tuple[str, str]]:
         """Ids of live members whose lease is over, and why each is taken for lost."""
-        lease = self._settings.lease_seconds
         late = [(id_, p) for id_, p in self._presence.items() if now > p.deadline]
-        return [
-            (
-                id_,
-                f"silent for {now - p.seen:.1f} s (the lease is {lease:g} s)"
-                if p.session
-                else self._never_came(now, p),
-            )
-            for id_, p in late
-        ]
+        return [(id_, self._silence(self._members[id_], p, now)) for id_, p in late]
 
     def extend(self, now: float, late: float) -> None:
         """This process itself stood still for ``late`` seconds: nobody's silence in that time counts."""
-        lease = self._settings.lease_seconds
-        for presence in self._presence.values():
+        for member_id, presence in self._presence.items():
+            lease = self._lease(self._members[member_id])
             fresh = now + lease if late > lease else presence.deadline + late
             presence.deadline = max(presence.deadline, fresh)
 
@@ -333,10 +347,14 @@ class Membership:
         self._workers_known = sum(member.role == "worker" for member in self._members.values())
         self._drained = sum(member.draining for member in self._members.values())
 
-    def _refresh(self, presence: Presence, now: float) -> None:
+    def _lease(self, member: Member) -> float:
+        return self._settings.lease_of(member.role)
+
+    def _refresh(self, member: Member, now: float) -> None:
+        presence = self._presence[member.member_id]
         presence.restored = False
         presence.seen = now
-        presence.deadline = now + self._settings.lease_seconds
+        presence.deadline = now + self._lease(member)
 
     def _check_register(self, event: Register) -> None:
         if event.protocol_version != PROTOCOL_VERSION:
@@ -408,14 +426,18 @@ class Membership:
         raise DuplicateMemberError(
             f"{what} is taken by {holder.member_id}, process {holder.pid} on {holder.host or 'an unknown host'}: use "
             "the client that exists there, or, if that process died, wait up to "
-            f"{self._settings.lease_seconds:g} s for its lease to end",
+            f"{self._lease(holder):g} s for its lease to end",
             member_id=holder.member_id,
             host=holder.host,
             pid=holder.pid,
         )
 
-    def _never_came(self, now: float, presence: Presence) -> str:
-        return f"opened no session within {now - presence.seen:.1f} s"
+    def _silence(self, member: Member, presence: Presence, now: float) -> str:
+        """Why a member whose lease is over is taken for lost."""
+        if not presence.session:
+            return f"opened no session within {now - presence.seen:.1f} s"
+        option = "--worker-timeout" if member.role == "worker" else "--failure-timeout"
+        return f"silent for {now - presence.seen:.1f} s, and {option} is {self._lease(member):g} s"
 
     def _fate(self, member: Member) -> str:
         return f"was replaced by incarnation {member.incarnation}" if member.live else member.state_text

@@ -6,16 +6,16 @@ texts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from psdist.config import parse_address
 from psdist.errors import InvalidArgumentError, LimitExceededError
-from psdist.types import ClusterMap
+from psdist.types import ClusterMap, check_name
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.wire import convert
-from psdist.wire.limits import LEASES_MAX
+from psdist.wire import convert, status
+from psdist.wire.limits import LEASES_MAX, MEMBERS_MAX, PARAMETERS_MAX
 from psdist_scheduler import snapshot_messages
 from psdist_scheduler.events import (
     Caller,
@@ -24,6 +24,7 @@ from psdist_scheduler.events import (
     Done,
     Drained,
     Draining,
+    EnterBarrier,
     EnterRendezvous,
     Formed,
     Heartbeat,
@@ -43,9 +44,11 @@ from psdist_scheduler.events import (
     Upload,
     Value,
     Waiting,
+    Withdrawn,
 )
 from psdist_scheduler.records import Role
 from psdist_scheduler.snapshot_events import Cut, End, Mark, Prepare, RolledBack
+from psdist_scheduler.worker_events import Activity, MutualWait, ResumePush, StopCommand, StopReported
 
 TEXT_CHARACTERS_MAX = 1024
 #: Of each worker.
@@ -98,6 +101,58 @@ def register_event(call: int, request: pb.RegisterRequest) -> Register:
     )
 
 
+def resume_push(request: pb.CreateParametersRequest) -> ResumePush | None:
+    """The push that a worker wants to make again."""
+    wanted = request.resume
+    return ResumePush(wanted.origin, wanted.number, wanted.generation) if request.HasField("resume") else None
+
+
+def stop_reported(call: int, report: pb.StopReport) -> StopReported:
+    """A worker's word on its end. Raises LimitExceededError and InvalidNameError."""
+    numbers = _next_pushes(report.next) if report.holding else None
+    return StopReported(call, report.number, report.stopping, numbers)
+
+
+def barrier_event(call: int, request: pb.BarrierRequest) -> EnterBarrier:
+    """A worker at a barrier."""
+    return EnterBarrier(
+        call=call,
+        caller=caller(request),
+        name=request.name,
+        origin=request.origin,
+        passed=request.passed,
+        withdraw=request.withdraw,
+        activity=activity(request),
+        attempt=request.attempt,
+    )
+
+
+def activity(message: Any) -> Activity | None:
+    """What a worker says in a message that it waits for; None where it says nothing. Raises LimitExceededError,
+    InvalidNameError and InvalidArgumentError."""
+    if not message.HasField("activity"):
+        return None
+    told = message.activity
+    numbers = _next_pushes(told.next)
+    partial = tuple(sorted(told.partial))
+    if not set(partial) <= told.next.keys() or len(partial) > len(numbers):
+        raise InvalidArgumentError(f"parameters {partial!s:.200} are pushed in part, and have no number in `next`")
+    match kind := told.WhichOneof("waits_for"):
+        case "step" | "clock":
+            waited = getattr(told, kind)
+            name = check_name(waited.parameters, "parameters name")
+            return Activity(told.sequence, numbers, kind, name, waited.step, partial)
+        case "call":
+            return Activity(told.sequence, numbers, "call", partial=partial)
+    return Activity(told.sequence, numbers, partial=partial)
+
+
+def _next_pushes(numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    if len(numbers) > PARAMETERS_MAX:
+        raise LimitExceededError(f"next pushes of {len(numbers)} parameters are over the limit of {PARAMETERS_MAX}")
+    return tuple(sorted((check_name(name, "parameters name"), number) for name, number in numbers.items()))
+
+
 def rendezvous_event(call: int, request: pb.RendezvousRequest) -> EnterRendezvous:
     """Raises LimitExceededError."""
     if len(request.host) > TEXT_CHARACTERS_MAX:
@@ -124,7 +179,9 @@ def heartbeat_event(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> Heartb
     """A sign of life; of the statistics, what the machine decides by."""
     versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
     progress = snapshot_messages.progress(heartbeat.snapshot) if heartbeat.HasField("snapshot") else None
-    return Heartbeat(call, heartbeat.epoch, versions, tuple(heartbeat.waiting_for), progress)
+    heard = tuple((one.worker_id, one.incarnation) for one in heartbeat.heard[:MEMBERS_MAX])
+    waits = tuple(heartbeat.waiting_for)
+    return Heartbeat(call, heartbeat.epoch, versions, waits, progress, heard, activity(heartbeat))
 
 
 def replica_filled(call: int, message: pb.ReplicaFilled) -> ReplicaFilled:
@@ -166,6 +223,7 @@ def registered(value: Value, maps: MapCache, run_id: str, version: str, storage:
         rank=value.member.rank,
         world_size=value.world_size,
         lease_seconds=value.lease_seconds,
+        heartbeat_seconds=value.heartbeat_seconds,
         map=maps.message,
         psdist_version=version,
         storage=storage if value.member.role == "server" else "",
@@ -180,8 +238,10 @@ def created(value: Value, maps: MapCache) -> tuple[pb.CreateParametersResponse, 
             return states(state=states.STATE_WAITING, waiting_for=text), False
         case Upload():
             return states(state=states.STATE_UPLOAD, map=maps.message), False
-        case Ready(first_step):
-            return states(state=states.STATE_READY, map=maps.message, first_step=first_step), True
+        case Ready(first_step, resumed, notice):
+            ready = states(state=states.STATE_READY, map=maps.message, first_step=first_step, resumed=resumed)
+            ready.notice = notice
+            return ready, True
     raise AssertionError(f"{value} is no answer to CreateParameters")
 
 
@@ -205,6 +265,8 @@ def barrier(value: Value, maps: MapCache) -> tuple[pb.BarrierResponse, bool]:
             return pb.BarrierResponse(waiting_for=text), False
         case Done():
             return pb.BarrierResponse(released=True), True
+        case Withdrawn():
+            return pb.BarrierResponse(withdrawn=True), True
     raise AssertionError(f"{value} is no answer to Barrier")
 
 
@@ -293,6 +355,16 @@ def command(value: Value | News) -> pb.SessionResponse:
             return pb.SessionResponse(shards_lost=shards_lost)
         case RolledBack():
             return pb.SessionResponse(rolled_back=snapshot_messages.rolled_back(value))
+        case StopCommand(number, "leave", numbers):
+            leave = pb.StopCommand.Leave(next=dict(numbers))
+            return pb.SessionResponse(stop=pb.StopCommand(number=number, leave=leave))
+        case StopCommand(number, "ask"):
+            return pb.SessionResponse(stop=pb.StopCommand(number=number, ask=True))
+        case StopCommand(number):
+            return pb.SessionResponse(stop=pb.StopCommand(number=number, hold=True))
+        case MutualWait(sequence, error):
+            mutual_wait = pb.MutualWait(sequence=sequence, error=status.to_detail(error))
+            return pb.SessionResponse(mutual_wait=mutual_wait)
         case Prepare() | Mark() | Cut() | End():
             return pb.SessionResponse(snapshot=snapshot_messages.command(value))
     raise AssertionError(f"{value} is no command of a session")

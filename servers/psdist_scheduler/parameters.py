@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from psdist.consistency import BSP
+from psdist.errors import LayoutMismatchError, SettingsMismatchError
 from psdist.types import Layout, ParametersEntry, ParametersMember, ParametersSpec
+from psdist.wire.limits import DEPARTED_MAX
+from psdist_scheduler.events import Create
+from psdist_scheduler.membership import Membership
 from psdist_scheduler.records import Member, ParametersRecord
+from psdist_scheduler.worker_events import ResumePush
 
 
 @dataclass(slots=True)
@@ -20,6 +26,8 @@ class Parameters:
     author: str = ""
     #: Open calls, by the worker behind each.
     creators: dict[int, Member] = field(default_factory=dict)
+    #: By call, the push that its worker wants to go on with.
+    resumes: dict[int, ResumePush] = field(default_factory=dict)
     describers: dict[int, Member] = field(default_factory=dict)
     #: The call that was told to upload.
     upload_call: int = 0
@@ -59,3 +67,21 @@ class Parameters:
         """The worker's part in these parameters, if it has one."""
         wanted = (worker.member_id, worker.incarnation)
         return next((m for m in self.entry.members if (m.worker_id, m.incarnation) == wanted), None)
+
+    def departed(self, members: Membership) -> tuple[ParametersMember, ...]:
+        """Who of the asynchronous modes may go on with its pushes: those that were lost. Who left has finished them."""
+        if isinstance(self.entry.spec.consistency, BSP):
+            return ()
+        lost = [m for m in self.entry.members if members.was_lost(m.worker_id, m.incarnation)]
+        return (*self.entry.departed, *lost)[-DEPARTED_MAX:]
+
+    def check_same(self, event: Create) -> None:
+        """Raises LayoutMismatchError or SettingsMismatchError where ``event`` asks for others of this name."""
+        if self.spec is None or self.layout is None:
+            return
+        whose = f"{self.name!r} as {self.author} creates it" if self.record is None else f"{self.name!r} as it exists"
+        remedy = "give the same on every worker, or choose another name"
+        if self.layout != event.layout:
+            raise LayoutMismatchError(f"layout differs from {whose}: {self.layout.difference(event.layout)}; {remedy}")
+        if difference := self.spec.difference(event.spec):
+            raise SettingsMismatchError(f"settings differ from {whose}: {difference}; {remedy}")

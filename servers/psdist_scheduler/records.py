@@ -7,14 +7,16 @@ open streams, waits) is not here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from psdist.snapshots.policy import SavePolicy
 from psdist.types import DatasetSpec, Layout, ParametersEntry, Restore
 
 Role = Literal["server", "worker"]
 MemberState = Literal["live", "left", "lost"]
+HEARTBEATS_PER_LEASE: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +26,11 @@ class ClusterSettings:
     run_id: name of the run.
     workers_min, servers_min: so many must be live before parameters are placed or a barrier opens.
     replicas: copies of each shard, the primary's included.
-    lease_seconds: a member that is silent for longer is lost.
+    lease_seconds: a server that is silent for longer is lost.
+    worker_lease_seconds: the same for a worker, whose script may keep it from answering for a while.
     join_grace_seconds: time to wait for more of them once enough workers (or nodes) are there.
     storage: where servers write snapshots to: an absolute path or a URL; empty for nowhere.
+    unwritable: why nothing can be saved there, where the run goes on nevertheless; empty where it can.
     policy: when snapshots are taken, and which are kept.
     salt: of this life of the scheduler alone; in the names of directories, so that none is used twice.
     """
@@ -38,8 +42,19 @@ class ClusterSettings:
     join_grace_seconds: float = 0.0
     replicas: int = 1
     storage: str = ""
+    unwritable: str = ""
     policy: SavePolicy = field(default_factory=SavePolicy)
     salt: str = "0"
+    worker_lease_seconds: float = 30.0
+
+    @property
+    def heartbeat_seconds(self) -> float:
+        """How often a member sends a sign of life."""
+        return min(self.lease_seconds, self.worker_lease_seconds) / HEARTBEATS_PER_LEASE
+
+    def lease_of(self, role: Role) -> float:
+        """For how long, in seconds, a member of this role may be silent."""
+        return self.worker_lease_seconds if role == "worker" else self.lease_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +117,16 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class BarrierRecord:
+    """A worker has passed ``passed`` barriers of this name since the incarnation ``origin``."""
+
+    worker_id: str
+    name: str
+    origin: int
+    passed: int
+
+
+@dataclass(frozen=True, slots=True)
 class DataLease:
     """One life of a worker has the range at ``place``; ``attempt`` workers had it before and were lost."""
 
@@ -138,12 +163,15 @@ class Base:
     generation: how often this run went back to a snapshot.
     term: of the shards of what is placed from now on, above all terms that shards of these names had.
     epoch: when the run went on from it; what is newer and was committed before is of a course that was given up.
+    began: the first epoch of a run that went on from a snapshot; that one and those before it have lower epochs. 0
+        where all snapshots are of this run.
     """
 
     restore: Restore | None = None
     generation: int = 0
     term: int = 1
     epoch: int = 0
+    began: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,3 +187,10 @@ class Stored:
     #: Servers that the run shall have; 0 if nobody said so.
     servers_wanted: int = 0
     base: Base = Base()
+    barriers: tuple[BarrierRecord, ...] = ()
+
+
+def name_some(items: Sequence[Member] | Sequence[str]) -> str:
+    """The first three of ``items``, and how many more there are."""
+    more = f" and {len(items) - 3} more" if len(items) > 3 else ""
+    return ", ".join(str(item) for item in items[:3]) + more

@@ -22,17 +22,16 @@ from dataclasses import replace
 from psdist.consistency import ASP, BSP
 from psdist.errors import (
     ClosedError,
-    LayoutMismatchError,
     LimitExceededError,
     NotMemberError,
+    PsdistError,
     ServerLostError,
-    SettingsMismatchError,
     StaleEpochError,
     UnknownParametersError,
 )
 from psdist.types import ParametersEntry, ParametersMember, Replica, Shard, check_name
 from psdist.wire.limits import PARAMETERS_MAX
-from psdist_scheduler import placement, replicas
+from psdist_scheduler import joins, placement, replicas
 from psdist_scheduler.events import (
     Answer,
     Commit,
@@ -49,15 +48,15 @@ from psdist_scheduler.events import (
 from psdist_scheduler.joins import FIRST_DISTANCE, Join, Joins, Route
 from psdist_scheduler.membership import Membership
 from psdist_scheduler.parameters import Parameters
-from psdist_scheduler.records import Base, ClusterSettings, Member, ParametersRecord
-from psdist_scheduler.rendezvous import name_some
-from psdist_scheduler.resume import SERVERS_GRACE_SECONDS, Resume
+from psdist_scheduler.records import Base, ClusterSettings, Member, ParametersRecord, name_some
+from psdist_scheduler.resume import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS, Resume
 from psdist_scheduler.snapshot_events import Loaded
+from psdist_scheduler.worker_events import ResumePush
 
 #: How to go on when shards are lost.
 REMEDY = (
-    "restart the run; with --replicas 2 a lost server costs nothing, and with --storage-path and --save-interval a run "
-    "goes back to its last snapshot by itself"
+    "restart the run; with --replicas 2 a lost server costs nothing, and with --storage-path a run goes back to its "
+    "last snapshot by itself"
 )
 #: A restarted scheduler numbers its proposals from its epoch on, so that no earlier number comes again.
 _PROPOSALS_PER_EPOCH = 1 << 20
@@ -151,18 +150,19 @@ class Registry:
     def create(self, event: Create, worker: Member, now: float) -> list[Effect]:
         """A worker wants to take part. Raises LayoutMismatchError, SettingsMismatchError, LimitExceededError,
         ServerLostError."""
-        self.resume.check(event)
         p = self._all.get(event.spec.name)
         if p is not None:
             self._check_lost(p)
-            _check_same(p, event)
-        else:
+            p.check_same(event)
+        self.resume.check(event.spec, event.layout)
+        if p is None or p.spec is None:
             placement.choose_slicing(event.layout.total, event.spec.slice_elements)
-            p = self._open(event.spec.name, now)
-        if p.spec is None:
+            p = p or self._open(event.spec.name, now)
             p.spec, p.layout, p.author = event.spec, event.layout, str(worker)
         effects = _end_older(p.creators, worker)
         p.creators[event.call] = worker
+        if event.resume is not None:
+            p.resumes[event.call] = event.resume
         return effects
 
     def describe(self, event: Describe, worker: Member, now: float) -> list[Effect]:
@@ -241,6 +241,7 @@ class Registry:
         """The call does not wait any more."""
         for p in list(self._all.values()):
             p.creators.pop(call, None)
+            p.resumes.pop(call, None)
             p.describers.pop(call, None)
             if p.record is None and not p.creators:
                 p.spec = p.layout = None
@@ -317,7 +318,7 @@ class Registry:
         for join in self._joins:
             calls = [c for c, w in self._all[join.parameters].creators.items() if w == join.worker]
             servers = name_some(join.missing)
-            reason = f"for {servers} to agree on step {join.first_step} of {join.parameters!r}"
+            reason = f"for {servers} to agree on step {join.proposed_step} of {join.parameters!r}"
             yield f"join {join.parameters} {join.worker.member_id}", calls, reason
 
     def validate(self, members: Membership) -> None:
@@ -373,36 +374,41 @@ class Registry:
         return ""
 
     def _shortage(self, members: Membership, now: float) -> str:
-        """Members that are missed. Who was done when the run went back to a snapshot does not come again, and servers
-        are waited for a while, then those count that are there."""
+        """Members that are missed. Who was done when the run went back to a snapshot does not come again; others are
+        waited for a while, then those count that are there."""
         since = self.resume.since
         if since is None:
             return members.shortage()
-        patient = now - since < SERVERS_GRACE_SECONDS
-        return members.shortage(begun=True, servers=None if patient else self._replicas)
+        servers = None if now - since < SERVERS_GRACE_SECONDS else self._replicas
+        workers = None if now - since < WORKERS_GRACE_SECONDS else 1
+        return members.shortage(begun=True, servers=servers, workers=workers)
 
     def _gather(self, p: Parameters, members: Membership, epoch: int, now: float) -> list[Effect]:
         if p.spec is None or p.layout is None or self._missing(p, members, now):
             return []
+        try:  # It may be another snapshot than when they asked, or none was known.
+            self.resume.check(p.spec, p.layout)
+        except PsdistError as error:
+            return self._refuse_creators(p, error)
         servers = {server.member_id: server.incarnation for server in members.staying}
         saved = self.resume.state(p.name)
-        spec = p.spec if saved is None else saved.spec
-        slicing = placement.choose_slicing(p.layout.total, spec.slice_elements)
+        slicing = placement.choose_slicing(p.layout.total, (saved.spec if saved else p.spec).slice_elements)
         owners = placement.place(slicing, list(servers), placement.held_elements(self.entries))
         base = self.resume.base
         shards = tuple(Shard(Replica(owner, servers[owner]), base.term) for owner in owners)
-        first = self.resume.first_step(p.name)
+        first, resets = self.resume.first_step(p.spec), self.resume.resets(p.spec)
         creators = sorted(p.creators.values(), key=lambda worker: worker.rank)
         entry = ParametersEntry(
-            spec=replace(spec, slice_elements=slicing.slice_elements),
+            spec=replace(p.spec, slice_elements=slicing.slice_elements),
             total=p.layout.total,
             shards=shards,
             members=tuple(ParametersMember(w.member_id, w.incarnation, w.rank, first) for w in creators),
             ranges=placement.group_ranges(p.layout, p.spec.optimizer.overrides),
             layout_digest=p.layout.digest,
             reference_workers=len(creators) if saved is None else saved.reference_workers,
-            restore=None if saved is None else base.restore,
+            restore=None if saved is None or base.restore is None else replace(base.restore, weights_only=resets),
             generation=base.generation,
+            state_since=0 if saved is None else saved.version_min if resets else saved.state_since,
         )
         p.record = ParametersRecord(entry, p.layout, creators[0].member_id if saved is None else "")
         p.spec, p.since = entry.spec, now
@@ -417,7 +423,8 @@ class Registry:
         text = f"{text}, {len(creators)} members"
         if saved is not None and base.restore is not None:
             text = f"{text}; they go on from step {saved.step} of snapshot {base.restore.directory}"
-        return [Note(f"parameters {p.name!r} placed: {text}")]
+        notice = self.resume.notice(entry)
+        return [Note(f"parameters {p.name!r} placed: {text}"), *([Note(notice)] if notice else [])]
 
     # --- inner: uploading and after -----------------------------------------------------------------------------------
 
@@ -454,7 +461,7 @@ class Registry:
         if not self.resume.unread:
             for worker in p.creators.values():
                 if p.member(worker) is None:
-                    first = self.resume.first_step(p.name)
+                    first = self.resume.first_step(p.entry.spec)
                     member = ParametersMember(worker.member_id, worker.incarnation, worker.rank, first)
                     self._change(p, members=_with(p.entry.members, member))
         return []
@@ -467,30 +474,44 @@ class Registry:
         described = Described(p.entry.spec, p.placed.layout)
         effects: list[Effect] = [Answer(call, described) for call in p.describers]
         p.describers.clear()
-        for worker in list(p.creators.values()):
+        for call, worker in list(p.creators.items()):
             if p.member(worker) is None and not self._joins.has(p.name, worker.member_id):
-                effects += self._join(p, worker, members, now)
+                effects += self._join(p, call, worker, members, now)
         for call, worker in list(p.creators.items()):
             if member := p.member(worker):
                 del p.creators[call]
-                effects.append(Answer(call, Ready(member.first_step)))
+                ready = Ready(member.first_step, bool(member.origin), self.resume.notice(p.entry))
+                effects.append(Answer(call, ready))
         return effects
 
-    def _join(self, p: Parameters, worker: Member, members: Membership, now: float) -> list[Effect]:
+    def _join(self, p: Parameters, call: int, worker: Member, members: Membership, now: float) -> list[Effect]:
         consistency = p.entry.spec.consistency
+        resume = self._resumable(p, worker, p.resumes.get(call))
         if isinstance(consistency, ASP) or not p.entry.shards:
-            member = ParametersMember(worker.member_id, worker.incarnation, worker.rank)
-            return [self._admit(p, member, worker)]
-        route = _route(p.entry)
+            return [self._admit(p, joins.make_member(worker, 0, resume), worker)]
         # Without members nobody moves the slices on: the joiner begins as early as it can.
         distance = FIRST_DISTANCE if p.entry.members else 1
         # Clocks are known to the servers alone: the first to refuse says where the slowest is.
         first_step = p.version + distance if isinstance(consistency, BSP) else 0
-        return self._joins.start(p.name, worker, route, first_step, members, now)
+        exact = isinstance(consistency, BSP) and resume is not None
+        join = Join(p.name, worker, _route(p.entry), first_step, now, resume=resume, exact=exact)
+        return self._joins.start(join, members)
+
+    @staticmethod
+    def _resumable(p: Parameters, worker: Member, resume: ResumePush | None) -> ResumePush | None:
+        """``resume`` if the servers know what they have of that push: in BSP they say so when they are asked."""
+        if resume is None or resume.generation != p.entry.generation:
+            return None
+        if isinstance(p.entry.spec.consistency, BSP):
+            return resume
+        wanted = (worker.member_id, resume.origin)
+        return resume if any(member.producer == wanted for member in p.entry.departed) else None
 
     def _admit(self, p: Parameters, member: ParametersMember, worker: Member) -> Note:
-        self._change(p, members=_with(p.entry.members, member))
-        return Note(f"{worker} joins {p.name!r} at step {member.first_step}")
+        departed = tuple(other for other in p.entry.departed if other.worker_id != member.worker_id)
+        self._change(p, members=_with(p.entry.members, member), departed=departed)
+        goes_on = f", and goes on as incarnation {member.origin}" if member.origin else ""
+        return Note(f"{worker} joins {p.name!r} at step {member.first_step}{goes_on}")
 
     def _check_joins(self, members: Membership) -> list[Effect]:
         """Joins whose worker is gone, or asks no more, are withdrawn; those whose shards have other primaries now begin
@@ -522,7 +543,15 @@ class Registry:
             return
         gone = p.placed.uploader not in {m.worker_id for m in left}
         next_uploader = left[0].worker_id if left and p.entry.restore is None else ""
-        self._change(p, members=left, uploader=next_uploader if gone and not p.placed.committed else None)
+        uploader = next_uploader if gone and not p.placed.committed else None
+        self._change(p, members=left, departed=p.departed(members), uploader=uploader)
+
+    def _refuse_creators(self, p: Parameters, error: PsdistError) -> list[Effect]:
+        """They cannot have what they asked for; others may."""
+        effects: list[Effect] = [Refuse(call, error) for call in p.creators]
+        for call in list(p.creators):
+            self.end(call)
+        return effects
 
     def _refuse_all(self, p: Parameters, lost: str) -> list[Effect]:
         effects: list[Effect] = [Refuse(call, _lost_error(lost)) for call in (*p.creators, *p.describers)]
@@ -551,18 +580,6 @@ def _end_older(calls: dict[int, Member], worker: Member) -> list[Effect]:
         del calls[call]
     text = f"{worker} asked again on a newer call, which replaces this one"
     return [Refuse(call, ClosedError(text)) for call in older]
-
-
-def _check_same(p: Parameters, event: Create) -> None:
-    if p.spec is None or p.layout is None:
-        placement.choose_slicing(event.layout.total, event.spec.slice_elements)
-        return
-    whose = f"{p.name!r} as {p.author} creates it" if p.record is None else f"{p.name!r} as it exists"
-    remedy = "give the same on every worker, or choose another name"
-    if p.layout != event.layout:
-        raise LayoutMismatchError(f"layout differs from {whose}: {p.layout.difference(event.layout)}; {remedy}")
-    if difference := p.spec.difference(event.spec):
-        raise SettingsMismatchError(f"settings differ from {whose}: {difference}; {remedy}")
 
 
 def _lost_error(lost: str) -> ServerLostError:

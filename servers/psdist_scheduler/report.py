@@ -75,7 +75,7 @@ def _snapshots(cluster: Cluster, now: float) -> pb.SnapshotsStatus:
     return pb.SnapshotsStatus(
         storage=cluster.settings.storage,
         policy=cluster.settings.policy.text,
-        committed=[snapshot_messages.info(commit) for commit in snapshots.commits],
+        committed=[snapshot_messages.info(commit) for commit in snapshots.catalog.commits],
         attempt=attempt.number if attempt is not None else 0,
         phase=attempt.stage if attempt is not None else "",
         waiting_for=attempt.waiting_for if attempt is not None else "",

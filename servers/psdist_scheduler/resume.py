@@ -1,26 +1,36 @@
 """What parameters begin from: nothing, or a snapshot that the run went on from or went back to. Pure.
 
-Parameters that are in the snapshot take their settings' cut, their step and their values from there: no worker uploads
-any, but the servers load what they are the primaries of, and say so. What is created under another name begins anew.
+Parameters that are in the snapshot take the cut of their vector, their step and their values from there: no worker
+uploads any, but the servers load what they are the primaries of, and say so. Their other settings are those that the
+workers give, and what is another than in the snapshot is told (``notice``). What is created under another name begins
+anew.
 
-Invariants: what was created with other settings or tensors than the snapshot has is refused; a shard counts as loaded
-by the word of its primary of this term alone. Not here: placing (``registry``), which snapshot (``snapshots``).
+With ``reset_optimizer`` the optimizer's state begins anew too: once in a run, which goes back to a snapshot of its own
+without another reset. Snapshots that the run did not take itself have epochs before ``Base.began``; those that it took
+say in their settings whether it was to reset.
+
+Invariants: what was created with other tensors, or with settings that the values in the snapshot do not allow, is
+refused; a shard counts as loaded by the word of its primary of this term alone. Not here: placing (``registry``), which
+snapshot (``snapshots``).
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from psdist.changes import changes
 from psdist.consistency import BSP
 from psdist.errors import LayoutMismatchError, SettingsMismatchError, SnapshotCorruptError, StorageError
 from psdist.snapshots.format import DatasetState, ParametersState
-from psdist.types import DatasetSpec, ParametersEntry, Restore
-from psdist_scheduler.events import Create
+from psdist.types import DatasetSpec, Layout, ParametersEntry, ParametersSpec, Restore
 from psdist_scheduler.records import Base
 from psdist_scheduler.snapshot_events import Found, Loaded
 
 #: After the run went back to a snapshot, it waits so long, in seconds, for as many servers as there were.
 SERVERS_GRACE_SECONDS: Final = 10.0
+#: And so long for the workers that it needs: nobody knows of one that is gone whether it had done its work, and those
+#: that are there would have gone on without it.
+WORKERS_GRACE_SECONDS: Final = 60.0
 _REMEDY: Final = "give what it was saved with, or begin anew under another --run-id or with another --storage-path"
 
 
@@ -56,25 +66,53 @@ class Resume:
         states = self.found.manifest.parameters if self.found is not None else ()
         return max((incarnation for state in states for _, incarnation, _ in state.next), default=0)
 
-    def first_step(self, name: str) -> int:
+    def first_step(self, spec: ParametersSpec) -> int:
         """The step that the members of parameters begin with that are loaded."""
-        state = self.state(name)
-        return state.step if state is not None and isinstance(state.spec.consistency, BSP) else 0
+        state = self.state(spec.name)
+        return state.step if state is not None and isinstance(spec.consistency, BSP) else 0
 
-    def check(self, event: Create) -> None:
-        """Raises SettingsMismatchError, LayoutMismatchError where the snapshot has other parameters of this name, and
-        SnapshotCorruptError where there is none to begin from any more."""
+    def check(self, spec: ParametersSpec, layout: Layout) -> None:
+        """Raises SettingsMismatchError, LayoutMismatchError where parameters of these settings cannot have the values
+        of the snapshot, and SnapshotCorruptError where there is none to begin from any more."""
         if self.failed:
             raise SnapshotCorruptError(self.failed)
-        state = self.state(event.spec.name)
+        state = self.state(spec.name)
         if state is None or self.found is None:
             return
-        whose = f"{event.spec.name!r} as snapshot {self.found.commit.directory} has it"
-        if state.layout != event.layout:
-            difference = state.layout.difference(event.layout)
+        whose = f"{spec.name!r} as snapshot {self.found.commit.directory} has it"
+        if state.layout != layout:
+            difference = state.layout.difference(layout)
             raise LayoutMismatchError(f"layout differs from {whose}: {difference}; {_REMEDY}")
-        if difference := state.spec.difference(event.spec):
+        if difference := _slicing_difference(state, spec):
             raise SettingsMismatchError(f"settings differ from {whose}: {difference}; {_REMEDY}")
+        needing = [f"{change}" for change in changes(state.spec, spec) if change.needs_reset]
+        if needing and not spec.reset_optimizer:
+            raise SettingsMismatchError(
+                f"settings differ from {whose}: {'; '.join(needing)}. The optimizer's state there is of no use with "
+                "that: pass reset_optimizer=True to client.parameters() on every worker, which begins the optimizer's "
+                f"state anew from the snapshot's weights; or {_REMEDY}"
+            )
+
+    def resets(self, spec: ParametersSpec) -> bool:
+        """Whether the optimizer's state begins anew. What a snapshot of this run has was reset before, if it was to."""
+        state = self.state(spec.name)
+        if state is None or self.found is None or not spec.reset_optimizer:
+            return False
+        is_done = self.found.manifest.epoch >= self.base.began and state.spec.reset_optimizer
+        return not is_done or any(change.needs_reset for change in changes(state.spec, spec))
+
+    def notice(self, entry: ParametersEntry) -> str:
+        """What people should know of how parameters began that were loaded: settings that were others, each with its
+        old and new value, and whether the optimizer's state began anew. Empty where there is nothing to say."""
+        state, restore = self.state(entry.spec.name), entry.restore
+        if state is None or restore is None:
+            return ""
+        others = "; ".join(f"{change}" for change in changes(state.spec, entry.spec))
+        settings = f" with other settings: {others}" if others else ""
+        anew = ", and the optimizer's state begins anew (reset_optimizer=True)" if restore.weights_only else ""
+        return (
+            f"{entry.spec.name!r} goes on from snapshot {restore.directory}{settings}{anew}" if others or anew else ""
+        )
 
     @property
     def datasets(self) -> tuple[DatasetState, ...]:
@@ -118,7 +156,8 @@ class Resume:
         """All parameters begin from this snapshot again. ``term``: the highest that a shard had. ``epoch``: the one
         that shows it. ``now``: None where the run has not begun."""
         restore = Restore(found.commit.directory, bytes.fromhex(found.commit.manifest_digest))
-        self.base = Base(restore, self.base.generation + (now is not None), max(term + 1, self.base.term), epoch)
+        generation, began = self.base.generation + (now is not None), epoch if now is None else self.base.began
+        self.base = Base(restore, generation, max(term + 1, self.base.term), epoch, began)
         self.found, self.since, self.changed, self._known = found, now, True, True
         self._loaded.clear()
 
@@ -131,3 +170,16 @@ class Resume:
         """The storage was read: the base's snapshot, or None where it is not there any more."""
         if self.unread:
             self.found, self._known = found, True
+
+
+def _slicing_difference(state: ParametersState, spec: ParametersSpec) -> str:
+    """Why slices of the snapshot cannot be slices of parameters with these settings; empty if they can."""
+    saved = state.spec
+    if spec.slice_elements not in (0, saved.slice_elements):
+        return f"slice_elements is {spec.slice_elements}, not {saved.slice_elements}"
+    if isinstance(spec.consistency, BSP) and state.version_min != state.step:
+        return (
+            f"consistency is {spec.consistency!r}, not {saved.consistency!r}, and slices are at versions "
+            f"{state.version_min} to {state.step}, while BSP has all of them at one step"
+        )
+    return ""

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from psdist.changes import changes
 from psdist.consistency import BSP
 from psdist.errors import PsdistError
+from psdist.snapshots.format import Manifest
 from psdist_scheduler.attempt import Attempt
 from psdist_scheduler.datasets import Datasets
 from psdist_scheduler.events import Answer, Draining, Effect, Refuse
@@ -92,6 +94,10 @@ class Savers:
         self.end(saver.call)
         return [] if saver.drains else [Refuse(saver.call, error)]
 
+    def refuse_all(self, error: PsdistError) -> list[Effect]:
+        """None will, for anybody."""
+        return [effect for saver in self for effect in self.refuse(saver, error)]
+
     def tell(self, text: str, done: int, total: int, now: float) -> list[Effect]:
         """Says what is waited for, and how much of ``total`` bytes is written."""
         effects: list[Effect] = []
@@ -134,6 +140,16 @@ def stand_still(p: Parameters, waiting: Iterable[Mapping[str, int]]) -> bool:
     return isinstance(consistency, BSP) and sum(p.name in next for next in waiting) > consistency.backup_workers
 
 
+def is_as_saved(manifest: Manifest, parameters: Iterable[Parameters], datasets: Datasets) -> bool:
+    """Whether a snapshot, if it has all steps, has everything as it is. A run that went on from it may have other
+    settings, or have begun an optimizer's state anew."""
+    for p in parameters:
+        state, entry = manifest.state(p.name), p.entry
+        if state is None or state.state_since != entry.state_since or changes(state.spec, entry.spec):
+            return False
+    return datasets.stand_as_in(manifest)
+
+
 def serves(found: Found, saver: Saver, ready: list[Parameters], datasets: Datasets) -> bool:
     """Whether a snapshot that is there has all that a waiting worker pushed and used."""
     if saver.worker is None or not saver.next or {p.name for p in ready} != set(found.commit.steps):
@@ -146,4 +162,4 @@ def serves(found: Found, saver: Saver, ready: list[Parameters], datasets: Datase
         known = isinstance(state.spec.consistency, BSP) or any((w, i) == life for w, i, _ in state.next)
         if not known or wanted > state.next_of(life):
             return False
-    return datasets.stand_as_in(found.manifest)
+    return is_as_saved(found.manifest, ready, datasets)

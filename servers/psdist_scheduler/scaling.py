@@ -28,9 +28,8 @@ from psdist_scheduler.events import (
     WatchScale,
 )
 from psdist_scheduler.membership import Membership
-from psdist_scheduler.records import ClusterSettings, Member
+from psdist_scheduler.records import ClusterSettings, Member, name_some
 from psdist_scheduler.registry import Registry
-from psdist_scheduler.rendezvous import name_some
 
 #: A drain in progress is told about again after so long, so that its caller can tell a wait from a dead connection.
 _REPEAT_SECONDS = 2.0

@@ -46,7 +46,6 @@ from psdist_scheduler.events import (
     Drain,
     Effect,
     EndRanges,
-    EnterBarrier,
     Event,
     GetPosition,
     JoinAnswered,
@@ -81,6 +80,7 @@ from psdist_scheduler.snapshot_events import (
 )
 from psdist_scheduler.snapshot_io import SnapshotIo
 from psdist_scheduler.store import Store
+from psdist_scheduler.worker_events import Heard
 
 if TYPE_CHECKING:
     from psdist_scheduler.snapshot_io import SnapshotIo
@@ -269,6 +269,7 @@ def _merge(changes: list[Persist]) -> Persist:
     forgotten = {name: None for change in changes for name in change.forgotten}
     wanted = next((c.servers_wanted for c in reversed(changes) if c.servers_wanted is not None), None)
     base = next((c.base for c in reversed(changes) if c.base is not None), None)
+    barriers = {(record.worker_id, record.name): record for change in changes for record in change.barriers}
     return Persist(
         changes[-1].epoch,
         members=tuple(members.values()),
@@ -278,6 +279,7 @@ def _merge(changes: list[Persist]) -> Persist:
         datasets=tuple(datasets.values()),
         forgotten=tuple(forgotten),
         base=base,
+        barriers=tuple(barriers.values()),
     )
 
 
@@ -360,7 +362,8 @@ class Service:
         else:
             layout = convert.layout_from_proto(request.layout)
         who = messages.caller(request)
-        await self._stream(context, lambda call: Create(call, who, spec, layout), messages.created)
+        more = messages.resume_push(request), messages.activity(request)
+        await self._stream(context, lambda call: Create(call, who, spec, layout, *more), messages.created)
 
     @_typed
     async def CommitParameters(
@@ -389,8 +392,7 @@ class Service:
     @_typed
     async def Barrier(self, request: pb.BarrierRequest, context: grpc.aio.ServicerContext) -> None:
         """Waits for the other workers."""
-        who = messages.caller(request)
-        await self._stream(context, lambda call: EnterBarrier(call, who, request.name), messages.barrier)
+        await self._stream(context, lambda call: messages.barrier_event(call, request), messages.barrier)
 
     @_typed
     async def Rendezvous(self, request: pb.RendezvousRequest, context: grpc.aio.ServicerContext) -> None:
@@ -452,9 +454,17 @@ class Service:
         place = await self._ask(lambda call: snapshot_messages.hand_in_event(call, header))
         assert isinstance(place, StatePlace)
         if place.file and storage is not None:
-            state = await handing_in.write(storage, place, header, _parts(first, context))
+            state = await handing_in.write(storage, place, header, self._parts(first, context))
             self._scheduler.post(HandedIn(header.attempt, (header.worker_id, header.incarnation), state))
         return pb.HandInStateResponse()
+
+    async def _parts(self, first: pb.HandInStateRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """What the messages of HandInState hold. Who sends them is alive."""
+        life = (first.header.worker_id, first.header.incarnation)
+        yield first.part
+        while data := await _read(context):
+            self._scheduler.post(Heard((life,)))
+            yield frames.parse(pb.HandInStateRequest, data).part
 
     @_typed
     async def GetState(self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext) -> None:
@@ -519,6 +529,8 @@ class Service:
                     self._scheduler.post(messages.replica_filled(number, request.replica_filled))
                 case "replica_unreachable":
                     self._scheduler.post(messages.replica_unreachable(number, request.replica_unreachable))
+                case "stop":
+                    self._scheduler.post(messages.stop_reported(number, request.stop))
                 case "snapshot":
                     self._scheduler.post(snapshot_messages.report_event(number, request.snapshot))
                 case other:
@@ -549,13 +561,6 @@ async def _first_message(context: grpc.aio.ServicerContext) -> pb.SessionRequest
 async def _read(context: grpc.aio.ServicerContext) -> bytes:
     data = await context.read()
     return b"" if data is grpc.aio.EOF else bytes(data)
-
-
-async def _parts(first: pb.HandInStateRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-    """What the messages of HandInState hold."""
-    yield first.part
-    while data := await _read(context):
-        yield frames.parse(pb.HandInStateRequest, data).part
 
 
 async def _write_all(outbox: Outbox[pb.SessionResponse], context: grpc.aio.ServicerContext) -> None:

@@ -8,6 +8,7 @@ became of it comes back as an event. ``events`` has the words of everything else
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from psdist.snapshots.format import Commit, Manifest, ShardFile, WorkerState
 from psdist.types import Restore
@@ -16,6 +17,9 @@ from psdist.types import Restore
 Numbers = tuple[tuple[str, int], ...]
 #: (worker_id, incarnation, next push).
 Producers = tuple[tuple[str, int, int], ...]
+
+#: Reason of the snapshot that the end of a run takes.
+AT_THE_END: Final = "at the end"
 
 
 @dataclass(frozen=True)
@@ -193,11 +197,13 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class CommitFailed:
-    """It does not. ``replaced``: another scheduler has committed under the same number."""
+    """It does not. ``replaced``: another scheduler has committed under the same number. ``unsure``: the storage did not
+    say, and it may exist all the same."""
 
     attempt: int
     text: str
     replaced: bool = False
+    unsure: bool = False
 
 
 @dataclass(frozen=True)

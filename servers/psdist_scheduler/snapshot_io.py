@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -45,6 +46,12 @@ log = logging.getLogger("psdist.scheduler")
 
 #: What no commit names and nobody of this life made is garbage when it is so old, in seconds.
 GARBAGE_SECONDS: Final = 3600.0
+
+
+async def check_writable(storage: Storage) -> None:
+    """Raises StorageError, with a remedy, where no snapshot could be written. Two schedulers may try at a time. What a
+    crash leaves of it is garbage as any directory that no record names."""
+    await storage.check_writable(layout.directory_path(f"probe-{secrets.token_hex(8)}"))
 
 
 async def read_history(storage: Storage, run_id: str = "", base: str = "", bad: tuple[str, ...] = ()) -> History:
@@ -162,7 +169,7 @@ class SnapshotIo:
         out."""
         match effect:
             case WriteCommit():
-                self._post(CommitFailed(effect.attempt, text))
+                self._post(CommitFailed(effect.attempt, text, unsure=True))
             case Prune():
                 self._post(Pruned((), text))
             case ReadHistory():
@@ -198,7 +205,7 @@ class SnapshotIo:
             await self._abandon(commit.directory)
             return CommitFailed(effect.attempt, f"{commit.path} is another scheduler's, which has taken over", True)
         except PsdistError as error:
-            return CommitFailed(effect.attempt, f"the commit record cannot be written: {error}")
+            return CommitFailed(effect.attempt, f"the commit record cannot be written: {error}", unsure=True)
         return Committed(effect.attempt, commit, manifest)
 
     async def _record(self, commit: Commit) -> Commit:

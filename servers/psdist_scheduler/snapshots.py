@@ -10,7 +10,8 @@ worker waits in its request it makes no push, so that only a cut that is reached
 
 Invariants: attempts' numbers grow, over restarts too (they begin with the epoch); the next record's number is one above
 the highest that was ever seen; a scheduler that finds it taken saves no more; who waits is answered by a snapshot that
-has everything that it knows of. Not here: files (``snapshot_io``), going back to a snapshot (``resume``).
+has everything that it knows of. Not here: files (``snapshot_io``), which snapshots there are (``catalog``), going back
+to one (``resume``).
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from collections.abc import Iterator
 from typing import Final
 
 from psdist.errors import NoStorageError, PsdistError, SnapshotFailedError
-from psdist.snapshots.format import Commit, directory_name
+from psdist.snapshots.format import directory_name
 from psdist_scheduler import retention, savers
-from psdist_scheduler.attempt import Attempt, Campaign, Failures, common_steps, is_stepped
+from psdist_scheduler.attempt import Attempt, Failures, floor, is_stepped
+from psdist_scheduler.catalog import Catalog
 from psdist_scheduler.datasets import Datasets
+from psdist_scheduler.end_snapshot import EndSnapshot
 from psdist_scheduler.events import Answer, Caller, Effect, Note
 from psdist_scheduler.membership import Membership
 from psdist_scheduler.parameters import Parameters
@@ -30,6 +33,7 @@ from psdist_scheduler.records import ClusterSettings, Member
 from psdist_scheduler.registry import Registry
 from psdist_scheduler.savers import Saver, Savers
 from psdist_scheduler.snapshot_events import (
+    AT_THE_END,
     CommitFailed,
     Committed,
     End,
@@ -41,7 +45,6 @@ from psdist_scheduler.snapshot_events import (
     Progress,
     Prune,
     Pruned,
-    ReadHistory,
     RemoveDirectory,
     Save,
     Saved,
@@ -49,21 +52,13 @@ from psdist_scheduler.snapshot_events import (
     WriteCommit,
     Written,
 )
+from psdist_scheduler.tries import HELD_MAX, REFUSALS_MAX, RETRIES_MAX, Tries
 from psdist_scheduler.worker_states import Keepers
 
 #: Attempts of one epoch; their numbers begin with it.
 _ATTEMPTS_PER_EPOCH: Final = 1 << 20
-_DISTANCE_MAX: Final = 1024
-#: Cuts that may be refused, one upon the other.
-_REFUSALS_MAX: Final = 64
-#: Attempts that may be begun anew, one upon the other, because the cluster changed.
-_RETRIES_MAX: Final = 64
-#: Attempts that pushes may wait for in vain, one upon the other, each for a lease.
-_HELD_MAX: Final = 3
 #: An attempt of which nothing is heard for so long, in seconds, is given up: the storage stands still.
 _SILENCE_SECONDS: Final = 120.0
-#: A storage that could not be read is read again after so long.
-_READ_AGAIN_SECONDS: Final = 5.0
 _REASON_CHARACTERS: Final = 200
 
 
@@ -88,26 +83,19 @@ class Snapshots:
         self.failures = Failures()
         #: Why nothing is saved any more; empty while it is.
         self.replaced = ""
-        #: Directories of snapshots that could not be loaded.
-        self.bad: tuple[str, ...] = ()
+        self.catalog = Catalog(registry.resume, history)
         self._savers = Savers()
+        self.end_snapshot = EndSnapshot()
         self.keepers = Keepers(members)
         #: When the attempt was begun whose snapshot was the last to have everything.
         self.saved_at = float("-inf")
-        self._campaign = Campaign()
+        self._tries = Tries()
         self._number = 0
         self._last = now
         #: The highest version when the last attempt ended, whose multiple of the interval is over.
         self._over = 0
-        self._read_at: float | None = None
         #: Something may lie in the storage that no record names.
         self._untidy = True
-        self.known = False
-        self.commits: tuple[Commit, ...] = ()
-        self.newest: Found | None = None
-        self._highest = 0
-        if history is not None:
-            self.take_history(history)
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
@@ -115,6 +103,12 @@ class Snapshots:
     def enabled(self) -> bool:
         """Whether the run has a storage."""
         return bool(self._settings.storage)
+
+    @property
+    def doubt(self) -> str:
+        """What must be known before it is known which snapshot is the newest, as a sentence that begins with "for";
+        empty if nothing must."""
+        return self.catalog.doubt if self.enabled else ""
 
     def waits(self) -> Iterator[tuple[str, list[int], str]]:
         """Key, calls and reason of each wait. The calls are told by ``progress``."""
@@ -127,8 +121,7 @@ class Snapshots:
     def validate(self) -> None:
         """Asserts the invariants of the module's text."""
         assert all(saver.worker is None or self._is_live(saver.worker) for saver in self._savers)
-        numbers = [commit.sequence for commit in self.commits]
-        assert numbers == sorted(set(numbers), reverse=True) and max(numbers, default=0) <= self._highest
+        self.catalog.validate()
         attempt = self.attempt
         if attempt is not None:
             assert attempt.phase == "committing" or not attempt.changed(self._members)
@@ -148,28 +141,55 @@ class Snapshots:
             worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
         if not self.enabled:
             raise NoStorageError("this run has no storage: start it with --storage-path DIR or URL")
+        if self._settings.unwritable:
+            raise NoStorageError(self._settings.unwritable)
         if self.replaced:
             raise SnapshotFailedError(self.replaced)
         reason = (event.reason or "on demand")[:_REASON_CHARACTERS]
-        if worker is not None and reason == "at the end" and not self._policy.at_end:
+        if worker is not None and reason == AT_THE_END and not self._policy.at_end:
             raise SnapshotFailedError("this run takes no snapshot at its end")
         return self._add(Saver(event.call, worker, dict(event.next), reason), now)
 
     def save_before_the_end(self, call: int, server: str, now: float) -> list[Effect]:
         """A server wants to end whose values go with it: if anything was trained that no snapshot has, one is taken
         first, and one that is under way is finished."""
+        if self.end_snapshot.commit is not None:
+            return []
         attempt = self.attempt
         under_way = attempt is not None and server in attempt.servers and not (attempt.ahead and not attempt.reached)
-        trained = self.saves_at_end and self._has_trained({p.name: self._version(p) for p in self._ready()})
+        trained = self.saves_at_end and self._has_trained({p.name: self._tries.version(p) for p in self._ready()})
         if not under_way and not trained:
             return []
-        return self._add(Saver(call, None, {}, "at the end", drains=True), now)
+        return self._add(Saver(call, None, {}, AT_THE_END, drains=True), now)
+
+    def save_for_the_end(self, steps: dict[str, int], now: float) -> list[Effect]:
+        """All workers stand still, BSP parameters at ``steps``, and are about to leave: one is taken now,
+        unless nothing was trained since the newest."""
+        self.end_snapshot.forget()
+        if not self.saves_at_end:
+            return []
+        newest, attempt = self.catalog.newest, self.attempt
+        ready = self._ready()
+        # Of parameters without steps servers may not have told the newest version yet.
+        versions = {p.name: max(self._tries.version(p), steps.get(p.name, 0)) for p in ready}
+        if newest is None or not all(is_stepped(p) for p in ready) or self._has_trained(versions):
+            self.end_snapshot.want(steps)
+        else:
+            self.end_snapshot.be(newest.commit)
+        if attempt is None or attempt.phase == "committing":
+            return []
+        return self._stop("the run is being stopped", now, retry=False)
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether workers that end together may leave."""
+        return self.end_snapshot.is_safe(self.attempt)
 
     @property
     def saves_at_end(self) -> bool:
         """Whether there is something that could be saved when the run ends, and the policy wants that."""
-        able = self.enabled and self.known and self._policy.at_end and not self.replaced
-        return able and not self._obstacle(self._ready()) and not self._registry.lost_text
+        able = self.enabled and self.catalog.known and self._policy.at_end and not self.replaced
+        return able and not self._lacking(self._ready()) and not self._registry.lost_text
 
     def is_waiting(self, call: int) -> bool:
         """Whether the call waits for a snapshot."""
@@ -179,11 +199,11 @@ class Snapshots:
         self._savers.add(saver)
         if (attempt := self.attempt) is None:
             return []
-        match savers.place(saver, attempt):
+        match "joins" if attempt.number == self.end_snapshot.attempt else savers.place(saver, attempt):
             case "joins":
                 saver.attempt = attempt.number
             case "supersedes":
-                self._campaign.refused = 0
+                self._tries.refused = 0
                 return self._stop("another is wanted now", now)
         return []
 
@@ -247,15 +267,16 @@ class Snapshots:
     def committed(self, event: Committed, now: float) -> list[Effect]:
         """A snapshot exists."""
         commit = event.commit
-        self.commits = (commit, *(c for c in self.commits if c.sequence != commit.sequence))
-        self._highest = max(self._highest, commit.sequence)
-        self.newest = Found(commit, event.manifest)
+        loss = self.catalog.loss(commit.steps)
+        self.catalog.add(Found(commit, event.manifest))
         steps = ", ".join(f"{name!r} at step {step}" for name, step in commit.steps.items())
         size = f"{commit.bytes / 1e6:.1f} MB in {commit.seconds:.2f} s"
         effects: list[Effect] = [Note(f"snapshot {commit.directory} ({commit.reason}): {steps}, {size}")]
+        effects += [Note(loss, "warning")] if loss else []
         attempt = self.attempt
         if attempt is not None and attempt.number == event.attempt:
             self.saved_at = attempt.began
+            self.end_snapshot.ended(attempt.number, commit)
             effects += self._over_with(attempt, now)
             effects += attempt.end(True, "", self._members)
             for saver in self._savers.of(attempt.number):
@@ -266,14 +287,14 @@ class Snapshots:
         """Whether the attempt was given up while the storage was committing it."""
         return self.attempt is None or self.attempt.number != event.attempt
 
-    def discard(self, commit: Commit) -> list[Effect]:
+    def discard(self, event: Committed) -> list[Effect]:
         """A snapshot was committed that the run does not want any more."""
-        self.commits = (commit, *(c for c in self.commits if c.sequence != commit.sequence))
-        self._highest = max(self._highest, commit.sequence)
-        return [Prune((commit,))]
+        self.catalog.add(Found(event.commit, event.manifest), wanted=False)
+        return [Prune((event.commit,))]
 
     def commit_failed(self, event: CommitFailed, now: float) -> list[Effect]:
-        """It does not."""
+        """It does not, or nobody knows."""
+        self.catalog.fail(event.unsure)
         if event.replaced:
             self.replaced = f"{event.text}: this scheduler saves no more"
         if self.attempt is None or self.attempt.number != event.attempt:
@@ -282,30 +303,17 @@ class Snapshots:
 
     def pruned(self, event: Pruned) -> list[Effect]:
         """Surplus snapshots are deleted."""
-        self.commits = tuple(commit for commit in self.commits if commit.sequence not in event.sequences)
+        self.catalog.remove(event.sequences)
         if not event.error:
             return []
         return [Note(f"snapshots that are not kept any more could not be deleted: {event.error}", "warning")]
 
-    def take_history(self, history: History) -> None:
-        """What the storage holds."""
-        self.known = True
-        self.commits = tuple(history.commits)
-        self._highest = max(self._highest, history.highest)
-        resume, newest = self._registry.resume, history.newest
-        given_up = newest is not None and not self.bad and not resume.is_of_this_course(newest)
-        self.newest = resume.found if given_up else newest
-
-    def give_up(self, directory: str) -> ReadHistory:
-        """A snapshot cannot be loaded: the one before is looked for."""
-        self.bad = (*self.bad, directory)
-        return ReadHistory(bad=self.bad)
-
     def rolled_back(self, now: float) -> list[Effect]:
         """The run went back to a snapshot: what is under way means nothing, and no number that was heard does."""
         effects = self._stop("the run goes back to a snapshot", now) if self.attempt else []
-        self._campaign = Campaign()
+        self._tries = Tries()
         self._over = 0
+        self.end_snapshot.forget()
         return effects
 
     # --- progress -----------------------------------------------------------------------------------------------------
@@ -314,14 +322,15 @@ class Snapshots:
         """Whatever is due by now."""
         if not self.enabled:
             return []
-        effects = self._read(now)
-        self._datasets.cut.settle(self._floor, self._members.is_live)
+        effects = self.catalog.read_if_due(now)
+        ready = self._ready()
+        self._datasets.cut.settle(lambda life: floor(self.attempt, ready, life), self._members.is_live)
         if self.attempt is not None:
             effects += self._watch(self.attempt, now)
         attempt = self.attempt
         if attempt is not None and attempt.is_whole and not self._waits_for_data(attempt, now):
             effects += self._commit(attempt, epoch, now)
-        if self.attempt is None and self.known:
+        if self.attempt is None and self.catalog.known:
             effects += self._begin_what_is_due(epoch, now)
         attempt = self.attempt
         if attempt is None:
@@ -335,8 +344,12 @@ class Snapshots:
 
     def _obstacle(self, ready: list[Parameters]) -> str:
         """Why no attempt can begin now, as a sentence that begins with "for"; empty if one can."""
-        if not self.known:
-            return "for the storage to be read"
+        return self._lacking(ready) or (self.doubt if self.catalog.committing else "")
+
+    def _lacking(self, ready: list[Parameters]) -> str:
+        """What there is not yet of that which a snapshot is made of; likewise."""
+        if not self.catalog.known:
+            return self.doubt
         if loading := [p.name for p in self._registry.all if p.state == "loading"]:
             return f"for {loading[0]!r} to be loaded from the snapshot before"
         return "" if ready else "for parameters to be ready"
@@ -344,54 +357,49 @@ class Snapshots:
     def _begin_what_is_due(self, epoch: int, now: float) -> list[Effect]:
         ready = self._ready()
         effects = self._answer_what_is_there(ready)
-        if self._obstacle(ready) or self.replaced:
+        if self._obstacle(ready) or self.replaced or self.end_snapshot.commit is not None:
             return effects
-        policy, versions = self._policy, {p.name: self._version(p) for p in ready}
+        if self.end_snapshot.steps is not None:
+            steps = self._soonest(ready)
+            steps |= {name: max(step, self._tries.known.get(name, 0)) for name, step in self.end_snapshot.steps.items()}
+            effects += self._begin(ready, steps, AT_THE_END, False, epoch, now)
+            self.end_snapshot.attempt = self._number if self.attempt is not None else 0
+            return effects
+        policy, versions = self._policy, {p.name: self._tries.version(p) for p in ready}
         if self._savers:
             reason = next(iter(self._savers)).reason
-            effects += self._begin(ready, self._wanted_steps(ready), reason, False, epoch, now)
+            effects += self._begin(ready, self._soonest(ready), reason, False, epoch, now)
         elif policy.steps:
             effects += self._begin_by_steps(ready, versions, epoch, now)
         elif policy.seconds and now - self._last >= policy.seconds and self._has_trained(versions):
-            reason = f"every {policy.seconds:g} s"
-            effects += self._begin(ready, self._wanted_steps(ready), reason, False, epoch, now)
+            effects += self._begin(ready, self._soonest(ready), policy.every, False, epoch, now)
         return effects
 
     def _begin_by_steps(
         self, ready: list[Parameters], versions: dict[str, int], epoch: int, now: float
     ) -> list[Effect]:
-        interval, high = self._policy.steps, max(versions.values())
-        reason = f"every {interval} steps" if interval > 1 else "every step"
+        interval, high, reason = self._policy.steps, max(versions.values()), self._policy.every
         if all(is_stepped(p) for p in ready) and high - min(versions.values()) <= 1:
             step = retention.next_multiple(max(high, self._over), interval)
             return self._begin(ready, dict.fromkeys(versions, step), reason, True, epoch, now)
         if high < retention.next_multiple(self._over, interval):
             return []
-        return self._begin(ready, self._wanted_steps(ready), reason, False, epoch, now)
-
-    def _version(self, p: Parameters) -> int:
-        return max(p.version, self._campaign.known.get(p.name, 0))
+        return self._begin(ready, self._soonest(ready), reason, False, epoch, now)
 
     def _has_trained(self, versions: dict[str, int]) -> bool:
-        return retention.trained(versions, self.newest.commit.steps if self.newest else {})
+        return retention.trained(versions, self.catalog.newest.commit.steps if self.catalog.newest else {})
 
-    def _wanted_steps(self, ready: list[Parameters]) -> dict[str, int]:
-        """The cut that can be had soonest, as far as is known."""
-        waiting = [saver.next for saver in self._savers.waiting]
-        stepped = [p for p in ready if is_stepped(p)]
-        steps = {p.name: max(self._version(p), *(next.get(p.name, 0) for next in waiting), 0) for p in stepped}
-        if self._campaign.exact or not any(p.entry.members for p in stepped):
-            return steps
-        refused = self._campaign.refused
-        distance = 0 if refused < 2 else min(1 << min(refused - 2, 10), _DISTANCE_MAX)
-        later = {p.name: steps[p.name] + (0 if savers.stand_still(p, waiting) else distance) for p in stepped}
-        return later if waiting else common_steps(later)
+    def _soonest(self, ready: list[Parameters]) -> dict[str, int]:
+        return self._tries.soonest(ready, [saver.next for saver in self._savers.waiting])
 
     def _begin(
         self, ready: list[Parameters], steps: dict[str, int], reason: str, ahead: bool, epoch: int, now: float
     ) -> list[Effect]:
+        if text := self.end_snapshot.passed(steps):
+            self.end_snapshot.steps = None
+            return self._savers.refuse_all(SnapshotFailedError(text))
         self._number = max(self._number + 1, epoch * _ATTEMPTS_PER_EPOCH)
-        step = max((steps.get(p.name, self._version(p)) for p in ready), default=0)
+        step = max((steps.get(p.name, self._tries.version(p)) for p in ready), default=0)
         directory = directory_name(step, epoch, self._number % _ATTEMPTS_PER_EPOCH, self._settings.salt)
         self.attempt = attempt = Attempt(self._number, directory, reason, ahead, tuple(ready), steps, now, now)
         attempt.kept.answers = dict.fromkeys(self.keepers.of(ready), False)
@@ -404,7 +412,7 @@ class Snapshots:
         if attempt.phase != "preparing" or attempt.servers.get(server, True) is not None:
             return []
         attempt.servers[server] = event.accepted
-        known = self._campaign.known
+        known = self._tries.known
         for name, step in event.steps_next:
             if name in attempt.steps:
                 known[name] = max(known.get(name, 0), step)
@@ -412,12 +420,14 @@ class Snapshots:
         if None in answers:
             return []
         if not all(answers):
-            self._campaign.refused += 1
-            if self._campaign.refused > _REFUSALS_MAX:
-                return self._fail(f"servers refused {_REFUSALS_MAX} cuts", now)
+            self._tries.refused += 1
+            if self._tries.refused > REFUSALS_MAX:
+                return self._fail(f"servers refused {REFUSALS_MAX} cuts", now)
             return self._stop("a slice has passed the cut", now, retry=False)
         if self._is_unchanged(attempt):
             return self._unchanged(attempt, now)
+        if attempt.reason == AT_THE_END and (loss := self.catalog.loss(attempt.names)):
+            return self._fail(loss, now)
         return self._cut(attempt) if attempt.is_agreed else attempt.mark_all(self._members)
 
     def _marked(self, attempt: Attempt, event: Marked, worker: str, now: float) -> list[Effect]:
@@ -425,14 +435,14 @@ class Snapshots:
         if member is None or attempt.phase != "marking":
             return []
         if later := attempt.take_marked((worker, member.incarnation), event):
-            self._campaign.known |= later
-            self._campaign.refused += 1
+            self._tries.known |= later
+            self._tries.refused += 1
             return self._stop(f"{worker} has gone on from the cut", now)
         return self._cut(attempt) if attempt.is_agreed else []
 
     def _cut(self, attempt: Attempt) -> list[Effect]:
         attempt.phase = "cutting"
-        return attempt.cut(self._members, self._campaign.known)
+        return attempt.cut(self._members, self._tries.known)
 
     def _watch(self, attempt: Attempt, now: float) -> list[Effect]:
         """Gives up what cannot be had any more. All that is committed is durable, whoever is there."""
@@ -449,18 +459,19 @@ class Snapshots:
                 return self._stop("parameters were created since", now, retry=False)
             if self.keepers.are_new(attempt):
                 return self._stop("a worker keeps something since", now, retry=False)
-            return []
+            if attempt.phase != "preparing":
+                return []
         if still > _SILENCE_SECONDS:
             return self._fail(f"nothing was heard for {still:.0f} s, waiting {attempt.waiting_for}", now)
         if still <= self._settings.lease_seconds or attempt.phase == "preparing":
             return []
         if attempt.phase == "marking" or (attempt.lives and (not attempt.reached or attempt.is_held)):
             # Pushes wait for it.
-            self._campaign.held += 1
-            end = self._stop if self._campaign.held < _HELD_MAX else self._fail
+            self._tries.held += 1
+            end = self._stop if self._tries.held < HELD_MAX else self._fail
             return end(f"waited too long {attempt.waiting_for}", now)
-        if attempt.phase == "cutting" and not attempt.reached and not self._campaign.exact:
-            self._campaign.exact = True
+        if attempt.phase == "cutting" and not attempt.reached and not self._tries.exact:
+            self._tries.exact = True
             return self._stop(f"training stands still, waiting {attempt.waiting_for}", now)
         return []
 
@@ -471,17 +482,6 @@ class Snapshots:
         told = {saver.worker.member_id for saver in self._savers.waiting if saver.worker is not None}
         attempt.undecided = [w for w in self._datasets.undecided(attempt.numbers) if w not in told]
         return bool(attempt.undecided) and now - attempt.whole_at < self._settings.lease_seconds
-
-    def _floor(self, life: tuple[str, int]) -> dict[str, int]:
-        """By parameters, what no cut to come can be below for this life. Those that are not named, it cannot."""
-        attempt, floor = self.attempt, {}
-        for p in self._ready():
-            under_way = attempt is not None and p.name in attempt.names
-            if is_stepped(p):
-                floor[p.name] = min(p.version, attempt.steps[p.name]) if attempt and under_way else p.version
-            elif attempt and under_way:
-                floor[p.name] = (attempt.lives.get(life) or {}).get(p.name, 0)
-        return floor
 
     def _commit(self, attempt: Attempt, epoch: int, now: float) -> list[Effect]:
         configuration: dict[str, str | int] = {
@@ -496,39 +496,42 @@ class Snapshots:
         except PsdistError as error:
             return self._fail(str(error), now)
         attempt.phase = "committing"
-        return [WriteCommit(attempt.number, self._highest + 1, manifest, now - attempt.began)]
+        self.catalog.begin(attempt.directory)
+        return [WriteCommit(attempt.number, self.catalog.highest + 1, manifest, now - attempt.began)]
 
     # --- inner: ends --------------------------------------------------------------------------------------------------
 
     def _is_unchanged(self, attempt: Attempt) -> bool:
-        """Whether the cut is that of the newest snapshot, byte for byte: no slice has passed its steps."""
-        if (newest := self.newest) is None or attempt.marked or attempt.steps != dict(newest.commit.steps):
+        """Whether the newest snapshot has all that the cut has, byte for byte."""
+        newest = self.catalog.newest
+        if newest is None or attempt.marked or not attempt.steps.items() <= newest.commit.steps.items():
             return False
-        return self._datasets.stand_as_in(newest.manifest)
+        return savers.is_as_saved(newest.manifest, attempt.parameters, self._datasets)
 
     def _unchanged(self, attempt: Attempt, now: float) -> list[Effect]:
-        assert self.newest is not None
+        assert self.catalog.newest is not None
         self.saved_at = attempt.began
+        self.end_snapshot.ended(attempt.number, self.catalog.newest.commit)
         effects = self._over_with(attempt, now)
         effects += attempt.end(False, "nothing was trained since the last snapshot", self._members)
         for saver in self._savers.of(attempt.number):
-            effects += self._savers.answer(saver, Saved(self.newest.commit, True))
+            effects += self._savers.answer(saver, Saved(self.catalog.newest.commit, True))
         return effects
 
     def _over_with(self, attempt: Attempt, now: float) -> list[Effect]:
         """The attempt has ended for good, one way or the other."""
         self.attempt = None
         self._last = now
-        self._over = max(self._over, attempt.step, *(self._version(p) for p in attempt.parameters if p.record))
-        self._campaign = Campaign(known=self._campaign.known)
+        self._over = max(self._over, attempt.step, *(self._tries.version(p) for p in attempt.parameters if p.record))
+        self._tries = Tries(known=self._tries.known)
         return []
 
     def _stop(self, reason: str, now: float, *, retry: bool = True) -> list[Effect]:
         """Gives the attempt up; another is begun at once if it is wanted. ``retry``: it counts as one more try."""
         attempt = self.attempt
         assert attempt is not None
-        self._campaign.retries += retry
-        if self._campaign.retries > _RETRIES_MAX:
+        self._tries.retries += retry
+        if self._tries.retries > RETRIES_MAX:
             return self._fail(reason, now)
         self.attempt = None
         self._savers.assign(0)
@@ -539,6 +542,7 @@ class Snapshots:
         attempt = self.attempt
         assert attempt is not None
         self.failures = Failures(self.failures.count + 1, text, now)
+        self.end_snapshot.ended(attempt.number, None)
         effects = self._over_with(attempt, now)
         effects += attempt.end(False, text, self._members)
         effects += self._remove(attempt) if remove else []
@@ -556,18 +560,11 @@ class Snapshots:
         return [RemoveDirectory(attempt.directory)]
 
     def _prune(self) -> list[Effect]:
-        surplus = retention.surplus(self.commits, self._policy, {self._registry.base_in_use})
+        surplus = retention.surplus(self.catalog.commits, self._policy, {self._registry.base_in_use})
         untidy, self._untidy = self._untidy, False
         if not surplus and not untidy:
             return []
         return [Prune(surplus, untidy)]
-
-    def _read(self, now: float) -> list[Effect]:
-        if self.known or (self._read_at is not None and now - self._read_at < _READ_AGAIN_SECONDS):
-            return []
-        self._read_at = now
-        restore = self._registry.resume.base.restore
-        return [ReadHistory(restore.directory if restore else "", self.bad)]
 
     # --- inner: those who wait ----------------------------------------------------------------------------------------
 
@@ -575,8 +572,10 @@ class Snapshots:
         """Answers those whom the newest snapshot serves, and those whom none can."""
         effects: list[Effect] = []
         for saver in self._savers:
-            newest = self.newest
-            if newest is not None and (self._is_back(ready) or savers.serves(newest, saver, ready, self._datasets)):
+            newest = self.catalog.newest
+            if self.end_snapshot.commit is not None:
+                effects += self._savers.answer(saver, Saved(self.end_snapshot.commit))
+            elif newest is not None and (self._is_back(ready) or savers.serves(newest, saver, ready, self._datasets)):
                 effects += self._savers.answer(saver, Saved(newest.commit, True))
             elif (error := self._hopeless(ready)) is not None:
                 effects += self._savers.refuse(saver, error)

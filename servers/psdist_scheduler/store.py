@@ -22,17 +22,27 @@ from psdist.errors import ConfigurationError
 from psdist.types import Restore, check_directory
 from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.wire import convert
+from psdist_scheduler.barriers import NAMES_KEPT
 from psdist_scheduler.events import Persist
-from psdist_scheduler.records import Base, DataLease, DatasetRecord, Member, Node, ParametersRecord, Stored
+from psdist_scheduler.records import (
+    BarrierRecord,
+    Base,
+    DataLease,
+    DatasetRecord,
+    Member,
+    Node,
+    ParametersRecord,
+    Stored,
+)
 
 #: Raised when an older program could misread the file.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 _SCHEMA = """
 CREATE TABLE run (
   id INTEGER PRIMARY KEY CHECK (id = 1), run_id TEXT NOT NULL, epoch INTEGER NOT NULL,
   servers_wanted INTEGER NOT NULL, base_directory TEXT NOT NULL, base_digest BLOB NOT NULL,
-  generation INTEGER NOT NULL, term INTEGER NOT NULL, base_epoch INTEGER NOT NULL);
+  generation INTEGER NOT NULL, term INTEGER NOT NULL, base_epoch INTEGER NOT NULL, began INTEGER NOT NULL);
 CREATE TABLE members (
   member_id TEXT PRIMARY KEY, role TEXT NOT NULL, incarnation INTEGER NOT NULL, rank INTEGER NOT NULL,
   world_size INTEGER NOT NULL, address TEXT NOT NULL, host TEXT NOT NULL, pid INTEGER NOT NULL, state TEXT NOT NULL,
@@ -43,10 +53,19 @@ CREATE TABLE parameters (
 CREATE TABLE nodes (
   agent_id TEXT PRIMARY KEY, host TEXT NOT NULL, processes INTEGER NOT NULL, node_rank INTEGER NOT NULL,
   first_rank INTEGER NOT NULL, nodes_min INTEGER NOT NULL, nodes_max INTEGER NOT NULL);
+CREATE TABLE barriers (
+  worker_id TEXT NOT NULL, name TEXT NOT NULL, origin INTEGER NOT NULL, passed INTEGER NOT NULL,
+  PRIMARY KEY (worker_id, name));
 CREATE TABLE datasets (name TEXT PRIMARY KEY, spec BLOB NOT NULL, state TEXT NOT NULL);
 """
 #: Of a data set's settings nothing ever changes.
 _WRITE_DATASET = "INSERT INTO datasets VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET state = excluded.state"
+
+#: As ``Barriers`` does.
+_FORGET_BARRIERS = (
+    "DELETE FROM barriers WHERE worker_id = ? AND rowid NOT IN "
+    f"(SELECT rowid FROM barriers WHERE worker_id = ? ORDER BY rowid DESC LIMIT {NAMES_KEPT})"
+)
 
 
 class Store(Protocol):
@@ -97,7 +116,7 @@ class SqliteStore:
     def load(self) -> Stored | None:
         """What was kept; None in a new file. Raises ConfigurationError where it can't be read."""
         epoch, servers_wanted, *base = self._db.execute(
-            "SELECT epoch, servers_wanted, base_directory, base_digest, generation, term, base_epoch FROM run"
+            "SELECT epoch, servers_wanted, base_directory, base_digest, generation, term, base_epoch, began FROM run"
         ).fetchone()
         if epoch == 0:
             return None
@@ -118,6 +137,7 @@ class SqliteStore:
                 ),
                 servers_wanted=servers_wanted,
                 base=_base(*base),
+                barriers=tuple(BarrierRecord(*row) for row in self._rows("barriers", BarrierRecord)),
             )
         except (sqlite3.Error, DecodeError, ValueError, LookupError, TypeError) as error:
             raise _unusable(self._path, error) from None
@@ -132,10 +152,16 @@ class SqliteStore:
             )
             self._db.executemany(_upsert("members", Member), [astuple(member) for member in changes.members])
             self._db.executemany(_upsert("nodes", Node), [astuple(node) for node in changes.nodes])
+            self._db.executemany(
+                f"INSERT OR REPLACE INTO barriers ({_columns(BarrierRecord)}) VALUES (?, ?, ?, ?)",
+                [astuple(record) for record in changes.barriers],
+            )
+            self._db.executemany(_FORGET_BARRIERS, [(r.worker_id, r.worker_id) for r in changes.barriers])
             self._db.executemany(_WRITE_DATASET, [_dataset_row(dataset) for dataset in changes.datasets])
             if (base := changes.base) is not None:
                 self._db.execute(
-                    "UPDATE run SET base_directory = ?, base_digest = ?, generation = ?, term = ?, base_epoch = ?",
+                    "UPDATE run SET base_directory = ?, base_digest = ?, generation = ?, term = ?, base_epoch = ?, "
+                    "began = ?",
                     _base_row(base),
                 )
             self._db.executemany("DELETE FROM parameters WHERE name = ?", [(name,) for name in changes.forgotten])
@@ -159,7 +185,7 @@ class SqliteStore:
         if version == 0:
             for statement in _SCHEMA.split(";"):
                 self._db.execute(statement)
-            self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0, '', x'', 0, 1, 0)", (run_id,))
+            self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0, '', x'', 0, 1, 0, 0)", (run_id,))
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self._db.execute("COMMIT")
         if version not in (0, SCHEMA_VERSION):
@@ -232,10 +258,10 @@ def _upsert(table: str, cls: type) -> str:
     return f"INSERT INTO {table} ({_columns(cls)}) VALUES ({marks}) ON CONFLICT ({key}) DO UPDATE SET {updates}"
 
 
-def _base_row(base: Base) -> tuple[str, bytes, int, int, int]:
+def _base_row(base: Base) -> tuple[str, bytes, int, int, int, int]:
     restore = base.restore
     directory, digest = (restore.directory, restore.manifest_digest) if restore is not None else ("", b"")
-    return directory, digest, base.generation, base.term, base.epoch
+    return directory, digest, base.generation, base.term, base.epoch, base.began
 
 
 def _base(directory: str, digest: bytes, *numbers: int) -> Base:

@@ -19,8 +19,7 @@ from psdist.snapshots.format import WorkerState, state_file_name
 from psdist_scheduler.events import Answer, Caller, Effect
 from psdist_scheduler.membership import Membership
 from psdist_scheduler.parameters import Parameters
-from psdist_scheduler.records import Member
-from psdist_scheduler.rendezvous import name_some
+from psdist_scheduler.records import Member, name_some
 from psdist_scheduler.snapshot_events import Found, GetState, HandedIn, HandIn, Keeps, Marked, StatePlace, StateSource
 
 if TYPE_CHECKING:

@@ -254,6 +254,7 @@ def _whole(cluster: common.ClusterMap) -> bool:
 
 
 async def test_copies_are_filled_promoted_moved_and_kept(start: Start, peer: Any, tmp_path: Path) -> None:
+    # An eighth of it is how often is looked at what servers know.
     flags = ("--store", str(tmp_path / "s"), "--run-id", "digits", "--replicas", "2", "--failure-timeout", "20")
     process = await start(*flags)
     everyone = [peer(process) for _ in range(3)]
@@ -315,8 +316,12 @@ async def test_copies_are_filled_promoted_moved_and_kept(start: Start, peer: Any
 
 
 async def _fill_always(worker: Peer, servers: dict[str, Peer]) -> None:
+    """Servers as they are: they fill copies, and say which map they know, without which nobody leaves a shard."""
     while True:
-        await _fill(await worker.read("map"), servers)
+        cluster = await worker.read_map()
+        await _fill(cluster, servers)
+        for server in servers.values():
+            await server.say(heartbeat=pb.SessionRequest.Heartbeat(epoch=cluster.epoch))
 
 
 async def test_launchers_hear_how_many_servers_are_wanted(start: Start, peer: Any) -> None:
@@ -336,7 +341,7 @@ async def test_launchers_hear_how_many_servers_are_wanted(start: Start, peer: An
 
 
 async def test_losses_are_news_and_leaving_is_none(start: Start, peer: Any) -> None:
-    process = await start("--failure-timeout", "0.4")
+    process = await start("--worker-timeout", "3")
     watcher, silent, broken, polite = (peer(process) for _ in range(4))
     for member in (watcher, silent, broken, polite):
         await member.register()

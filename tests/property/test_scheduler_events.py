@@ -392,6 +392,6 @@ def test_a_restart_keeps_the_order_of_parameters() -> None:
 
 
 TestScheduling = Scheduling.TestCase
-TestScheduling.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestScheduling.settings = settings(stateful_step_count=40)
 TestReplicating = Replicating.TestCase
-TestReplicating.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestReplicating.settings = settings(stateful_step_count=50)

@@ -21,7 +21,8 @@ LAYOUT = Layout((TensorSpec("w", (100, 100)), TensorSpec("b", (100,))))
 
 def spec(name: str = "mlp", consistency: Consistency | None = None, **settings: Any) -> ParametersSpec:
     """Settings of parameters."""
-    return ParametersSpec(name, SGD(lr=0.1), consistency or BSP(), **settings)
+    optimizer = settings.pop("optimizer", SGD(lr=0.1))
+    return ParametersSpec(name, optimizer, consistency or BSP(), **settings)
 
 
 class Driver:
@@ -49,6 +50,7 @@ class Driver:
         self._servers_wanted = stored.servers_wanted if stored else 0
         self._base = stored.base if stored else Base()
         self._nodes: dict[str, Node] = {n.agent_id: n for n in (stored.nodes if stored else ())}
+        self._barriers = {(r.worker_id, r.name): r for r in (stored.barriers if stored else ())}
         self._datasets = {record.spec.name: record for record in (stored.datasets if stored else ())}
         self._carry_out(self.cluster.start(now))
 
@@ -108,10 +110,12 @@ class Driver:
         member = self.register(role, **fields)
         return member, self.open(member)
 
-    def create(self, member: Member, layout: Layout = LAYOUT, **settings: Any) -> int:
+    def create(
+        self, member: Member, layout: Layout = LAYOUT, resume: ev.ResumePush | None = None, **settings: Any
+    ) -> int:
         """Calls CreateParameters."""
         call = self.number()
-        self.on(ev.Create(call, caller(member), spec(**settings), layout))
+        self.on(ev.Create(call, caller(member), spec(**settings), layout, resume))
         return call
 
     def ask(self, kind: Any, member: Member, name: str = "mlp") -> int:
@@ -161,6 +165,7 @@ class Driver:
             datasets=tuple(self._datasets.values()),
             servers_wanted=self._servers_wanted,
             base=self._base,
+            barriers=tuple(self._barriers.values()),
         )
 
     def _carry_out(self, effects: list[ev.Effect]) -> None:
@@ -172,6 +177,7 @@ class Driver:
                     self._base = effect.base or self._base
                     self._parameters |= {r.entry.spec.name: r for r in effect.parameters}
                     self._nodes |= {n.agent_id: n for n in effect.nodes}
+                    self._barriers |= {(r.worker_id, r.name): r for r in effect.barriers}
                     self._datasets |= {r.spec.name: r for r in effect.datasets}
                     if effect.servers_wanted is not None:
                         self._servers_wanted = effect.servers_wanted
@@ -196,7 +202,7 @@ class Driver:
 
 
 def _is_about_data_alone(change: ev.Persist) -> bool:
-    return replace(change, datasets=()) == ev.Persist(change.epoch)
+    return replace(change, datasets=(), barriers=()) == ev.Persist(change.epoch)
 
 
 def caller(member: Member) -> ev.Caller:

@@ -60,8 +60,7 @@ class SnapshotDriver(Driver):
 
     def beat_versions(self) -> None:
         """Heartbeats of all servers."""
-        for server in self.cluster.members.servers:
-            session = self.cluster.members.session_of(server.member_id)
+        for session in self._sessions():
             self.on(ev.Heartbeat(session, self.map.epoch, tuple(self.versions.items())))
 
     def save(self, worker: Member | None = None, **next_pushes: int) -> int:
@@ -81,7 +80,7 @@ class SnapshotDriver(Driver):
     @property
     def steps(self) -> list[dict[str, int]]:
         """What is committed, the oldest first."""
-        return [dict(commit.steps) for commit in reversed(self.cluster.snapshots.commits)]
+        return [dict(commit.steps) for commit in reversed(self.cluster.snapshots.catalog.commits)]
 
     def entry(self, name: str = "mlp") -> ParametersEntry:
         """Parameters as the map shows them."""
@@ -112,7 +111,8 @@ class SnapshotDriver(Driver):
         return list(taken)
 
     def _sessions(self) -> list[int]:
-        return [self.cluster.members.session_of(server.member_id) for server in self.cluster.members.servers]
+        members = self.cluster.members
+        return [session for server in members.servers if (session := members.session_of(server.member_id))]
 
     def _obey(self, session: int, command: Any) -> bool:
         match command:
@@ -171,8 +171,9 @@ class SnapshotDriver(Driver):
             for server, numbers in self.cluster.registry.resume.missing(entry).items():
                 session = self.cluster.members.session_of(server)
                 terms = tuple(entry.shards[number].term for number in numbers)
-                self.on(sn.Loaded(session, entry.spec.name, entry.generation, tuple(numbers), terms))
-                done = True
+                if session:
+                    self.on(sn.Loaded(session, entry.spec.name, entry.generation, tuple(numbers), terms))
+                    done = True
         return done
 
     def _carry_out(self, effects: list[ev.Effect]) -> None:
@@ -192,7 +193,8 @@ def written(session: int, attempt: int, entry: ParametersEntry, number: int, ver
     slices = len(range(number, entry.slicing.count, len(entry.shards)))
     name = f"{entry.spec.name}-{number}.safetensors"
     file = ShardFile(name, 100, DIGEST, (version,) * slices, (DIGEST,) * slices)
-    return sn.Written(session, attempt, entry.spec.name, number, entry.shards[number].term, file, ("momentum",))
+    names = entry.spec.optimizer.state_names
+    return sn.Written(session, attempt, entry.spec.name, number, entry.shards[number].term, file, names)
 
 
 def commit_of(manifest: Manifest, sequence: int, epoch: int | None = None) -> Commit:
@@ -215,10 +217,8 @@ def commit_of(manifest: Manifest, sequence: int, epoch: int | None = None) -> Co
 
 def history_of(driver: SnapshotDriver, **base: Any) -> sn.History:
     """What a storage would hold of a run."""
-    snapshots = driver.cluster.snapshots
-    return sn.History(
-        snapshots.commits, max((c.sequence for c in snapshots.commits), default=0), snapshots.newest, **base
-    )
+    catalog = driver.cluster.snapshots.catalog
+    return sn.History(catalog.commits, max((c.sequence for c in catalog.commits), default=0), catalog.newest, **base)
 
 
 class Ready(SnapshotDriver):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
@@ -57,7 +58,7 @@ def test_a_returning_worker_has_its_rank_and_a_new_incarnation() -> None:
         ({"protocol_version": 7}, errors.ProtocolMismatchError, "7.*speaks"),
         ({"run_id": "other"}, errors.WrongRunError, "'run', not 'other'"),
         ({"member_id": "a b"}, errors.InvalidNameError, "'a b'"),
-        ({"member_id": "worker-0"}, errors.DuplicateMemberError, "process 42 on box.*2 s"),
+        ({"member_id": "worker-0"}, errors.DuplicateMemberError, "process 42 on box.*30 s"),
         ({"rank": 0, "member_id": "other"}, errors.DuplicateMemberError, "rank 0 is taken by worker-0"),
         ({"rank": 4, "world_size": 4}, errors.InvalidArgumentError, "rank 4"),
         ({"world_size": 10**6}, errors.LimitExceededError, "1000000"),
@@ -107,11 +108,30 @@ def test_a_broken_session_is_a_loss_at_once() -> None:
 def test_silence_is_a_loss_after_the_lease() -> None:
     d, _, sessions, server_sessions = started()
     for _ in range(8):
-        d.beat(sessions[0], *server_sessions)
+        d.beat(server_sessions[0])
+        d.tick(0.5)
+    assert [news.member_id for news in d.lost] == ["server-1"]
+    assert re.fullmatch(r"silent for 2\.\d s, and --failure-timeout is 2 s", d.lost[0].reason)
+    for _ in range(60):
+        d.beat(sessions[0], server_sessions[0])
+        d.tick(0.5)
+    assert [news.member_id for news in d.lost[1:]] == ["worker-1"]
+    assert re.fullmatch(r"silent for 30\.\d s, and --worker-timeout is 30 s", d.lost[1].reason)
+    assert sessions[1] in d.closed
+
+
+def test_a_worker_that_sends_to_servers_is_alive() -> None:
+    d, workers, sessions, server_sessions = started()
+    lives = tuple((worker.member_id, worker.incarnation) for worker in workers)
+    for _ in range(80):
+        d.on(ev.Heartbeat(server_sessions[0], d.map.epoch, heard=lives[:1]))
+        d.on(ev.Heard((("worker-1", 7), ("worker-9", 1))))  # Nobody who is there.
+        d.beat(server_sessions[1])
         d.tick(0.5)
     assert [news.member_id for news in d.lost] == ["worker-1"]
-    assert "silent for 2." in d.lost[0].reason
-    assert sessions[1] in d.closed
+    d.on(ev.SessionClosed(sessions[0], "its session broke"))
+    assert [news.member_id for news in d.lost] == ["worker-1", "worker-0"], "its stream counts more than what it sends"
+    d.on(ev.Heard(lives))
 
 
 def test_a_member_without_a_session_is_dropped() -> None:
@@ -148,11 +168,11 @@ def test_a_scheduler_that_stood_still_expels_nobody() -> None:
     d.now += 30
     d.on(ev.Tick())
     assert not d.lost
-    d.beat(sessions[0], *server_sessions)
+    d.beat(*sessions, server_sessions[0])
     d.tick(1.75)
-    d.beat(sessions[0], *server_sessions)
+    d.beat(*sessions, server_sessions[0])
     d.tick(0.5)
-    assert [news.member_id for news in d.lost] == ["worker-1"]
+    assert [news.member_id for news in d.lost] == ["server-1"]
 
 
 def test_a_short_stall_counts_for_nobodys_silence() -> None:
@@ -177,7 +197,9 @@ def test_a_restart_keeps_everything() -> None:
     assert not again.lost
     again.open(workers[0])
     again.tick(1.5)
-    assert sorted(news.member_id for news in again.lost) == ["server-0", "server-1", "worker-1"]
+    assert sorted(news.member_id for news in again.lost) == ["server-0", "server-1"]
+    again.tick(24)
+    assert [news.member_id for news in again.lost[2:]] == ["worker-1"]
     assert again.register(member_id="worker-1").incarnation == 2
 
 
@@ -540,6 +562,10 @@ def test_a_scheduler_that_stood_still_waits_for_the_members_that_hung_up() -> No
         d.tick()
         d.beat(session)
     assert [server.server_id for server in d.map.servers] == [back.member_id]
+    assert {news.member_id for news in d.lost} == {"server-1"}
+    for _ in range(140):  # the workers' lease, and what this process stood still
+        d.tick()
+        d.beat(session)
     assert {news.member_id for news in d.lost} == {"server-1", "worker-0", "worker-1"}
     d.on(ev.SessionClosed(session, "killed"))
     assert not d.map.servers, "a session that ends while the scheduler runs is a loss at once"

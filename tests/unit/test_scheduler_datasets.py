@@ -130,7 +130,7 @@ def test_holders_keep_their_leases_over_a_restart_of_the_scheduler() -> None:
     desk.driver = Driver(desk.driver.stored, now=desk.driver.now)
     session = desk.driver.open(desk.first)
     assert desk.lease(desk.first, (first.lease.lease_id,)).lease.place == 2
-    for _ in range(30):
+    for _ in range(32):
         desk.driver.beat(session)
         desk.driver.tick(1.0)
     assert second.lease not in desk.driver.stored.datasets[0].leases, "who does not come back keeps nothing"

@@ -17,7 +17,7 @@ from psdist.snapshots.format import Manifest, ParametersState, ShardFile, commit
 from psdist.snapshots.storage import Stored
 from psdist.types import Layout, ParametersSpec, TensorSpec
 from psdist_scheduler import snapshot_events as sn
-from psdist_scheduler.snapshot_io import GARBAGE_SECONDS, SnapshotIo, check_fresh, read_history
+from psdist_scheduler.snapshot_io import GARBAGE_SECONDS, SnapshotIo, check_fresh, check_writable, read_history
 
 FILE = b"shard"
 
@@ -115,7 +115,7 @@ def test_a_defect_of_a_storage_does_not_end_all_saving(caplog: pytest.LogCapture
     storage = Memory()
     storage.faults["create commits/000000000001.json"] = "defect"
     failed, committed = carry_out(storage, write(1), write(2, 2))
-    assert isinstance(failed, sn.CommitFailed) and failed.attempt == 1 and "KeyError" in failed.text
+    assert isinstance(failed, sn.CommitFailed) and failed.attempt == 1 and "KeyError" in failed.text and failed.unsure
     assert isinstance(committed, sn.Committed) and "cannot be worked with" in caplog.text
 
 
@@ -145,6 +145,7 @@ def test_a_manifest_that_cannot_be_written_leaves_nothing() -> None:
     storage.faults["create"] = "before"
     (event,) = carry_out(storage, write(1))
     assert isinstance(event, sn.CommitFailed) and not event.replaced and "the manifest" in event.text
+    assert not event.unsure
     assert storage.files == {}
 
 
@@ -153,7 +154,7 @@ def test_a_record_of_which_nobody_knows_keeps_its_files() -> None:
     storage = Memory()
     storage.faults = {f"create {commit_path(1)}": "before", "read": "before"}
     (event,) = carry_out(storage, write(1))
-    assert isinstance(event, sn.CommitFailed) and not event.replaced
+    assert isinstance(event, sn.CommitFailed) and not event.replaced and event.unsure
     assert f"{manifest_path('dir-1-salt')}" in storage.files
 
 
@@ -186,6 +187,7 @@ def test_another_schedulers_record_ends_it() -> None:
     before = dict(storage.files)
     (event,) = carry_out(storage, write(1))
     assert isinstance(event, sn.CommitFailed) and event.replaced and "has taken over" in event.text
+    assert not event.unsure
     assert storage.files == before, "what the other one has is untouched, what this one wrote is gone"
 
 
@@ -293,11 +295,15 @@ def test_what_was_given_up_is_removed() -> None:
 
 
 def garbage() -> Memory:
-    """Files that no record names: of an attempt under way, of another life, new and old."""
+    """Files that no record names: of an attempt under way, of another life, new and old; of a scheduler that tries
+    whether it can write, and of one that died of it."""
     storage = three()
     for name in ("under-way-salt", "new-other", "old-other"):
         storage.files[f"snapshots/{name}/shard.safetensors"] = FILE
+    for name in ("probe-new", "probe-old"):
+        storage.files[f"snapshots/{name}/probe"] = FILE
     storage.old = {"snapshots/old-other/shard.safetensors", "snapshots/under-way-salt/shard.safetensors"}
+    storage.old.add("snapshots/probe-old/probe")
     storage.old |= {path for path in storage.files if "dir-" in path}
     return storage
 
@@ -306,7 +312,8 @@ def test_only_garbage_that_nobody_can_want_is_collected() -> None:
     storage = garbage()
     before = set(storage.files)
     carry_out(storage, sn.Prune((), collect=True))
-    assert before - set(storage.files) == {"snapshots/old-other/shard.safetensors"}
+    gone = {"snapshots/old-other/shard.safetensors", "snapshots/probe-old/probe"}
+    assert before - set(storage.files) == gone
 
 
 def test_nothing_is_collected_where_a_record_cannot_be_read() -> None:
@@ -335,3 +342,20 @@ def test_garbage_of_this_life_is_collected_later() -> None:
 
     asyncio.run(run())
     assert late not in storage.files
+
+
+def test_what_a_trial_left_is_no_snapshot_and_two_schedulers_may_try_at_a_time() -> None:
+    tried: list[str] = []
+
+    class Tried(Memory):
+        async def check_writable(self, directory: str) -> None:
+            tried.append(directory)
+            self.files[f"{directory}/probe"] = FILE
+
+    storage = Tried()
+    carry_out(storage, write(1))
+    before = history(storage)
+    for _ in range(2):
+        asyncio.run(check_writable(storage))
+    assert len(set(tried)) == 2 and all(directory.startswith("snapshots/probe-") for directory in tried)
+    assert history(storage) == before

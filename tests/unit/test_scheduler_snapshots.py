@@ -13,7 +13,7 @@ from psdist.types import Layout, TensorSpec
 from psdist_scheduler import events as ev
 from psdist_scheduler import snapshot_events as sn
 from tests.unit.scheduler_driver import Driver, caller
-from tests.unit.snapshot_driver import Ready, SnapshotDriver, commit_of, history_of, ready, written
+from tests.unit.snapshot_driver import Ready, SnapshotDriver, history_of, ready, written
 
 OTHER = Layout((TensorSpec("v", (64,)),))
 
@@ -27,7 +27,7 @@ def test_a_snapshot_on_demand_has_what_is_trained() -> None:
     call = d.save()
     commit = d.saved(call)
     assert (commit.steps, commit.sequence, commit.reason) == ({"mlp": 7}, 1, "on demand")
-    manifest = d.cluster.snapshots.newest.manifest  # type: ignore[union-attr]
+    manifest = d.cluster.snapshots.catalog.newest.manifest  # type: ignore[union-attr]
     state = manifest.state("mlp")
     assert state is not None and state.layout == d.cluster.registry.record("mlp").layout
     assert [len(file.versions) for file in state.shards] == [1, 1, 1] and state.step == 7
@@ -35,11 +35,10 @@ def test_a_snapshot_on_demand_has_what_is_trained() -> None:
 
 
 def test_without_a_storage_there_is_no_snapshot() -> None:
-    d = Driver()
-    d.join("server")
-    call = d.number()
-    d.on(sn.Save(call, ""))
-    assert isinstance(d.errors[call], errors.NoStorageError) and "--storage-path" in str(d.errors[call])
+    for d, word in ((Driver(), "--storage-path"), (SnapshotDriver(unwritable="it is read-only"), "it is read-only")):
+        call = d.number()
+        d.on(sn.Save(call, ""))
+        assert isinstance(d.errors[call], errors.NoStorageError) and word in str(d.errors[call])
 
 
 def test_without_parameters_there_is_nothing_to_save() -> None:
@@ -334,7 +333,7 @@ def test_marked_pushes_are_cut_at_each_workers_next() -> None:
     for session, command in cuts:
         d._obey(session, command)
     d.go_on()
-    state = d.cluster.snapshots.newest.manifest.state("mlp")  # type: ignore[union-attr]
+    state = d.cluster.snapshots.catalog.newest.manifest.state("mlp")  # type: ignore[union-attr]
     assert d.saved(call).steps == {"mlp": 5} and state is not None
     assert state.next == (("worker-0", 1, 5), ("worker-1", 1, 6))
 
@@ -537,64 +536,3 @@ def test_a_scheduler_that_was_replaced_saves_no_more() -> None:
     d.train(6)
     again = d.save()
     assert "saves no more" in str(d.errors[again]) and not d.works and d.steps == []
-
-
-def test_silence_of_the_storage_ends_an_attempt() -> None:
-    d = ready()
-    d.train(5)
-    d.writing = False
-    call = d.save()
-    sessions = [d.cluster.members.session_of(m) for m in ("worker-0", "server-0", "server-1")]
-    for _ in range(300):
-        d.now += 0.5
-        d.beat(*sessions)
-        d.on(ev.Tick())
-    assert "nothing was heard for" in str(d.errors[call])
-
-
-def test_the_number_of_a_record_is_above_all_that_were_ever_seen() -> None:
-    d = ready(history=sn.History(highest=7))
-    d.train(1)
-    assert d.saved(d.save()).sequence == 8
-
-
-def test_a_storage_that_cannot_be_read_is_read_again() -> None:
-    d = ready()
-    again = Ready(d.stored, d.now, history=None)
-    for member in (*d.cluster.members.servers, *d.cluster.members.workers):
-        again.open(member)
-    call = again.save()
-    assert again.state(call).text == "for the storage to be read"
-    again.history = sn.History(highest=3)
-    again.now += 6
-    again.beat(*again.cluster.members.sessions)
-    again.on(ev.Tick())
-    again.go_on()
-    assert again.saved(call).sequence == 4
-
-
-# --- what is kept -----------------------------------------------------------------------------------------------------
-
-
-def test_old_snapshots_are_deleted_when_a_new_one_is_there() -> None:
-    d = ready(policy=SavePolicy(steps=10, keep_last=2, keep_every=30))
-    for step in range(10, 110, 10):
-        d.train(step)
-    assert [steps["mlp"] for steps in d.steps] == [10, 30, 60, 90, 100]
-
-
-def test_what_could_not_be_deleted_is_tried_again() -> None:
-    d = ready(policy=SavePolicy(steps=10, keep_last=1))
-    d.train(10)
-    d.storing = False
-    d.train(20)
-    (work,) = d._take("works", True)
-    d.on(sn.Committed(work.attempt, commit_of(work.manifest, work.sequence), work.manifest))
-    (prune,) = d._take("works", True)
-    d.on(sn.Pruned((), "it does not answer"))
-    assert [commit.sequence for commit in prune.commits] == [1] and any(
-        "it does not answer" in note for note in d.notes
-    )
-    d.storing = True
-    d.train(30)
-    assert d.steps == [{"mlp": 30}]

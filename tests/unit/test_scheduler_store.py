@@ -22,8 +22,9 @@ from psdist.types import (
     Shard,
     TensorSpec,
 )
+from psdist.wire.limits import BARRIERS_PASSED_MAX
 from psdist_scheduler.events import Persist
-from psdist_scheduler.records import Base, Member, Node, ParametersRecord, Stored
+from psdist_scheduler.records import BarrierRecord, Base, Member, Node, ParametersRecord, Stored
 from psdist_scheduler.service import _merge
 from psdist_scheduler.store import MemoryStore, SqliteStore, open_store
 
@@ -71,6 +72,71 @@ def test_what_is_to_be_loaded_anew_is_forgotten(tmp_path: Path) -> None:
     store.close()
     store = SqliteStore(tmp_path / "s", "")
     assert store.load() == Stored("run", 4, parameters=(other, RECORD), base=base)
+    store.close()
+
+
+def test_what_was_reset_is_loaded(tmp_path: Path) -> None:
+    base = Base(Restore("000000000007-3-0-abc", b"\1" * 16), 0, 1, 8, 8)
+    spec = replace(ENTRY.spec, reset_optimizer=True)
+    restore = Restore("000000000007-3-0-abc", b"\1" * 16, weights_only=True)
+    record = replace(RECORD, entry=replace(ENTRY, spec=spec, restore=restore, state_since=7))
+    store = SqliteStore(tmp_path / "s", "run")
+    store.write(Persist(8, parameters=(record,), base=base))
+    assert store.load() == Stored("run", 8, parameters=(record,), base=base)
+    store.close()
+
+
+def test_the_base_of_the_run_is_kept(tmp_path: Path) -> None:
+    base = Base(Restore("000000000007-3-0-abc", b"\1" * 16), 2, 9, 4, began=3)
+    store = SqliteStore(tmp_path / "s", "run")
+    store.write(Persist(2, parameters=(RECORD,), base=base))
+    store.close()
+    store = SqliteStore(tmp_path / "s", "run")
+    assert store.load() == Stored("run", 2, parameters=(RECORD,), base=base)
+    store.close()
+
+
+def test_what_workers_have_passed_is_loaded(tmp_path: Path) -> None:
+    """Of each worker and name the last; nothing else is changed by it, nor changes it."""
+    first = BarrierRecord("worker-0", "begin", 1, 1)
+    other = BarrierRecord("worker-1", "begin", 3, 1)
+    last = BarrierRecord("worker-0", "begin", 1, 2)
+    renamed = BarrierRecord("worker-0", "end", 2, BARRIERS_PASSED_MAX)
+    store = SqliteStore(tmp_path / "s", "run")
+    store.write(Persist(1, (MEMBER,), (RECORD,), barriers=(first, other)))
+    assert store.load() == Stored("run", 1, (MEMBER,), (RECORD,), barriers=(first, other))
+    store.write(Persist(1, barriers=(last, renamed)))
+    store.write(Persist(2, forgotten=("mlp",)))
+    store.close()
+    store = SqliteStore(tmp_path / "s", "")
+    loaded = store.load()
+    assert loaded is not None and set(loaded.barriers) == {other, last, renamed}
+    assert replace(loaded, barriers=()) == Stored("run", 2, (MEMBER,))
+    store.close()
+
+
+def test_barriers_that_are_passed_in_one_write(tmp_path: Path) -> None:
+    rounds = [Persist(1, barriers=(BarrierRecord("worker-0", "b", 1, number),)) for number in (1, 2, 3)]
+    changes = [*rounds, Persist(2, (MEMBER,), barriers=(BarrierRecord("worker-1", "b", 1, 3),)), Persist(3)]
+    one, each = (SqliteStore(tmp_path / name, "run") for name in ("one", "each"))
+    for change in changes:
+        each.write(change)
+    one.write(_merge(changes))
+    loaded = one.load()
+    assert loaded is not None and loaded == each.load()
+    assert [record.passed for record in loaded.barriers] == [3, 3]
+    one.close()
+    each.close()
+
+
+def test_a_barrier_that_cannot_be_kept_changes_nothing(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s", "run")
+    store.write(Persist(1, barriers=(BarrierRecord("worker-0", "b", 1, 1),)))
+    before = store.load()
+    broken = BarrierRecord("worker-1", "b", 1, None)  # type: ignore[arg-type]
+    with pytest.raises(sqlite3.IntegrityError):
+        store.write(Persist(2, (MEMBER,), barriers=(BarrierRecord("worker-0", "b", 1, 2), broken)))
+    assert store.load() == before
     store.close()
 
 

@@ -31,7 +31,7 @@ def test_a_range_that_was_reported_too_late_for_a_snapshot_is_in_the_next_at_its
         d.go_on()
     assert d.saved(call).steps == {"mlp": 3} and position(d).done == ((0, 1),)
     call = d.save(worker, mlp=3) if waits else d.save()
-    assert d.state(call) == sn.Saved(d.cluster.snapshots.commits[0], unchanged=True) and len(d.steps) == 2
+    assert d.state(call) == sn.Saved(d.cluster.snapshots.catalog.commits[0], unchanged=True) and len(d.steps) == 2
 
 
 def test_a_data_set_that_was_set_elsewhere_is_saved_though_nothing_was_trained() -> None:

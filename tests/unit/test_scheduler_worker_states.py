@@ -55,7 +55,7 @@ class KeeperDriver(SnapshotDriver):
     @property
     def states(self) -> tuple[WorkerState, ...]:
         """What the newest snapshot has of workers."""
-        newest = self.cluster.snapshots.newest
+        newest = self.cluster.snapshots.catalog.newest
         assert newest is not None
         return newest.manifest.states
 

@@ -1,0 +1,163 @@
+"""Workers that were expelled while they lived, and want to go on with the push that they were making."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler_driver import Driver, caller
+
+from psdist import ASP, BSP, SSP
+from psdist.consistency import Consistency
+from psdist.types import ParametersMember
+from psdist.wire.limits import DEPARTED_MAX
+from psdist_scheduler import events as ev
+from psdist_scheduler.records import Member
+
+Started = tuple[Driver, list[Member], list[int], list[int]]
+
+
+def started(consistency: Consistency, workers: int = 2) -> Started:
+    """Ready parameters on two servers: the driver, workers, their sessions, and the servers'."""
+    d = Driver(workers_min=workers, servers_min=2)
+    servers = [d.join("server")[1] for _ in range(2)]
+    joined = [d.join() for _ in range(workers)]
+    for worker, _ in joined:
+        d.create(worker, consistency=consistency)
+    d.ask(ev.Commit, joined[0][0])
+    return d, [worker for worker, _ in joined], [session for _, session in joined], servers
+
+
+def expel(d: Driver, worker: Member, session: int) -> Member:
+    """The worker's session breaks, and it registers again."""
+    d.on(ev.SessionClosed(session, "its session broke"))
+    again, _ = d.join(member_id=worker.member_id, rank=worker.rank)
+    return again
+
+
+def proposed(d: Driver, session: int) -> ParametersMember:
+    proposals = [value for value in d.told[session] if isinstance(value, ev.JoinProposal)]
+    return proposals[-1].member
+
+
+def answer(d: Driver, sessions: list[int], *accepted: bool, version_max: int = 0) -> None:
+    """The servers' answers to the newest proposal."""
+    proposal = [value for value in d.told[sessions[0]] if isinstance(value, ev.JoinProposal)][-1].proposal_id
+    for session, one in zip(sessions, accepted, strict=True):
+        d.on(ev.JoinAnswered(session, proposal, one, version_max))
+
+
+def test_bsp_goes_on_at_the_same_step_where_all_servers_accept() -> None:
+    d, workers, sessions, servers = started(BSP())
+    again = expel(d, workers[1], sessions[1])
+    call = d.create(again, resume=ev.ResumePush(1, 7))
+    member = ParametersMember("worker-1", 2, 1, first_step=7, origin=1, first_push=7)
+    assert proposed(d, servers[0]) == member
+    assert d.state(call) == ev.Waiting("for server-0, server-1 to agree on step 7 of 'mlp'")
+    answer(d, servers, True, True)
+    assert d.state(call) == ev.Ready(7, resumed=True)
+    assert d.map.parameters[0].members[1] == member and not d.map.parameters[0].departed
+
+
+def test_bsp_begins_later_where_a_slice_went_on_without_it() -> None:
+    d, workers, sessions, servers = started(BSP())
+    again = expel(d, workers[1], sessions[1])
+    call = d.create(again, resume=ev.ResumePush(1, 7))
+    answer(d, servers, True, False, version_max=9)
+    assert isinstance(d.told[servers[0]][-2], ev.JoinWithdrawn)
+    assert proposed(d, servers[1]) == ParametersMember("worker-1", 2, 1, first_step=11)
+    answer(d, servers, True, True)
+    assert d.state(call) == ev.Ready(11, resumed=False)
+
+
+def test_bsp_asks_the_new_primary_about_the_same_step() -> None:
+    d = Driver(workers_min=1, servers_min=3, replicas=2)
+    servers = [d.join("server")[1] for _ in range(3)]
+    worker, session = d.join()
+    d.create(worker)
+    d.ask(ev.Commit, worker)
+    d.fill()
+    again = expel(d, worker, session)
+    call = d.create(again, resume=ev.ResumePush(1, 4))
+    d.on(ev.JoinAnswered(servers[0], d.told[servers[0]][-1].proposal_id, True, 0))
+    d.on(ev.SessionClosed(servers[0], "killed"))
+    assert proposed(d, servers[1]).first_step == 4 and proposed(d, servers[1]).origin == 1
+    answer(d, servers[1:], True, True)
+    assert d.state(call) == ev.Ready(4, resumed=True)
+
+
+@pytest.mark.parametrize("consistency", [BSP(), ASP()])
+def test_a_push_from_before_a_roll_back_does_not_go_on(consistency: Consistency) -> None:
+    d, workers, sessions, servers = started(consistency)
+    again = expel(d, workers[1], sessions[1])
+    call = d.create(again, consistency=consistency, resume=ev.ResumePush(1, 0, generation=1))
+    if isinstance(consistency, BSP):
+        assert not proposed(d, servers[0]).origin
+    else:
+        assert d.state(call) == ev.Ready(0, resumed=False)
+
+
+def test_asp_goes_on_at_once() -> None:
+    d, _, sessions, _ = started(ASP())
+    departed = d.map.parameters[0].members[1]
+    d.on(ev.SessionClosed(sessions[1], "its session broke"))
+    assert d.map.parameters[0].departed == (departed,)
+    again, _ = d.join(member_id="worker-1", rank=1)
+    assert d.state(d.create(again, consistency=ASP(), resume=ev.ResumePush(1, 3))) == ev.Ready(0, resumed=True)
+    entry = d.map.parameters[0]
+    assert entry.members[1] == ParametersMember("worker-1", 2, 1, origin=1, first_push=3) and not entry.departed
+    assert entry.members[1].producer == ("worker-1", 1)
+
+
+def test_ssp_goes_on_from_a_clock_that_servers_agree_on() -> None:
+    d, workers, sessions, servers = started(SSP(2))
+    again = expel(d, workers[1], sessions[1])
+    call = d.create(again, consistency=SSP(2), resume=ev.ResumePush(1, 3))
+    answer(d, servers, True, False, version_max=40)
+    assert proposed(d, servers[0]) == ParametersMember("worker-1", 2, 1, first_step=42, origin=1, first_push=3)
+    answer(d, servers, True, True)
+    assert d.state(call) == ev.Ready(42, resumed=True)
+
+
+@pytest.mark.parametrize("consistency", [SSP(1), ASP()])
+def test_a_chain_of_incarnations_is_one_producer(consistency: Consistency) -> None:
+    d, workers, sessions, servers = started(consistency)
+    session, worker = sessions[1], workers[1]
+    for number in (3, 3, 5):
+        d.on(ev.SessionClosed(session, "its session broke"))
+        worker, session = d.join(member_id="worker-1", rank=1)
+        d.create(worker, consistency=consistency, resume=ev.ResumePush(1, number))
+        if isinstance(consistency, SSP):
+            answer(d, servers, True, True)
+    member = d.map.parameters[0].members[1]
+    assert (member.incarnation, member.producer, member.first_push) == (4, ("worker-1", 1), 5)
+
+
+def test_a_process_that_was_started_again_begins_anew() -> None:
+    d, workers, sessions, _ = started(ASP())
+    again = expel(d, workers[1], sessions[1])
+    assert d.state(d.create(again, consistency=ASP())) == ev.Ready(0)
+    entry = d.map.parameters[0]
+    assert entry.members[1].producer == ("worker-1", 2) and not entry.departed, "nobody can go on with what it pushed"
+    late = expel(d, again, d.cluster.members.session_of("worker-1"))
+    assert d.state(d.create(late, consistency=ASP(), resume=ev.ResumePush(1, 3))) == ev.Ready(0)
+
+
+def test_who_leaves_has_finished_its_pushes() -> None:
+    d, workers, _, _ = started(ASP())
+    d.on(ev.Leave(d.number(), caller(workers[1]), "closed"))
+    assert not d.map.parameters[0].departed
+
+
+def test_departed_workers_are_kept_up_to_a_limit() -> None:
+    d, _, _, _ = started(ASP(), workers=1)
+    for number in range(DEPARTED_MAX + 3):
+        worker, session = d.join(member_id=f"passing-{number}")
+        d.create(worker, consistency=ASP())
+        d.on(ev.SessionClosed(session, "its session broke"))
+    departed = [member.worker_id for member in d.map.parameters[0].departed]
+    assert departed == [f"passing-{number}" for number in range(3, DEPARTED_MAX + 3)]
+
+
+def test_departed_workers_outlive_the_scheduler() -> None:
+    d, _, sessions, _ = started(ASP())
+    d.on(ev.SessionClosed(sessions[1], "its session broke"))
+    assert Driver(d.stored, workers_min=2, servers_min=2).map.parameters[0].departed == d.map.parameters[0].departed
