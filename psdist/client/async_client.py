@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -22,10 +22,13 @@ from numpy.typing import ArrayLike
 
 from psdist import __version__
 from psdist.client import creation, loop, partition, saving
-from psdist.client.connection import Registration, SchedulerLink, Target
+from psdist.client.barriers import Barrier
+from psdist.client.connection import SchedulerLink
 from psdist.client.datasets import AsyncDataset
+from psdist.client.drops import OnDrop, check_on_drop
 from psdist.client.exchange import Options
 from psdist.client.parameters import AsyncParameters
+from psdist.client.registration import Registration, Target
 from psdist.client.saving import SnapshotInfo
 from psdist.client.transfer import DataPath
 from psdist.compression import Cast, resolve
@@ -99,6 +102,8 @@ class AsyncClient:
         self._datasets: dict[str, AsyncDataset] = {}
         #: Snapshots that nobody waits for.
         self._saving: set[asyncio.Task[SnapshotInfo]] = set()
+        self._barriers: dict[str, Barrier] = {}
+        self._is_alone: Callable[[], bool] = lambda: False
         self._closed = False
         self._pid = os.getpid()
         self.local_rank = 0
@@ -115,6 +120,7 @@ class AsyncClient:
         try:
             target = await self._find_target()
             self._link = SchedulerLink(target, __version__, self._rng, rejoins=self._rejoin)
+            self._link.activities.is_alone = self._is_alone
             self._data = DataPath(self._link)
             await self._link.connect(self._connect_timeout)
         except BaseException:
@@ -170,7 +176,7 @@ class AsyncClient:
         """
         if self._closed:
             return
-        if reason != "failed" and self._link is not None and self._link.states.names and self._link.is_heard:
+        if self._link is not None and reason != "failed":
             await self._save_what_is_kept(self._link)
         self._closed = True
         try:
@@ -243,25 +249,42 @@ class AsyncClient:
         pull_dtype: DType = "float32",
         non_finite: NonFinite = "reject",
         slice_elements: int = 0,
+        on_drop: OnDrop = "warn",
+        reset_optimizer: bool = False,
     ) -> AsyncParameters:
         """Creates parameters, or attaches to them after checking that layout and settings agree.
 
         init: initial values by tensor name; their order, shapes and dtypes are the layout. Where several workers
             create at once, the lowest rank's values count. None attaches for reading only, once they exist.
         optimizer, consistency (BSP by default), non_finite ("reject" or "skip"), slice_elements (0: chosen by psdist):
-            settings that all workers must agree on.
+            settings that all workers must agree on. In a run that goes on from a snapshot they may be others than
+            before, and a warning says which are. A setting that makes the saved optimizer state meaningless needs
+            ``reset_optimizer``: another kind of optimizer, SGD's or RMSprop's momentum where there was none or none
+            where there was, RMSprop's centered, Adagrad's initial_accumulator_value.
+        reset_optimizer: a run that goes on from a snapshot takes weights, versions, steps and the data's position from
+            there, but the optimizer begins as a new one of torch does: with its first state, and counting its own
+            updates from 0 (Adam's bias corrections, Adagrad's lr_decay, SGD's undampened first gradient). Schedules go
+            on with the step. All workers must agree on it. Once in a run: where that goes back to a snapshot, the
+            state begins anew only if it had not yet when the snapshot was taken. Without a snapshot it does nothing.
         compression, pull_dtype: how this worker sends gradients and gets weights ("float32", "bfloat16", "float16").
+        on_drop: what happens where a push of this worker is dropped, because it had been expelled and the others have
+            gone on without it. "warn" logs a warning, and raises PushDroppedError for the third in a row; "raise"
+            raises it for the first; "ignore" logs it as information. ``statistics().dropped`` counts all. A push that
+            is dropped because the run went back to a snapshot is logged as a warning, whatever this says.
 
         Called again for the same name it returns the same handle. Returns when all workers of the run's start have
         called it. Raises LayoutMismatchError, SettingsMismatchError, UnknownCodecError, DTypeMismatchError,
-        InvalidNameError, InvalidArgumentError.
+        InvalidNameError, InvalidArgumentError, ServerLostError, ClosedError; FencedError where this worker was
+        expelled and does not rejoin; MutualWaitError (``Client`` alone) where the others wait for it elsewhere.
         """
         link, data = self._opened()
         options = self._options(compression, pull_dtype)
         check_name(name, "parameters name")
+        check_on_drop(on_drop)
         if init is None:
-            if optimizer is not None:
-                raise InvalidArgumentError(f"{name!r}: an optimizer without init: pass the initial values too")
+            if optimizer is not None or reset_optimizer:
+                what = "reset_optimizer=True" if optimizer is None else "an optimizer"
+                raise InvalidArgumentError(f"{name!r}: {what} without init: pass the initial values too")
             async with self._creating.setdefault(name, asyncio.Lock()):
                 if name not in self._handles:
                     ready = await link.as_member(lambda _: creation.describe(link, name))
@@ -269,7 +292,7 @@ class AsyncClient:
                 return self._handles[name]
         if optimizer is None:
             raise InvalidArgumentError(f"{name!r}: init without an optimizer: pass one, such as psdist.optim.Adam()")
-        spec = _spec(name, optimizer, consistency, non_finite, slice_elements)
+        spec = _spec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer)
         layout = partition.layout_of(init)
         async with self._creating.setdefault(name, asyncio.Lock()):
             existing = self._handles.get(name)
@@ -277,7 +300,9 @@ class AsyncClient:
                 return _check_same(existing, spec, layout)
             values = partition.flatten(layout, init)
             ready = await link.as_member(lambda _: creation.create(link, data, spec, layout, values))
-            return self._keep(AsyncParameters(link, data, ready, options, member=True))
+            handle = AsyncParameters(link, data, ready, options, member=True, on_drop=on_drop)
+            ready.announce()
+            return self._keep(handle)
 
     def _keep(self, handle: AsyncParameters) -> AsyncParameters:
         self._handles[handle.name] = handle
@@ -377,7 +402,10 @@ class AsyncClient:
                 return await saving.save(link, request, waiting, patient=patient)
 
     async def _save_what_is_kept(self, link: SchedulerLink) -> None:
-        """What this worker keeps for itself is in no snapshot that is taken when it has left: one is taken before."""
+        """What this worker keeps for itself is in no snapshot that is taken when it has left: one is taken before.
+        Where all workers end together, that was done."""
+        if not link.states.names or not link.is_heard or link.stopping.together:
+            return
         try:
             async with asyncio.timeout(_LAST_SNAPSHOT_SECONDS):
                 await self._snapshot(link, "at the end", patient=False)
@@ -416,29 +444,38 @@ class AsyncClient:
     async def barrier(self, name: str = "default", timeout: float | None = None) -> None:
         """Returns when all live workers, and no fewer than the run's minimum, have called it with this name.
 
-        Raises WaitTimeoutError after ``timeout`` seconds; the message says who was missing. FencedError if this worker
-        was taken for dead while it waited: then call it again.
+        Raises WaitTimeoutError after ``timeout`` seconds (None: never): then nobody passes by this call. The message
+        says who was missing; or, where the scheduler does not confirm that within 5 s more, that it is not known
+        whether the others have passed: the next call of this barrier finds out. MutualWaitError (``Client`` alone)
+        where the others wait for this worker. InvalidNameError, ClosedError, and FencedError where this worker was
+        expelled and does not rejoin.
         """
         link, _ = self._opened()
-        mine = await link.as_member(_itself)
-        request = scheduler_pb2.BarrierRequest(
-            run_id=mine.run_id,
-            worker_id=mine.worker_id,
-            incarnation=mine.incarnation,
-            name=check_name(name, "barrier name"),
-        )
+        await self._barriers.setdefault(check_name(name, "barrier name"), Barrier(link, name)).reach(timeout)
 
-        async def handle(response: Any) -> bool | None:
-            return True if response.released else None
+    async def request_stop(self) -> None:
+        """This worker is to end: agrees on that with the others, and returns when it may leave.
 
-        with link.waits.open(f"for the others at barrier {name!r}") as wait:
-            try:
-                async with asyncio.timeout(timeout):
-                    await link.follow(link.stub.Barrier, request, wait, handle)
-            except FencedError as error:
-                raise FencedError(f"barrier {name!r} was not reached: {error.message}. Call it again") from None
-            except TimeoutError:
-                raise WaitTimeoutError(f"barrier {name!r}: {wait.sentence}") from None
+        Where all workers of the run are to end, the last snapshot is cut at a step that all have made. From then on no
+        push is begun: cancel what is under way, and close the client. ``psdist.init()`` does all of it on SIGTERM. A
+        scheduler that is not heard for 5 s is not waited for; nor is, for longer than 10 s, a push that was under way.
+        Raises nothing; returns at once where the client is not connected.
+        """
+        if self._link is not None and not self._closed and self._link.is_connected:
+            self._link.stopping.request()
+            await self._link.stopping.until_leaving()
+
+    def watch_signals(self, look: Callable[[], bool]) -> None:
+        """Has ``look`` called before the scheduler is told whether this worker was asked to end, which it returns."""
+        if self._link is not None:
+            self._link.stopping.look = look
+
+    def report_waits(self, is_alone: Callable[[], bool]) -> None:
+        """Lets the scheduler find out that workers wait for each other. is_alone: whether one thread alone makes calls,
+        which nobody else can end."""
+        self._is_alone = is_alone
+        if self._link is not None:
+            self._link.activities.is_alone = is_alone
 
     async def status(self) -> dict[str, Any]:
         """The run as the scheduler sees it: members, parameters, waits and events, by the names of GetStatusResponse.
@@ -476,14 +513,19 @@ async def _itself(mine: Registration) -> Registration:
 
 
 def _spec(
-    name: str, optimizer: Optimizer, consistency: Consistency | None, non_finite: NonFinite, slice_elements: int
+    name: str,
+    optimizer: Optimizer,
+    consistency: Consistency | None,
+    non_finite: NonFinite,
+    slice_elements: int,
+    reset_optimizer: bool,
 ) -> ParametersSpec:
     consistency = BSP() if consistency is None else consistency
     if not isinstance(optimizer, Optimizer):
         raise InvalidArgumentError(f"optimizer={optimizer!r:.60} is none of psdist.optim, such as psdist.optim.Adam()")
     if not isinstance(consistency, get_args(Consistency)):
         raise InvalidArgumentError(f"consistency={consistency!r:.60} is none of psdist.BSP(), SSP(n), ASP()")
-    return ParametersSpec(name, optimizer, consistency, non_finite, slice_elements)
+    return ParametersSpec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer)
 
 
 def _check_same(existing: AsyncParameters, spec: ParametersSpec, layout: Layout) -> AsyncParameters:

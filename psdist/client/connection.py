@@ -17,7 +17,6 @@ import asyncio
 import logging
 import os
 import random
-import socket
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,14 +27,16 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import grpc
 import grpc.aio
 
+from psdist.client.activity import Activities
 from psdist.client.cluster import ClusterWatch, again
 from psdist.client.pushes import Answer, Pushes
+from psdist.client.registration import Registrar, Registration, Target
 from psdist.client.retry import Backoff
 from psdist.client.states import HandIns, States
+from psdist.client.stopping import Stopping
 from psdist.client.waits import Wait, Waits
 from psdist.errors import (
     ClosedError,
-    DuplicateMemberError,
     FencedError,
     InternalError,
     ProtocolMismatchError,
@@ -59,33 +60,14 @@ T = TypeVar("T")
 _LEAVE_SECONDS: Final = 1.0
 #: After one of these the scheduler will never take this member back.
 _FINAL_ERRORS: Final = (FencedError, WrongRunError, UnauthenticatedError, ProtocolMismatchError)
-_NOT_A_SCHEDULER: Final = (grpc.StatusCode.UNIMPLEMENTED,)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Where the scheduler is and who wants to join."""
+class Expulsion:
+    """Why an incarnation of this client ended. rolled_back: because the run went back to a snapshot."""
 
-    address: str
-    #: Where the address came from, for messages.
-    source: str
-    token: str
-    run_id: str = ""
-    worker_id: str = ""
-    rank: int | None = None
-    world_size: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """Who this client is in the run."""
-
-    run_id: str
-    worker_id: str
-    incarnation: int
-    rank: int
-    world_size: int
-    lease_seconds: float
+    reason: str
+    rolled_back: bool
 
 
 class SchedulerLink:
@@ -99,13 +81,17 @@ class SchedulerLink:
         self.waits = Waits()
         self.rng = rng
         self.metadata = auth.metadata(target.token)
-        self._version = version
         self._channel = channels.open_channel(target.address, limits.CONTROL_MESSAGE_BYTES)
         self.stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
+        self._registrar = Registrar(target, version, self.stub, self.metadata, self.waits, rng)
         self._session: asyncio.Task[None] | None = None
         self._session_broken = False
+        #: A session was accepted, or there will be none.
+        self._accepted = asyncio.Event()
         self._leaving = False
         self._rejoins = rejoins
+        #: How the incarnation before this one ended.
+        self.expulsion = Expulsion("", rolled_back=False)
         #: Time of the last heartbeat, and the longest silence between two of this life, in seconds.
         self._beaten = self._silence = 0.0
         #: What each open handle shares with servers; told in the heartbeats.
@@ -117,7 +103,9 @@ class SchedulerLink:
         self.hand_ins = HandIns(self, self._tell_failed)
         self.states = States(self.hand_ins.put, self._tell_failed)
         #: What goes up the session that is open, besides heartbeats.
-        self._reports: asyncio.Queue[scheduler_pb2.SnapshotReport] = asyncio.Queue()
+        self._reports: asyncio.Queue[scheduler_pb2.SessionRequest] = asyncio.Queue()
+        self.stopping = Stopping(self.pushes, self._report_stop, lambda: self.is_heard)
+        self.activities = Activities(self.pushes)
         self._registration: Registration | None = None
         self._watch: ClusterWatch | None = None
 
@@ -143,83 +131,34 @@ class SchedulerLink:
     # --- registration ---
 
     async def connect(self, timeout: float) -> None:
-        """Registers and opens the session.
+        """Registers and opens the session: from then on this worker may be busy for as long as its lease.
 
         Raises SchedulerUnreachableError after ``timeout`` seconds, and what the scheduler refuses with:
         ProtocolMismatchError, WrongRunError, DuplicateMemberError, UnauthenticatedError, LimitExceededError.
         """
-        self._watch = ClusterWatch(self._begin_life(await self._register(timeout)))
+        until = asyncio.get_running_loop().time() + timeout
+        self._watch = ClusterWatch(self._begin_life(await self._registrar.register(timeout)))
         self._session = asyncio.create_task(self._keep_session(), name="psdist session")
         self._session.add_done_callback(self._session_ended)
+        with self.waits.open(f"for {self.peer} to accept the session"):
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._accepted.wait()
+            except TimeoutError:
+                raise self._registrar.unreachable(
+                    timeout, 1, "it registered this worker, but accepted no session"
+                ) from None
+        self.raise_if_out()
         _tell_launcher()
 
     def _begin_life(self, response: scheduler_pb2.RegisterResponse) -> ClusterMap:
         """Takes a registration over; the map that came with it."""
-        self._registration = Registration(
-            response.run_id,
-            response.member_id,
-            response.incarnation,
-            response.rank,
-            response.world_size,
-            response.lease_seconds,
-        )
+        self._registration = Registration.of(response)
         self._beaten, self._silence = asyncio.get_running_loop().time(), 0.0
         self.pushes.begin_life()
         cluster = convert.map_from_proto(response.map) if response.HasField("map") else ClusterMap("", 0)
         self.ready_before = frozenset(entry.spec.name for entry in cluster.parameters if entry.ready)
         return cluster
-
-    async def _register(self, timeout: float) -> scheduler_pb2.RegisterResponse:
-        attempts, last = 0, "no answer"
-        backoff = Backoff(self.rng)
-        with self.waits.open(f"for {self.peer} (from {self.target.source}) to answer") as wait:
-            try:
-                async with asyncio.timeout(timeout):
-                    while True:
-                        attempts += 1
-                        try:
-                            return await self._register_once(self.target.worker_id, self.target.rank)
-                        except ServerUnreachableError as error:
-                            last = error.message
-                            wait.hear(f"for {self.peer} (from {self.target.source}) to answer; last: {last}")
-                        await asyncio.sleep(backoff.next_seconds())
-            except TimeoutError:
-                raise self._unreachable(timeout, attempts, last) from None
-
-    async def _register_once(self, worker_id: str, rank: int | None) -> scheduler_pb2.RegisterResponse:
-        target = self.target
-        request = scheduler_pb2.RegisterRequest(
-            protocol_version=limits.PROTOCOL_VERSION,
-            psdist_version=self._version,
-            run_id=target.run_id,
-            role=scheduler_pb2.ROLE_WORKER,
-            member_id=worker_id,
-            rank=rank,
-            world_size=target.world_size,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-        )
-        try:
-            response: scheduler_pb2.RegisterResponse = await self.stub.Register(request, metadata=self.metadata)
-        except grpc.aio.AioRpcError as error:
-            if error.code() in _NOT_A_SCHEDULER:
-                raise SchedulerUnreachableError(
-                    f"what answers at {target.address} (from {target.source}) is no psdist scheduler: "
-                    f"{error.details()}; check the address",
-                    address=target.address,
-                ) from None
-            raise status.from_call(error, self.peer) from None
-        return response
-
-    def _unreachable(self, timeout: float, attempts: int, last: str) -> SchedulerUnreachableError:
-        target = self.target
-        return SchedulerUnreachableError(
-            f"no scheduler answered at {target.address} (from {target.source}) in {timeout:g} s and {attempts} "
-            f"attempts; the last one: {last}. Is it running, and is this its address? Start one with 'psdist run' or "
-            "'psdist-scheduler', or set PSDIST_SCHEDULER=HOST:PORT",
-            address=target.address,
-            attempts=attempts,
-        )
 
     # --- a new life ---
 
@@ -227,40 +166,24 @@ class SchedulerLink:
         """Registers anew under the same id. Returns why that cannot be."""
         mine = self.registration
         logger.warning("%s does not count %s any more (%s): joining again", self.peer, mine.worker_id, fenced)
+        rolled_back = "rolled_back" in fenced.details
+        text = fenced.message.removesuffix("; register again").removesuffix(": register again")  # It does.
+        reason = text if rolled_back else f"{text} ({self._silence_text})"
+        self.expulsion = Expulsion(reason, rolled_back)
         self.watch.see_fenced(fenced)
         try:
-            response = await self._register_again()
+            response = await self._registrar.register_again(mine)
         except PsdistError as error:
             return error
         self.watch.begin_life(self._begin_life(response))
         logger.warning("%s is in the run again, as its incarnation %d", mine.worker_id, response.incarnation)
         return None
 
-    async def _register_again(self) -> scheduler_pb2.RegisterResponse:
-        mine = self.registration
-        rank: int | None = mine.rank
-        backoff = Backoff(self.rng)
-        with self.waits.open(f"for {self.peer} to take {mine.worker_id} back") as wait:
-            while True:
-                try:
-                    return await self._register_once(mine.worker_id, rank)
-                except (ServerUnreachableError, ClosedError) as error:
-                    wait.hear(f"for {self.peer} to take {mine.worker_id} back; last: {error.message}")
-                except DuplicateMemberError as error:
-                    holder = error.details
-                    if holder.get("member_id") != mine.worker_id:
-                        rank = None  # Another has it now.
-                    elif (holder.get("host"), holder.get("pid")) != (socket.gethostname(), str(os.getpid())):
-                        raise
-                    # Else this very process, by an answer that was lost: that life has no session and ends soon.
-                    wait.hear(f"for {self.peer} to take {mine.worker_id} back; last: {error.message}")
-                await asyncio.sleep(backoff.next_seconds())
-
     @property
-    def silence(self) -> str:
-        """How long this client was silent at most, for a message."""
+    def _silence_text(self) -> str:
+        """The longest time between two signs of life of this client, for a message."""
         longest = max(self._silence, asyncio.get_running_loop().time() - self._beaten)
-        return f"silent for up to {longest:.1f} s, the lease is {self.registration.lease_seconds:g} s"
+        return f"this process sent no sign of life for up to {longest:.1f} s"
 
     async def live_again(self, fenced: FencedError, incarnation: int) -> None:
         """After ``fenced`` ended something that this client did in the life of ``incarnation``: returns when the next
@@ -330,6 +253,7 @@ class SchedulerLink:
         mine = self.registration
         self._reports = asyncio.Queue()
         self.tell_kept()
+        self.stopping.session_began()
         if (unheard := self.pushes.unheard) is not None:
             self._tell_marked(*unheard)
         call = self.stub.Session(metadata=self.metadata)
@@ -339,6 +263,7 @@ class SchedulerLink:
             async for response in call:
                 self._hear(response)
                 backoff.reset()
+                self._accepted.set()
                 if self._session_broken:
                     logger.info("%s is back", self.peer)
                 self._session_broken = False
@@ -355,6 +280,7 @@ class SchedulerLink:
         """A session that ends by a defect must not let calls wait for news that will not come."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self.watch.see_fatal(InternalError(f"the session with {self.peer} failed: {error!r}"))
+        self._accepted.set()
 
     async def _beat(self, call: Any, hello: scheduler_pb2.SessionRequest.Hello) -> None:
         """The greeting, then heartbeats until the stream breaks, which its reader reports."""
@@ -370,13 +296,14 @@ class SchedulerLink:
                     epoch=self.watch.cluster.epoch,
                     waiting_for=self.waits.sentences(),
                     connections=connections if connections != told else None,
+                    activity=self.activities.report(),
                 )
                 told = connections
                 await call.write(scheduler_pb2.SessionRequest(heartbeat=beat))
-                while (report := await self._next_report(now + self.registration.lease_seconds / 4)) is not None:
-                    await call.write(scheduler_pb2.SessionRequest(snapshot=report))
+                while (report := await self._next_report(now + self.registration.heartbeat_seconds)) is not None:
+                    await call.write(report)
 
-    async def _next_report(self, until: float) -> scheduler_pb2.SnapshotReport | None:
+    async def _next_report(self, until: float) -> scheduler_pb2.SessionRequest | None:
         """What is to be told besides heartbeats; None if that is nothing until the loop's time ``until``."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
@@ -408,6 +335,11 @@ class SchedulerLink:
                 self.watch.see_shards_lost(response.shards_lost.parameters, response.shards_lost.text)
             case "snapshot":
                 self._obey(response.snapshot)
+            case "stop":
+                self.stopping.on_command(response.stop)
+            case "mutual_wait":
+                error = status.from_detail(response.mutual_wait.error)
+                self.activities.on_mutual_wait(response.mutual_wait.sequence, error)
             case "rolled_back":
                 raise _rolled_back(response.rolled_back, self.pushes.sessions)
 
@@ -426,17 +358,28 @@ class SchedulerLink:
         """Says which parameters this worker keeps a state of."""
         if self.states.names:
             keeps = scheduler_pb2.SnapshotReport.Keeps(parameters=self.states.names)
-            self._reports.put_nowait(scheduler_pb2.SnapshotReport(keeps=keeps))
+            self._report_snapshot(scheduler_pb2.SnapshotReport(keeps=keeps))
 
     def _tell_marked(self, attempt: int, answer: Answer) -> None:
         marked = scheduler_pb2.SnapshotReport.Marked(next=answer.next, keeps=answer.keeps)
-        self._reports.put_nowait(scheduler_pb2.SnapshotReport(attempt=attempt, marked=marked))
+        self._report_snapshot(scheduler_pb2.SnapshotReport(attempt=attempt, marked=marked))
 
     def _tell_failed(self, attempt: int, error: PsdistError) -> None:
         failed = scheduler_pb2.SnapshotReport.Failed(error=status.to_detail(error))
-        self._reports.put_nowait(scheduler_pb2.SnapshotReport(attempt=attempt, failed=failed))
+        self._report_snapshot(scheduler_pb2.SnapshotReport(attempt=attempt, failed=failed))
+
+    def _report_snapshot(self, report: scheduler_pb2.SnapshotReport) -> None:
+        self._reports.put_nowait(scheduler_pb2.SessionRequest(snapshot=report))
+
+    def _report_stop(self, report: scheduler_pb2.StopReport) -> None:
+        self._reports.put_nowait(scheduler_pb2.SessionRequest(stop=report))
 
     # --- calls ---
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether ``connect`` has returned."""
+        return self._session is not None
 
     @property
     def is_heard(self) -> bool:

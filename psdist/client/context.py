@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from psdist.client.farewell import farewell
+from psdist.client import loop
 from psdist.client.sync_client import Client
 from psdist.errors import ConfigurationError
 
@@ -65,8 +65,11 @@ _current: Context | None = None
 
 def init(**client_arguments: Any) -> Context:
     """Connects this script to its run and returns its ``Context``; called again it returns the same one until that is
-    closed. ``client_arguments`` are those of ``psdist.Client``. Afterwards SIGTERM ends the script politely: the push
-    under way is finished, the worker leaves, and the status is 143; a handler of the script's own is left alone.
+    closed. ``client_arguments`` are those of ``psdist.Client``. Afterwards SIGTERM ends the script politely: the
+    workers' end is agreed on, so that the last snapshot is of a step that all have made, and this worker leaves; then
+    SystemExit with status 143 is raised by the call under way, or by the next one (see ``sigterm``). A handler of the
+    script's own, installed before or after this call, is left alone; from other threads than the main one none is
+    installed. A process that the script forks ends by its own signals, as without psdist.
 
     Raises ConfigurationError, SchedulerUnreachableError, and what the scheduler refuses with.
     """
@@ -74,7 +77,7 @@ def init(**client_arguments: Any) -> Context:
     with _lock:
         if _current is None:
             _current = _connect(client_arguments)
-            farewell.install()
+            loop.shared().end_on_sigterm()
         elif client_arguments:
             raise ConfigurationError("psdist.init() was called before: close that context before passing arguments")
         return _current

@@ -8,6 +8,7 @@ what the handle does afterwards (``parameters``).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,25 +26,44 @@ from psdist.types import Layout, ParametersEntry, ParametersSpec, Replica
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
 
+logger = logging.getLogger("psdist")
+
 #: Pause before a commit is sent again to a scheduler that could not be reached.
 _COMMIT_AGAIN_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Parameters that can be used."""
+    """Parameters that can be used.
+
+    resumed: the push that was asked for goes on, under its number. notice: what their user should know of how they
+    began; empty for nothing.
+    """
 
     entry: ParametersEntry
     layout: Layout
     first_step: int
+    resumed: bool = False
+    notice: str = ""
+
+    def announce(self) -> None:
+        """Logs the notice, as a warning: that is what a script that does not configure logging shows."""
+        if self.notice:
+            logger.warning("%s", self.notice)
 
 
 async def create(
-    link: SchedulerLink, data: DataPath, spec: ParametersSpec, layout: Layout, values: Flat | None
+    link: SchedulerLink,
+    data: DataPath,
+    spec: ParametersSpec,
+    layout: Layout,
+    values: Flat | None,
+    resume: pb.ResumePush | None = None,
 ) -> Ready:
     """Creates the parameters, or attaches to them. Returns when they are ready.
 
-    values: None where they were ready before, and this worker takes part again.
+    values: None where they were ready before, and this worker takes part again; then ``resume`` is the push that it
+        would make next.
     Raises LayoutMismatchError, SettingsMismatchError and whatever else scheduler or servers refuse with.
     """
     mine = link.registration
@@ -54,7 +74,9 @@ async def create(
         incarnation=mine.incarnation,
         spec=convert.spec_to_proto(spec),
         layout=convert.layout_to_proto(layout),
+        resume=resume,
     )
+    waits = link.activities.waits(limited=False, call=True)
 
     async def handle(response: Any) -> Ready | None:
         if response.HasField("map"):
@@ -68,10 +90,12 @@ async def create(
                 await _commit(link, spec.name)
         elif response.state == pb.CreateParametersResponse.STATE_READY:
             link.raise_if_out(mine.incarnation)  # It was long on its way: as a new life this worker is no member yet.
-            return _ready(link, spec.name, layout, response.first_step)
+            entry = routing.find_entry(link.watch.cluster, spec.name)
+            return Ready(entry, layout, response.first_step, response.resumed, response.notice)
         return None
 
-    with link.waits.open(f"for {link.peer} to create {spec.name!r}") as wait:
+    with waits, link.waits.open(f"for {link.peer} to create {spec.name!r}") as wait:
+        request.activity.CopyFrom(waits.activity)
         return await link.follow(link.stub.CreateParameters, request, wait, handle)
 
 
@@ -86,16 +110,11 @@ async def describe(link: SchedulerLink, name: str) -> Ready:
         if not response.HasField("spec"):
             return None
         link.watch.see_map(convert.map_from_proto(response.map))
-        return _ready(link, name, convert.layout_from_proto(response.layout), 0)
+        layout = convert.layout_from_proto(response.layout)
+        return Ready(routing.find_entry(link.watch.cluster, name), layout, first_step=0)
 
     with link.waits.open(f"for {name!r} to be created") as wait:
         return await link.follow(link.stub.DescribeParameters, request, wait, handle)
-
-
-def _ready(link: SchedulerLink, name: str, layout: Layout, first_step: int) -> Ready:
-    cluster = link.watch.cluster
-    entry = routing.find_entry(cluster, name)
-    return Ready(entry, layout, first_step)
 
 
 async def _upload(link: SchedulerLink, data: DataPath, name: str, values: Flat, placed: dict[int, Replica]) -> None:

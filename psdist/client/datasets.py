@@ -31,7 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.client import loop
-from psdist.client.connection import Registration, SchedulerLink
+from psdist.client.connection import SchedulerLink
+from psdist.client.registration import Registration
 from psdist.client.retry import Backoff
 from psdist.data import RangeOrder
 from psdist.errors import PsdistError, SchedulerUnreachableError, SettingsMismatchError

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from psdist.client import creation, routing
-from psdist.client.connection import Registration, SchedulerLink
+from psdist.client.activity import ReportedWait
+from psdist.client.connection import Expulsion, SchedulerLink
 from psdist.client.creation import Ready
 from psdist.client.jobs import PullJob, PushJob, PushPullJob, Sender, Traffic
 from psdist.client.partition import Flat
+from psdist.client.registration import Registration
 from psdist.client.routing import News, Plan
 from psdist.client.session import Request, Session
 from psdist.client.share import Sharing
@@ -24,9 +26,10 @@ from psdist.client.transfer import DataPath, Job
 from psdist.client.vectors import Arrival
 from psdist.compression import Cast
 from psdist.config import Transport
-from psdist.consistency import BSP
+from psdist.consistency import BSP, SSP
 from psdist.errors import FencedError, NotMemberError, WaitTimeoutError
 from psdist.types import ClusterMap, DType, Slicing
+from psdist.v1 import scheduler_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,15 @@ class Exchange:
         self._every = range(self.slicing.count)
         self._planned: tuple[ClusterMap, News, Plan] | None = None
         self._spec, self._layout, self._member = spec, ready.layout, member
-        #: Another one in each life of this worker.
+        #: Another one in each incarnation of this worker.
         self.session = self._make_session(ready)
+        #: Who this worker was when its pushes began to be numbered.
+        self._origin = link.registration
+        #: Whether this incarnation goes on with the pushes of the one before.
+        self._resumed = False
+        #: Pushes that were under way when this worker was expelled, and went on.
+        self.resumed = 0
+        self._rejoining = asyncio.Lock()
         self._sender = self._make_sender(link.registration)
         # Between its own pushes a member's weights stand still, if nobody goes on without it.
         stable = member and isinstance(spec.consistency, BSP) and not spec.consistency.backup_workers
@@ -67,34 +77,54 @@ class Exchange:
     def _make_sender(self, mine: Registration) -> Sender:
         return Sender(mine.run_id, mine.worker_id, mine.incarnation, self._name)
 
-    def _make_session(self, ready: Ready) -> Session:
-        session = Session(self.slicing.count, self._spec.consistency if self._member else None, ready.first_step)
+    def _make_session(self, ready: Ready, before: Session | None = None) -> Session:
+        consistency = self._spec.consistency if self._member else None
+        session = Session(self.slicing.count, consistency, ready.first_step, before)
         if self._member:
             self._link.pushes.enter(self._name, session)
         return session
 
-    async def rejoin(self, fenced: FencedError) -> None:
-        """After ``fenced`` ended a call: takes part anew, in the next life of this client. Raises what ends its
-        membership for good, and WaitTimeoutError."""
+    @property
+    def incarnation(self) -> int:
+        """The incarnation of this worker that takes part."""
+        return self._sender.incarnation
+
+    async def rejoin(self, fenced: FencedError, incarnation: int) -> bool:
+        """After ``fenced`` ended a call of ``incarnation``: takes part anew, in the next one of this client.
+
+        Returns whether the push that was under way, or was to be made next, goes on: it is to be sent again, and slices
+        that have it ignore it. Else its place is taken, and it is dropped.
+        Raises what ends the membership for good, and WaitTimeoutError.
+        """
         limit = self.options.request_timeout
         try:
-            async with asyncio.timeout(limit):
-                await self._link.live_again(fenced, self._sender.incarnation)
-                await self._link.as_member(self._begin_life)
+            async with asyncio.timeout(limit), self._rejoining:
+                if self.incarnation == incarnation:  # Else another call has done it.
+                    await self._link.live_again(fenced, incarnation)
+                    await self._link.as_member(self._begin_life)
         except TimeoutError:
             raise WaitTimeoutError(
                 f"taking part in {self._name!r} again took longer than request_timeout={limit:g} s: calling again goes "
                 "on with it"
             ) from None
+        return self._resumed
 
     async def _begin_life(self, mine: Registration) -> None:
         if self._member:
-            ready = await creation.create(self._link, self._data, self._spec, self._layout, None)
+            ready = await creation.create(
+                self._link, self._data, self._spec, self._layout, None, self._resume_push(mine)
+            )
         else:
             ready = await creation.describe(self._link, self._name)
+        self._resumed = ready.resumed and ready.entry.generation == self.generation
+        self.resumed += self._resumed and self.session.unfinished
+        if not self._resumed:
+            self._origin = mine
         self._sender = self._make_sender(mine)
         self._planned = None
-        self.session = self._make_session(ready)
+        self.session = self._make_session(ready, self.session if self._resumed else None)
+        if ready.entry.generation != self.generation:  # The run went back, perhaps to before its settings were changed.
+            ready.announce()
         self.restore = ready.entry.restore
         restore = self._link.states.begin_life(self._name, self.session)
         if restore is not None and ready.entry.generation != self.generation:
@@ -102,10 +132,20 @@ class Exchange:
         self.generation = ready.entry.generation
         self.sharing.rejoin(self._sender, ready.entry)
 
+    def _resume_push(self, mine: Registration) -> scheduler_pb2.ResumePush | None:
+        """What this worker would go on with. In BSP, under another rank, its contribution would be added in another
+        place."""
+        if self.session.synchronous and mine.rank != self._origin.rank:
+            return None
+        return scheduler_pb2.ResumePush(
+            origin=self._origin.incarnation, number=self.session.step, generation=self.generation
+        )
+
     def end_push(self, request: Request, *, seen: bool) -> None:
         """All of a push is answered. seen: the answers carried the weights."""
         self.session.end_push(request, seen=seen)
         self._link.states.ended(self._name)
+        self._link.stopping.push_ended()
 
     async def keep_state(self, save: Save, restore: Restore) -> None:
         """See ``AsyncParameters.keep_state``."""
@@ -125,11 +165,34 @@ class Exchange:
     def dropped(self) -> None:
         """A push of this worker was dropped."""
         self._link.pushes.dropped += 1
+        self._link.stopping.push_ended()
+
+    def waiting(self, *, push: bool, reads: bool, limited: bool = False) -> ReportedWait:
+        """For a ``with`` block in which the user waits for the answer to the next push, or to a pull. reads: the answer
+        has weights. limited: the wait ends by itself, whatever the client's time limit."""
+        # The last of this worker's pushes that must be in the weights, and with it those of the others.
+        last = self.session.step - (not push)
+        consistency, what = self._spec.consistency, dict[str, scheduler_pb2.Activity.Step]()
+        if self._member and isinstance(consistency, BSP) and last >= 0:
+            what["step"] = scheduler_pb2.Activity.Step(parameters=self._name, step=last)
+        elif self._member and isinstance(consistency, SSP) and reads and (first := self._first_clock()) is not None:
+            clock = first + last + 1 - consistency.staleness
+            what["clock"] = scheduler_pb2.Activity.Step(parameters=self._name, step=max(0, clock))
+        sent = (lambda: self.session.step > last or self.session.unfinished) if push else (lambda: True)
+        limited = limited or self.options.request_timeout is not None
+        return self._link.activities.waits(limited=limited, sent=sent, **what)
+
+    def _first_clock(self) -> int | None:
+        """SSP: this worker's clock, less the number of its next push; None while the map does not have it."""
+        entry = self._link.watch.cluster.entry(self._name)
+        mine = (self._sender.worker_id, self._sender.incarnation)
+        members = (m for m in (entry.members if entry is not None else ()) if (m.worker_id, m.incarnation) == mine)
+        return next((member.first_step - member.first_push for member in members), None)
 
     @property
-    def silence(self) -> str:
-        """How long this client was silent at most, for a message."""
-        return self._link.silence
+    def expulsion(self) -> Expulsion:
+        """How the incarnation before this one ended."""
+        return self._link.expulsion
 
     @property
     def resent(self) -> int:
@@ -210,6 +273,8 @@ class Exchange:
         if isinstance(job, PushJob):
             if self._link.watch.cluster.paused:
                 await self._until_resumed(job)
+            if not self.session.unfinished:
+                await self._link.stopping.until_allowed()
             self._link.states.begins(self._name)
             job.mark = self.session.send(self._link.pushes.mark)
         try:

@@ -56,8 +56,10 @@ class AsyncBucket:
         """The new weights of the bucket's tensors by name: read-only arrays, as by ``pull(copy=False)``.
 
         Raises WaitTimeoutError after ``timeout`` seconds (waiting again goes on), InvalidArgumentError where it would
-        wait for ever: the slices of these tensors hold parts of others, which were not given; and whatever the sending
-        failed with. After that, give the bucket's tensors again, and those of the buckets that were under way with it.
+        wait for ever: the slices of these tensors hold parts of others, which were not given; MutualWaitError
+        (``Client`` alone) where the others wait for this worker elsewhere; FencedError where the step was dropped:
+        begin the next one; and whatever the sending failed with. After that, give the bucket's tensors again, and those
+        of the buckets that were under way with it.
         """
         return await self._step.wait(self, timeout)
 
@@ -89,6 +91,8 @@ class BucketStep:
         self.over = False
         #: Whether the user knows that this worker was expelled in this step.
         self.told_fenced = False
+        #: Whether this worker was expelled, and the step does not go on in its next incarnation.
+        self.lost = False
         self._exchange = exchange
         self._vector = vector
         self._arrival = arrival
@@ -121,6 +125,7 @@ class BucketStep:
         self._waiting.append(bucket)
         self._abstained = self._abstained or abstain
         ready = self._plan.give(numbers, abstain=abstain)
+        self._tell_session()
         if ready.valued or ready.abstaining:
             task = asyncio.create_task(self._send(bucket, numbers, ready), name="psdist bucket")
             self._tasks[task] = None
@@ -129,19 +134,23 @@ class BucketStep:
             self._notice()
         return bucket
 
+    def _tell_session(self) -> None:
+        session = self._exchange.session
+        if session.step == self._request.number:
+            session.partial, session.given = self.open, not self.open
+
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
 
     async def _send(self, bucket: AsyncBucket, numbers: tuple[int, ...], ready: Ready) -> None:
         parts = [(self._request.part(slices), flat) for slices, flat in self._loads(ready)]
         try:
-            await all_or_first_error([self._exchange.push_pull(part, flat, 0.0, self._arrival) for part, flat in parts])
+            self.lost = not await self._until_answered(parts) or self.lost
+            if self.lost:
+                raise self.dropped()
         except asyncio.CancelledError:
             bucket.error = self._broken or ClosedError("the client was closed before the bucket was answered")
             raise
-        except FencedError as error:
-            bucket.error = self.dropped(error)
-            self._failures.append(bucket.error)
         except Exception as error:
             bucket.error = error if isinstance(error, PsdistError) else InternalError(f"a bucket failed: {error!r}")
             self._failures.append(bucket.error)
@@ -151,7 +160,21 @@ class BucketStep:
                 self._plan.answer(part.versions)
             if bucket.error is not None:
                 self._plan.take_back(numbers, [index for part, _ in parts for index in part.pending])
+                self._tell_session()
             self._notice()
+
+    async def _until_answered(self, parts: Sequence[tuple[Request, Flat | None]]) -> bool:
+        """Sends ``parts``, again in another incarnation if the step goes on there. Returns whether it does."""
+        while any(part.pending for part, _ in parts):
+            incarnation = self._exchange.incarnation
+            try:
+                await all_or_first_error(
+                    [self._exchange.push_pull(part, flat, 0.0, self._arrival) for part, flat in parts if part.pending]
+                )
+            except FencedError as error:
+                if not await self._exchange.rejoin(error, incarnation):
+                    return False
+        return True
 
     def _loads(self, ready: Ready) -> list[tuple[tuple[int, ...], Flat | None]]:
         """Slices, and the vector that their gradient is in (None: they abstain)."""
@@ -182,7 +205,8 @@ class BucketStep:
             )
         try:
             async with asyncio.timeout(timeout):
-                await self._until_done(bucket, names)
+                with self._exchange.waiting(push=True, reads=True, limited=timeout is not None):
+                    await self._until_done(bucket, names)
         except TimeoutError:
             raise WaitTimeoutError(f"the new weights of {names} did not come within {timeout:g} s") from None
         if bucket.error is not None:
@@ -246,16 +270,16 @@ class BucketStep:
         """Whether all was given and answered."""
         return self._plan.finished
 
-    def dropped(self, fenced: FencedError) -> FencedError:
-        """What the user is told where this worker was expelled in this step."""
+    def dropped(self) -> FencedError:
+        """What the user is told where this worker was expelled in this step, and takes part again without it."""
         return FencedError(
-            f"step {self._request.number} was dropped, with all of its buckets: {fenced.message}. Begin the next one "
-            "with new gradients: this worker takes part again"
+            f"step {self._request.number} was dropped, with all of its buckets: {self._exchange.expulsion.reason}. "
+            "Begin the next one with new gradients: this worker takes part again"
         )
 
-    async def drop(self, fenced: FencedError) -> None:
-        """This worker was expelled: buckets under way fail."""
-        self.over, self._broken = True, self.dropped(fenced)
+    async def drop(self) -> None:
+        """This worker was expelled, and takes part again without this step: buckets under way fail."""
+        self.over, self._broken = True, self.dropped()
         await self._end_tasks()
         for bucket in self._waiting:
             bucket.error = bucket.error or self._broken

@@ -5,10 +5,12 @@ an input is raised before anything is sent. A call that fails or is cancelled do
 sends again under the same number, and the servers take only what they do not have yet. So give the same gradient again:
 of another one those slices count that had not arrived.
 
-A worker that was taken for dead while it lived (frozen, cut off) takes part again by itself at its next call, from a
-step that the others have not reached. What it pushed at that moment, or had computed, is dropped and counted: the
-others went on without it, so it belongs to no step. The same happens to all workers where the run goes back to a
-snapshot; then the next step is the one that the snapshot was cut before, which is lower.
+A worker that was expelled while it lived (silent for longer than ``--worker-timeout``, or cut off) takes part again by
+itself. The push that it was making, or had computed, is made again in the next incarnation where that is still right:
+in SSP and ASP always, in BSP while no slice has closed the step without it. Else the others have gone on without it, so
+that it belongs to no step: it is dropped, counted and told, and the worker goes on from a step that the others have not
+reached. Where the run goes back to a snapshot, every worker's push is dropped; then the next step is the one that the
+snapshot was cut before, which is lower.
 
 Not here: jobs (``exchange``), a step that is given in buckets (``overlap``).
 """
@@ -16,12 +18,11 @@ Not here: jobs (``exchange``), a step that is given in buckets (``overlap``).
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,6 +31,7 @@ from psdist.client import partition
 from psdist.client.buckets import Cut
 from psdist.client.connection import SchedulerLink
 from psdist.client.creation import Ready
+from psdist.client.drops import Drops, OnDrop
 from psdist.client.exchange import Exchange, Options
 from psdist.client.overlap import AsyncBucket, BucketStep
 from psdist.client.partition import Arrays, Flat
@@ -41,7 +43,9 @@ from psdist.consistency import SSP
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
 from psdist.types import Layout, ParametersSpec
 
-logger = logging.getLogger("psdist")
+T = TypeVar("T")
+#: Vectors of more elements are looked at and copied in a thread, so that heartbeats go on.
+_LARGE_ELEMENTS: Final = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,9 @@ class Statistics:
 
     ignored: slices whose contribution was not used, because it had been taken before or came after its step was closed.
     resent: slices that were sent again after a break.
-    dropped: pushes that were dropped because this worker had been taken for dead, or the run went back to a snapshot.
+    dropped: pushes that were dropped because this worker had been expelled, or the run went back to a snapshot.
+    resumed: pushes and steps in buckets that were under way when this worker was expelled, and went on in its next
+        incarnation.
     rolled_back: how often the parameters went back to a snapshot.
     staleness_mean, staleness_max: over the slices of the last push, in versions.
     push_bytes, pull_bytes: payloads only, those in shared memory too.
@@ -64,6 +70,7 @@ class Statistics:
     ignored: int = 0
     resent: int = 0
     dropped: int = 0
+    resumed: int = 0
     rolled_back: int = 0
     push_bytes: int = 0
     pull_bytes: int = 0
@@ -76,7 +83,16 @@ class Statistics:
 class AsyncParameters:
     """Named tensors that live on the servers. Made by ``AsyncClient.parameters``."""
 
-    def __init__(self, link: SchedulerLink, data: DataPath, ready: Ready, options: Options, *, member: bool) -> None:
+    def __init__(
+        self,
+        link: SchedulerLink,
+        data: DataPath,
+        ready: Ready,
+        options: Options,
+        *,
+        member: bool,
+        on_drop: OnDrop = "warn",
+    ) -> None:
         self.spec: ParametersSpec = ready.entry.spec
         #: Names, shapes and dtypes, in order.
         self.layout: Layout = ready.layout
@@ -92,7 +108,8 @@ class AsyncParameters:
         #: The step that is given in buckets, or was, until the next call.
         self._step: BucketStep | None = None
         self._turn = asyncio.Lock()
-        self._pushes = self._pulls = self._abstained = self._ignored = self._dropped = 0
+        self._drops = Drops(on_drop)
+        self._pushes = self._pulls = self._abstained = self._ignored = 0
         self._staleness = (0.0, 0)
         self._generation = ready.entry.generation
 
@@ -131,7 +148,7 @@ class AsyncParameters:
 
     @property
     def version(self) -> int:
-        """Updates in the weights last pulled (the least of any slice)."""
+        """Version of the weights last pulled (the least of any slice): in BSP steps, in SSP and ASP updates."""
         return self._session.version
 
     @property
@@ -149,7 +166,8 @@ class AsyncParameters:
             abstained=self._abstained,
             ignored=self._ignored,
             resent=self._exchange.resent,
-            dropped=self._dropped,
+            dropped=self._drops.count,
+            resumed=self._exchange.resumed,
             rolled_back=self._exchange.generation - self._generation,
             push_bytes=self._exchange.traffic.sent,
             pull_bytes=self._exchange.traffic.received,
@@ -180,24 +198,24 @@ class AsyncParameters:
         bound.
 
         Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError, SharingUnavailableError (transport "shm"),
-        InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets, and as
-        ``partition.check_out`` for ``out``.
+        MutualWaitError (``Client`` alone) where the others wait for this worker elsewhere, InvalidArgumentError for
+        ``out`` together with ``copy=False`` and while a step is given in buckets, and as ``partition.check_out`` for
+        ``out``.
         """
-        async with self._turn:
+        async with self._call():
             return await self._pull(out, copy)
 
     async def push(self, gradients: Mapping[str, ArrayLike]) -> None:
         """Sends the gradient of the next step; returns when it is applied, or dropped (``statistics().dropped``)
-        because this worker had been taken for dead.
+        because this worker had been expelled and the others had gone on without it.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
-        before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError.
+        before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError;
+        MutualWaitError as in ``pull``: calling again goes on with this push; PushDroppedError as ``on_drop`` says: the
+        worker takes part again, and the next call goes on.
         """
-        async with self._turn:
-            try:
-                await self._push(gradients)
-            except FencedError as error:
-                await self._drop(error)
+        async with self._call():
+            await self._push(gradients)
 
     async def push_pull(
         self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True
@@ -205,12 +223,10 @@ class AsyncParameters:
         """One step: sends the gradient and returns the weights with it in them, or those of its new first step where
         the push was dropped. Arguments and errors as in ``push`` and ``pull``. The gradients may be overwritten once it
         returns."""
-        async with self._turn:
-            try:
-                return await self._push_pull(gradients, out, copy)
-            except FencedError as error:
-                await self._drop(error)
-            return await self._pull(out, copy)
+        async with self._call():
+            if (arrival := await self._push(gradients, lambda: self._arrival(out, copy))) is None:
+                return await self._pull(out, copy)
+            return await self._result(arrival, out, copy)
 
     async def push_pull_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str]) -> AsyncBucket:
         """One step in buckets: sends these tensors' gradients while the others are still computed. Returns at once;
@@ -226,14 +242,15 @@ class AsyncParameters:
         Raises as ``push`` before anything of the bucket is sent; the tensors may then be given again. NaN and Inf are
         looked for in each bucket: with "skip" a bucket that has some abstains, with all slices that it touches. A
         bucket that failed on its way (its ``wait`` says so, or the next call) is to be given again too: what is
-        unanswered is sent again under the same number. Where this worker was taken for dead in the middle of a step,
-        the whole step is dropped: FencedError says so, once, and the next call begins another one.
+        unanswered is sent again under the same number. Where this worker was expelled in the middle of a step that the
+        others closed without it, the whole step is dropped: FencedError says so, once, and the next call begins another
+        one. PushDroppedError as ``on_drop`` says, from the first call after the drop.
         InvalidArgumentError also for a tensor that was given before, and in SSP and ASP with ``max_grad_norm``, where
         the norm of the whole gradient is needed before anything can be sent.
         """
-        async with self._turn:
+        async with self._call():
             self._check_buckets()
-            step = await self._bucket_step_of_this_life()
+            step = await self._current_bucket_step()
             numbers = self._choose(step, gradients)
             bucket = step.give(numbers, abstain=not self._is_usable(numbers))
             self._step = step
@@ -245,7 +262,7 @@ class AsyncParameters:
 
         A push of other arrays, or in buckets, may overwrite them. Not to be written while a push of them is under way.
         """
-        async with self._turn:
+        async with self._call():
             await self._open()
             self._buffers = self._buffers or partition.split(self.layout, self._vector)
             return dict(self._buffers)
@@ -265,7 +282,7 @@ class AsyncParameters:
         Raises NotMemberError, InvalidArgumentError for what ``save`` gives, and what reading it back fails with.
         """
         self._check_member()
-        async with self._turn:
+        async with self._call():
             await self._open()
             await self._exchange.keep_state(save, restore)
 
@@ -275,13 +292,14 @@ class AsyncParameters:
 
         Raises InvalidArgumentError where that cannot be had without another call of the user.
         """
-        async with self._turn:
+        async with self._call():
             while True:
+                incarnation = self._exchange.incarnation
                 try:
                     await self._begin()
                     break
                 except FencedError as error:
-                    await self._live_again(error)
+                    await self._rejoin(error, incarnation)
             if self._session.unfinished:
                 raise InvalidArgumentError(
                     f"push {self.step} of {self.name!r} failed, and servers may have a part of it: push its gradient "
@@ -299,35 +317,48 @@ class AsyncParameters:
 
     async def _pull(self, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
         while True:
+            incarnation = self._exchange.incarnation
             try:
                 await self._begin()
                 arrival = self._arrival(out, copy)
                 await self._pull_into(arrival)
-                return self._result(arrival, out, copy)
+                return await self._result(arrival, out, copy)
             except FencedError as error:
-                await self._live_again(error)
+                await self._rejoin(error, incarnation)
 
-    async def _push(self, gradients: Mapping[str, ArrayLike]) -> None:
-        await self._begin()
-        flat, norm = self._gradient(gradients)
-        await self._reach_first_step()
-        request = self._session.begin_push()
-        with self._exchange.guarding():
-            await self._exchange.push(request, flat, norm)
-        self._pushed(request, seen=False, abstained=flat is None)
+    async def _push(
+        self, gradients: Mapping[str, ArrayLike], arrive: Callable[[], Arrival] | None = None
+    ) -> Arrival | None:
+        """Makes one push, again in another incarnation where it goes on there.
 
-    async def _push_pull(
-        self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None, copy: bool
-    ) -> Arrays:
-        await self._begin()
-        arrival = self._arrival(out, copy)
-        flat, norm = self._gradient(gradients)
-        await self._reach_first_step()
+        arrive: says where the new weights arrive, if they are wanted. Returns where they are, None if the push was
+        dropped.
+        """
+        checked: tuple[Flat | None, float] | None = None
+        while True:
+            incarnation = self._exchange.incarnation
+            try:
+                await self._begin()
+                arrival = arrive() if arrive is not None else None
+                checked = checked or await self._gradient(gradients)
+                await self._reach_first_step()
+                await self._send(checked, arrival)
+                return arrival
+            except FencedError as error:
+                number = self._session.step
+                if not await self._rejoin(error, incarnation):
+                    self._drop(number)
+                    return None
+
+    async def _send(self, checked: tuple[Flat | None, float], arrival: Arrival | None) -> None:
+        flat, norm = checked
         request = self._session.begin_push()
-        with self._exchange.guarding():
-            await self._exchange.push_pull(request, flat, norm, arrival)
-        self._pushed(request, seen=True, abstained=flat is None)
-        return self._result(arrival, out, copy)
+        with self._exchange.guarding(), self._exchange.waiting(push=True, reads=arrival is not None):
+            if arrival is None:
+                await self._exchange.push(request, flat, norm)
+            else:
+                await self._exchange.push_pull(request, flat, norm, arrival)
+        self._pushed(request, seen=arrival is not None, abstained=flat is None)
 
     async def _begin(self) -> None:
         await self._exchange.open()
@@ -336,10 +367,11 @@ class AsyncParameters:
     async def _open(self) -> None:
         """For what belongs to no step."""
         while True:
+            incarnation = self._exchange.incarnation
             try:
                 return await self._exchange.open()
             except FencedError as error:
-                await self._live_again(error)
+                await self._rejoin(error, incarnation)
 
     async def _end_step(self) -> None:
         """The step in buckets is over, once it is answered."""
@@ -354,37 +386,46 @@ class AsyncParameters:
         shared = self._exchange.sharing.gradients
         return np.zeros(self.layout.total, np.float32) if shared is None else shared
 
-    # --- a new life ---
+    # --- another incarnation ---
 
-    async def _live_again(self, fenced: FencedError) -> None:
-        """Takes part again. A step in buckets is dropped; raises FencedError if the user does not know that yet."""
-        step = self._step if self._step is not None and not self._step.finished else None
-        if self._step is not None:
-            await self._step.drop(fenced)
-        silence = self._exchange.silence
-        await self._exchange.rejoin(fenced)
-        self._step = self._viewed = None
-        if step is not None:
-            self._count_dropped(step.number, fenced, silence)
+    async def _rejoin(self, fenced: FencedError, incarnation: int) -> bool:
+        """Takes part again, where ``fenced`` ended what was done in ``incarnation``. Returns whether the push under
+        way, or next to be made, goes on.
+
+        A step in buckets that does not is dropped; raises FencedError if the user does not know that yet.
+        """
+        goes_on = await self._exchange.rejoin(fenced, incarnation)
+        self._viewed = None
+        if not goes_on:
+            await self._drop_step()
+        return goes_on
+
+    async def _drop_step(self) -> None:
+        """A step in buckets, if there is one, does not go on. Raises FencedError if the user does not know that."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        await step.drop()
+        if not step.finished:
+            self._drop(step.number)
             if not step.told_fenced:
-                raise step.dropped(fenced)
+                raise step.dropped()
 
-    async def _drop(self, fenced: FencedError) -> None:
-        """The push of this call is dropped."""
-        number, silence = self._session.step, self._exchange.silence
-        await self._live_again(fenced)
-        self._count_dropped(number, fenced, silence)
+    @asynccontextmanager
+    async def _call(self) -> AsyncIterator[None]:
+        """One call of the user at a time."""
+        async with self._turn:
+            if self._step is not None and self._step.lost:
+                await self._drop_step()
+            yield
 
-    def _count_dropped(self, number: int, fenced: FencedError, silence: str) -> None:
-        self._dropped += 1
+    def _drop(self, number: int) -> None:
+        """The push of this number is dropped. Raises PushDroppedError as ``on_drop`` says."""
         self._exchange.dropped()
-        what = "step" if self._session.synchronous else "push"
-        why = fenced.message if "rolled_back" in fenced.details else f"{fenced.message} ({silence})"
-        logger.warning(
-            "%s %d of %r was dropped: %s; this worker takes part again%s",
-            what, number, self.name, why,
-            f" from step {self._session.first_step}" if self._session.synchronous else "",
-        )  # fmt: skip
+        expulsion, session = self._exchange.expulsion, self._session
+        what = "step" if session.synchronous else "push"
+        again = f"this worker takes part again{f' from step {session.first_step}' if session.synchronous else ''}"
+        self._drops.add(f"{what} {number} of {self.name!r} was dropped: {expulsion.reason}; {again}", expulsion)
 
     def _check_member(self) -> None:
         if not self.member:
@@ -392,9 +433,26 @@ class AsyncParameters:
                 f"{self.name!r} was opened for reading: pass init and optimizer to client.parameters() to take part"
             )
 
-    def _gradient(self, gradients: Mapping[str, ArrayLike]) -> tuple[Flat | None, float]:
+    async def _gradient(self, gradients: Mapping[str, ArrayLike]) -> tuple[Flat | None, float]:
         """The checked vector and, where the servers need it, its norm; None to abstain."""
         self._check_member()
+        return await self._off_loop(lambda: self._check_gradient(gradients))
+
+    async def _off_loop(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns, which touches the whole vector: in a thread where that is large."""
+        if self.layout.total < _LARGE_ELEMENTS:
+            return work()
+        task = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            # The call gives the user's arrays back: nobody may touch them any more.
+            await asyncio.wait({task})
+            task.exception()
+            raise
+        return task.result()
+
+    def _check_gradient(self, gradients: Mapping[str, ArrayLike]) -> tuple[Flat | None, float]:
         flat = self._vector
         if not self._are_buffers(gradients):
             flat = partition.flatten(self.layout, gradients, self._vector)
@@ -419,7 +477,8 @@ class AsyncParameters:
         return self.spec.optimizer.max_grad_norm > 0
 
     async def _pull_into(self, arrival: Arrival) -> None:
-        await self._exchange.pull(arrival)
+        with self._exchange.waiting(push=False, reads=True):
+            await self._exchange.pull(arrival)
         self._pulls += 1
 
     async def _reach_first_step(self) -> None:
@@ -430,6 +489,7 @@ class AsyncParameters:
     def _pushed(self, request: Request, *, seen: bool, abstained: bool) -> None:
         self._exchange.end_push(request, seen=seen)
         self._exchange.sharing.settle()
+        self._drops.not_dropped()
         self._pushes += 1
         self._pulls += seen
         self._abstained += abstained
@@ -453,7 +513,10 @@ class AsyncParameters:
         shared = self._exchange.sharing.weights if self._exchange.options.pull_dtype == "float32" else None
         return Arrival(slicing, self._vectors.kept, shared)
 
-    def _result(self, arrival: Arrival, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
+    async def _result(self, arrival: Arrival, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
+        return await self._off_loop(lambda: self._arrays(arrival, out, copy))
+
+    def _arrays(self, arrival: Arrival, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
         if out is None and copy:
             return partition.unflatten(self.layout, arrival.target)
         vector = arrival.vector(range(self._exchange.slicing.count))
@@ -476,12 +539,13 @@ class AsyncParameters:
                 "norm of the whole gradient is needed first, so use push_pull"
             )
 
-    async def _bucket_step_of_this_life(self) -> BucketStep:
+    async def _current_bucket_step(self) -> BucketStep:
         while True:
+            incarnation = self._exchange.incarnation
             try:
                 return await self._bucket_step()
             except FencedError as error:
-                await self._live_again(error)
+                await self._rejoin(error, incarnation)
 
     async def _bucket_step(self) -> BucketStep:
         """The step that the next bucket belongs to. A new one is kept only with its first bucket."""

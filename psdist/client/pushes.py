@@ -50,6 +50,14 @@ class Pushes:
         """By parameters, the number of the next push, where one under way counts as made."""
         return {name: session.next for name, session in self.sessions.items()}
 
+    def next_whole(self) -> dict[str, int]:
+        """By parameters, the number of the next push that is not wholly on its way."""
+        return {name: session.next_whole for name, session in self.sessions.items()}
+
+    def partial(self) -> list[str]:
+        """Parameters of whose next push a part is on its way."""
+        return [name for name, session in self.sessions.items() if session.unfinished and session.partial]
+
     def answer(self, attempt: int, keeps: Callable[[], dict[str, int]] = dict) -> Answer | None:
         """The answer to Mark; None if it comes late. Pushes that begin from now on carry the mark.
 

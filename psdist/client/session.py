@@ -10,6 +10,7 @@ Invariants, checked by ``Request.answer`` and the tests:
   and the servers take from it only what they have not.
 * A slice is answered at most once per push; an answer for a slice that was not asked for is an error.
 * A push carries the snapshot mark that was the newest when its first slice was sent, however often it is sent again.
+* A worker that was expelled and goes on with its pushes goes on with their numbers; the marks of before mean nothing.
 """
 
 from __future__ import annotations
@@ -75,17 +76,27 @@ class Session:
 
     consistency: None for a reader, which never pushes.
     first_step: BSP: the first step this worker contributes to.
+    before: the session of the incarnation before, whose pushes this one goes on with.
     """
 
-    def __init__(self, slices: int, consistency: Consistency | None, first_step: int = 0) -> None:
+    def __init__(
+        self, slices: int, consistency: Consistency | None, first_step: int = 0, before: Session | None = None
+    ) -> None:
         self.consistency = consistency
         self.first_step = first_step if self.synchronous else 0
         #: Number of the next push.
-        self.step = self.first_step
+        self.step: int = self.first_step if before is None else before.step
         #: Version of each slice as last seen by the user.
-        self.versions = [0] * slices
-        #: The mark of the push that was begun and not finished; None where none was.
-        self._mark: int | None = None
+        self.versions: list[int] = [0] * slices if before is None else before.versions
+        #: The mark of the push that was begun and not finished; None where none was. One that was begun before counts
+        #: as made from now on, so that it is below every mark to come.
+        self._mark: int | None = 0 if before is not None and before.unfinished else None
+        #: The push under way is given in pieces, and some are missing: it takes more calls of the script.
+        self.partial: bool = before is not None and before.partial
+        #: The push was given in pieces, and none is missing: it goes on its way by itself.
+        self.given: bool = before is not None and before.given
+        #: Nothing of the first step was sent, so that the others may be before it.
+        self._joins = not self.unfinished
 
     @property
     def synchronous(self) -> bool:
@@ -100,12 +111,17 @@ class Session:
     @property
     def before_first_step(self) -> bool:
         """Whether the others may not have reached this joiner's first step yet, as far as the user has seen."""
-        return self.synchronous and self.step == self.first_step > self.version
+        return self._joins and self.synchronous and self.step == self.first_step > self.version
 
     @property
     def next(self) -> int:
         """Number of the next push that no server has anything of: one under way, or broken off, counts as made."""
         return self.step + self.unfinished
+
+    @property
+    def next_whole(self) -> int:
+        """Number of the next push that is not wholly on its way."""
+        return self.step + (self.given or (self.unfinished and not self.partial))
 
     @property
     def unfinished(self) -> bool:
@@ -149,7 +165,7 @@ class Session:
 
     def _go_to(self, step: int) -> None:
         if step > self.step:
-            self.step, self._mark = step, None
+            self.step, self._mark, self.partial, self.given = step, None, False, False
 
     def _see(self, request: Request) -> None:
         for index, version in request.versions.items():

@@ -34,7 +34,8 @@ from psdist.errors import (
 from psdist.v1 import scheduler_pb2 as pb
 
 if TYPE_CHECKING:
-    from psdist.client.connection import Registration, SchedulerLink
+    from psdist.client.connection import SchedulerLink
+    from psdist.client.registration import Registration
 
 logger = logging.getLogger("psdist")
 

@@ -16,11 +16,12 @@ from numpy.typing import ArrayLike, NDArray
 from psdist.client import loop
 from psdist.client.async_client import AsyncClient
 from psdist.client.datasets import Dataset
-from psdist.client.farewell import farewell
+from psdist.client.drops import OnDrop
 from psdist.client.overlap import AsyncBucket
 from psdist.client.parameters import AsyncParameters, Statistics
 from psdist.client.partition import Arrays
 from psdist.client.saving import SnapshotInfo
+from psdist.client.sigterm import sigterm
 from psdist.client.states import Restore, Save
 from psdist.compression import Cast
 from psdist.config import Transport
@@ -57,14 +58,16 @@ class Client:
             rejoin=rejoin,
         )
         self._handles: dict[int, Parameters] = {}
+        self._client.report_waits(lambda: loop.shared().has_one_caller)
         loop.shared().call(self._client.connect())
+        self._client.watch_signals(sigterm.look)
 
     def close(self) -> None:
         """Leaves the run. Closing again does nothing."""
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
-        loop.shared().call(self._client.close(farewell.reason(error)))
+        loop.shared().call(self._client.close(sigterm.reason(error)), ending=True)
 
     def __enter__(self) -> Self:
         return self
@@ -117,13 +120,12 @@ class Client:
         pull_dtype: DType = "float32",
         non_finite: NonFinite = "reject",
         slice_elements: int = 0,
+        on_drop: OnDrop = "warn",
+        reset_optimizer: bool = False,
     ) -> Parameters:
         """Creates parameters, or attaches to them. See ``AsyncClient.parameters``."""
-        handle = loop.shared().call(
-            self._client.parameters(
-                name, init, optimizer, consistency, compression, pull_dtype, non_finite, slice_elements
-            )
-        )
+        settings = (optimizer, consistency, compression, pull_dtype, non_finite, slice_elements, on_drop)
+        handle = loop.shared().call(self._client.parameters(name, init, *settings, reset_optimizer))
         return self._handles.setdefault(id(handle), Parameters(handle))
 
     def dataset(
@@ -159,7 +161,7 @@ class Client:
 
     def status(self) -> dict[str, Any]:
         """The run as the scheduler sees it. See ``AsyncClient.status``."""
-        return loop.shared().call(self._client.status())
+        return loop.shared().call(self._client.status(), reading=True)
 
 
 class Parameters:
@@ -210,7 +212,7 @@ class Parameters:
 
     @property
     def version(self) -> int:
-        """Updates in the weights last pulled (the least of any slice)."""
+        """Version of the weights last pulled (the least of any slice): in BSP steps, in SSP and ASP updates."""
         return self._handle.version
 
     @property
@@ -227,7 +229,7 @@ class Parameters:
 
     def pull(self, out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True) -> Arrays:
         """The weights by name. See ``AsyncParameters.pull``."""
-        return loop.shared().call(self._handle.pull(out, copy))
+        return loop.shared().call(self._handle.pull(out, copy), reading=True)
 
     def push(self, gradients: Mapping[str, ArrayLike]) -> None:
         """Sends the gradient of the next step; returns when it is applied. See ``AsyncParameters.push``."""

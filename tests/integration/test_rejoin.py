@@ -12,7 +12,7 @@ import pytest
 from launched import Run
 
 _SCRIPT = """
-import itertools, os, pathlib, signal, sys
+import itertools, os, pathlib, signal, sys, time
 import numpy as np
 import psdist
 from psdist.client import jobs
@@ -48,6 +48,7 @@ mine = np.ones(count, bool) if consistency == "bsp" else np.arange(count) % 2 ==
 gradient = {"w": np.where(mine, -1.0, 0.0).astype(np.float32)}
 after = 0
 for step in itertools.count():
+    time.sleep(0.005)  # as with a model: who waits for no others would take the processors for as long as it can
     values = weights.push_pull(gradient)["w"]
     statistics = weights.statistics()
     if consistency == "bsp":
@@ -57,10 +58,10 @@ for step in itertools.count():
         assert low <= values[mine].min() <= values[mine].max() <= high, (low, np.unique(values[mine]), high)
     if step % 20 == 0:
         print("rank", rank, "has made step", step, "version", weights.version, flush=True)
-    if rank == 1 and statistics.dropped:
+    if rank == 1 and client.incarnation > 1:
         after += 1
         if after == 30:
-            print("rank 1 dropped", statistics.dropped, "life", client.incarnation, statistics.transport, flush=True)
+            print("rank 1 dropped", statistics.dropped, "resumed", statistics.resumed, statistics.transport, flush=True)
             enough.touch()
     if enough.exists():
         break
@@ -88,13 +89,16 @@ def test_a_frozen_worker_takes_part_again(tmp_path: Path, runs: list[Run], consi
     runs.append(Run(tmp_path, _SCRIPT, consistency, transport=transport))
     frozen = int(runs[0].until(r"rank 1 stops at \d+ as (\d+)")[1])
     # The others go on: in BSP and SSP only because they do not wait for it any more.
-    runs[0].until(r"worker-1 .*is lost: silent for")
+    runs[0].until(r"worker-1 .*is lost: its session broke")
     runs[0].until(r"rank 0 has made step", 3)
     os.kill(frozen, signal.SIGCONT)
-    runs[0].until(rf"rank 1 dropped 1 life 2 {transport}")
+    # Its step was closed without it. Without steps, nothing is: that push goes on.
+    dropped = consistency == "bsp"
+    runs[0].until(rf"rank 1 dropped {dropped:d} resumed {not dropped:d} {transport}")
     status, text = runs[0].end()
     everything = "".join(runs[0].seen) + text
     assert status == 0, everything
     assert all(f"rank {rank} ends well" in everything for rank in (0, 1)), everything
-    assert "was dropped: " in everything and "silent for up to" in everything, everything
+    assert ("was dropped: " in everything) == dropped, everything
+    assert "no sign of life for up to" in everything or not dropped, everything
     assert "Traceback" not in everything, everything

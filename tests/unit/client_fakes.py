@@ -75,6 +75,7 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
     async def Install(self, requests: AsyncIterator[Any], context: Any) -> server_pb2.InstallResponse:
         count = 0
         if self.installing is not None:
+            self.hanging.set()
             await self.installing.wait()
         async for request in requests:
             self.weights[request.slice] = np.frombuffer(request.payload, np.float32).copy()
@@ -173,15 +174,31 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     #: Directory of the snapshot that the values came from, and how often they did.
     restored: str = ""
     generation: int = 0
+    #: What a worker is told when its parameters are ready.
+    notice: str = ""
     ready: bool = True
     #: The state that is given back.
     state: bytes = b""
 
+    #: Whether a worker that was expelled goes on with its push.
+    resumes: bool = False
+
     def __post_init__(self) -> None:
+        #: What workers wanted to go on with.
+        self.resume_pushes: list[Any] = []
         self.news: asyncio.Queue[Any] = asyncio.Queue()
         self.barriers: list[Any] = []
         self.barrier = asyncio.Event()
+        #: Whether an arrival that is withdrawn had opened its barrier before.
+        self.had_opened = False
+        #: Withdrawals are answered once it is set.
+        self.withdrawing: asyncio.Event | None = None
         self.hello = asyncio.Event()
+        #: Sessions are accepted once it is set.
+        self.accepting: asyncio.Event | None = None
+        #: What workers said about their end, and the activities of their heartbeats.
+        self.stops: asyncio.Queue[Any] = asyncio.Queue()
+        self.activities: asyncio.Queue[Any] = asyncio.Queue()
         #: What workers said about snapshots; what they asked for, and what is answered.
         self.reports: asyncio.Queue[Any] = asyncio.Queue()
         self.saves: list[Any] = []
@@ -216,6 +233,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                     ready=self.ready,
                     restore=restore,
                     generation=self.generation,
+                    members=[common_pb2.ParametersMember(worker_id="worker-0", incarnation=self.incarnation)],
                 )
             )
         servers = [
@@ -288,6 +306,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         if hello.incarnation < self.fenced:
             await status.abort(context, errors.FencedError(f"incarnation {hello.incarnation} was silent"))
         self.hello.set()
+        if self.accepting is not None:
+            await self.accepting.wait()
         reading = asyncio.create_task(self._read(requests))
         try:
             yield scheduler_pb2.SessionResponse(map=self.map())
@@ -301,8 +321,13 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def _read(self, requests: AsyncIterator[Any]) -> None:
         async for request in requests:
-            if request.HasField("snapshot"):
-                self.reports.put_nowait(request.snapshot)
+            match request.WhichOneof("event"):
+                case "snapshot":
+                    self.reports.put_nowait(request.snapshot)
+                case "stop":
+                    self.stops.put_nowait(request.stop)
+                case "heartbeat":
+                    self.activities.put_nowait(request.heartbeat.activity)
 
     def command(self, attempt: int, **kind: Any) -> None:
         """A snapshot's command, sent down the session."""
@@ -346,7 +371,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         if request.incarnation < self.fenced:
             await status.abort(context, errors.FencedError(f"incarnation {request.incarnation} was silent"))
         self.ready = True
-        yield response(state=response.STATE_READY, map=self.map(), first_step=self.first_step)
+        self.resume_pushes.append(request.resume)
+        resumed = self.resumes and request.HasField("resume")
+        first_step = request.resume.number if resumed and request.spec.consistency.kind == "bsp" else self.first_step
+        ready = response(state=response.STATE_READY, map=self.map(), first_step=first_step, resumed=resumed)
+        ready.notice = self.notice
+        yield ready
 
     async def GetClusterMap(self, request: Any, context: Any) -> Any:
         return scheduler_pb2.GetClusterMapResponse(map=self.map())
@@ -356,13 +386,21 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def Barrier(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.barriers.append(request)
-        if request.incarnation < self.fenced:
-            await status.abort(context, errors.FencedError(f"incarnation {request.incarnation} was silent"))
+        await self._check(request, context)
+        if request.withdraw:
+            if self.withdrawing is not None:
+                await self.withdrawing.wait()
+            await self._check(request, context)
+            yield scheduler_pb2.BarrierResponse(released=self.had_opened, withdrawn=not self.had_opened)
+            return
         yield scheduler_pb2.BarrierResponse(waiting_for="for nobody in particular")
         await self.barrier.wait()
+        await self._check(request, context)
+        yield scheduler_pb2.BarrierResponse(released=True)
+
+    async def _check(self, request: Any, context: Any) -> None:
         if request.incarnation < self.fenced:
             await status.abort(context, errors.FencedError(f"incarnation {request.incarnation} was silent"))
-        yield scheduler_pb2.BarrierResponse(released=True)
 
     def expel(self, first_step: int = 0) -> None:
         """The worker's life is over for everybody, and its session ends. Its next begins at ``first_step``."""

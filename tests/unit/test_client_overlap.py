@@ -32,7 +32,7 @@ class Setup:
         for server in self.servers:
             await server.start()
         await self.scheduler.start()
-        self.client = psdist.AsyncClient(self.scheduler.address, connect_timeout=5, **settings)
+        self.client = psdist.AsyncClient(self.scheduler.address, connect_timeout=60, **settings)
         await self.client.connect()
         self.handle = await self.client.parameters("p", INIT, psdist.optim.SGD())
         self.handle._exchange.sharing.renew = self._renew
@@ -87,7 +87,8 @@ async def test_a_failed_bucket_is_given_again_and_only_the_rest_is_sent(setup: S
     values = await first | await second
     assert {name: set(value) for name, value in values.items()} == {"a": {1.0}, "b": {1.0}}
     assert setup.handle.step == 1 and setup.handle.statistics().pushes == 1
-    assert sorted(setup.sent(0)) == [(0, 0), (0, 2), (0, 4)]
+    # The refusal may overtake the other server's answer, which is then asked for again.
+    assert set(setup.sent(0)) == {(0, 0), (0, 2), (0, 4)} and setup.sent(0).count((0, 0)) == 1
     assert setup.sent(1).count((0, 3)) == 1 and setup.sent(1).count((0, 1)) == 1
     assert (await setup.handle.push_pull(ONES))["b"].tolist() == [2.0] * 14
 
@@ -140,6 +141,7 @@ async def test_broken_streams_apply_each_slice_once(setup: Setup, answers: int, 
 async def test_two_buckets_break_at_once(setup: Setup) -> None:
     setup.servers[0].breaks = [Break(0, REFUSAL), Break(0, REFUSAL)]
     buckets = [await setup.give("b"), await setup.give("a")]
+    await setup.settle()
     for bucket in buckets:
         with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
             await bucket

@@ -151,3 +151,21 @@ def test_only_the_scheduler_says_that_a_shard_is_lost() -> None:
 def test_unknown_parameters() -> None:
     with pytest.raises(UnknownParametersError, match="'q'"):
         routing.plan(_cluster(), "q")
+
+
+@pytest.mark.parametrize("consistency", [BSP(), ASP()])
+def test_a_session_that_goes_on_counts_the_push_that_was_begun(consistency: BSP | ASP) -> None:
+    before = Session(2, consistency)
+    before.send(3)
+    after = Session(2, consistency, first_step=0, before=before)
+    assert (after.next, after.next_whole, after.send(7)) == (1, 1, 0), "it is below each mark to come"
+    assert not after.before_first_step
+    if isinstance(consistency, BSP):
+        joiner = Session(2, consistency, first_step=5)
+        assert joiner.before_first_step and Session(2, consistency, first_step=5, before=joiner).before_first_step
+    before.partial = True
+    assert Session(2, consistency, before=before).next_whole == 0
+    before.partial, before.given = False, True
+    assert Session(2, consistency, before=before).given
+    nothing = Session(2, consistency, before=Session(2, consistency))
+    assert (nothing.next, nothing.send(7)) == (0, 7)

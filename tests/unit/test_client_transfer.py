@@ -37,7 +37,7 @@ class Setup:
         for server in self.servers:
             await server.start()
         await self.scheduler.start()
-        self.client = psdist.AsyncClient(self.scheduler.address, connect_timeout=5)
+        self.client = psdist.AsyncClient(self.scheduler.address, connect_timeout=60)
         await self.client.connect()
         await self.scheduler.hello.wait()
         return self

@@ -1,0 +1,160 @@
+"""A worker whose interpreter is held, with real processes: it is not gone. Where it is expelled all the same, because
+it was busy for longer than ``--worker-timeout``, its push counts once, or is told as dropped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from launched import Run
+
+#: Rank 1 holds its interpreter twice: between two pushes, as a long call of C code in the script does, and in the
+#: middle of one, as a garbage collection may. It "trains" with gradients that follow from the weights, so
+#: that what is done twice, or without a worker, is in all that comes after it; or "counts" its pushes; or "goes-on"
+#: to count where rank 0 does not end before rank 1 does.
+_SCRIPT = """
+import ctypes, os, pathlib, sys
+import numpy as np
+import psdist
+from psdist.client import jobs
+from psdist.wire import line
+
+rank, mode, what, seconds = int(os.environ["RANK"]), sys.argv[1], sys.argv[2], float(sys.argv[3])
+pushes, between, middle, count = 30, 6, 15, 100_000
+made, sent, held, payload, send = 0, 0, set(), jobs.PushJob._payload, line.Line.send
+
+def hold(where):
+    if rank == 1 and where not in held:
+        held.add(where)
+        print("rank 1 is busy before push", made, flush=True)
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+def hold_in_the_middle():
+    global sent
+    sent = sent + 1 if made == middle else 0
+    if sent == 2:
+        hold(middle)
+
+def payload_or_hold(job, index):
+    hold_in_the_middle()
+    return payload(job, index)
+
+def send_or_hold(connection, message):
+    send(connection, message)
+    hold_in_the_middle()
+
+jobs.PushJob._payload, line.Line.send = payload_or_hold, send_or_hold
+client = psdist.init().client
+optimizer = psdist.optim.Adam(lr=0.1) if what == "trains" else psdist.optim.SGD(lr=1.0)
+weights = client.parameters(
+    "model", {"w": np.zeros(count, np.float32)}, optimizer,
+    {"bsp": psdist.BSP(), "ssp": psdist.SSP(3), "asp": psdist.ASP()}[mode], slice_elements=1 << 13)
+values, enough = weights.pull()["w"], pathlib.Path("enough")
+# Counting, each step adds 1 everywhere, or, where there are none, each push to the elements of its rank.
+mine = np.ones(count, bool) if mode == "bsp" else np.arange(count) % 2 == rank
+
+while not enough.exists() if what == "goes-on" and rank == 0 else made < pushes:
+    if made == between:
+        hold(between)
+    if what == "trains":
+        gradient = values + np.random.default_rng((weights.step, rank)).standard_normal(count, np.float32)
+    else:
+        gradient = np.where(mine, -1.0, 0.0).astype(np.float32)
+    values = weights.push_pull({"w": gradient})["w"]
+    made += 1
+    if what == "goes-on":
+        assert (values == weights.version).all(), (np.unique(values), weights.version)
+if what == "goes-on":
+    enough.touch()
+else:
+    client.barrier("end")
+values, statistics = weights.pull()["w"] if what != "goes-on" else values, weights.statistics()
+if what == "counts":
+    assert (values[mine] == statistics.pushes).all(), (np.unique(values[mine]), statistics)
+print("rank", rank, "life", client.incarnation, "pushes", statistics.pushes, "dropped", statistics.dropped, "resumed",
+      statistics.resumed, statistics.transport, "sum", np.float64(values).sum().hex(), flush=True)
+if what != "goes-on":
+    client.barrier("seen")
+"""
+_RESULT = re.compile(
+    r"rank (?P<rank>\d) life (?P<life>\d+) pushes (?P<pushes>\d+) dropped (?P<dropped>\d+) resumed (?P<resumed>\d+)"
+    r" (?P<transport>\w+) sum (?P<sum>\S+)"
+)
+#: Longer than the default of --failure-timeout, which holds for servers.
+_BUSY_SECONDS = "3"
+_CASES = [
+    ("bsp", "shm"),
+    ("asp", "grpc"),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("bsp", "grpc"), ("asp", "shm"), ("ssp", "shm"))),
+]
+
+
+class Result:
+    """What the workers of a run said at its end."""
+
+    def __init__(self, run: Run) -> None:
+        status, self.text = run.end()
+        assert status == 0, self.text
+        self.of = {int(found["rank"]): found.groupdict() for found in _RESULT.finditer(self.text)}
+        assert self.of.keys() == {0, 1}, self.text
+        assert "Traceback" not in self.text, self.text
+
+    def of_both(self, what: str) -> list[str]:
+        return [self.of[rank][what] for rank in (0, 1)]
+
+    @property
+    def busy(self) -> int:
+        """How often a worker was busy."""
+        return self.text.count("is busy before push")
+
+
+Starts = Callable[..., Result]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Starts]:
+    """Runs the script to its end, with these arguments and flags."""
+    made: list[Run] = []
+
+    def start(*arguments: str, transport: str, flags: tuple[str, ...] = ()) -> Result:
+        made.append(Run(tmp_path, _SCRIPT, *arguments, transport=transport, flags=("--max-restarts", "0", *flags)))
+        return Result(made[-1])
+
+    yield start
+    for run in made:
+        run.stop()
+
+
+@pytest.mark.parametrize(("mode", "transport"), _CASES)
+def test_a_busy_worker_is_not_gone(start: Starts, mode: str, transport: str) -> None:
+    what = "trains" if mode == "bsp" else "counts"
+    result = start(mode, what, _BUSY_SECONDS, transport=transport)
+    assert result.busy == 2, result.text
+    assert result.of_both("life") == ["1", "1"], result.text
+    assert (result.of_both("pushes"), result.of_both("dropped")) == (["30", "30"], ["0", "0"]), result.text
+    assert result.of_both("transport") == [transport] * 2, result.text
+    assert "is lost" not in result.text, result.text
+    if mode == "bsp":
+        undisturbed = start(mode, what, "0", transport=transport)
+        assert result.of_both("sum") == undisturbed.of_both("sum"), result.text
+    else:
+        assert result.of_both("sum") == [float(100_000 * 30).hex()] * 2, result.text
+
+
+@pytest.mark.parametrize(("mode", "transport"), _CASES)
+def test_what_an_expelled_worker_pushes_counts_once_or_is_told(start: Starts, mode: str, transport: str) -> None:
+    """The others go on without it. In BSP they have closed its step by then; else its push goes on."""
+    what = "goes-on" if mode == "bsp" else "counts"
+    result = start(mode, what, _BUSY_SECONDS, transport=transport, flags=("--worker-timeout", "1"))
+    assert result.busy == 2 and int(result.of[1]["life"]) >= 3, result.text
+    told = re.findall(r"(?:step|push) \d+ of 'model' was dropped: .*", result.text)
+    assert len(told) == sum(map(int, result.of_both("dropped"))), result.text
+    assert all("--worker-timeout is 1 s" in text and "no sign of life for up to" in text for text in told), told
+    mine = result.of[1]
+    assert int(mine["pushes"]) + int(mine["dropped"]) == 30, result.text
+    if mode == "bsp":
+        assert int(mine["dropped"]) >= 1, result.text
+    else:
+        assert not told and int(mine["resumed"]) >= 2, result.text

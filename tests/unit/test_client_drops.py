@@ -1,0 +1,85 @@
+"""Dropped pushes: what is told, counted and raised. That a push is dropped is in ``test_client_rejoin``."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from psdist.client.connection import Expulsion
+from psdist.client.drops import IN_A_ROW_MAX, Drops, OnDrop, check_on_drop
+from psdist.errors import InvalidArgumentError, PushDroppedError
+
+SILENT = Expulsion("it was silent for 31 s, longer than --worker-timeout", rolled_back=False)
+BACK = Expulsion("the run went back to snapshot 000000000007-3-0-abc", rolled_back=True)
+TEXT = "step 4 of 'p' was dropped: it was silent"
+
+
+def levels(caplog: pytest.LogCaptureFixture) -> list[int]:
+    """Of what was told."""
+    assert {record.getMessage() for record in caplog.records} <= {TEXT}
+    return [record.levelno for record in caplog.records]
+
+
+def raises(drops: Drops, expulsion: Expulsion = SILENT) -> str:
+    """Drops a push: the error's text, empty if there is none."""
+    try:
+        drops.add(TEXT, expulsion)
+    except PushDroppedError as error:
+        return error.message
+    return ""
+
+
+def test_the_third_in_a_row_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    drops = Drops("warn")
+    texts = [raises(drops) for _ in range(IN_A_ROW_MAX)]
+    assert texts[:-1] == ["", ""] and IN_A_ROW_MAX == 3
+    for words in (TEXT, "So were the 2 before it.", "--worker-timeout", "on_drop='ignore'"):
+        assert words in texts[-1]
+    assert levels(caplog) == [logging.WARNING] * 2
+    # Whoever catches it begins a new row.
+    assert [bool(raises(drops)) for _ in range(4)] == [False, False, True, False]
+    assert drops.count == 7
+
+
+def test_a_push_that_counts_ends_the_row(caplog: pytest.LogCaptureFixture) -> None:
+    drops = Drops("warn")
+    for _ in range(3):
+        assert not raises(drops) and not raises(drops)
+        drops.not_dropped()
+    assert drops.count == 6 and levels(caplog) == [logging.WARNING] * 6
+
+
+def test_raise_raises_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    drops = Drops("raise")
+    for count in (1, 2):
+        text = raises(drops)
+        assert text.startswith(TEXT) and "before it" not in text
+        assert drops.count == count
+    assert levels(caplog) == []
+
+
+def test_ignore_only_counts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "psdist")
+    drops = Drops("ignore")
+    assert [raises(drops) for _ in range(9)] == [""] * 9
+    assert drops.count == 9 and levels(caplog) == [logging.INFO] * 9
+
+
+@pytest.mark.parametrize("on_drop", ["warn", "raise", "ignore"])
+def test_a_run_that_goes_back_is_nobodys_fault(on_drop: OnDrop, caplog: pytest.LogCaptureFixture) -> None:
+    drops = Drops(on_drop)
+    for _ in range(5):
+        assert not raises(drops, BACK)
+    assert drops.count == 5 and levels(caplog) == [logging.WARNING] * 5
+    # Nor does it make a row, or end one.
+    drops = Drops("warn")
+    assert [bool(raises(drops, why)) for why in (SILENT, BACK, SILENT, BACK, SILENT)] == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize("value", ["", "Warn", "error", None, 1, ["warn"]])
+def test_other_values_are_refused(value: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="is unknown: use one of warn, raise, ignore"):
+        check_on_drop(value)
+    for known in ("warn", "raise", "ignore"):
+        check_on_drop(known)
