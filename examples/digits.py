@@ -94,7 +94,7 @@ def updates(world: int, options: argparse.Namespace) -> int:
 
 
 def train(context: psdist.Context, options: argparse.Namespace, train_set: Pair, test_set: Pair) -> Arrays:
-    """Trains through the servers; returns the weights that all workers' pushes led to."""
+    """Trains through the servers; returns the weights after this worker's last step."""
     images, labels = train_set
     weights = context.client.parameters(
         "mlp",
@@ -104,43 +104,43 @@ def train(context: psdist.Context, options: argparse.Namespace, train_set: Pair,
         compression=options.compression,
     )
     values = weights.pull()
-    # A run that was started again goes on where its snapshot was: so many of its steps are in the weights.
-    done = weights.version // (1 if options.consistency == "bsp" else context.world_size)
-    progress = Progress(context, done)
+    # Steps are counted by the servers. A counter of this loop would be wrong where a worker was away for some of them,
+    # and after a run was started again, which goes on where its snapshot was. Asynchronous workers count their own
+    # pushes, from 0 whenever they begin.
+    before = 0 if options.consistency == "bsp" else weights.version // context.world_size - weights.step
     per_epoch = len(batches(0, context.world_size, 0, len(images), options))
-    for epoch in range(done // per_epoch, options.epochs):
-        left = slice(max(0, done - epoch * per_epoch), None)
-        for batch in batches(context.rank, context.world_size, epoch, len(images), options)[left]:
-            loss, grads = gradients(values, images[batch], labels[batch])
-            values = weights.push_pull(grads)
-            progress.step(len(batch))
-        if (epoch + 1) % max(1, options.epochs // 10) == 0:
-            progress.show(loss, accuracy(values, *test_set))
-    context.client.barrier("trained")
-    return weights.pull()
+    progress, shown = Progress(context), max(1, options.epochs // 10) * per_epoch
+    while (step := before + weights.step) < options.epochs * per_epoch:
+        epoch, number = divmod(step, per_epoch)
+        batch = batches(context.rank, context.world_size, epoch, len(images), options)[number]
+        loss, grads = gradients(values, images[batch], labels[batch])
+        values = weights.push_pull(grads)
+        progress.count(len(batch))
+        if (step + 1) % shown == 0:
+            progress.show(step + 1, loss, accuracy(values, *test_set))
+    return values
 
 
 class Progress:
-    """Counts steps and samples on every rank, and prints on rank 0."""
+    """Counts samples on every rank, and prints on rank 0."""
 
-    def __init__(self, context: psdist.Context, done: int) -> None:
+    def __init__(self, context: psdist.Context) -> None:
         self.rank, self.world = context.rank, context.world_size
-        self.first, self.steps, self.samples = done + 1, done, 0
+        self.samples = 0
         self.begin = time.perf_counter()
 
-    def step(self, samples: int) -> None:
+    def count(self, samples: int) -> None:
         """One more step, of so many samples on each rank."""
-        self.steps += 1
-        self.samples += samples * self.world
-        if self.steps == self.first and self.rank == 0:
+        if self.samples == 0 and self.rank == 0:
             print(f"first step {time.time() - psutil.Process().create_time():.1f} s after the start", flush=True)
+        self.samples += samples * self.world
 
-    def show(self, loss: float, accuracy: float) -> None:
+    def show(self, step: int, loss: float, accuracy: float) -> None:
         """The progress line."""
         rate = self.samples / (time.perf_counter() - self.begin)
         if self.rank == 0:
             print(
-                f"step {self.steps:5d}  loss {loss:6.4f}  test accuracy {accuracy:6.1%}  {rate:9,.0f} samples/s",
+                f"step {step:5d}  loss {loss:6.4f}  test accuracy {accuracy:6.1%}  {rate:9,.0f} samples/s",
                 flush=True,
             )
 

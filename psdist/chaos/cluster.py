@@ -25,7 +25,7 @@ import grpc.aio
 from psdist.chaos.faults import Network
 from psdist.chaos.proxy import FaultProxy
 from psdist.chaos.workload import WorkloadSettings
-from psdist.config import read_address
+from psdist.config import WORKER_TIMEOUT_SECONDS, read_address
 from psdist.errors import InternalError, SchedulerUnreachableError
 from psdist.launch.plan import SchedulerLink, ServicesPlan
 from psdist.launch.process import Guard
@@ -42,7 +42,8 @@ _SETTINGS_FILE: Final = "workload.json"
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """What a chaos run consists of. ``lease_seconds`` is the scheduler's ``--failure-timeout``.
+    """What a chaos run consists of. lease_seconds, worker_lease_seconds: the scheduler's ``--failure-timeout`` and
+    ``--worker-timeout``.
 
     reach: how servers are reached: "direct"; "proxy", through a proxy of each; "namespace", in a network namespace of
     each.
@@ -52,6 +53,7 @@ class ClusterSettings:
     workers: int = 2
     replicas: int = 2
     lease_seconds: float = 2.0
+    worker_lease_seconds: float = WORKER_TIMEOUT_SECONDS
     reach: str = "direct"
 
 
@@ -157,6 +159,7 @@ class ChaosCluster:
             workers=self.settings.workers,
             lifeline=self._lifeline,
             failure_timeout_seconds=self.settings.lease_seconds,
+            worker_timeout_seconds=self.settings.worker_lease_seconds,
             start_timeout_seconds=_START_SECONDS,
             kernel_threads=max(1, (os.cpu_count() or 1) // self.settings.servers),
             log_level="info",

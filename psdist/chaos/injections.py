@@ -8,6 +8,8 @@ What was promised and did not happen raises, or is a sentence in the report.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -27,11 +29,17 @@ _REAP_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """A kind of fault. ``reach`` is how its servers have to be reached, see ``ClusterSettings``."""
+    """A kind of fault.
+
+    reach: how its servers have to be reached, see ``ClusterSettings``.
+    expels: whether workers are taken for dead by it: pushes may be dropped then, and the weights are not those of an
+        undisturbed run.
+    """
 
     what: str
     inject: Callable[[ChaosRun], Awaitable[float]]
     reach: str = "direct"
+    expels: bool = False
     ends_the_run: bool = False
 
 
@@ -124,6 +132,22 @@ async def _worker_freeze(run: ChaosRun) -> float:
     return time.monotonic()
 
 
+# --- busy -------------------------------------------------------------------------------------------------------------
+
+
+async def _worker_busy(run: ChaosRun) -> float:
+    """Each worker holds its interpreter once, at a moment of its own: some of them at the same time."""
+    run.injected("worker-busy", "all workers", time.monotonic())
+    pauses = sorted((run.settings.down_seconds * run.rng.random(), rank) for rank in range(run.settings.workers))
+    begin = time.monotonic()
+    for pause, rank in pauses:
+        await asyncio.sleep(max(0.0, begin + pause - time.monotonic()))
+        os.kill(run.cluster.processes[f"worker-{rank}"].pid, signal.SIGUSR1)
+    await asyncio.sleep(run.settings.down_seconds)
+    await run.recovered(since=time.monotonic())
+    return time.monotonic()
+
+
 # --- cut off ----------------------------------------------------------------------------------------------------------
 
 
@@ -213,8 +237,9 @@ FAULTS: Final[dict[str, Injection]] = {
     "server-kill": Injection("SIGKILL of a server, which is started again", _server_kill),
     "server-lost": Injection("SIGKILL of a server that holds the only copy", _server_lost, ends_the_run=True),
     "server-freeze": Injection("SIGSTOP of a server until it is replaced, then SIGCONT", _server_freeze),
-    "worker-kill": Injection("SIGKILL of a worker, which is started again", _worker_kill),
-    "worker-freeze": Injection("SIGSTOP of a worker until it is fenced, then SIGCONT", _worker_freeze),
+    "worker-kill": Injection("SIGKILL of a worker, which is started again", _worker_kill, expels=True),
+    "worker-freeze": Injection("SIGSTOP of a worker until it is fenced, then SIGCONT", _worker_freeze, expels=True),
+    "worker-busy": Injection("every worker holds its interpreter, so that no other thread of it runs", _worker_busy),
     "scheduler-kill": Injection("SIGKILL of the scheduler, which comes back later", _scheduler_kill),
     "partition": _cut("a server's network namespace is cut off", "both"),
     "partition-in": _cut("nothing reaches a server, which still reaches others", "in"),

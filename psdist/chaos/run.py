@@ -26,7 +26,7 @@ from psdist.chaos.oracle import Push, Verdict
 from psdist.chaos.report import Injected, Report
 from psdist.chaos.workload import EventReader, Mode, WorkloadSettings
 from psdist.cli.exit_codes import INFRASTRUCTURE
-from psdist.config import Transport
+from psdist.config import WORKER_TIMEOUT_SECONDS, Transport
 from psdist.errors import InternalError, PsdistError
 from psdist.v1 import scheduler_pb2
 
@@ -47,7 +47,8 @@ _SLOTS_MAX: Final = 1 << 18
 class ChaosSettings:
     """What to do. fault: a key of ``injections.FAULTS``; kills: how often.
 
-    down_seconds: how long a scheduler stays down, and how long what is frozen or cut off stays so at least.
+    down_seconds: how long a scheduler stays down, how long what is frozen or cut off stays so at least, and how long a
+        worker is busy.
     compare: also make an undisturbed run of as many steps, and compare the bytes.
     """
 
@@ -68,12 +69,19 @@ class ChaosSettings:
     @property
     def compares(self) -> bool:
         """BSP is exact as long as the same workers take part in every step."""
-        return self.compare and self.mode == "bsp" and not self.fault.startswith("worker")
+        return self.compare and self.mode == "bsp" and not self.expels
+
+    @property
+    def expels(self) -> bool:
+        """See ``Injection``."""
+        from psdist.chaos.injections import FAULTS
+
+        return FAULTS[self.fault].expels
 
     @property
     def slots(self) -> int:
         """Places of a slice. In BSP with workers that come and go each step needs its own."""
-        if self.mode != "bsp" or not self.fault.startswith("worker"):
+        if self.mode != "bsp" or not self.expels:
             return 4096
         steps = (self.kills + 3) * (self.down_seconds + 10.0) / self.pace_seconds
         return int(min(_SLOTS_MAX, 1 << int(steps * self.workers).bit_length()))
@@ -99,7 +107,12 @@ class ChaosRun:
 
         settings = self.settings
         return ClusterSettings(
-            settings.servers, settings.workers, settings.replicas, settings.lease_seconds, FAULTS[settings.fault].reach
+            settings.servers,
+            settings.workers,
+            settings.replicas,
+            settings.lease_seconds,
+            settings.lease_seconds if settings.fault == "worker-freeze" else WORKER_TIMEOUT_SECONDS,
+            FAULTS[settings.fault].reach,
         )
 
     def _workload_settings(self, cluster: ChaosCluster) -> WorkloadSettings:
@@ -112,6 +125,7 @@ class ChaosRun:
             slots=self.settings.slots,
             dense=200_000 if self.settings.compares else 0,
             pace_seconds=self.settings.pace_seconds,
+            busy_seconds=self.settings.down_seconds,
             transport=self.settings.transport if cluster.settings.reach == "direct" else "grpc",
         )
 
@@ -166,7 +180,9 @@ class ChaosRun:
             status = await self.cluster.ended(f"worker-{rank}", _END_SECONDS)
             if status != 0:
                 raise InternalError(f"worker-{rank} ended with {status}: {self.readers[rank].errors}")
-        self.report.verdict = self._judge()
+        self.report.verdict = verdict = self._judge()
+        if verdict.dropped and not self.settings.expels:
+            self.report.problems.append(f"{verdict.dropped} pushes were dropped")
 
     def _judge(self) -> Verdict:
         settings, pushes = self.settings, {rank: reader.pushes for rank, reader in enumerate(self.read())}

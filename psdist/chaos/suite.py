@@ -114,6 +114,11 @@ CASES: Final[tuple[Case, ...]] = (
         10, fault="worker-freeze", mode="bsp", pace_seconds=0.01, lease_seconds=2.0,
     ),
     _case(
+        "workers busy, BSP", "0 dropped; byte-identical", _good, 10,
+        fault="worker-busy", mode="bsp", workers=4, down_seconds=5.0,
+    ),
+    _case("workers busy, ASP", "0 dropped", _good, 10, fault="worker-busy", mode="asp", workers=4, down_seconds=5.0),
+    _case(
         "scheduler killed, 30 s down", "no step fails; the epoch goes on", _pauses(1.0), 1,
         fault="scheduler-kill", mode="bsp", down_seconds=30.0,
     ),

@@ -10,8 +10,10 @@ text of the error that ended it. SECONDS are those of the machine's monotonic cl
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -45,9 +47,9 @@ class WorkloadSettings:
 
     slices, slots: the counting parameters have so many slices of so many places.
     dense: elements of a second set of parameters, updated by Adam with clipping, whose bytes tell any change of order
-    or
-        value; 0 leaves it out.
+        or value; 0 leaves it out.
     pace_seconds: a push begins at the earliest so long after the one before.
+    busy_seconds: so long SIGUSR1 has a worker hold its interpreter.
     """
 
     directory: str
@@ -58,6 +60,7 @@ class WorkloadSettings:
     slots: int = 4096
     dense: int = 0
     pace_seconds: float = 0.0
+    busy_seconds: float = 0.0
     transport: Transport = "auto"
 
     def save(self, path: Path) -> None:
@@ -161,6 +164,7 @@ def main(argv: list[str]) -> int:
     """Runs the worker to its end; the exit status."""
     settings, rank = WorkloadSettings.load(Path(argv[0])), int(argv[1])
     log = EventLog(settings.log(rank))
+    signal.signal(signal.SIGUSR1, lambda *_: _hold_interpreter(settings.busy_seconds))
     from psdist.client.sync_client import Client
 
     try:
@@ -248,6 +252,11 @@ class _Worker:
 
     def _save(self, what: str, parameters: Parameters) -> None:
         self._settings.final(self._rank, what).write_bytes(parameters.pull()[what].tobytes())
+
+
+def _hold_interpreter(seconds: float) -> None:
+    """Lets no other thread of this process run Python, as a long call of C code does that keeps the interpreter."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
 def _consistency(mode: Mode) -> Consistency:

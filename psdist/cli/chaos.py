@@ -41,9 +41,10 @@ def command_line() -> CommandLine:
             Flag("--nservers", "servers", integer(1, 64), 3, "N"),
             Flag("--nproc", "workers", integer(1, 64), 2, "N"),
             Flag("--replicas", "copies of each shard", integer(1, 3), 2, "R"),
-            Flag("--failure-timeout", "silence after which a member is dead", seconds(0.05), 2.0, "SECONDS"),
-            Flag("--down", "how long a scheduler stays down, and most that others stay frozen or cut off", seconds(),
-                 4.0, "SECONDS"),
+            Flag("--failure-timeout", "silence after which a server, or a frozen worker, is dead", seconds(0.05), 2.0,
+                 "SECONDS"),
+            Flag("--down", "how long a scheduler stays down and workers are busy, and most that others are frozen or "
+                 "cut off", seconds(), 4.0, "SECONDS"),
             Flag("--pace", "least time from one push to the next", seconds(), 0.002, "SECONDS"),
             Flag("--transport", "auto, grpc or shm", one_of(*get_args(Transport)), "auto", "NAME"),
             Flag("--seed", "of targets and moments", integer(0), 0, "N"),

@@ -14,7 +14,7 @@ FAILURE: Final = 1
 USAGE: Final = 2
 #: A script ended without having connected, while others wait for it.
 NEVER_CONNECTED: Final = 65
-#: No scheduler answers, an address cannot be bound, or the storage of the snapshots cannot be read.
+#: No scheduler answers, an address cannot be bound, or the storage of the snapshots cannot be read or written.
 UNAVAILABLE: Final = 69
 #: What a dead server held is lost, or servers or the scheduler die again and again.
 INFRASTRUCTURE: Final = 70
@@ -28,7 +28,7 @@ MEANINGS: Final[dict[int, str]] = {
     FAILURE: "failed, without a status of its own",
     USAGE: "the command line is wrong; nothing was started",
     NEVER_CONNECTED: "a script ended without having connected, while others wait for it",
-    UNAVAILABLE: "no scheduler answers, an address cannot be bound, or the storage of the snapshots cannot be read",
+    UNAVAILABLE: "no scheduler answers, an address cannot be bound, or the storage cannot be read or written",
     INFRASTRUCTURE: "what a dead server held is lost, or servers or the scheduler die again and again",
     UNSAVED: "the scripts ended well, but the snapshot at the end failed",
     130: "interrupted (Ctrl-C)",

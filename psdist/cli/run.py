@@ -11,18 +11,20 @@ from pathlib import Path
 
 from psdist.cli.exit_codes import USAGE
 from psdist.cli.flags import CommandLine, Flag, fail, integer, one_of, seconds, text, torchrun
-from psdist.config import START_TIMEOUT_SECONDS, check_run_id, save_policy, storage_flags
+from psdist.config import START_TIMEOUT_SECONDS, check_run_id, save_policy, storage_flags, timeout_flags
 from psdist.errors import ConfigurationError, InvalidArgumentError
 from psdist.launch.local import SIGNALS, LocalOptions, run_local
 from psdist.launch.output import Routing, parse_ranks, parse_streams
+from psdist.launch.supervisor import STOP_TIMEOUT_SECONDS
 
 SCRIPT_USAGE = "script.py [script arguments]"
 
 EPILOG = (
     "Flags come before the script; what follows it is the script's. --some-flag can also be set by PSDIST_SOME_FLAG. "
-    "Exit status: the script's; 128+n for signal n; 2 wrong use; 65 a script never connected; 69 no scheduler; "
-    "70 what a dead server held is lost; 74 the scripts ended well, but the snapshot at the end failed (only where "
-    "--storage-path is given). The same command with the same --run-id goes on from the newest snapshot."
+    "Exit status: the script's; 128+n for signal n; 2 wrong use; 65 a script never connected; 69 no scheduler, or "
+    "a storage that cannot be read or written; 70 what a dead server held is lost; 74 the scripts ended well, but the "
+    "snapshot at the end failed (only where --storage-path is given). The same command with the same --run-id goes on "
+    "from the newest snapshot."
 )
 
 
@@ -58,6 +60,8 @@ def script_flags() -> tuple[Flag, ...]:
              variables=torchrun("max-restarts")),
         Flag("--monitor-interval", "time between two looks at the workers", seconds(0.001), 0.1, "SECONDS",
              variables=torchrun("monitor-interval")),
+        Flag("--stop-timeout", "longest wait for workers that were asked to end", seconds(), STOP_TIMEOUT_SECONDS,
+             "SECONDS"),
         Flag("--start-timeout", "longest wait for the scheduler", seconds(), START_TIMEOUT_SECONDS, "SECONDS"),
         Flag("--role", "name of the workers in the prefix of their lines", text, "worker", "NAME",
              variables=torchrun("role")),
@@ -85,7 +89,7 @@ def local_flags() -> tuple[Flag, ...]:
         Flag("--replicas", "copies of each shard, on different servers: with 2 nothing is lost when a server dies",
              integer(1, 2), 1, "N"),
         Flag("--run-id", "name of the run", check_run_id, "", "NAME"),
-        Flag("--failure-timeout", "silence after which a process is dead", seconds(0.05), 2.0, "SECONDS"),
+        *timeout_flags(),
         Flag("--kernel-threads", "threads of each server (default: cores / servers)", integer(1, 1024), None, "N"),
         Flag("--log-level", "least level shown of servers and scheduler",
              one_of("debug", "info", "warning", "error"), "warning", "LEVEL"),
@@ -135,9 +139,11 @@ def local_options(given: Namespace) -> LocalOptions:
         run_id=given.run_id,
         routing=routing_of(given),
         failure_timeout_seconds=given.failure_timeout,
+        worker_timeout_seconds=given.worker_timeout,
         kernel_threads=given.kernel_threads,
         start_timeout_seconds=given.start_timeout,
         interval_seconds=given.monitor_interval,
+        stop_timeout_seconds=given.stop_timeout,
         module=given.module,
         no_python=given.no_python,
         role=given.role,

@@ -56,6 +56,7 @@ def described(found: Found) -> dict[str, Any]:
                 "consistency": type(state.spec.consistency).__name__.lower(),
                 "optimizer": state.spec.optimizer.kind,
                 "state_arrays": list(state.state_names),
+                "state_since": state.state_since,
                 "slices": state.slicing.count,
                 "reference_workers": state.reference_workers,
                 "tensors": [

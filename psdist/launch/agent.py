@@ -30,6 +30,7 @@ from psdist.launch.rendezvous import Place, Request
 from psdist.launch.runfile import DIRECTORY_PREFIX
 from psdist.launch.runner import Crew, Runner
 from psdist.launch.script import check_script
+from psdist.launch.supervisor import STOP_TIMEOUT_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class AgentOptions:
     routing: Routing = field(default_factory=Routing)
     start_timeout_seconds: float = START_TIMEOUT_SECONDS
     interval_seconds: float = 0.1
+    stop_timeout_seconds: float = STOP_TIMEOUT_SECONDS
     module: bool = False
     no_python: bool = False
     role: str = "worker"
@@ -148,6 +150,7 @@ async def _supervise(options: AgentOptions, environ: Mapping[str, str], workers:
             ranks=workers.ranks,
             spec=lambda key, attempt: workers.spec(key.number, attempt, environ),
             connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
+            stop_timeout_seconds=options.stop_timeout_seconds,
         ),
         output,
         restarts_max=options.restarts_max,

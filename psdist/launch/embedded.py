@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from psdist.config import START_TIMEOUT_SECONDS, await_address, check_run_id, storage_text
+from psdist.config import START_TIMEOUT_SECONDS, WORKER_TIMEOUT_SECONDS, await_address, check_run_id, storage_text
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
 from psdist.launch.plan import SchedulerLink, ServicesPlan, SnapshotPlan
 from psdist.launch.process import ProcessSpec
 from psdist.launch.runfile import DIRECTORY_PREFIX
-from psdist.snapshots.policy import SavePolicy
+from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 
 _STOP_SECONDS: Final = 5.0
 
@@ -32,8 +32,8 @@ class EmbeddedCluster:
 
     replicas: copies of each shard, on different servers; with 2 nothing is lost when one server dies.
 
-    failure_timeout: the lease in seconds. Longer than elsewhere: a script that computes on its event loop cannot send
-        heartbeats meanwhile, and its death is seen at once all the same, because its connections break.
+    failure_timeout, worker_timeout: seconds of silence after which a server, and a worker, is taken for lost. The death
+        of a process is seen at once, because its connections break.
 
     storage: directory or URL for snapshots; None for none. What is there, a run of the same ``run_id`` goes on from.
         ``policy`` says when they are taken, except that none is taken by ``close``; ``fresh`` refuses older ones.
@@ -53,20 +53,21 @@ class EmbeddedCluster:
         policy: SavePolicy | None = None,
         fresh: bool = False,
         run_id: str | None = None,
+        worker_timeout: float = WORKER_TIMEOUT_SECONDS,
     ) -> None:
         if not 1 <= replicas <= servers:
             raise ConfigurationError(
                 f"servers={servers}, replicas={replicas} are out of range: use 1 or more, and as many servers"
             )
         environ = dict(os.environ if environ is None else environ)
-        self._failure_timeout = failure_timeout
+        self._failure_timeout, self._worker_timeout = failure_timeout, worker_timeout
         self._replicas = replicas
         self.token = secrets.token_urlsafe(32)
         self.run_id = f"local-{secrets.token_hex(4)}" if run_id is None else check_run_id(run_id)
         self._snapshots: SnapshotPlan | None = None
         if storage is not None and (place := storage_text(os.fspath(storage))):
             # By its end the servers are gone.
-            self._snapshots = SnapshotPlan(place, replace(policy or SavePolicy(), at_end=False), fresh)
+            self._snapshots = SnapshotPlan(place, replace(policy or DEFAULT_POLICY, at_end=False), fresh)
         self._directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
         lifeline, self._lifeline_end = os.pipe()
         self._children: list[subprocess.Popen[bytes]] = []
@@ -87,6 +88,7 @@ class EmbeddedCluster:
             workers=1,
             lifeline=lifeline,
             failure_timeout_seconds=self._failure_timeout,
+            worker_timeout_seconds=self._worker_timeout,
             start_timeout_seconds=START_TIMEOUT_SECONDS,
             kernel_threads=max(1, (os.cpu_count() or 1) // servers),
             log_level="error",  # the end of a server is a warning, but here it is the plan

@@ -21,7 +21,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from psdist.config import START_TIMEOUT_SECONDS, find_token, parse_address, read_address
+from psdist.config import (
+    FAILURE_TIMEOUT_SECONDS,
+    START_TIMEOUT_SECONDS,
+    WORKER_TIMEOUT_SECONDS,
+    find_token,
+    parse_address,
+    read_address,
+)
 from psdist.errors import ConfigurationError
 from psdist.launch.output import STDOUT, Output, Routing
 from psdist.launch.plan import (
@@ -37,9 +44,9 @@ from psdist.launch.process import Child, ProcessSpec
 from psdist.launch.runfile import DIRECTORY_PREFIX, RunNote, RunRegistry, notes_directory
 from psdist.launch.runner import Crew, Runner
 from psdist.launch.script import check_script
-from psdist.launch.supervisor import INFRASTRUCTURE_STATUS, Event, Failed, ProcessKey, Scaled
+from psdist.launch.supervisor import INFRASTRUCTURE_STATUS, STOP_TIMEOUT_SECONDS, Event, Failed, ProcessKey, Scaled
 from psdist.launch.watch import Wish
-from psdist.snapshots.policy import SavePolicy
+from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 from psdist.wire import handover
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -56,7 +63,8 @@ class LocalOptions:
     """What ``psdist run`` was told. ``script`` is the script or module or program, then its arguments.
 
     storage: an absolute path or a URL for snapshots; empty for none, None for a directory of the run in
-        ``STORAGE_DIRECTORY``. policy: when they are taken. fresh: there must be none yet.
+        ``STORAGE_DIRECTORY``, or for none where that cannot be written. policy: when they are taken. fresh: there must
+        be none yet.
     """
 
     script: tuple[str, ...]
@@ -66,23 +74,25 @@ class LocalOptions:
     restarts_max: int = 3
     run_id: str = ""
     routing: Routing = field(default_factory=Routing)
-    failure_timeout_seconds: float = 2.0
+    failure_timeout_seconds: float = FAILURE_TIMEOUT_SECONDS
+    worker_timeout_seconds: float = WORKER_TIMEOUT_SECONDS
     kernel_threads: int | None = None
     start_timeout_seconds: float = START_TIMEOUT_SECONDS
     interval_seconds: float = 0.1
+    stop_timeout_seconds: float = STOP_TIMEOUT_SECONDS
     module: bool = False
     no_python: bool = False
     role: str = "worker"
     signals: tuple[int, ...] = SIGNALS
     log_level: str = "warning"
     storage: str | None = ""
-    policy: SavePolicy = field(default_factory=SavePolicy)
+    policy: SavePolicy = DEFAULT_POLICY
     fresh: bool = False
 
     def snapshots(self, run_id: str) -> SnapshotPlan | None:
         """Where and when snapshots are taken; None where they are not."""
         storage = str(Path(STORAGE_DIRECTORY, run_id).absolute()) if self.storage is None else self.storage
-        return SnapshotPlan(storage, self.policy, self.fresh) if storage else None
+        return SnapshotPlan(storage, self.policy, self.fresh, self.storage is None) if storage else None
 
 
 def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -> int:
@@ -167,6 +177,7 @@ async def _run(
         workers=options.processes,
         lifeline=lifeline,
         failure_timeout_seconds=options.failure_timeout_seconds,
+        worker_timeout_seconds=options.worker_timeout_seconds,
         start_timeout_seconds=options.start_timeout_seconds,
         kernel_threads=options.kernel_threads or default_kernel_threads(options.servers),
         log_level=options.log_level,
@@ -215,6 +226,7 @@ async def _supervise(
             # Who did not ask for snapshots is only told.
             unsaved_status=UNSAVED_STATUS if options.storage else 0,
             lifeline=services.lifeline,
+            stop_timeout_seconds=options.stop_timeout_seconds,
         ),
         output,
         restarts_max=options.restarts_max,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from psdist.config import DRAIN_TIMEOUT_SECONDS
+from psdist.config import DRAIN_TIMEOUT_SECONDS, WORKER_TIMEOUT_SECONDS
 from psdist.launch.process import ProcessSpec
 from psdist.launch.supervisor import ProcessKey
-from psdist.snapshots.policy import SavePolicy
+from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 
 #: Variables that tell a process its place in a run; none is handed down from outside.
 _OWNED: Final = (
@@ -29,6 +29,7 @@ _OWNED: Final = (
     "PSDIST_INSECURE",
     "PSDIST_SERVER_ID",
     "PSDIST_STORAGE_PATH",
+    "PSDIST_STORAGE_OPTIONAL",
     "PSDIST_SAVE_INTERVAL",
     "PSDIST_KEEP_LAST",
     "PSDIST_KEEP_EVERY",
@@ -126,12 +127,13 @@ class WorkersPlan:
 class SnapshotPlan:
     """Where a run's snapshots lie, an absolute path or a URL, and when they are taken.
 
-    fresh: the run begins anew, and there must be none yet.
+    fresh: the run begins anew, and there must be none yet. optional: where they cannot be written the run goes without.
     """
 
     storage: str
-    policy: SavePolicy = field(default_factory=SavePolicy)
+    policy: SavePolicy = DEFAULT_POLICY
     fresh: bool = False
+    optional: bool = False
 
     def flags(self) -> tuple[str, ...]:
         """As the scheduler's command line has it."""
@@ -141,6 +143,7 @@ class SnapshotPlan:
             *("--keep-last", str(policy.keep_last), "--keep-every", str(policy.keep_every)),
             *(() if policy.at_end else ("--no-save-at-end",)),
             *(("--fresh",) if self.fresh else ()),
+            *(("--storage-optional",) if self.optional else ()),
         )
 
 
@@ -161,6 +164,7 @@ class ServicesPlan:
     #: Longest wait of a server that is told to end for others to take its shards.
     drain_timeout_seconds: float = DRAIN_TIMEOUT_SECONDS
     snapshots: SnapshotPlan | None = None
+    worker_timeout_seconds: float = WORKER_TIMEOUT_SECONDS
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
         """The scheduler, which leaves its address in the link's file. Started again it needs the port that it had."""
@@ -169,7 +173,8 @@ class ServicesPlan:
             *("--host", "127.0.0.1", "--port", str(port), "--run-id", self.link.run_id),
             *("--min-workers", str(self.workers), "--min-servers", str(self.servers)),
             *("--replicas", str(self.replicas)),
-            *("--failure-timeout", f"{self.failure_timeout_seconds:g}", "--join-grace", "0"),
+            *("--failure-timeout", f"{self.failure_timeout_seconds:g}"),
+            *("--worker-timeout", f"{self.worker_timeout_seconds:g}", "--join-grace", "0"),
             *("--store", str(self.directory / "scheduler.sqlite"), "--address-file", str(self.link.file)),
             *(self.snapshots.flags() if self.snapshots is not None else ()),
             *self._shared(),

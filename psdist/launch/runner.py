@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from psdist.launch.output import Output
 from psdist.launch.process import Child, Guard, ProcessSpec
 from psdist.launch.supervisor import (
+    STOP_TIMEOUT_SECONDS,
     Connected,
     Event,
     Exited,
@@ -35,7 +36,7 @@ class Crew:
     """The processes of a run.
 
     spec: the command of a process's attempt. connected: whether a rank's attempt has registered. durable, saves,
-    unsaved_status: see ``Supervisor``.
+    unsaved_status, stop_timeout_seconds: see ``Supervisor``.
     """
 
     ranks: range
@@ -47,6 +48,7 @@ class Crew:
     saves: bool = False
     unsaved_status: int = 0
     lifeline: int | None = None
+    stop_timeout_seconds: float = STOP_TIMEOUT_SECONDS
 
     @property
     def keys(self) -> list[ProcessKey]:
@@ -90,6 +92,7 @@ class Runner:
             crew.servers,
             crew.schedulers,
             self._restarts_max,
+            stop_timeout_seconds=crew.stop_timeout_seconds,
             durable=crew.durable,
             saves=crew.saves,
             unsaved_status=crew.unsaved_status,

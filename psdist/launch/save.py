@@ -93,6 +93,7 @@ async def _save(address: str, run_id: str, token: str, reason: str) -> int:
 
     import grpc
 
+    from psdist.errors import NoStorageError
     from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
     from psdist.wire import auth, limits, status
     from psdist.wire.channels import open_channel
@@ -109,7 +110,10 @@ async def _save(address: str, run_id: str, token: str, reason: str) -> int:
                 progress.moved = lambda: limit.reschedule(asyncio.get_running_loop().time() + _STILL_SECONDS)
                 answer = await request(stub, metadata, run_id, reason, progress)
         except grpc.aio.AioRpcError as error:
-            _say(f"no snapshot was taken: {status.from_call(error, 'scheduler').message}")
+            problem = status.from_call(error, "scheduler")
+            if isinstance(problem, NoStorageError):  # That was told when the run began.
+                return 0
+            _say(f"no snapshot was taken: {problem.message}")
             return 1
         except TimeoutError:
             _say(f"no snapshot was taken: no progress for {_STILL_SECONDS:g} s: {progress.last}")

@@ -15,7 +15,8 @@ process has its turn, where there is a storage: the ``snapshot``, which saves wh
   server that was stopped is not given again.
 * When all workers ended well, the servers and then the scheduler are stopped, and the run ends well.
 
-Stopping is SIGTERM, then SIGKILL after ``grace_seconds``, group by group; a second signal from the user kills at once.
+Stopping is SIGTERM, then SIGKILL after ``grace_seconds``, group by group; a second signal from the user kills at once,
+a first one that comes when the run is ending anyway changes nothing.
 The snapshot has all the time that it needs. It is left out where nobody ever connected, where the scheduler is gone,
 and where servers or the scheduler are the cause. Nothing that happens while stopping changes the cause, except that a
 run that ends well ends with ``unsaved_status`` where its snapshot fails.
@@ -30,6 +31,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 GRACE_SECONDS: Final = 5.0
+#: Workers end in agreement, after the pushes that are under way: they are given longer.
+STOP_TIMEOUT_SECONDS: Final = 30.0
 NEVER_CONNECTED_STATUS: Final = 65
 INFRASTRUCTURE_STATUS: Final = 70
 #: A server or scheduler that ends so many times in a row, each within QUICK_SECONDS of its start, is given up.
@@ -160,6 +163,7 @@ class _Process:
 class Supervisor:
     """The state of one run. All of ``workers``, ``servers`` and ``schedulers`` are taken as started at ``now``.
 
+    grace_seconds, stop_timeout_seconds: what servers and scheduler, and what workers, are given to end.
     durable: whether what a server holds outlives it, so that the run goes on without it.
     saves: whether a snapshot is taken at the end.
     unsaved_status: what a run ends with that ended well, but for that snapshot.
@@ -170,6 +174,7 @@ class Supervisor:
     schedulers: int = 0
     restarts_max: int = 3
     grace_seconds: float = GRACE_SECONDS
+    stop_timeout_seconds: float = STOP_TIMEOUT_SECONDS
     durable: bool = False
     saves: bool = False
     unsaved_status: int = 0
@@ -179,8 +184,12 @@ class Supervisor:
     _retired: dict[ProcessKey, float] = field(default_factory=dict, init=False)
     _deserters: list[ProcessKey] = field(default_factory=list, init=False)
     _ever_connected: bool = field(default=False, init=False)
+    _interrupted_before: bool = field(default=False, init=False)
     _stage: int | None = field(default=None, init=False)
     _deadline: float = field(default=math.inf, init=False)
+    _patience: float = field(default=0.0, init=False)
+    #: When the user is told who is waited for.
+    _told_at: float = field(default=math.inf, init=False)
     _end: Finish = field(default=Finish(0), init=False)
 
     def __post_init__(self) -> None:
@@ -284,10 +293,13 @@ class Supervisor:
         return [] if self.stopping else self._check_deserters(now)
 
     def _interrupted(self, event: Interrupted, now: float) -> list[Effect]:
-        if self.stopping:
+        if self._interrupted_before:
             self.saves = False
             return [Kill(key, signal.SIGKILL) for key in self._alive]
+        self._interrupted_before = True
         name = signal.Signals(event.signum).name
+        if self.stopping:
+            return [Say(f"{name}: the run is ending already; once more kills its processes")]
         said = Say(f"{name}: stopping all processes; once more kills them")
         return [said, *self._stop(Finish(_SIGNAL_BASE + event.signum), now)]
 
@@ -333,7 +345,8 @@ class Supervisor:
                 effects += self._save(now)
                 continue
             effects += [Kill(key, signal.SIGTERM) for key in self._members(self._stage)]
-            self._deadline = now + self.grace_seconds
+            self._patience = self.stop_timeout_seconds if _ORDER[self._stage] == "worker" else self.grace_seconds
+            self._deadline, self._told_at = now + self._patience, now + self.grace_seconds
         return effects
 
     def _save(self, now: float) -> list[Effect]:
@@ -357,11 +370,15 @@ class Supervisor:
     def _tick(self, now: float) -> list[Effect]:
         if self._stage is None:
             return self._tick_retired(now)
-        if now < self._deadline:
-            return []
-        self._deadline = math.inf
         late = self._members(self._stage)
-        said = Say(f"{_enumerate(late)} did not end within {self.grace_seconds:g} s of SIGTERM: killed")
+        if now < self._deadline:
+            if now < self._told_at:
+                return []
+            self._told_at = math.inf
+            left = max(0.0, self._deadline - now)
+            return [Say(f"waiting for {_enumerate(late)} to end; killed in {left:.0f} s")] if left < math.inf else []
+        self._deadline = self._told_at = math.inf
+        said = Say(f"{_enumerate(late)} did not end within {self._patience:g} s of SIGTERM: killed")
         return [said, *(Kill(key, signal.SIGKILL) for key in late)]
 
     def _tick_retired(self, now: float) -> list[Effect]:

@@ -18,6 +18,7 @@ KEEP_MAX: Final = 1_000_000
 _INTERVAL = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]*)")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _STEPS: Final = ("", "step", "steps")
+_UNITS: Final = ((3600, "h"), (60, "min"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,17 @@ class SavePolicy:
         return f"{self.seconds:.10g}s" if self.seconds else ""
 
     @property
+    def every(self) -> str:
+        """The interval for people: ``every 100 steps``, ``every 10 min``; empty where there is none."""
+        if self.steps:
+            return f"every {_counted(self.steps, 'step')}"
+        size, unit = next(((size, unit) for size, unit in _UNITS if self.seconds % size == 0), (1, "s"))
+        return f"every {self.seconds / size:g} {unit}" if self.seconds else ""
+
+    @property
     def text(self) -> str:
         """For people: ``every 100 steps and at the end, the last 3 kept``."""
-        when = f"every {_counted(self.steps, 'step')}" if self.steps else ""
-        when = f"every {self.seconds:g} s" if self.seconds else when
+        when = self.every
         if self.at_end:
             when = f"{when} and at the end" if when else "at the end"
         kept = f"the last {self.keep_last} kept" if self.keep_last > 1 else "the last one kept"
@@ -88,3 +96,7 @@ def _check_range(name: str, value: float, minimum: float, maximum: float) -> Non
 
 def _counted(count: int, noun: str) -> str:
     return noun if count == 1 else f"{count:,} {noun}s"
+
+
+#: Where there is a storage and nobody says otherwise.
+DEFAULT_POLICY: Final = SavePolicy(seconds=600.0)

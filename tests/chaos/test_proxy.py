@@ -46,7 +46,7 @@ class Peer:
         self.writer.write(data)
 
     async def read(self, size: int) -> bytes:
-        return await asyncio.wait_for(self.reader.readexactly(size), 5)
+        return await asyncio.wait_for(self.reader.readexactly(size), 60)
 
     async def silent(self) -> bool:
         """Whether nothing comes for a while."""
@@ -59,7 +59,7 @@ class Peer:
     async def broken(self) -> bool:
         """Waits for the end; whether it was a reset."""
         try:
-            while await asyncio.wait_for(self.reader.read(1 << 16), 5):
+            while await asyncio.wait_for(self.reader.read(1 << 16), 60):
                 pass
         except ConnectionResetError:
             return True

@@ -35,7 +35,7 @@ class Run:
         #: All lines that were read.
         self.seen: list[str] = []
 
-    def until(self, pattern: str, count: int = 1, timeout: float = 90) -> re.Match[str]:
+    def until(self, pattern: str, count: int = 1, timeout: float = 240) -> re.Match[str]:
         """Reads lines until ``count`` of them have the pattern; the last such match."""
         assert self.process.stdout is not None
         late = threading.Timer(timeout, self._kill)
@@ -56,7 +56,7 @@ class Run:
         family = self.family.children(recursive=True)
         return next(child for child in family if all(word in _words(child) for word in words))
 
-    def end(self, timeout: float = 60) -> tuple[int, str]:
+    def end(self, timeout: float = 240) -> tuple[int, str]:
         """Status and the rest of the output."""
         assert self.process.stdout is not None
         late = threading.Timer(timeout, self._kill)
@@ -81,7 +81,7 @@ class Run:
         for child in children:
             if child.is_running() and child.status() == psutil.STATUS_STOPPED:
                 child.resume()
-        _, alive = psutil.wait_procs(children, timeout=10)
+        _, alive = psutil.wait_procs(children, timeout=60)
         for child in alive:
             child.kill()
 

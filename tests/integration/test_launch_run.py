@@ -162,7 +162,7 @@ class Stage:
 
     def assert_clean(self) -> None:
         """No process, directory or note is left."""
-        _, alive = psutil.wait_procs(self.processes(), timeout=10)
+        _, alive = psutil.wait_procs(self.processes(), timeout=60)
         assert [process.cmdline() for process in alive] == []
         assert list(self.path.glob("psdist-*")) == []
         assert list((self.path / "state").glob("**/*.json")) == []
@@ -330,11 +330,11 @@ def test_a_second_signal_does_not_wait_for_the_deaf(stage: Stage) -> None:
 
 
 def test_the_deaf_are_killed_after_the_grace(stage: Stage) -> None:
-    run = stage.start("train.py", "connect", "deaf", "wait")
+    run = stage.start("--stop-timeout", "2", "train.py", "connect", "deaf", "wait")
     run.until(r"\[worker 0\] pid \d+")
     run.process.send_signal(signal.SIGTERM)
     status, text = run.end()
-    assert status == 143 and "worker 0 did not end within 5 s" in text
+    assert status == 143 and "worker 0 did not end within 2 s" in text
     stage.assert_clean()
 
 
@@ -346,7 +346,7 @@ def test_a_killed_launcher_leaves_no_process(stage: Stage) -> None:
     run.process.kill()
     run.process.wait()
     run.end()
-    _, alive = psutil.wait_procs(stage.processes(), timeout=10)
+    _, alive = psutil.wait_procs(stage.processes(), timeout=60)
     assert [process.cmdline() for process in alive] == []
     # The next command sweeps the note and the directory.
     assert stage.run("train.py", "connect")[0] == 0

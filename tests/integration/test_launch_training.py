@@ -95,7 +95,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         if process.poll() is None:
             descendants = psutil.Process(process.pid).children(recursive=True)
             process.kill()
-            psutil.wait_procs(descendants, timeout=10)
+            psutil.wait_procs(descendants, timeout=60)
         process.wait()
         assert process.stdout is not None
         process.stdout.close()

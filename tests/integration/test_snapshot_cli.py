@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mounted import Mount
 
 _SCRIPT = """
 import sys
@@ -48,12 +49,12 @@ class Stage:
         self.environ = {**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)}
         del self.environ["PSDIST_STORAGE_PATH"]
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, cwd: Path | None = None) -> subprocess.Popen[str]:
         """Starts ``psdist``."""
         process = subprocess.Popen(
             [sys.executable, "-m", "psdist.cli.main", *arguments],
             env=self.environ,
-            cwd=self.path,
+            cwd=cwd or self.path,
             text=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -62,9 +63,9 @@ class Stage:
         self.started.append(process)
         return process
 
-    def run(self, *arguments: str) -> tuple[int, str]:
+    def run(self, *arguments: str, cwd: Path | None = None) -> tuple[int, str]:
         """Runs ``psdist`` to its end: status and output."""
-        process = self.start(*arguments)
+        process = self.start(*arguments, cwd=cwd)
         text, _ = process.communicate()
         return process.returncode, text
 
@@ -93,6 +94,13 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
             process.stdout.close()
 
 
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    mounted = Mount(tmp_path / "disk", "size=1m")
+    yield mounted
+    mounted.close()
+
+
 def until(process: subprocess.Popen[str], word: str) -> str:
     """The first line with ``word``."""
     assert process.stdout is not None
@@ -113,11 +121,11 @@ def test_a_run_saves_on_demand_and_at_its_end_and_the_same_command_goes_on(stage
 
     told = json.loads(stage.run("status", "--format", "json")[1])["snapshots"]
     assert told["storage"] == str(stage.path / "psdist-runs" / "digits")
-    assert told["policy"] == "at the end, the last 3 kept"
+    assert told["policy"] == "every 10 min and at the end, the last 3 kept"
     assert [one["directory"] for one in told["committed"]] == [saved["directory"]]
     assert told["failed"] == 0 and told["restored"] is None
     status, text = stage.run("status")
-    assert status == 0 and saved["directory"] in text and "snapshots: at the end" in text, text
+    assert status == 0 and saved["directory"] in text and "snapshots: every 10 min and at the end" in text, text
 
     run.send_signal(signal.SIGTERM)
     text, _ = run.communicate()
@@ -168,9 +176,42 @@ def test_a_storage_that_is_not_for_the_run_or_cannot_be_read_ends_it_at_once(sta
     assert status == 69 and "file/below" in text and "cannot begin" in text, text
 
 
+@pytest.mark.parametrize(("how", "reason"), [("full", "No space left"), ("read-only", "Read-only file system")])
+def test_a_storage_that_cannot_be_written_ends_a_run_before_it_trains(
+    stage: Stage, mount: Mount, how: str, reason: str
+) -> None:
+    if how == "full":
+        mount.fill()
+    else:
+        assert mount.remount("size=1m", readonly=True)
+    before = sorted(path.name for path in mount.path.iterdir())
+    status, text = stage.train("--storage-path", str(mount.path / "runs"), "train.py")
+    assert status == 69 and "begins at" not in text, text
+    told = f"the storage {mount.path / 'runs'} cannot be written: {reason}"
+    assert told in text and "--storage-path" in text and "the scheduler cannot begin" in text, text
+    assert sorted(path.name for path in mount.path.iterdir()) == before
+
+
+def test_who_did_not_ask_for_snapshots_trains_without_where_they_cannot_be_written(stage: Stage, mount: Mount) -> None:
+    command = ("run", "--run-id", "digits", "--nservers", "1", str(stage.path / "train.py"))
+    assert mount.remount("size=1m", readonly=True)
+    status, text = stage.run(*command, cwd=mount.path)
+    assert status == 0 and "is at step 3 with -3.0" in text, text
+    storage = mount.path / "psdist-runs" / "digits"
+    assert text.count(f"training goes on without: the storage {storage} cannot be written: Read-only") == 1, text
+    assert "[snapshot]" not in text and "not saved" not in text, text
+    # What is there already counts all the same.
+    assert mount.remount("size=1m")
+    assert stage.run(*command, cwd=mount.path)[0] == 0
+    assert mount.remount("size=1m", readonly=True)
+    status, text = stage.run(*command, cwd=mount.path)
+    assert status == 0 and "begins at step 3\n" in text and text.count("training goes on without") == 1, text
+    assert "[snapshot]" not in text and "not saved" not in text, text
+
+
 @pytest.mark.long
 def test_nothing_is_written_where_nothing_shall_be_saved(stage: Stage) -> None:
-    for flags in (("--no-save-at-end",), ("--storage-path", "none")):
+    for flags in (("--no-save-at-end",), ("--no-save-at-end", "--save-interval", "0"), ("--storage-path", "none")):
         status, text = stage.train(*flags, "train.py")
         assert status == 0 and "is at step 3" in text and "[snapshot]" not in text, text
     assert not (stage.path / "psdist-runs").exists()

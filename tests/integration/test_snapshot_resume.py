@@ -6,9 +6,6 @@ be written. Real processes.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import errno
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launched import Run
+from mounted import Mount
 from test_exact import OPTIMIZERS, SLICE, TOTAL, gradient, initial, joined, reference_run, split
 
 from psdist import AsyncClient, AsyncParameters, optim
@@ -221,27 +219,6 @@ def test_a_lost_server_takes_the_run_back_to_its_snapshot_and_the_same_command_g
     assert np.load(tmp_path / "result.npy").tobytes() == _expected(15).tobytes()
 
 
-class Mount:
-    """A small file system in memory; skips where none may be mounted."""
-
-    def __init__(self, path: Path, options: str) -> None:
-        self.path = path
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        path.mkdir()
-        if self._libc.mount(b"none", os.fsencode(path), b"tmpfs", 0, options.encode()):
-            pytest.skip(f"no file system can be mounted here: {os.strerror(ctypes.get_errno())}")
-
-    def remount(self, options: str, *, readonly: bool = False) -> bool:
-        """Whether it is done: it cannot be as long as a file is open for writing."""
-        flags = 32 | (1 if readonly else 0)  # MS_REMOUNT, MS_RDONLY
-        done = self._libc.mount(b"none", os.fsencode(self.path), b"tmpfs", flags, options.encode())
-        assert done == 0 or ctypes.get_errno() == errno.EBUSY, os.strerror(ctypes.get_errno())
-        return bool(done == 0)
-
-    def close(self) -> None:
-        self._libc.umount2(os.fsencode(self.path), 2)  # MNT_DETACH
-
-
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Mount]:
     mounted = Mount(tmp_path / "small", "size=64k")
@@ -271,6 +248,9 @@ async def test_a_full_or_read_only_storage_fails_an_attempt_and_training_goes_on
         info = await client.snapshot(timeout=60)
         assert info.steps == {"p": 3}
         assert len(list((mount.path / "storage" / "commits").iterdir())) == 1
-        assert [path.name for path in (mount.path / "storage" / "snapshots").iterdir()] == [info.directory]
+        # What the others left while it could not be removed goes after this one is answered.
+        async with asyncio.timeout(60):
+            while [path.name for path in (mount.path / "storage" / "snapshots").iterdir()] != [info.directory]:
+                await client.status()
     finally:
         await segment.close()

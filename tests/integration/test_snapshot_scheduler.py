@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mounted import Mount
 
 from psdist import AsyncClient, optim
 from psdist.config import await_address
@@ -36,11 +37,12 @@ class Programs:
         names = ("PSDIST_STORAGE_PATH", "PSDIST_SCHEDULER", "PSDIST_TOKEN")
         self.environ = {key: value for key, value in os.environ.items() if key not in names}
 
-    def scheduler(self, name: str) -> tuple[subprocess.Popen[bytes], str]:
+    def scheduler(self, name: str, *flags: str, port: str = "0") -> tuple[subprocess.Popen[bytes], str]:
         """A scheduler, and its address."""
         path = self.directory / f"{name}.address"
-        flags = ["--storage-path", str(self.storage), "--run-id", "run", "--address-file", str(path), "--port", "0"]
-        return self._start("psdist_scheduler", *flags, "--host", "127.0.0.1"), await_address(path, _SECONDS)
+        settings = ["--storage-path", str(self.storage), "--run-id", "run", "--address-file", str(path), "--port", port]
+        process = self._start("psdist_scheduler", *settings, "--host", "127.0.0.1", *flags)
+        return process, await_address(path, _SECONDS)
 
     def server(self, scheduler: str) -> subprocess.Popen[bytes]:
         """A server."""
@@ -125,3 +127,41 @@ async def test_a_second_scheduler_takes_over(programs: Programs) -> None:
     assert [commit.steps for commit in commits] == [{"p": 1}, {"p": 2}, {"p": 3}] and info.sequence == 3
     directories = {path.name for path in (programs.storage / "snapshots").iterdir()}
     assert directories == {commit.directory for commit in commits}
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    mounted = Mount(tmp_path / "disk", "size=1m")
+    yield mounted
+    mounted.close()
+
+
+async def test_a_storage_that_cannot_be_written_any_more_does_not_keep_a_scheduler_from_coming_back(
+    programs: Programs, mount: Mount
+) -> None:
+    programs.storage = mount.path / "storage"
+    kept = ("--store", str(programs.directory / "store.sqlite"))
+    first, address = programs.scheduler("first", *kept)
+    programs.server(address)
+    gradient = {"w": np.full(10, -1.0, np.float32)}
+    async with AsyncClient(address) as client:
+        weights = await client.parameters("p", {"w": np.zeros(10, np.float32)}, optim.SGD(lr=1.0), BSP())
+        await weights.push(gradient)
+        first.kill()
+        first.wait()
+        assert mount.remount("size=1m", readonly=True)
+        programs.scheduler("again", *kept, port=address.rpartition(":")[2])
+        await weights.push(gradient)
+        with pytest.raises(SnapshotFailedError, match=r"[Rr]ead-only"):
+            await client.snapshot(timeout=_SECONDS)
+        assert mount.remount("size=1m")
+        await weights.push(gradient)
+        assert (await client.snapshot(timeout=_SECONDS)).steps == {"p": 3}
+
+
+def test_a_storage_that_cannot_be_written_keeps_a_scheduler_from_beginning(programs: Programs, mount: Mount) -> None:
+    programs.storage = mount.path / "storage"
+    assert mount.remount("size=1m", readonly=True)
+    command = [sys.executable, "-m", "psdist_scheduler", "--storage-path", str(programs.storage), "--run-id", "run"]
+    ended = subprocess.run(command, env=programs.environ, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    assert ended.returncode == 69 and f"{programs.storage} cannot be written: Read-only" in ended.stderr, ended.stderr

@@ -12,7 +12,7 @@ from psdist.cli import run, worker
 from psdist.config import client_settings, scheduler_settings, server_settings
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.launch.plan import SnapshotPlan
-from psdist.snapshots.policy import SavePolicy, parse_interval
+from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy, parse_interval
 
 
 def test_command_line_before_variable_before_torchruns_before_default() -> None:
@@ -140,11 +140,32 @@ def test_storage_and_policy_of_a_scheduler(tmp_path: Path, monkeypatch: pytest.M
     assert (settings.storage, settings.policy, settings.fresh) == ("", SavePolicy(), False)
     argv = ["--storage-path", "runs/a", "--save-interval", "5m", "--keep-last", "2", "--keep-every", "1000", "--fresh"]
     settings = scheduler_settings([*argv, "--no-save-at-end"], {})
-    assert settings.storage == str(tmp_path / "runs" / "a") and settings.fresh
+    assert settings.storage == str(tmp_path / "runs" / "a") and settings.fresh and not settings.storage_optional
     assert settings.policy == SavePolicy(seconds=300, keep_last=2, keep_every=1000, at_end=False)
     assert scheduler_settings(["--storage-path", "s3://bucket/runs"], {}).storage == "s3://bucket/runs"
     assert scheduler_settings(["--storage-path", "none"], {"PSDIST_STORAGE_PATH": "elsewhere"}).storage == ""
     assert scheduler_settings([], {"PSDIST_STORAGE_PATH": "/elsewhere"}).storage == "/elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("interval", "policy"),
+    [
+        (None, DEFAULT_POLICY),
+        ("10m", DEFAULT_POLICY),
+        ("0", SavePolicy()),
+        ("7", SavePolicy(steps=7)),
+        ("30s", SavePolicy(seconds=30)),
+    ],
+)
+def test_where_there_is_a_storage_snapshots_are_taken_every_ten_minutes_by_default(
+    interval: str | None, policy: SavePolicy
+) -> None:
+    assert SavePolicy(seconds=600) == DEFAULT_POLICY
+    given = [] if interval is None else ["--save-interval", interval]
+    assert scheduler_settings(["--storage-path", "s3://bucket/a", *given], {}).policy == policy
+    assert run.local_options(run.command_line().parse([*given, "x.py"], {})).policy == policy
+    if interval in (None, "0"):
+        assert scheduler_settings(given, {}).policy == SavePolicy()
 
 
 def test_a_plan_hands_its_storage_on_as_it_is(tmp_path: Path) -> None:
@@ -154,9 +175,11 @@ def test_a_plan_hands_its_storage_on_as_it_is(tmp_path: Path) -> None:
         SavePolicy(seconds=0.25, keep_last=1, at_end=False),
     )
     for policy in policies:
-        for fresh in (False, True):
-            settings = scheduler_settings(SnapshotPlan("s3://bucket/a", policy, fresh).flags(), {})
+        for fresh, optional in ((False, True), (True, False)):
+            settings = scheduler_settings(SnapshotPlan("s3://bucket/a", policy, fresh, optional).flags(), {})
             assert (settings.storage, settings.policy, settings.fresh) == ("s3://bucket/a", policy, fresh)
+            assert settings.storage_optional == optional
+    assert SnapshotPlan("s3://bucket/a").policy == DEFAULT_POLICY
 
 
 def test_snapshots_of_a_run_lie_in_a_directory_of_its_own_by_default(
@@ -167,7 +190,7 @@ def test_snapshots_of_a_run_lie_in_a_directory_of_its_own_by_default(
     def plan(*argv: str) -> SnapshotPlan | None:
         return run.local_options(run.command_line().parse([*argv, "x.py"], {})).snapshots("digits")
 
-    assert plan() == SnapshotPlan(str(tmp_path / "psdist-runs" / "digits"))
+    assert plan() == SnapshotPlan(str(tmp_path / "psdist-runs" / "digits"), optional=True)
     assert plan("--storage-path", "here") == SnapshotPlan(str(tmp_path / "here"))
     assert plan("--storage-path", "none") is None
     assert list(tmp_path.iterdir()) == []
@@ -180,9 +203,9 @@ def test_snapshots_of_a_run_lie_in_a_directory_of_its_own_by_default(
         ("1step", 1, 0.0, "every step and at the end, the last 3 kept"),
         ("2500 steps", 2500, 0.0, "every 2,500 steps and at the end, the last 3 kept"),
         ("30s", 0, 30.0, "every 30 s and at the end, the last 3 kept"),
-        ("1.5H", 0, 5400.0, "every 5400 s and at the end, the last 3 kept"),
-        ("5m", 0, 300.0, "every 300 s and at the end, the last 3 kept"),
-        ("1d", 0, 86400.0, "every 86400 s and at the end, the last 3 kept"),
+        ("1.5H", 0, 5400.0, "every 90 min and at the end, the last 3 kept"),
+        ("5m", 0, 300.0, "every 5 min and at the end, the last 3 kept"),
+        ("1d", 0, 86400.0, "every 24 h and at the end, the last 3 kept"),
         ("0", 0, 0.0, "at the end, the last 3 kept"),
     ],
 )

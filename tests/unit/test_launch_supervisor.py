@@ -110,6 +110,24 @@ def test_a_second_signal_leaves_the_snapshot_out() -> None:
     assert finish(machine, {W0, W1, S0, S1, SCHEDULER}).status == 130
 
 
+def test_a_first_signal_when_the_run_is_ending_leaves_the_snapshot_its_time() -> None:
+    machine = supervisor(saves=True)
+    machine.on(Connected(W0), 0.5)
+    machine.on(Exited(W0, 0), 1.0)
+    assert Start(SNAPSHOT, 0) in machine.on(Exited(W1, 0), 1.0)
+    assert machine.on(Interrupted(signal.SIGTERM), 1.1) == [
+        Say("SIGTERM: the run is ending already; once more kills its processes")
+    ]
+    machine.on(Exited(SNAPSHOT, 0), 2.0)
+    assert finish(machine, {S0, S1, SCHEDULER}).status == 0
+    machine = supervisor(saves=True)
+    machine.on(Connected(W0), 0.5)
+    machine.on(Exited(W0, 0), 1.0)
+    machine.on(Exited(W1, 0), 1.0)
+    machine.on(Interrupted(signal.SIGTERM), 1.1)
+    assert Kill(SNAPSHOT, signal.SIGKILL) in machine.on(Interrupted(signal.SIGTERM), 1.2)
+
+
 def test_a_scheduler_that_cannot_begin_is_not_started_again() -> None:
     for status in (2, 69):
         machine = supervisor(durable=True)
@@ -242,14 +260,17 @@ def test_who_ignores_sigterm_is_killed_after_the_grace() -> None:
     machine.on(Interrupted(signal.SIGTERM), 10.0)
     machine.on(Exited(W0, 0), 10.1)
     assert machine.on(Tick(), 14.9) == []
-    said, kill = machine.on(Tick(), 15.0)
+    # Workers end in agreement: they are given longer, and it is told who is waited for.
+    assert machine.on(Tick(), 15.0) == [Say("waiting for worker 1 to end; killed in 25 s")]
+    assert machine.on(Tick(), 39.9) == []
+    said, kill = machine.on(Tick(), 40.0)
     assert kill == Kill(W1, signal.SIGKILL)
-    assert isinstance(said, Say) and "worker 1" in said.message
-    assert machine.on(Tick(), 30.0) == []
-    machine.on(Exited(W1, -9), 30.0)
+    assert said == Say("worker 1 did not end within 30 s of SIGTERM: killed")
+    assert machine.on(Tick(), 50.0) == []
+    machine.on(Exited(W1, -9), 50.0)
     # The next group has its own grace.
-    assert machine.on(Tick(), 34.9) == []
-    assert machine.on(Tick(), 35.0)[1:] == [Kill(S0, signal.SIGKILL), Kill(S1, signal.SIGKILL)]
+    assert machine.on(Tick(), 54.9) == []
+    assert machine.on(Tick(), 55.0)[1:] == [Kill(S0, signal.SIGKILL), Kill(S1, signal.SIGKILL)]
 
 
 def test_a_second_signal_kills_at_once() -> None:
