@@ -1,4 +1,5 @@
-"""``python -m tests.simulation``: many seeds, or one with its trace; ``snapshots`` before the flags: with snapshots."""
+"""``python -m tests.simulation [KIND]``: many seeds, or one with its trace. KIND: "snapshots", or "ordinary" for runs
+of ordinary life."""
 
 from __future__ import annotations
 
@@ -7,5 +8,6 @@ import sys
 from tests.simulation import runner, snapshot_runner
 
 if __name__ == "__main__":
-    with_snapshots = sys.argv[1:2] == ["snapshots"]
-    sys.exit(snapshot_runner.main(sys.argv[2:]) if with_snapshots else runner.main(sys.argv[1:]))
+    kind = sys.argv[1] if sys.argv[1:] and sys.argv[1] in runner.KINDS else ""
+    arguments = sys.argv[2:] if kind else sys.argv[1:]
+    sys.exit(snapshot_runner.main(arguments) if kind == snapshot_runner.KIND else runner.main(kind, arguments))

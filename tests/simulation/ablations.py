@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from psdist import ASP, BSP, SSP
 from psdist.client import parameters, transfer
@@ -19,13 +19,13 @@ from psdist.optim import SGD
 from psdist_scheduler import cluster as scheduler_cluster
 from psdist_scheduler import replicas, service
 from psdist_scheduler.events import Persist
-from psdist_server import applier, copies, gates, holding, host, replication, replicator, shard
+from psdist_server import applier, async_shard, bsp_shard, copies, gates, holding, host, replication, replicator, shard
 from psdist_server.records import SliceRecord
 from tests.simulation import scenario
-from tests.simulation.options import Options, draw
+from tests.simulation.options import Options
 
 #: An ablation must be caught within so many seeds.
-SEEDS = 200
+SEEDS = 400
 
 Put = Callable[[Any, str, Any], None]
 
@@ -42,14 +42,27 @@ class Ablation:
 ABLATIONS: dict[str, Ablation] = {}
 
 
-def _ablation(name: str, **focus: Any) -> Callable[[Callable[[Put], None]], Callable[[Put], None]]:
-    """Notes an ablation. focus: options that its runs have."""
+class Noted(Protocol):
+    """See ``noted_in``."""
 
-    def note(apply: Callable[[Put], None]) -> Callable[[Put], None]:
-        ABLATIONS[name] = Ablation(name, apply, lambda options: replace(options, **focus))
-        return apply
+    def __call__(self, name: str, **focus: Any) -> Callable[[Callable[[Put], None]], Callable[[Put], None]]:
+        """Notes an ablation. focus: options that its runs have."""
 
-    return note
+
+def noted_in(table: dict[str, Ablation]) -> Noted:
+    """A decorator that notes ablations in ``table``."""
+
+    def ablation(name: str, **focus: Any) -> Callable[[Callable[[Put], None]], Callable[[Put], None]]:
+        def note(apply: Callable[[Put], None]) -> Callable[[Put], None]:
+            table[name] = Ablation(name, apply, lambda options: replace(options, **focus))
+            return apply
+
+        return note
+
+    return ablation
+
+
+_ablation = noted_in(ABLATIONS)
 
 
 @contextmanager
@@ -73,14 +86,22 @@ def applied(ablation: Ablation) -> Iterator[None]:
                 delattr(owner, attribute)
 
 
-def hunt(name: str, seeds: int = SEEDS) -> tuple[int, str]:
-    """The number of seeds that it took to catch the ablation, and what was seen; 0 where it was not."""
-    with applied(ABLATIONS[name]):
+def search(ablation: Ablation, runs: Any, seeds: int) -> tuple[int, str]:
+    """The number of seeds that it took to catch the ablation, and what was seen; 0 where it was not.
+
+    runs: the module with ``run`` and ``draw`` of its kind.
+    """
+    with applied(ablation):
         for seed in range(seeds):
-            result = scenario.run(seed, ABLATIONS[name].focus(draw(seed)))
+            result = runs.run(seed, ablation.focus(runs.draw(seed)))
             if result.violations:
                 return seed + 1, result.violations[0]
     return 0, "not caught"
+
+
+def hunt(name: str, seeds: int = SEEDS) -> tuple[int, str]:
+    """See ``search``."""
+    return search(ABLATIONS[name], scenario, seeds)
 
 
 _CUTS: dict[str, Any] = {"cut": 0.3, "faults": ("break connections",), "fault_count": 5, "fault_seconds": 1.5}
@@ -99,28 +120,27 @@ _STALE: dict[str, Any] = {
 
 @_ablation("duplicate table, BSP", consistency=BSP(), workers=2, lives=6, **_CUTS)
 def _no_duplicates_bsp(put: Put) -> None:
-    pushed = shard.BspShard._pushed
+    pushed = bsp_shard.BspShard._pushed
 
-    def again(self: Any, state: Any, event: Any) -> Any:
+    def again(self: Any, state: Any, event: Any, producer: Any) -> Any:
         if event.step < state.step:  # What comes again counts in the step that is open.
             event = replace(event, step=state.step)
-        return pushed(self, state, event)
+        return pushed(self, state, event, producer)
 
-    put(shard.BspShard, "_pushed", again)
+    put(bsp_shard.BspShard, "_pushed", again)
 
 
 @_ablation("duplicate table, SSP and ASP", consistency=ASP(), optimizer=SGD(lr=1.0), **_CUTS)
 def _no_duplicates_async(put: Put) -> None:
-    pushed = shard.AsyncShard._pushed
+    pushed = async_shard.AsyncShard._pushed
 
-    def again(self: Any, state: Any, event: Any) -> Any:
-        producer = self.producers[event.worker_id]
-        if event.step < producer.sequence:
-            state.queue.append(event)
+    def again(self: Any, state: Any, event: Any, producer: Any) -> Any:
+        if event.step < self.producers[producer].sequence:
+            state.queue.append(async_shard._Push(event, producer))
             return self._try_apply(state)
-        return pushed(self, state, event)
+        return pushed(self, state, event, producer)
 
-    put(shard.AsyncShard, "_pushed", again)
+    put(async_shard.AsyncShard, "_pushed", again)
 
 
 @_ablation("a push keeps its number", **_CUTS)
@@ -164,7 +184,7 @@ def _untold_drop(put: Put) -> None:
 
 @_ablation("contributions are added in rank order", consistency=BSP(), workers=4, lives=8)
 def _any_order(put: Put) -> None:
-    put(shard, "sorted", lambda items, key=None: list(items))
+    put(bsp_shard, "sorted", lambda items, key=None: list(items))
 
 
 @_ablation("a step waits for every member", consistency=BSP(), workers=3, lives=7)
@@ -198,7 +218,7 @@ def _torn_reads(put: Put) -> None:
 
 @_ablation(
     "a life that is over changes nothing", faults=("partition worker from server", "break session of worker"),
-    fault_count=8, fault_seconds=1.5, workers=2, lives=6, think_seconds=0.02, steps=6,
+    fault_count=8, fault_seconds=1.5, workers=2, lives=6, think_seconds=0.02, steps=6, slices=6, delay=(0.001, 0.03),
 )  # fmt: skip
 def _no_fence(put: Put) -> None:
     refusal = shard.ShardMachine._refusal
@@ -308,11 +328,24 @@ def _forget_tables(put: Put) -> None:
     make = holding.make_shard
 
     def forgetful(*args: Any) -> Any:
-        *others, records = args
+        *others, records, departed = args
         bare = {index: SliceRecord(record.version) for index, record in (records or {}).items()}
-        return make(*others, bare if records is not None else None)
+        return make(*others, bare if records is not None else None, departed)
 
     put(holding, "make_shard", forgetful)
+
+
+@_ablation("the duplicate table travels with the update", **_COPIES)
+def _bare_updates(put: Put) -> None:
+    put(SliceRecord, "advance", lambda self, *_: setattr(self, "version", self.version + 1))
+
+
+@_ablation(
+    "the duplicate table travels with the copy of a slice", consistency=ASP(), optimizer=SGD(lr=1.0), **_LOSSES, steps=6
+)
+def _bare_copies(put: Put) -> None:
+    state_message = replicator.state_message
+    put(replicator, "state_message", lambda record, *rest: state_message(SliceRecord(record.version), *rest))
 
 
 @_ablation("a stream goes on from what its replica has", **_COPIES, **_CUTS)

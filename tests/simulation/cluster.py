@@ -23,6 +23,7 @@ from psdist.wire import status
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.records import ClusterSettings
 from psdist_scheduler.service import Scheduler, Service
+from psdist_server.holding import Holding
 from psdist_server.host import Host
 from psdist_server.link import SchedulerLink
 from psdist_server.records import SliceRecord
@@ -61,6 +62,7 @@ class World:
         noise = np.random.default_rng(options.stream("noise").getrandbits(64))
         self.oracle = Oracle(options.consistency, options.optimizer, options.slices, options.slots, noise)
         loop.oracle = self.oracle
+        loop.answered = self.check_tables
         self.scheduler: Scheduler | None = None
         self.scheduler_node: Node | None = None
         self.server_nodes: dict[int, Node] = {}
@@ -113,6 +115,7 @@ class World:
             workers_min=options.workers,
             servers_min=options.servers,
             lease_seconds=options.lease_seconds,
+            worker_lease_seconds=options.worker_lease_seconds,
             replicas=options.replicas,
         )
 
@@ -221,6 +224,14 @@ class World:
         if node is self.scheduler_node:
             self.disk.crash()
             self.scheduler = None
+
+    def begin(self) -> None:
+        """All processes of a new run."""
+        self.start_scheduler()
+        for number in range(self.options.servers):
+            self.start_server(number)
+        for worker in range(self.options.workers):
+            self.start_worker(worker)
 
     def start_worker(self, worker: int) -> None:
         """A process of this worker."""
@@ -363,6 +374,10 @@ class World:
             push.dropped = True
             self._joined(life, client, handle)
         else:
+            self.counts["resumed"] += after.resumed > before.resumed
+            if handle.member and life.incarnation != _incarnation(handle):
+                self._joined(life, client, handle)
+                life.since.append(push)
             self._acked(life, handle, push, after.ignored - before.ignored)
         if weights is not None:
             self._saw(life, handle, weights, others, acked)
@@ -436,11 +451,30 @@ class World:
                         index, primary.shards[number].record(index), copy.copies.machines[number], entry
                     )
 
+    def check_tables(self, primary: Holding, index: int) -> None:
+        """While workers are there: what a copy knows of a slice that stands still is what its primary knows, where
+        both have the same updates of it, by the same members."""
+        number = index % len(primary.entry.shards)
+        shard, machine = primary.shards[number], primary.replicator.machines[number]
+        if shard.slices[index].busy:
+            return
+        for host in self.hosts.values():
+            copy = host._holdings.get(NAME)
+            other = copy.copies.machines.get(number) if copy is not None else None
+            if copy is None or other is None or copy.entry.members != primary.entry.members:
+                continue
+            if (other.primary, other.term) != (primary.me, machine.term) or index in other.awaited:
+                continue
+            mine = shard.record(index)
+            if index in other.records and other.records[index].version == mine.version:
+                self.counts["tables compared"] += bool(mine.producers or mine.contributors)
+                self._check_records(index, mine, other, primary.entry)
+
     def _check_records(self, index: int, mine: SliceRecord, machine: BackupReplication, entry: ParametersEntry) -> None:
-        """What is known of members' pushes; of those that are gone nothing has to be."""
+        """What is known of pushes that may go on; of others nothing has to be."""
         other = machine.records[index]
-        lives = {(member.worker_id, member.incarnation) for member in entry.members}
-        tables = [{life: n for life, n in r.producers.items() if life in lives} for r in (mine, other)]
+        known = entry.producers
+        tables = [{key: n for key, n in r.producers.items() if key in known} for r in (mine, other)]
         if (mine.version, mine.contributors, tables[0]) != (other.version, other.contributors, tables[1]):
             self.oracle.violation(f"the record of slice {index} is {mine}, and at a copy {other}")
 

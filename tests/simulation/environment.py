@@ -29,12 +29,16 @@ import psdist_server.link
 import psdist_server.service  # noqa: F401
 from psdist.wire import channels, convert, memory, status
 from psdist.wire.shm import WeightsArena
+from psdist_scheduler import mutual_waits
+from psdist_scheduler.barriers import Barriers
+from psdist_scheduler.deferred_losses import DeferredLosses
 from psdist_scheduler.joins import Joins
+from psdist_server.async_shard import AsyncShard
+from psdist_server.bsp_shard import BspShard
 from psdist_server.events import Forget, SlicePushed
 from psdist_server.holding import Holding
 from psdist_server.pool import KernelPool
 from psdist_server.replication import BackupReplication, PrimaryReplication
-from psdist_server.shard import AsyncShard, BspShard
 from tests.simulation.loop import SimLoop
 from tests.simulation.network import Network
 from tests.simulation.oracle import Oracle
@@ -44,7 +48,12 @@ _PACKAGES = ("psdist", "psdist_server", "psdist_scheduler")
 
 
 class RunLoop(SimLoop):
-    """The loop of a run, with what the stand-ins need of it."""
+    """The loop of a run, with what the stand-ins need of it. What they keep is kept here, and ends with the run."""
+
+    def __init__(self, rng: random.Random, handle_seconds: float = 0.0) -> None:
+        super().__init__(rng, handle_seconds)
+        #: Cluster maps that were read, by their message.
+        self.maps: dict[bytes, Any] = {}
 
     network: Network
     #: Chance for production code.
@@ -52,6 +61,11 @@ class RunLoop(SimLoop):
     oracle: Oracle
     #: Chance for how long kernels take.
     kernels: random.Random
+    #: Told of each answer of a primary: its holding, and the slice.
+    answered: Callable[[Holding, int], None]
+    #: Told of each worker that the scheduler lets pass a barrier, and of workers that it says wait for each other.
+    barrier_opened: Callable[[str, Any], None] = staticmethod(lambda name, arrival: None)
+    circle_found: Callable[[Sequence[Any]], None] = staticmethod(lambda circle: None)
 
 
 def running() -> RunLoop:
@@ -190,15 +204,12 @@ class _MapReader:
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self._read = read
-        self._known: dict[bytes, Any] = {}
 
     def __call__(self, message: Any) -> Any:
-        data = message.SerializeToString(deterministic=True)
-        if data not in self._known:
-            if len(self._known) > 100:
-                self._known.clear()
-            self._known[data] = self._read(message)
-        return self._known[data]
+        data, known = message.SerializeToString(deterministic=True), running().maps
+        if data not in known:
+            known[data] = self._read(message)
+        return known[data]
 
 
 def _no_arena(*args: Any, **kwargs: Any) -> Any:
@@ -209,10 +220,10 @@ def _watch(machine: Any) -> Any:
     """The machine's ``_pushed``, of which the oracle hears: it runs where a contribution is not refused."""
     pushed = machine._pushed
 
-    def watched(self: Any, state: Any, event: SlicePushed) -> Any:
+    def watched(self: Any, state: Any, event: SlicePushed, producer: Any) -> Any:
         loop = running()
         loop.oracle.took(loop.current().name, event.worker_id, event.incarnation, self.members)
-        return pushed(self, state, event)
+        return pushed(self, state, event, producer)
 
     return watched
 
@@ -225,7 +236,29 @@ def _watch_reply(reply: Any) -> Any:
         machine = self.replicator.machines.get(number)
         if machine is not None:
             running().oracle.acts(self.entry.spec.name, number, machine.term, f"{self.me}/{self.me.incarnation}")
+            running().answered(self, effect.index)
         reply(self, effect)
+
+    return watched
+
+
+def _watch_barriers(let_pass: Any) -> Any:
+    """``Barriers._pass``, of which the run hears."""
+
+    def watched(self: Any, name: str, arrival: Any) -> None:
+        running().barrier_opened(name, arrival)
+        let_pass(self, name, arrival)
+
+    return watched
+
+
+def _watch_circles(text: Any) -> Any:
+    """What names workers that wait for each other, of which the run hears."""
+
+    def watched(circle: Any) -> str:
+        running().circle_found(circle)
+        named: str = text(circle)
+        return named
 
     return watched
 
@@ -263,6 +296,7 @@ _PATHS: tuple[tuple[Any, str, str, Callable[[Any, Any], bool]], ...] = (
     (Holding, "_demote", "demoted", lambda args, result: True),
     (Joins, "_again", "a first step was refused", lambda args, result: True),
     (Joins, "reroute", "a join met a new primary", lambda args, result: True),
+    (DeferredLosses, "defer", "a loss was put off", lambda args, result: bool(result[1])),
     (BspShard, "_pushed", "a contribution came again", lambda args, effects: _again(effects)),
     (AsyncShard, "_pushed", "a push came again", lambda args, effects: _again(effects)),
 )
@@ -294,6 +328,8 @@ def install() -> None:
     for machine in (BspShard, AsyncShard):
         put(machine, "_pushed", _watch(machine))
     put(Holding, "_reply", _watch_reply(Holding._reply))
+    put(Barriers, "_pass", _watch_barriers(Barriers._pass))
+    put(mutual_waits, "_text", _watch_circles(mutual_waits._text))
     for owner, name, text, happened in _PATHS:
         put(owner, name, _counted(getattr(owner, name), text, happened))
     put(status, "to_detail", _told(status.to_detail))

@@ -67,6 +67,7 @@ class Options:
     #: Whether somebody who takes no part reads all the time.
     reader: bool = False
     lease_seconds: float = 2.0
+    worker_lease_seconds: float = 10.0
     handle_seconds: float = 0.0
     delay: tuple[float, float] = (0.0005, 0.005)
     slow: float = 0.0
@@ -103,6 +104,7 @@ def draw(seed: int) -> Options:
     workers = rng.choice((1, 2, 2, 3, 3, 4))
     consistency: Consistency = rng.choice((BSP(), BSP(), SSP(0), SSP(1), SSP(2), ASP()))
     exact = isinstance(consistency, BSP)
+    lease = rng.choice((1.0, 2.0))
     return Options(
         seed=seed,
         servers=rng.choice((2, 3, 4) if replicas > 1 else (1, 2, 3)),
@@ -118,7 +120,7 @@ def draw(seed: int) -> Options:
         pulls=rng.choice((0.0, 0.3)),
         bare_pushes=rng.choice((0.0, 0.3)),
         reader=rng.random() < 0.25,
-        lease_seconds=rng.choice((1.0, 2.0)),
+        lease_seconds=lease,
         handle_seconds=rng.choice((0.0, 5e-6, 5e-5)),
         delay=rng.choice(((0.0002, 0.001), (0.0005, 0.005), (0.001, 0.03))),
         slow=rng.choice((0.0, 0.0, 0.02)),
@@ -128,4 +130,5 @@ def draw(seed: int) -> Options:
         faults=tuple(sorted(set(rng.choices(kinds, k=rng.choice((1, 2, 3, 4)))))),
         fault_count=rng.choice((0, 1, 2, 3, 5)),
         fault_seconds=rng.choice((1.5, 4.0)),
+        worker_lease_seconds=rng.choice((lease, 10.0)),
     )

@@ -62,7 +62,8 @@ class Life:
     joined: bool = False
     over: bool = False
     versions: list[int] = field(default_factory=list)
-    #: With snapshots: the course of the run that ``versions`` are of.
+    #: With snapshots: how often everything had begun anew, and the course of the run that ``versions`` are of.
+    phase: int = 0
     era: object = None
 
     @property
@@ -238,7 +239,7 @@ class Oracle:
 
     def _check_counts(self, index: int, version: int, values: Array, present: Sequence[int]) -> None:
         for slot in present:
-            if values[slot] != 1.0:
+            if slot in self.pushes and values[slot] != self.worth(self.pushes[slot]):
                 self.violation(f"slice {index} has push {slot} {values[slot]:g} times")
         if version != len(present):
             self.violation(f"slice {index} is at version {version} with {len(present)} pushes in it")
@@ -253,7 +254,7 @@ class Oracle:
             workers = [(push.life.worker_id, push.incarnation) for push in pushes]
             if len(set(workers)) < len(workers) or step >= version:
                 self.violation(f"slice {index} at version {version} has step {step} of {workers}")
-        expected = self._replay(index, version, steps)
+        expected = self.replay(index, version, steps)[0]
         if expected.tobytes() != values.tobytes():
             wrong = np.flatnonzero(expected != values)
             self.violation(
@@ -261,7 +262,12 @@ class Oracle:
                 f"{values[wrong[:4]].tolist()} instead of {expected[wrong[:4]].tolist()}"
             )
 
-    def _replay(self, index: int, version: int, steps: dict[int, list[Push]]) -> Array:
+    def worth(self, push: Push) -> float:
+        """The learning rate that the push was applied with: so much is in its slot."""
+        return 1.0
+
+    def replay(self, index: int, version: int, steps: dict[int, list[Push]]) -> list[Array]:
+        """Weights and state that numpy makes of pushes, by step."""
         weights = self.initial[index].copy()
         names: dict[str, Any] = self.optimizer.group_values(0)
         states = [np.zeros_like(weights)] if names.get("momentum") else []
@@ -271,5 +277,6 @@ class Oracle:
             if pushes:
                 parts = [self.gradient(push.slot).reshape(self.slicing.count, -1)[index] for push in pushes]
                 reference.combine(mean, parts, len(parts))
+                names["lr"] = self.worth(pushes[0])
                 reference.update(self.optimizer, names, weights, states, mean, step)
-        return weights
+        return [weights, *states]

@@ -1,4 +1,7 @@
-"""Many seeds: in several processes, with progress, counters, and the command that shows a failure again."""
+"""Many seeds: in several processes, with progress, counters, and the command that shows a failure again.
+
+There are runs of several kinds; each has a module that runs a seed and one with its ablations.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,13 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
 
 #: Seeds that a process takes at a time.
 CHUNK = 20
+#: Kinds of runs; "" is the general one.
+KINDS: Final = ("", "snapshots", "ordinary")
 
 
 @dataclass
@@ -50,12 +57,28 @@ class Summary:
         )
 
 
-def prepare() -> None:
+def runs_of(kind: str) -> Any:
+    """The module with ``run`` and ``draw`` of a kind of runs."""
+    from tests.simulation import ordinary, scenario, snapshots
+
+    return dict(zip(KINDS, (scenario, snapshots, ordinary), strict=True))[kind]
+
+
+def ablations_of(kind: str) -> Any:
+    """The module with ``ABLATIONS`` and ``hunt`` of a kind of runs."""
+    from tests.simulation import ablations, ordinary_ablations, snapshot_ablations
+
+    return dict(zip(KINDS, (ablations, snapshot_ablations, ordinary_ablations), strict=True))[kind]
+
+
+def prepare(kind: str = "") -> None:
     """Once per process: stand-ins, and no collection of garbage but between runs."""
     from tests.simulation import environment, scenario
 
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     warnings.simplefilter("ignore", RuntimeWarning)  # Coroutines that a crash kept from beginning.
+    # What the environment replaces parts of must be loaded before.
+    assert runs_of(kind) and ablations_of(kind)
     environment.install()
     scenario.run(0)  # Loads what is loaded late, such as compiled kernels.
     gc.collect()
@@ -63,14 +86,12 @@ def prepare() -> None:
     gc.disable()
 
 
-def run_chunk(seeds: Sequence[int]) -> Summary:
+def run_chunk(kind: str, seeds: Sequence[int]) -> Summary:
     """Some seeds, one after another, in a prepared process."""
-    from tests.simulation import scenario
-
-    summary = Summary()
+    run, summary = runs_of(kind).run, Summary()
     for seed in seeds:
-        result = scenario.run(seed)
-        failures = [result.text] if result.violations else []
+        result = run(seed)
+        failures = [text_of(result, kind)] if result.violations else []
         summary.add(
             Summary(
                 1, result.cpu_seconds, result.virtual_seconds, result.handles, result.counts, failures,
@@ -80,16 +101,33 @@ def run_chunk(seeds: Sequence[int]) -> Summary:
     return summary
 
 
-def run_many(seeds: Sequence[int], processes: int) -> Iterator[Summary]:
+def text_of(result: Any, kind: str) -> str:
+    """What is wrong with a run of this kind, and the command that shows it again."""
+    again = " ".join(["python -m tests.simulation", *([kind] if kind else []), f"--seed {result.seed} --trace"])
+    return f"{result.text}\nagain: {again}"
+
+
+def run_many(kind: str, seeds: Sequence[int], processes: int) -> Iterator[Summary]:
     """These seeds, chunk by chunk as they are done."""
     chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
-    with multiprocessing.get_context("spawn").Pool(processes, prepare) as pool:
-        yield from pool.imap_unordered(run_chunk, chunks)
+    with multiprocessing.get_context("spawn").Pool(processes, prepare, (kind,)) as pool:
+        yield from pool.imap_unordered(partial(run_chunk, kind), chunks)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+def hunt(kind: str, name: str) -> tuple[str, int, str]:
+    """Looks for a seed that sees that a safeguard is gone, in a prepared process."""
+    return name, *ablations_of(kind).hunt(name)
+
+
+def hunt_all(kind: str, names: Sequence[str], processes: int) -> Iterator[tuple[str, int, str]]:
+    """For each ablation how many seeds it took (0: it was not caught), and what was seen."""
+    with multiprocessing.get_context("spawn").Pool(processes, prepare, (kind,)) as pool:
+        yield from pool.imap_unordered(partial(hunt, kind), names)
+
+
+def parser_of(kind: str) -> argparse.ArgumentParser:
+    """The command line of a kind of runs."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.simulation {kind}".strip(), description=__doc__)
     parser.add_argument("--seed", type=int, help="one seed, in this process")
     parser.add_argument("--trace", action="store_true", help="with --seed: all that happened")
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
@@ -97,63 +135,55 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--hashes", action="store_true", help="the trace hash of each seed, and nothing else")
     parser.add_argument("--ablations", nargs="*", metavar="NAME", help="safeguards taken away; without names all")
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def main(kind: str, arguments: Sequence[str]) -> int:
+    """Carries out a command line."""
+    return carry_out(kind, parser_of(kind).parse_args(arguments))
+
+
+def carry_out(kind: str, given: argparse.Namespace) -> int:
+    """Does what the arguments say."""
     if given.hashes:
-        return _hashes(range(given.first, given.first + given.seeds))
+        return _hashes(kind, range(given.first, given.first + given.seeds))
     if given.ablations is not None:
-        return _ablations(given.ablations, given.processes)
-    return _one(given.seed, given.trace) if given.seed is not None else _many(given)
+        return _ablations(kind, given.ablations, given.processes)
+    if given.seed is not None:
+        prepare(kind)
+        return tell(runs_of(kind).run(given.seed, trace=given.trace), kind)
+    return _many(kind, given)
 
 
-def _hashes(seeds: Iterable[int]) -> int:
-    from tests.simulation import scenario
-
-    prepare()
+def _hashes(kind: str, seeds: Iterable[int]) -> int:
+    prepare(kind)
     for seed in seeds:
-        print(seed, scenario.run(seed).trace_hash)
+        print(seed, runs_of(kind).run(seed).trace_hash)
     return 0
 
 
-def hunt(name: str) -> tuple[str, int, str]:
-    """Looks for a seed that sees that a safeguard is gone, in a prepared process."""
-    from tests.simulation import ablations
-
-    return name, *ablations.hunt(name)
-
-
-def hunt_all(names: Sequence[str], processes: int) -> Iterator[tuple[str, int, str]]:
-    """For each ablation how many seeds it took (0: it was not caught), and what was seen."""
-    with multiprocessing.get_context("spawn").Pool(processes, prepare) as pool:
-        yield from pool.imap_unordered(hunt, names)
-
-
-def _ablations(names: Sequence[str], processes: int) -> int:
-    from tests.simulation.ablations import ABLATIONS
-
+def _ablations(kind: str, names: Sequence[str], processes: int) -> int:
     missed = 0
-    for name, seeds, seen in hunt_all(names or list(ABLATIONS), processes):
+    for name, seeds, seen in hunt_all(kind, names or list(ablations_of(kind).ABLATIONS), processes):
         missed += not seeds
         print(f"{f'caught by seed {seeds - 1}' if seeds else 'NOT CAUGHT':20} {name}: {seen:.100}", flush=True)
     return 1 if missed else 0
 
 
-def _one(seed: int, trace: bool) -> int:
-    from tests.simulation import environment, scenario
-
-    environment.install()
-    result = scenario.run(seed, trace=trace)
+def tell(result: Any, kind: str) -> int:
+    """Prints all of one run; the exit status."""
     for line in result.lines:
         print(line)
     for name, count in sorted(result.counts.items()):
         print(f"{count:8} {name}")
     print(f"{result.virtual_seconds:.3f} virtual s, {result.handles} handles, trace {result.trace_hash}")
-    print(result.text if result.violations else f"seed {seed}: {result.options.text}\n  nothing is wrong")
+    print(text_of(result, kind) if result.violations else f"{result.text}\n  nothing is wrong")
     return 1 if result.violations else 0
 
 
-def _many(given: argparse.Namespace) -> int:
+def _many(kind: str, given: argparse.Namespace) -> int:
     total, told = Summary(), time.monotonic()
-    for part in run_many(range(given.first, given.first + given.seeds), given.processes):
+    for part in run_many(kind, range(given.first, given.first + given.seeds), given.processes):
         total.add(part)
         for failure in part.failures:
             print(failure, flush=True)

@@ -38,10 +38,8 @@ class Result:
 
     @property
     def text(self) -> str:
-        """What is wrong, and the command that shows it again."""
-        wrong = "\n  ".join(self.violations)
-        again = f"python -m tests.simulation --seed {self.seed} --trace"
-        return f"seed {self.seed}: {self.options.text}\n  {wrong}\nagain: {again}"
+        """Its options, and what is wrong."""
+        return "\n  ".join([f"seed {self.seed}: {self.options.text}", *self.violations])
 
 
 def run(seed: int, options: Options | None = None, *, trace: bool = False) -> Result:
@@ -79,11 +77,7 @@ def _play(loop: RunLoop, options: Options) -> Result:
 
 async def _main(world: World) -> None:
     options, loop = world.options, world.loop
-    world.start_scheduler()
-    for number in range(options.servers):
-        world.start_server(number)
-    for worker in range(options.workers):
-        world.start_worker(worker)
+    world.begin()
     if options.reader:
         world.start_reader()
     nemesis = Nemesis(world)
@@ -115,7 +109,7 @@ def _tear_down(loop: RunLoop) -> None:
     try:
         psdist.client.loop._claims.clear()
         loop.close()
-        loop.world = loop.network = None  # type: ignore[assignment]
+        loop.world = loop.network = loop.answered = None  # type: ignore[assignment]
         gc.collect()
     finally:
         sys.unraisablehook = hook

@@ -5,20 +5,18 @@ As ``ablations``; ``hunt`` runs seeds until one is caught.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from psdist import ASP, BSP
 from psdist.client import exchange
 from psdist.optim import SGD
 from psdist.snapshots import reader
-from psdist_scheduler import data_cut, membership, snapshot_io
+from psdist_scheduler import data_cut, deferred_losses, membership, snapshot_io
 from psdist_server import asides
-from psdist_server import shard as shards
 from psdist_server import snapshots as cuts
+from psdist_server.async_shard import AsyncShard
 from tests.simulation import snapshots
-from tests.simulation.ablations import Ablation, Put, applied
+from tests.simulation.ablations import Ablation, Put, noted_in, search
 
 #: An ablation must be caught within so many runs.
 SEEDS = 150
@@ -26,25 +24,12 @@ SEEDS = 150
 ABLATIONS: dict[str, Ablation] = {}
 
 
-def _ablation(name: str, **focus: Any) -> Callable[[Callable[[Put], None]], Callable[[Put], None]]:
-    """Notes an ablation. focus: options that its runs have."""
-
-    def note(apply: Callable[[Put], None]) -> Callable[[Put], None]:
-        ABLATIONS[name] = Ablation(name, apply, lambda options: replace(options, **focus))
-        return apply
-
-    return note
+_ablation = noted_in(ABLATIONS)
 
 
 def hunt(name: str, seeds: int = SEEDS) -> tuple[int, str]:
-    """The number of runs that it took to catch the ablation, and what was seen; 0 where it was not."""
-    ablation = ABLATIONS[name]
-    with applied(ablation):
-        for seed in range(seeds):
-            options: Any = ablation.focus(snapshots.draw(seed))
-            if violations := snapshots.run(seed, options).violations:
-                return seed + 1, violations[0]
-    return 0, "not caught"
+    """See ``ablations.search``."""
+    return search(ABLATIONS[name], snapshots, seeds)
 
 
 _BUSY: dict[str, Any] = {"faults": (), "storage_faults": 0.0, "think_seconds": 0.02, "steps": 8, "saves": 0.4}
@@ -56,7 +41,7 @@ _ASP: dict[str, Any] = {"consistency": ASP(), "optimizer": SGD(lr=1.0), "save_st
 
 @_ablation("pushes after the cut are held", **_BUSY, **_ASP, workers=3, lives=16, delay=(0.001, 0.03))
 def _held_by_nobody(put: Put) -> None:
-    on_cut = shards.AsyncShard._on_cut
+    on_cut = AsyncShard._on_cut
 
     def lenient(self: Any, event: Any) -> Any:
         effects = on_cut(self, event)
@@ -69,7 +54,7 @@ def _held_by_nobody(put: Put) -> None:
             return bool(record.version == self.step)
         return all(record.producers.get(life, 0) >= following for life, following in self.following.items())
 
-    put(shards.AsyncShard, "_on_cut", lenient)
+    put(AsyncShard, "_on_cut", lenient)
     put(cuts.Cut, "_is_ripe", is_ripe)
 
 
@@ -99,6 +84,14 @@ def _record_first(put: Put) -> None:
             await create(self, *waiting)
 
     put(snapshot_io.SnapshotIo, "_create", hasty)
+
+
+@_ablation(
+    "a loss waits for the commit under way", **{**_BUSY, "faults": ("lose server",)}, fault_count=3, replicas=1,
+    consistency=BSP(), save_steps=1, save_seconds=0.0, lives=24, delay=(0.0002, 0.001), storage_seconds=(0.01, 0.1),
+)  # fmt: skip
+def _lost_at_once(put: Put) -> None:
+    put(deferred_losses.DeferredLosses, "_must_wait", lambda self, now: False)
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------

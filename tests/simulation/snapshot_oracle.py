@@ -11,8 +11,9 @@ Snapshots are read from a copy of the storage, made when the commit record was, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from psdist.optim import Optimizer
 from psdist.snapshots import reader
 from psdist.snapshots.format import Manifest, ParametersState
 from psdist.types import ClusterMap
-from psdist_server import reference
 from tests.simulation.oracle import Array, Life, Oracle, Push
 from tests.simulation.storage import Bucket, SimStorage
 
@@ -54,6 +54,7 @@ class Saved:
     directory: str = ""
     done: frozenset[int] = frozenset()
     acked: frozenset[int] = field(default_factory=frozenset)
+    step: int = 0
 
 
 class SnapshotOracle(Oracle):
@@ -76,6 +77,12 @@ class SnapshotOracle(Oracle):
         self.spoilt = False
         self._name = name
         self._era_of: dict[Member, int] = {}
+        #: Learning rate of a phase.
+        self.rate: Callable[[int], float] = lambda phase: 1.0
+        #: By member, the first step that it takes part in.
+        self._first_steps: dict[Member, int] = {}
+        #: By member, the incarnation in which its sequence of pushes began.
+        self._origins: dict[Member, int] = {}
         self._of_push: dict[int, tuple[Member, int]] = {}
         #: By the number of a range of the data set, the pushes that it was used for.
         self._uses: dict[int, list[Push]] = {}
@@ -99,6 +106,11 @@ class SnapshotOracle(Oracle):
         self._primaries.clear()
         self._acting.clear()
 
+    @property
+    def went_back(self) -> bool:
+        """Whether a run that was not begun anew went back to a snapshot."""
+        return any(one.key[0] == other.key[0] for one, other in pairwise(self.eras))
+
     def published(self, cluster: ClusterMap) -> None:
         """See Oracle."""
         super().published(cluster)
@@ -113,13 +125,20 @@ class SnapshotOracle(Oracle):
             self.counts["eras"] += 1
             self.counts["began from a snapshot"] += bool(base)
         for member in entry.members:
-            self._era_of[self.phase, member.worker_id, member.incarnation] = len(self.eras) - 1
+            key = (self.phase, member.worker_id, member.incarnation)
+            self._era_of[key] = len(self.eras) - 1
+            self._origins[key] = member.producer[1]
+            self._first_steps[key] = member.first_step
 
     def committed(self, record: str, bucket: Bucket) -> None:
         """A commit record was created."""
         acked = frozenset(push.slot for push in self.pushes.values() if push.acked and not push.ignored)
         self.commits.append(Saved(record, len(self.eras) - 1, dict(bucket.files), acked=acked))
         self.counts["commits"] += 1
+
+    def worth(self, push: Push) -> float:
+        """See Oracle."""
+        return self.rate(self.eras[self.era_of(push)].key[0])
 
     def era_of(self, push: Push) -> int:
         """The number of the era that a push belongs to."""
@@ -196,7 +215,7 @@ class SnapshotOracle(Oracle):
             self.violation(f"{saved.record} does not have {self._name!r}")
             return
         table = [await reader.read_slice(storage, manifest, state, i) for i in range(self.slicing.count)]
-        saved.directory = manifest.directory
+        saved.directory, saved.step = manifest.directory, state.step
         self.counts["snapshots compared"] += 1
         self._check_table(saved, state, table)
         if self._uses:
@@ -235,6 +254,8 @@ class SnapshotOracle(Oracle):
                 self._check_bytes(where, version, arrays, slots)
             else:
                 self._check_counts(index, version, arrays[0], slots)
+        if not self.exact:
+            self._check_gone(saved, state, present)
         saved.table, saved.slots = tuple(map(frozenset, present)), frozenset(set.intersection(*present))
 
     def _era(self, slot: int) -> int:
@@ -251,9 +272,10 @@ class SnapshotOracle(Oracle):
         mine = [push for push in self.pushes.values() if self.era_of(push) == saved.era]
         if self.exact and version != state.step:
             self.violation(f"{where} is at version {version}, and the cut at step {state.step}")
-        ends = {(worker, incarnation): number for worker, incarnation, number in state.next}
+        phase = self.eras[saved.era].key[0]
+        ends = {self._producer(phase, worker, incarnation): number for worker, incarnation, number in state.next}
         for push in mine:
-            end = state.step if self.exact else ends.get((push.life.worker_id, push.incarnation))
+            end = state.step if self.exact else ends.get(self._producer(phase, push.life.worker_id, push.incarnation))
             there = push.slot in slots
             who = f"push {push.step} of {push.life.worker_id}/{push.incarnation} (slot {push.slot})"
             if end is None:
@@ -265,21 +287,26 @@ class SnapshotOracle(Oracle):
                 self.violation(f"{where} lacks {who}, before the cut at {end}")
             if not self.exact and not there and push.step < end and not push.dropped:
                 self.violation(f"{where} lacks {who}, which is said to be before the cut at {end}")
-        if not self.exact:
-            self._check_gone(where, saved, mine, ends, slots)
 
-    def _check_gone(
-        self, where: str, saved: Saved, mine: Sequence[Push], ends: dict[tuple[str, int], int], slots: set[int]
-    ) -> None:
-        """Of a life that the cut does not name, because it was over before or began after, all or nothing is there."""
-        lives: dict[tuple[str, int], list[Push]] = {}
-        for push in mine:
-            life = (push.life.worker_id, push.incarnation)
-            if life not in ends and push.slot in saved.acked:
-                lives.setdefault(life, []).append(push)
-        for life, pushes in lives.items():
-            if len({push.slot in slots for push in pushes}) > 1:
-                self.violation(f"{where} has a part of the acknowledged pushes of {life}, which the cut does not name")
+    def _producer(self, phase: int, worker_id: str, incarnation: int) -> tuple[str, int]:
+        """The sequence of pushes that a life went on with."""
+        return worker_id, self._origins.get((phase, worker_id, incarnation), incarnation)
+
+    def _check_gone(self, saved: Saved, state: ParametersState, present: Sequence[set[int]]) -> None:
+        """Of a producer that the cut does not name, because it was lost before or came after, the first pushes are
+        there: as many in each slice, but for the one that was under way when it was lost."""
+        phase = self.eras[saved.era].key[0]
+        named = {self._producer(phase, worker, incarnation) for worker, incarnation, _ in state.next}
+        producers: dict[tuple[str, int], list[Push]] = {}
+        for push in self.pushes.values():
+            producer = self._producer(phase, push.life.worker_id, push.incarnation)
+            if self.era_of(push) == saved.era and producer not in named and push.slot in saved.acked:
+                producers.setdefault(producer, []).append(push)
+        for producer, pushes in producers.items():
+            there = [[push.slot in slots for push in pushes] for slots in present]
+            counts = {sum(one) for one in there}
+            if max(counts) - min(counts) > 1 or any(one != sorted(one, reverse=True) for one in there):
+                self.violation(f"{saved.record} has not the first pushes of {producer}, which the cut does not name")
 
     def _check_bytes(self, where: str, version: int, arrays: Sequence[Array], slots: Sequence[int]) -> None:
         steps: dict[int, list[Push]] = {}
@@ -295,19 +322,33 @@ class SnapshotOracle(Oracle):
             if want.tobytes() != have.tobytes():
                 self.violation(f"{where} at version {version}: {name} differ from what its pushes make")
 
-    def replay(self, index: int, version: int, steps: dict[int, list[Push]]) -> list[Array]:
-        """Weights and state that numpy makes of pushes, by step."""
-        weights = self.initial[index].copy()
-        names: dict[str, Any] = self.optimizer.group_values(0)
-        states = [np.zeros_like(weights)] if names.get("momentum") else []
-        mean = np.zeros_like(weights)
-        for step in range(version):
-            pushes = sorted(steps.get(step, ()), key=lambda push: (push.rank, push.life.worker_id, push.incarnation))
-            if pushes:
-                parts = [self.gradient(push.slot).reshape(self.slicing.count, -1)[index] for push in pushes]
-                reference.combine(mean, parts, len(parts))
-                reference.update(self.optimizer, names, weights, states, mean, step)
-        return [weights, *states]
+    def check_stopped(self, phase: int, commits: int, lives: Sequence[Life]) -> None:
+        """A phase that was stopped as a whole, in peace, ends with a snapshot that has all that was answered, in BSP of
+        a step that all workers have made. commits: that there were then. After ``check_commits``."""
+        eras = [number for number, era in enumerate(self.eras) if era.key[0] == phase]
+        acked = [push for push in self.pushes.values() if push.acked and self.era_of(push) in eras]
+        saved = next((one for one in reversed(self.commits[:commits]) if one.era in eras), None)
+        if saved is None:
+            if acked:
+                self.violation(f"phase {phase} was stopped without a snapshot, after {len(acked)} answered pushes")
+            return
+        for push in acked:
+            if push.slot not in saved.slots:
+                self.violation(
+                    f"{saved.record}, the last of phase {phase}, lacks push {push.step} of {push.life.worker_id}"
+                )
+        if self.exact:
+            for life in (life for life in lives if life.phase == phase):
+                self._check_took_part(saved, life)
+
+    def _check_took_part(self, saved: Saved, life: Life) -> None:
+        """A worker is in all steps of the snapshot, from its first one on."""
+        first = self._first_steps.get((life.phase, life.worker_id, life.incarnation))
+        if first is None:
+            return
+        mine = {push.step for push in life.pushes if push.slot in saved.slots}
+        if lacking := [step for step in range(first, saved.step) if step not in mine]:
+            self.violation(f"{saved.record} has steps {lacking} without {life.worker_id}, with which it was stopped")
 
     def check_last(self, versions: Sequence[int], weights: Array) -> None:
         """The weights when all is over; after ``check_commits``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -211,6 +212,7 @@ class SnapshotWorld(World):
     def start_worker(self, worker: int) -> None:
         """See World."""
         super().start_worker(worker)
+        self.lives[-1].phase = self.oracle.phase
         self.finished.discard(worker)
 
     # --- the storage --------------------------------------------------------------------------------------------------
@@ -361,11 +363,7 @@ class SnapshotNemesis(Nemesis):
 
 async def _main(world: SnapshotWorld) -> None:
     options, loop = world.options, world.loop
-    world.start_scheduler()
-    for number in range(options.servers):
-        world.start_server(number)
-    for worker in range(options.workers):
-        world.start_worker(worker)
+    world.begin()
     nemesis = SnapshotNemesis(world)
     await nemesis.run()
     await loop.after(options.lease_seconds * options.stream("heal").random())
@@ -383,13 +381,19 @@ def run(seed: int, options: SnapshotOptions | None = None, *, trace: bool = Fals
 
 
 def play(
-    options: SnapshotOptions, make: type[SnapshotWorld] = SnapshotWorld, *, trace: bool = False
+    options: SnapshotOptions,
+    make: type[SnapshotWorld] = SnapshotWorld,
+    main: Callable[[Any], Coroutine[Any, Any, None]] = _main,
+    seconds: float = CONVERGE_SECONDS,
+    *,
+    trace: bool = False,
 ) -> tuple[scenario.Result, list[Operation]]:
-    """Runs a world to its end: what came of it, and the storage's operations. The environment must be installed."""
+    """Runs a world by ``main`` to its end, in so many virtual seconds after faults: what came of it, and the storage's
+    operations. The environment must be installed."""
     started = time.process_time()
     loop = RunLoop(options.stream("schedule"), options.handle_seconds)
     loop.lines = [] if trace else None
-    result, operations = _play(loop, options, make)
+    result, operations = _play(loop, make(loop, options), main, options.fault_seconds + seconds)
     scenario._tear_down(loop)
     result.violations += loop.failures
     result.cpu_seconds = time.process_time() - started
@@ -397,12 +401,12 @@ def play(
 
 
 def _play(
-    loop: RunLoop, options: SnapshotOptions, make: type[SnapshotWorld]
+    loop: RunLoop, world: SnapshotWorld, main: Callable[[Any], Coroutine[Any, Any, None]], seconds: float
 ) -> tuple[scenario.Result, list[Operation]]:
-    world = make(loop, options)
+    options = world.options
     violations, begun = list[str](), loop.time()
     try:
-        loop.run(_main(world), options.fault_seconds + CONVERGE_SECONDS)
+        loop.run(main(world), seconds)
     except (Deadlock, TooLong) as error:
         violations.append(f"no end: {error}; {scenario._state(world)}")
     except Failed:

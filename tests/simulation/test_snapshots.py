@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.simulation import snapshot_runner
+from tests.simulation import runner, snapshot_runner
 from tests.simulation.runner import Summary
 
 FIRST = 200_000
 SEEDS = 20
+#: Seeds that once showed a defect: snapshots that were committed while the run went back to the one before, numbers of
+#: attempts after a restart, a worker that was done and missed for ever.
+REGRESSIONS = (2, 6043, 137, 532)
 #: Of so many cases of ``snapshot_faults`` make test runs one.
 EACH = 25
 #: Paths that so many seeds must have taken.
@@ -36,8 +40,8 @@ def pool() -> Iterator[Any]:
 
 
 def test_some_seeds(pool: Any) -> None:
-    total = Summary()
-    for part in pool.imap_unordered(snapshot_runner.run_chunk, _chunks(range(FIRST, FIRST + SEEDS), 10)):
+    total, seeds = Summary(), [*REGRESSIONS, *range(FIRST, FIRST + SEEDS)]
+    for part in pool.imap_unordered(partial(runner.run_chunk, "snapshots"), _chunks(seeds, 11)):
         total.add(part)
     print(total.line)
     assert not total.failures, "\n".join(total.failures)
@@ -64,7 +68,7 @@ def _run_faults(pool: Any, each: int) -> None:
 
 
 def test_missing_safeguards_are_seen(pool: Any) -> None:
-    missed = [name for name, runs, _ in pool.imap_unordered(snapshot_runner.hunt, QUICK) if not runs]
+    missed = [name for name, runs, _ in pool.imap_unordered(partial(runner.hunt, "snapshots"), QUICK) if not runs]
     assert not missed
 
 

@@ -1,0 +1,471 @@
+"""Runs of ordinary life: what scripts and their users do to a run without any fault, and with some.
+
+Scripts hold the interpreter, or compute for longer than any lease; they meet at barriers, with and without a time
+limit; they count by the parameters' step, or by a loop of their own. The run is stopped at any moment, as a launcher
+does it that was interrupted: every worker gets SIGTERM, the last snapshot is asked for, everything ends; then the same
+command goes on from there, with other settings perhaps. Or single workers are stopped, and the others train on.
+
+In a run without faults, in which nobody is busy for longer than its lease, no push is dropped, no script is told an
+error, and a run that was stopped ends with a snapshot that has every answered push, in BSP of a step that all workers
+have made. In other runs an error must be true: workers that are said to wait for each other do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from psdist import ASP, BSP, SSP
+from psdist.client.async_client import AsyncClient
+from psdist.client.parameters import AsyncParameters
+from psdist.consistency import Consistency
+from psdist.errors import MutualWaitError, PsdistError, PushDroppedError, WaitTimeoutError
+from psdist.optim import SGD, Optimizer
+from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
+from psdist_scheduler.barriers import Arrival
+from psdist_scheduler.mutual_waits import WaitFor
+from psdist_scheduler.records import ClusterSettings
+from tests.simulation import rpc, scenario, snapshots
+from tests.simulation.cluster import NAME, RUN, SCHEDULER
+from tests.simulation.environment import RunLoop
+from tests.simulation.loop import Node, where
+from tests.simulation.options import SINGLE
+from tests.simulation.oracle import Life
+from tests.simulation.scripts import Script
+from tests.simulation.snapshots import LOSSES, SnapshotNemesis, SnapshotOptions, SnapshotWorld
+
+BARRIER: Final = "round"
+END: Final = "end"
+#: Learning rates of the phases of a run, in turn.
+RATES: Final = (1.0, 2.0, 0.5)
+#: Virtual seconds in which all must be over.
+CONVERGE_SECONDS: Final = 1500.0
+#: Barrier calls with a time limit, one after another.
+_TRIES: Final = 30
+
+
+@dataclass(frozen=True)
+class OrdinaryOptions(SnapshotOptions):
+    """See SnapshotOptions.
+
+    own_loop: scripts count their pushes, instead of the parameters' steps.
+    busy, long: fraction of steps in which a script holds its interpreter, or computes for long. busy_leases,
+    long_leases: for at most so many leases of workers.
+    barrier_every: workers meet each so many steps; 0 for never. limited: fraction of barrier calls with a time limit.
+    end_barrier: whether they meet at the end.
+    stops: by phase of the run "all", "some" or "" (it ends by itself). stop_seconds: when, at most.
+    lost_exits: fraction of the times that SystemExit is raised in a script, and is lost.
+    rates: whether phases have learning rates of their own.
+    """
+
+    own_loop: bool = False
+    busy: float = 0.0
+    busy_leases: float = 0.8
+    long: float = 0.0
+    long_leases: float = 2.0
+    barrier_every: int = 0
+    limited: float = 0.5
+    end_barrier: bool = False
+    stops: tuple[str, ...] = ()
+    stop_seconds: float = 3.0
+    lost_exits: float = 0.0
+    rates: bool = False
+
+    @property
+    def peaceful(self) -> bool:
+        """Whether nothing happens by which a worker may be lost, or a snapshot fail."""
+        return not self.fault_count and not self.storage_faults and self.busy_leases < 1.0
+
+    def optimizer_of(self, phase: int) -> Optimizer:
+        """What scripts ask for in a phase."""
+        if not self.rates:
+            return self.optimizer
+        return SGD(lr=RATES[phase % len(RATES)], momentum=self.optimizer.values()["momentum"])
+
+
+def draw(seed: int) -> OrdinaryOptions:
+    """The options of a seed."""
+    rng = random.Random(f"{seed}/ordinary")
+    replicas, workers = rng.choice((1, 1, 2)), rng.choice((1, 2, 2, 3, 4))
+    consistency: Consistency = rng.choice((BSP(), BSP(), BSP(), SSP(0), SSP(1), ASP()))
+    bsp, peaceful = isinstance(consistency, BSP), rng.random() < 0.5
+    stops = tuple(rng.choice(("all", "all", "some", "")) for _ in range(rng.choice((1, 2, 3))))
+    worker_lease = rng.choice((3.0, 8.0))
+    save_steps = rng.choice((0, 0, 1, 3)) if bsp else 0
+    return OrdinaryOptions(
+        seed=seed,
+        servers=rng.choice((1, 2, 3)) if replicas == 1 else rng.choice((2, 3)),
+        workers=workers,
+        replicas=replicas,
+        consistency=consistency,
+        optimizer=SGD(lr=1.0, momentum=rng.choice((0.0, 0.5)) if bsp else 0.0),
+        steps=rng.choice((4, 6, 8)),
+        slices=rng.choice((2, 4, 6)),
+        lives=workers * (len(stops) + 2) + (1 if peaceful else 5),
+        think_seconds=rng.choice((0.005, 0.05, 0.2)),
+        pulls=rng.choice((0.0, 0.3)),
+        bare_pushes=rng.choice((0.0, 0.3)),
+        lease_seconds=rng.choice((1.0, 2.0)),
+        worker_lease_seconds=worker_lease,
+        handle_seconds=rng.choice((0.0, 5e-6)),
+        delay=rng.choice(((0.0002, 0.001), (0.0005, 0.005), (0.001, 0.03))),
+        cut=rng.choice((0.0, 0.0, 0.05)),
+        faults=tuple(sorted(set(rng.choices([*SINGLE, *LOSSES], k=rng.choice((1, 2, 3)))))),
+        fault_count=0 if peaceful else rng.choice((1, 2, 3)),
+        fault_seconds=rng.choice((1.5, 4.0)),
+        save_steps=save_steps,
+        save_seconds=0.0 if save_steps else rng.choice((0.0, 0.3, 1.0)),
+        keep_last=rng.choice((1, 3)),
+        saves=rng.choice((0.0, 0.0, 0.2)),
+        storage_seconds=rng.choice(((0.0005, 0.003), (0.0005, 0.003), (0.01, 0.1))),
+        storage_faults=0.0 if peaceful else rng.choice((0.0, 0.0, 0.05)),
+        ends=len(stops),
+        own_loop=rng.random() < 0.4,
+        busy=rng.choice((0.0, 0.2, 0.5)),
+        busy_leases=0.8 if peaceful else rng.choice((0.8, 1.6)),
+        long=rng.choice((0.0, 0.0, 0.1)),
+        barrier_every=rng.choice((0, 0, 1, 2)),
+        limited=rng.choice((0.0, 0.5, 1.0)),
+        end_barrier=rng.random() < 0.5,
+        stops=stops,
+        stop_seconds=rng.choice((1.0, 3.0, 10.0)),
+        lost_exits=rng.choice((0.0, 0.0, 0.5)),
+        rates=rng.random() < 0.4,
+    )
+
+
+class OrdinaryWorld(SnapshotWorld):
+    """See the module."""
+
+    options: OrdinaryOptions
+
+    def __init__(self, loop: RunLoop, options: OrdinaryOptions) -> None:
+        super().__init__(loop, options)
+        self._life_rng = options.stream("ordinary life")
+        self.oracle.rate = lambda phase: float(options.optimizer_of(phase).values()["lr"])
+        #: By the number of the life.
+        self.scripts: dict[int, Script] = {}
+        #: At which barrier each life is, until it is over or withdrawn.
+        self._at: dict[int, str] = {}
+        #: By life and barrier, how often the scheduler has let it pass.
+        self._opened: Counter[tuple[int, str]] = Counter()
+        #: The run is being stopped: nothing is started again.
+        self.stopping = False
+        #: How often everything still begins anew, whatever the faults.
+        self.restarts_left = options.ends + 1
+        #: Phases that were stopped as a whole, with the number of commits when their workers had left.
+        self.stopped_phases: dict[int, int] = {}
+        loop.barrier_opened = self._barrier_opened
+        loop.circle_found = self._circle_found
+
+    @property
+    def settings(self) -> ClusterSettings:
+        """See World."""
+        return replace(super().settings, worker_lease_seconds=self.options.worker_lease_seconds)
+
+    @property
+    def can_start_worker(self) -> bool:
+        """See World. What is left of the run needs lives, too."""
+        needed = self.options.workers * self.restarts_left
+        return not self.stopping and len(self.lives) + self.promised_lives + needed < self.options.lives
+
+    @property
+    def can_restart(self) -> bool:
+        """See SnapshotWorld."""
+        needed = self.options.workers * (1 + self.restarts_left)
+        return not self.stopping and len(self.lives) + self.promised_lives + needed <= self.options.lives
+
+    def start_worker(self, worker: int) -> None:
+        """See World."""
+        if self.stopping:
+            self.finish(worker)
+        else:
+            super().start_worker(worker)
+
+    def restart(self) -> None:
+        """See SnapshotWorld."""
+        self.stopping = self.created = False
+        self._at.clear()
+        super().restart()
+
+    # --- a worker's script --------------------------------------------------------------------------------------------
+
+    async def _work(self, node: Node, life: Life) -> None:
+        script = self.scripts[life.number] = Script()
+        script.begin()
+        try:
+            await self._train(life)
+        except SystemExit:
+            self.counts["a script ended because it was asked to"] += 1
+            await self._close(life, script, script.handler.reason())
+            life.stopped = True
+        except (MutualWaitError, PushDroppedError) as error:
+            self.counts[f"a script was told: {type(error).__name__}"] += 1
+            if self.options.peaceful:
+                self.oracle.violation(f"{life.worker_id} was told in peace: {error!r}{where(error)}")
+            await self._close(life, script, "failed")
+        except PsdistError as error:
+            self.oracle.violation(f"{life.worker_id} ended: {error!r}{where(error)}")
+        self._end_worker(node, life, for_good=True)
+
+    async def _close(self, life: Life, script: Script, reason: str) -> None:
+        life.over = script.ending = True
+        if script.client is not None:
+            await script.client.close(reason)
+
+    async def _train(self, life: Life) -> None:
+        script = self.scripts[life.number]
+        script.client = client = await script.call(self._connect(life.worker_id))
+        self.clients[life.number] = client
+        client.report_waits(lambda: True)
+        client.watch_signals(script.handler.look)
+        handle = await script.call(self._open(client))
+        self._joined(life, client, handle)
+        self.created = True
+        made = 0
+        while made < len(life.slots) and not self._is_done(handle, made):
+            try:
+                await self._one_step(script, life, handle, made)
+            except SystemExit:
+                if self._life_rng.random() >= self.options.lost_exits:
+                    raise
+                self.counts["an exit was lost"] += 1
+                continue
+            made = len(life.pushes)
+        if self.options.end_barrier:
+            await self._reach(script, life, END)
+        await self._close(life, script, "closed")
+
+    def _is_done(self, handle: AsyncParameters, made: int) -> bool:
+        options = self.options
+        if options.own_loop or not isinstance(options.consistency, BSP):
+            return made >= options.steps
+        return handle.step >= options.steps * (1 + self.oracle.phase)
+
+    async def _one_step(self, script: Script, life: Life, handle: AsyncParameters, made: int) -> None:
+        assert script.client is not None
+        options = self.options
+        await script.compute(self._think(life))
+        count = made if options.own_loop or not isinstance(options.consistency, BSP) else handle.step
+        if options.barrier_every and count % options.barrier_every == 0:
+            await self._reach(script, life, BARRIER)
+        before = len(life.pushes)
+        await script.call(self._step(script.client, life, handle))
+        assert len(life.pushes) == before + 1
+        if self._saving.random() < options.saves:
+            await script.call(self._save_in_time(script.client, life))
+
+    async def _save_in_time(self, client: AsyncClient, life: Life) -> None:
+        """A snapshot may need steps of others that wait for this worker at a barrier, and no such circle is found."""
+        try:
+            async with asyncio.timeout(20.0):
+                await self._save(client, life)
+        except TimeoutError:
+            self.counts["a snapshot's time limit was over"] += 1
+
+    async def _think(self, life: Life) -> None:
+        rng, options = self._life_rng, self.options
+        await self.loop.after(self.workload.expovariate(1.0) * options.think_seconds)
+        if rng.random() < options.busy:
+            seconds = rng.random() * options.busy_leases * options.worker_lease_seconds
+            self.counts["busy"] += 1
+            self.loop.world_soon(self._hold, self.worker_nodes[life.worker], seconds)
+            await self.loop.after(0.0)
+        if rng.random() < options.long:
+            self.counts["computed for long"] += 1
+            await self.loop.after(rng.random() * options.long_leases * options.worker_lease_seconds)
+
+    def _hold(self, node: Node, seconds: float) -> None:
+        """The interpreter is held: nothing of the process runs but the threads that answer for its connections."""
+        if not node.paused and not node.dead:
+            self.loop.pause(node)
+            node.paused_since = float("inf")
+            self.loop.call_later(seconds, self._let_go, node, context=self.loop.world.context)
+
+    def _let_go(self, node: Node) -> None:
+        if node.paused:
+            self.loop.resume(node)
+
+    async def _open(self, client: AsyncClient) -> AsyncParameters:
+        oracle, options = self.oracle, self.options
+        return await client.parameters(
+            NAME,
+            init={"w": oracle.initial.reshape(-1)},
+            optimizer=options.optimizer_of(oracle.phase),
+            consistency=options.consistency,
+            slice_elements=oracle.slice_elements,
+        )
+
+    # --- barriers -----------------------------------------------------------------------------------------------------
+
+    async def _reach(self, script: Script, life: Life, name: str) -> None:
+        """Returns when the barrier was passed, in one call or many."""
+        assert script.client is not None
+        rng = self._life_rng
+        for calls in itertools.count():
+            # One that tries again for ever could wait for others for ever, and nobody would know that it does.
+            limited = calls < _TRIES and rng.random() < self.options.limited
+            limit = rng.choice((0.001, 0.01, 0.1, 1.0)) if limited else None
+            self._at[life.number] = name
+            try:
+                await script.call(script.client.barrier(name, timeout=limit))
+            except WaitTimeoutError as error:
+                self.counts["a barrier's time limit was over"] += 1
+                if "not known" in str(error):
+                    self.counts["a barrier's outcome was not known"] += 1
+                    continue  # It may yet be let pass, and the next call finds out.
+                if not self.loop.current().dead:
+                    del self._at[life.number]
+                if rng.random() < 0.5:  # The script does something else meanwhile.
+                    await script.compute(self.loop.after(rng.expovariate(1.0) * 0.1))
+                continue
+            self._opened[life.number, name] -= 1
+            self._at.pop(life.number, None)
+            self.counts["passed a barrier"] += 1
+            if self._opened[life.number, name] < 0:
+                self.oracle.violation(f"{life.worker_id} passed barrier {name!r}, which was not opened for it")
+            return
+
+    def _barrier_opened(self, name: str, arrival: Arrival) -> None:
+        """The scheduler lets a worker pass: all must be there, in truth."""
+        assert self.scheduler is not None
+        if passing := self._life_of(arrival.worker.member_id):
+            self._opened[passing.number, name] += 1
+        for worker in self.scheduler.cluster.members.workers:
+            life = self._life_of(worker.member_id)
+            if life is None or life.over or self.worker_nodes[life.worker].dead:
+                continue
+            if self._at.get(life.number) != name and _is_newest(self.clients.get(life.number), worker.incarnation):
+                self.oracle.violation(f"barrier {name!r} was opened without {life.worker_id}")
+
+    def _life_of(self, worker_id: str) -> Life | None:
+        """The newest process of a worker."""
+        return next((life for life in reversed(self.lives) if life.worker_id == worker_id), None)
+
+    def _circle_found(self, circle: list[WaitFor]) -> None:
+        """The scheduler says that these wait for each other: none of them has what another waits for."""
+        self.counts["a circle was found"] += 1
+        for wait, awaited in zip(circle, [*circle[1:], circle[0]], strict=True):
+            life, other = self._life_of(wait.worker.member_id), self._life_of(awaited.worker.member_id)
+            if life is None or other is None or other.over or self.worker_nodes[other.worker].dead:
+                continue
+            if " step " in wait.text and other.pushes and not other.pushes[-1].acked:
+                step = int(wait.text.split(" step ")[1].split()[0])
+                if other.pushes[-1].step >= step and other.pushes[-1].incarnation == awaited.worker.incarnation:
+                    self.oracle.violation(
+                        f"{life.worker_id} is said to wait for {other.worker_id} in step {step}, which that has begun"
+                    )
+            if "barrier" in wait.text and f"barrier {self._at.get(other.number)!r}" in wait.text:
+                self.oracle.violation(
+                    f"{life.worker_id} is said to wait {wait.text} for {other.worker_id}, which is there"
+                )
+
+    # --- stopping -----------------------------------------------------------------------------------------------------
+
+    async def stop(self, kind: str) -> None:
+        """Sends SIGTERM to all workers, one after another, or to one."""
+        running = [life for life in self.lives if not life.over and not self.worker_nodes[life.worker].dead]
+        rng = self._life_rng
+        if kind == "some":  # Before anything exists all workers are waited for.
+            running = rng.sample(running, 1) if running and all(life.joined for life in running) else []
+        else:
+            self.stopping = True
+            rng.shuffle(running)
+        self.counts[f"stopped {kind}"] += bool(running)
+        for life in running:
+            script, node = self.scripts.get(life.number), self.worker_nodes[life.worker]
+            if script is None:
+                self.kill(node, silent=False)  # Python has not begun.
+                life.over = True
+                self.finish(life.worker)
+            else:
+                script.handler.send()
+                self.loop.call_on(node, script.handler.signal)
+            await self.loop.after(rng.expovariate(1.0) * 0.02)
+
+    async def save_at_the_end(self) -> None:
+        """What a launcher does when the workers have ended."""
+        stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(rpc.SimChannel(self.network, SCHEDULER))
+        request = scheduler_pb2.SaveSnapshotRequest(run_id=RUN, reason="at the end")
+        try:
+            while not await self._asked_to_save(stub, request):
+                await self.loop.after(0.1)
+        except grpc.aio.AioRpcError as error:
+            self.counts["no snapshot at the end"] += 1
+            if self.options.peaceful and self.created and "no parameters" not in str(error.details()):
+                self.oracle.violation(f"no snapshot was taken at the end: {error.details()}")
+
+    async def _asked_to_save(self, stub: Any, request: scheduler_pb2.SaveSnapshotRequest) -> bool:
+        """Whether the scheduler could be asked."""
+        try:
+            async for _ in stub.SaveSnapshot(request):
+                pass
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in str(error.details()):
+                return False
+            raise
+        return True
+
+    def go_on(self) -> None:
+        """The same command begins anew."""
+        self.restarts_left -= 1
+        self.restart()
+
+    def phase_ended(self) -> None:
+        """All workers have left a run that was stopped, and it was saved."""
+        self.stopped_phases[self.oracle.phase] = len(self.oracle.commits)
+
+    async def _final_read(self) -> None:
+        await super()._final_read()
+        if self.options.peaceful:
+            for phase, commits in self.stopped_phases.items():
+                self.oracle.check_stopped(phase, commits, self.lives)
+        dropped = [push for push in self.oracle.pushes.values() if push.dropped]
+        if dropped and (self.options.peaceful or not (self.oracle.exact or self.oracle.went_back)):
+            who = sorted({f"{push.life.worker_id} in phase {push.life.phase}" for push in dropped})
+            self.oracle.violation(f"{len(dropped)} pushes were dropped, of {who}")
+
+
+def _is_newest(client: AsyncClient | None, incarnation: int) -> bool:
+    """Whether the client is in this incarnation, as far as it knows."""
+    return client is not None and client._link is not None and client._link.registration.incarnation == incarnation
+
+
+async def _faults(world: OrdinaryWorld, nemesis: SnapshotNemesis) -> None:
+    await nemesis.run()
+    await world.loop.after(world.options.lease_seconds * world.options.stream("heal").random())
+    nemesis.heal()
+
+
+async def _main(world: OrdinaryWorld) -> None:
+    options, loop = world.options, world.loop
+    world.begin()
+    rng = options.stream("stops")
+    for kind in options.stops:
+        faults = loop.create_task(_faults(world, SnapshotNemesis(world)))
+        await loop.after(rng.random() * options.stop_seconds)
+        if kind:
+            await world.stop(kind)
+        await faults
+        await world.all_finished()
+        await world.save_at_the_end()
+        if kind == "all":
+            world.phase_ended()
+        world.go_on()
+    await world.all_finished()
+    world.go_on()
+    await world.all_finished()
+    await world.final_read()
+
+
+def run(seed: int, options: OrdinaryOptions | None = None, *, trace: bool = False) -> scenario.Result:
+    """Runs a seed. The environment must be installed."""
+    options = options or draw(seed)
+    return snapshots.play(options, OrdinaryWorld, _main, CONVERGE_SECONDS, trace=trace)[0]

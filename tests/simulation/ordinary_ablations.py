@@ -1,0 +1,167 @@
+"""Safeguards of ordinary life, taken away one at a time: the proof that the runs of ``ordinary`` see something.
+
+As ``ablations``; ``hunt`` runs seeds until one is caught. Those of the first part bring back what psdist once did.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psdist import ASP, BSP
+from psdist.client import activity, barriers, exchange, stopping
+from psdist.optim import SGD
+from psdist_scheduler import barriers as scheduler_barriers
+from psdist_scheduler import mutual_waits, parameters, stops
+from psdist_scheduler.end_snapshot import EndSnapshot
+from psdist_scheduler.records import ClusterSettings
+from psdist_scheduler.snapshots import Snapshots
+from tests.simulation import ordinary
+from tests.simulation.ablations import Ablation, Put, noted_in, search
+from tests.simulation.scripts import Handler
+
+#: An ablation must be caught within so many seeds.
+SEEDS = 300
+
+ABLATIONS: dict[str, Ablation] = {}
+_ablation = noted_in(ABLATIONS)
+
+
+def hunt(name: str, seeds: int = SEEDS) -> tuple[int, str]:
+    """See ``ablations.search``."""
+    return search(ABLATIONS[name], ordinary, seeds)
+
+
+_PEACE: dict[str, Any] = {"faults": (), "fault_count": 0, "storage_faults": 0.0, "busy_leases": 0.8, "lives": 40}
+_BUSY: dict[str, Any] = {**_PEACE, "busy": 0.5, "workers": 2, "stops": (), "ends": 0}
+_STOPS: dict[str, Any] = {
+    **_PEACE, "workers": 3, "stops": ("all", "all"), "ends": 2, "stop_seconds": 1.0, "consistency": BSP(), "steps": 8,
+    "think_seconds": 0.2, "barrier_every": 0, "worker_lease_seconds": 8.0,
+}  # fmt: skip
+_BARRIERS: dict[str, Any] = {**_PEACE, "workers": 2, "barrier_every": 1, "limited": 1.0, "steps": 8}
+_EXPELLED: dict[str, Any] = {
+    "busy": 0.5, "busy_leases": 1.6, "worker_lease_seconds": 3.0, "steps": 8, "cut": 0.05,
+    "lives": 40, "workers": 3}  # fmt: skip
+_ASP: dict[str, Any] = {"consistency": ASP(), "optimizer": SGD(lr=1.0)}
+
+
+# --- busy workers -----------------------------------------------------------------------------------------------------
+
+
+@_ablation("workers have a lease of their own", **_BUSY)
+def _one_lease(put: Put) -> None:
+    put(ClusterSettings, "lease_of", lambda self, role: self.lease_seconds)
+
+
+@_ablation("a push goes on in the next incarnation", **_ASP, **_EXPELLED)
+def _never_resumed(put: Put) -> None:
+    put(exchange.Exchange, "_resume_push", lambda self, mine: None)
+
+
+@_ablation("servers keep the duplicate tables of workers that were lost", **_ASP, **_EXPELLED)
+def _nobody_departed(put: Put) -> None:
+    put(parameters.Parameters, "departed", lambda self, members: ())
+
+
+# --- barriers ---------------------------------------------------------------------------------------------------------
+
+
+@_ablation("an arrival that is withdrawn does not count", **_BARRIERS)
+def _still_there(put: Put) -> None:
+    async def give_up(self: Any, sentence: str) -> None:
+        raise barriers.WaitTimeoutError(sentence)
+
+    put(barriers.Barrier, "_give_up", give_up)
+    put(scheduler_barriers.Barriers, "end", lambda self, call: None)
+
+
+@_ablation("a barrier that was opened meanwhile lets its late worker pass", **_BARRIERS)
+def _nobody_passed(put: Put) -> None:
+    put(scheduler_barriers.Barriers, "_has_passed", lambda self, event, worker: False)
+
+
+# --- the end of a run -------------------------------------------------------------------------------------------------
+
+
+@_ablation("workers that end together agree on a step", **_STOPS)
+def _each_for_itself(put: Put) -> None:
+    step = stops.Stops._step
+
+    def alone(self: Any, now: float) -> list[Any]:
+        if self.phase in ("collecting", "asking") and self._stopping:
+            self._go(now, "idle")
+            return self._let_leave({})
+        return step(self, now)
+
+    put(stops.Stops, "_step", alone)
+
+
+@_ablation("no push is begun before the last cut", **{**_STOPS, "think_seconds": 0.005, "delay": (0.001, 0.03)})
+def _not_held(put: Put) -> None:
+    async def at_once(self: Any) -> None:
+        """Lets every push begin."""
+
+    put(stopping.Stopping, "until_allowed", at_once)
+
+
+@_ablation("what follows upon the last snapshot is not saved", **_STOPS)
+def _not_final(put: Put) -> None:
+    put(EndSnapshot, "ended", lambda self, attempt, commit: self.forget())
+
+
+@_ablation("a busy worker says that it is to end, too", **{**_STOPS, "busy": 0.8, "workers": 2, "stop_seconds": 3.0})
+def _does_not_look(put: Put) -> None:
+    def on_command(self: Any, command: Any) -> None:
+        self.look = lambda: False
+        told(self, command)
+
+    told = stopping.Stopping.on_command
+    put(stopping.Stopping, "on_command", on_command)
+
+
+@_ablation("a script that loses its exit is told again", **{**_STOPS, "lost_exits": 1.0})
+def _told_once(put: Put) -> None:
+    check = Handler.check
+
+    def once(self: Any, *, reading: bool = False) -> None:
+        if not self.raised:
+            check(self, reading=reading)
+
+    put(Handler, "check", once)
+    put(Handler, "_signal_again", lambda self: None)
+
+
+@_ablation("the last snapshot has pushes that servers have not told of", **{**_STOPS, **_ASP, "saves": 0.5})
+def _as_told(put: Put) -> None:
+    def save(self: Any, steps: dict[str, int], now: float) -> Any:
+        effects = for_the_end(self, steps, now)
+        newest = self.catalog.newest
+        versions = {p.name: self._tries.version(p) for p in self._ready()}
+        if newest is not None and self.end_snapshot.steps is not None and not self._has_trained(versions):
+            self.end_snapshot.forget()
+            self.end_snapshot.commit = newest.commit
+        return effects
+
+    for_the_end = Snapshots.save_for_the_end
+    put(Snapshots, "save_for_the_end", save)
+
+
+# --- workers that wait for each other ---------------------------------------------------------------------------------
+
+_CIRCLES: dict[str, Any] = {
+    **_EXPELLED, "consistency": BSP(), "own_loop": True, "end_barrier": True, "limited": 0.0,
+    "stops": (), "ends": 0, "fault_count": 0,
+}  # fmt: skip
+
+
+@_ablation("workers that wait for each other are found", **_CIRCLES)
+def _never_found(put: Put) -> None:
+    put(mutual_waits, "_find_circle", lambda awaited: [])
+
+
+@_ablation("a worker waits for others once its own push is sent", **{**_STOPS, "busy": 0.5})
+def _before_it_is_sent(put: Put) -> None:
+    def waits(self: Any, *, limited: bool, sent: Any = None, **what: Any) -> Any:
+        return all_waits(self, limited=limited, **what)
+
+    all_waits = activity.Activities.waits
+    put(activity.Activities, "waits", waits)

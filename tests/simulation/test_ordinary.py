@@ -1,0 +1,50 @@
+"""Simulated runs of ordinary life: some seeds, and safeguards that are missing. ``python -m tests.simulation ordinary``
+runs more of both."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation import runner
+
+FIRST = 300_000
+SEEDS = 60
+#: Paths that so many seeds must have taken.
+PATHS = (
+    "busy",
+    "computed for long",
+    "passed a barrier",
+    "a barrier's time limit was over",
+    "stopped all",
+    "stopped some",
+    "an exit was lost",
+    "a script ended because it was asked to",
+    "a circle was found",
+    "resumed",
+    "began from a snapshot",
+    "a worker was told of a snapshot",
+)
+#: Safeguards whose absence is seen within a few seeds.
+QUICK = (
+    "workers have a lease of their own",
+    "an arrival that is withdrawn does not count",
+    "workers that end together agree on a step",
+    "workers that wait for each other are found",
+)
+
+
+@pytest.mark.timeout(400)
+def test_some_seeds() -> None:
+    print(f"seeds {FIRST} to {FIRST + SEEDS - 1}")
+    total = runner.Summary()
+    for part in runner.run_many("ordinary", range(FIRST, FIRST + SEEDS), processes=2):
+        total.add(part)
+    print(total.line)
+    assert not total.failures, "\n".join(total.failures)
+    untaken = [name for name in PATHS if not total.counts[name]]
+    assert not untaken, f"no seed took these paths: {untaken}"
+
+
+def test_missing_safeguards_are_seen() -> None:
+    missed = [name for name, seeds, _ in runner.hunt_all("ordinary", QUICK, processes=2) if not seeds]
+    assert not missed
