@@ -1,30 +1,47 @@
 # The one door to the project. Needs make and Python 3.11 or later; everything else goes into .venv.
 #
 #   make demo     train real digits through two servers and two workers on this machine
-#   make test     every check and every test
+#   make test     every check, and every test that does not only widen another: some minutes on two cores
 #   make check    lint, types, drift of the generated stubs, tidiness (no training)
-#   make proto    write psdist/v1 anew from proto/
+#   make verify   everything there is, in about an hour: test, long, sim, chaos, bench. A part that fails stops no other;
+#                 the end is one table. It takes smaller numbers than sim and chaos take by themselves, unless they are
+#                 given: make verify KILLS=100 INTERRUPTS=125 ROUNDS=10000
+#   make long     the tests that make test leaves out, and hypothesis with more examples
+#   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 10,000 of ordinary life (ORDINARY_SEEDS=n), 500 with
+#                 snapshots (SNAPSHOT_SEEDS=n), each fault of a storage, and each safeguard taken away in turn
+#   make chaos    faults on real processes, each promise with its figure, in about half an hour (KILLS=n of each kind,
+#                 INTERRUPTS=n of each kind, ROUNDS=n of barriers)
 #   make bench    psdist beside its peers, in some minutes: writes docs/performance.md anew (--full: BENCH=--full)
-#   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 500 with snapshots (SNAPSHOT_SEEDS=n), each fault of a
-#                 storage, and each safeguard taken away in turn
-#   make chaos    faults on real processes, each promise with its figure, in about half an hour (fewer: KILLS=10)
+#   make proto    write psdist/v1 anew from proto/
 #   make clean    remove everything that these targets made
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PYTEST := $(BIN)/python -m pytest
 
 # Test dependency only: the optimizers are compared with torch.optim. PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS in the
 # environment can point pip to a build without CUDA.
 TORCH := torch==2.13.0
 
-# Faults of each kind, at most.
+# Of each kind, at most; make verify has numbers of its own, in tests/verify.py.
 KILLS ?= 100
+INTERRUPTS ?= 25
+ROUNDS ?= 2000
+SEEDS ?= 10000
+ORDINARY_SEEDS ?= 10000
+SNAPSHOT_SEEDS ?= 500
+FIRST ?= 0
+
+# Each target starts many processes that import the same modules.
+unexport PYTHONDONTWRITEBYTECODE
 
 PROTOS := $(wildcard proto/psdist/v1/*.proto)
+# What make check runs.
+CHECKS := tests/test_tidy.py tests/test_proto.py
 
-.PHONY: demo test check proto bench chaos sim clean
+.PHONY: demo test check verify long sim chaos bench proto clean
 .DEFAULT_GOAL := test
 
 # --- environment: the demo needs no torch and no linters, so it does not wait for them -------------------------------
@@ -48,13 +65,20 @@ demo: $(VENV)/.installed
 	$(BIN)/psdist run --nservers 2 --nproc-per-node 2 examples/digits.py --compare
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
+	$(PYTEST) -n 2 --dist loadfile -m "not long" $(CHECKS:%=--ignore %)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_tidy.py tests/test_proto.py
+	$(PYTEST) -q $(CHECKS)
+
+verify: $(VENV)/.dev
+	$(BIN)/python -m tests.verify
+
+long: $(VENV)/.dev
+	$(PYTEST) -n 2 --dist loadfile -m long tests --ignore tests/chaos
+	$(PYTEST) -n 2 --dist loadfile --hypothesis-profile=full tests/property
 
 proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:proto/%=%)
@@ -63,16 +87,14 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.report $(BENCH)
 
 chaos: $(VENV)/.dev
-	$(BIN)/python -m pytest -q tests/chaos
-	$(BIN)/python -m pytest -q -m long tests --ignore tests/chaos
+	INTERRUPTS=$(INTERRUPTS) ROUNDS=$(ROUNDS) $(PYTEST) -q tests/chaos
 	$(BIN)/psdist chaos --suite --kills $(KILLS)
 
-SEEDS ?= 10000
-SNAPSHOT_SEEDS ?= 500
-FIRST ?= 0
 sim: $(VENV)/.dev
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)
 	$(BIN)/python -m tests.simulation --ablations
+	$(BIN)/python -m tests.simulation ordinary --seeds $(ORDINARY_SEEDS) --first $(FIRST)
+	$(BIN)/python -m tests.simulation ordinary --ablations
 	$(BIN)/python -m tests.simulation snapshots --seeds $(SNAPSHOT_SEEDS) --first $(FIRST)
 	$(BIN)/python -m tests.simulation snapshots --faults
 	$(BIN)/python -m tests.simulation snapshots --ablations

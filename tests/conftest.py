@@ -1,12 +1,15 @@
 """What all tests share: a clean environment, hypothesis without deadlines, and proof that no process is left behind.
 
 Deadlines are off because a test's first example may pay for an import or a compilation; the suite has a time limit.
+There are two profiles: make test takes a part of the examples, and ``--hypothesis-profile=full``, by make long, more.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import signal
+import sys
 import uuid
 from collections.abc import Iterator
 
@@ -14,7 +17,8 @@ import hypothesis
 import psutil
 import pytest
 
-hypothesis.settings.register_profile("psdist", deadline=None)
+hypothesis.settings.register_profile("psdist", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("full", deadline=None, max_examples=300)
 hypothesis.settings.load_profile("psdist")
 
 #: Inherited by every process that the tests start, however deep, so that survivors can be told from strangers.
@@ -30,8 +34,18 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
         del os.environ[name]
     os.environ[_MARK] = uuid.uuid4().hex
+    # Some hundred processes import psdist, and two all of the tests: once compiled is enough. Images of containers set
+    # this so that nothing lies about, but the kernels' cache does anyway.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # Runs of tests that are about something else take no time for snapshots and leave none.
     os.environ["PSDIST_STORAGE_PATH"] = "none"
+    # The death of a process is seen by its connections. A server that lives is not to be lost because others had the
+    # processor for some seconds; tests of silence say how long it is.
+    os.environ["PSDIST_FAILURE_TIMEOUT"] = "10"
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As a shell starts what it starts in the background; children would inherit it, and never see an interrupt.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         _take_shared_memory_apart()
 

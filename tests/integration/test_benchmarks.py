@@ -23,7 +23,7 @@ def call(*arguments: str, environ: dict[str, str] | None = None) -> subprocess.C
         check=False,
         cwd=ROOT,
         env=environ,
-        timeout=100,
+        timeout=240,
     )
 
 
@@ -106,6 +106,8 @@ def test_bench_on_a_cluster_of_its_own() -> None:
     assert set(report["transports"]) == {"server-0", "server-1"}
 
 
+# Beside the one above they only have other flags, and a launcher.
+@pytest.mark.long
 def test_bench_on_a_cluster_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = EmbeddedCluster(servers=1)
     try:
@@ -120,6 +122,7 @@ def test_bench_on_a_cluster_that_is_there(monkeypatch: pytest.MonkeyPatch) -> No
         cluster.close()
 
 
+@pytest.mark.long
 def test_bench_under_a_launcher_reports_once() -> None:
     done = call(
         "psdist.cli.main", "run", "--nservers", "1", "--nproc-per-node", "2", "-m", "psdist.cli.main", "bench",

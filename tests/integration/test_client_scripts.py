@@ -37,7 +37,7 @@ def start(script: str, cluster: EmbeddedCluster | None = None, **variables: str)
 
 def run(script: str, cluster: EmbeddedCluster | None = None, **variables: str) -> tuple[int, str, str]:
     process = start(script, cluster, **variables)
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=240)
     return process.returncode, out, error
 
 
@@ -96,7 +96,7 @@ except KeyboardInterrupt:
     )
     assert process.stdout is not None and process.stdout.readline() == "waiting\n"
     process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=30)
+    out, error = process.communicate(timeout=240)
     assert (process.returncode, out) == (0, "interrupted True\n"), error
 
 

@@ -201,7 +201,7 @@ async def cluster() -> AsyncIterator[EmbeddedCluster]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def client(cluster: EmbeddedCluster) -> AsyncIterator[psdist.AsyncClient]:
-    async with psdist.AsyncClient(cluster.address, cluster.token, connect_timeout=20.0) as client:
+    async with psdist.AsyncClient(cluster.address, cluster.token, connect_timeout=60.0) as client:
         yield client
 
 

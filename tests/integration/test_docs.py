@@ -19,7 +19,7 @@ def test_the_client_of_the_wire_page_trains(tmp_path: Path) -> None:
     try:
         environment = os.environ | {"PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token}
         done = subprocess.run(
-            [sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment, timeout=60
+            [sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment, timeout=240
         )
     finally:
         cluster.close()
@@ -29,7 +29,7 @@ def test_the_client_of_the_wire_page_trains(tmp_path: Path) -> None:
 
 def test_the_program_of_the_page_on_use_trains(tmp_path: Path) -> None:
     script = _program_of("use.md", tmp_path)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"0\.878 after 20 steps by \w+\n", done.stdout), done.stdout
 

@@ -73,14 +73,21 @@ def runs() -> Iterator[list[Run]]:
         run.stop()
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+_KILLED = {
+    ("1.0", "push_pull", "pull"): "shm",
+    ("0.0,1.0", "push", "push"): "grpc",
+    ("0.0,1.0", "push_pull", "pull"): "",
+    ("0.0,1.0,1.1", "clip", "push"): "shm",
+}
+
+
+# make test has each kind of push, and each transport; the other pairs of them are long.
 @pytest.mark.parametrize(
-    ("dying", "how", "first"),
+    ("dying", "how", "first", "transport"),
     [
-        ("1.0", "push_pull", "pull"),
-        ("0.0,1.0", "push", "push"),
-        ("0.0,1.0", "push_pull", "pull"),
-        ("0.0,1.0,1.1", "clip", "push"),
+        pytest.param(*case, transport, marks=[] if transport == brief else [pytest.mark.long])
+        for case, brief in _KILLED.items()
+        for transport in ("shm", "grpc")
     ],
 )
 def test_killed_inside_a_push(
@@ -108,7 +115,11 @@ def test_a_server_that_had_the_only_copy_ends_the_run(tmp_path: Path, runs: list
     assert list(tmp_path.glob("psdist-*")) == []
 
 
-@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "expected"),
+    # What a launcher does at each signal has tests without training; this one is the way through a step.
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)],
+)
 def test_a_signal_in_the_middle_of_steps(tmp_path: Path, runs: list[Run], signum: int, expected: int) -> None:
     runs.append(Run(tmp_path, _SCRIPT, "none", "push_pull", "push", "hold", "forever"))
     runs[0].until("has made step 3", 2)
@@ -127,5 +138,5 @@ def test_a_killed_launcher_takes_all_with_it(tmp_path: Path, runs: list[Run]) ->
     children = runs[0].family.children(recursive=True)
     assert len(children) >= 5
     runs[0].process.kill()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive

@@ -66,7 +66,8 @@ def gradient(rng: np.random.Generator) -> np.ndarray:
     return rng.integers(-8, 9, SIZE).astype(np.float32)
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shm"])
+# Over gRPC test_failover asks the same of psdist run.
+@pytest.mark.parametrize("transport", [pytest.param("grpc", marks=pytest.mark.long), "shm"])
 async def test_bsp_ends_with_the_same_bytes_whether_a_server_was_killed_or_not(
     cluster: EmbeddedCluster, transport: str
 ) -> None:

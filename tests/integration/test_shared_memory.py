@@ -9,6 +9,7 @@ import asyncio
 import io
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,10 @@ SGD = psdist.optim.SGD(lr=1.0)
 SOME = ("adam", "nesterov", "overrides", "lion-warm-clipped")
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda servers: f"S{servers}")
+# One server has all slices; of three none has as many as another, and two have nothing that these have not.
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), 3], ids=lambda servers: f"S{servers}"
+)
 def cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
     cluster = EmbeddedCluster(servers=request.param)
     yield cluster
@@ -217,7 +221,9 @@ async def test_no_read_is_torn(cluster: EmbeddedCluster, monkeypatch: pytest.Mon
             return int(target[-1])
 
         monkeypatch.setattr(shared_stream.SharedStream, "_copy_moving", careless)
-        assert await torn_pulls(clients, "torn", 150) > 0, "this test cannot fail"
+        tries = count()
+        while not await torn_pulls(clients, f"torn-{next(tries)}", 150):
+            """A busy machine may give each its turn between the others' copies."""
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------
@@ -234,6 +240,9 @@ async def test_status_shows_each_connection_and_why(cluster: EmbeddedCluster) ->
             told = [one for one in shown["worker-0"] if one["transport"] == "shm"]
             if len(told) == len(servers) and shown["worker-1"]:
                 break
+            # Heartbeats tell it, every 2.5 s.
+            ended, _ = await asyncio.wait({clients[0]._link._session}, timeout=0.1)  # type: ignore[union-attr]
+            assert not ended
         assert sorted(one["server_id"] for one in told) == servers
         assert {one["parameters"] for one in told} == {"shown"}
         assert [one["transport"] for one in shown["worker-1"]] == ["grpc"] * len(servers)
