@@ -52,13 +52,14 @@ def test_the_end_of_all_is_that_of_the_worst(
     monkeypatch.delenv("KILLS", raising=False)
     for failing in (True, False):
         assert verify.main() == failing
-        assert ran[:4] == ["test", "long", "sim", "chaos"] and ran[-1] == "bench"
+        assert ran == ["test", "long", "sim", "chaos", "bench"]
         assert len(capsys.readouterr().out.splitlines()) > len(ran)
         ran.clear()
 
 
 def test_the_parts_are_targets_and_the_numbers_are_the_makefiles() -> None:
     makefile = (verify.ROOT / "Makefile").read_text(encoding="utf-8")
-    assert {part.target for part in verify.PARTS} - verify.targets(makefile) <= {"fuzz"}
+    for part in verify.PARTS:
+        assert f"\n{part.target}: " in makefile
     for number in verify.NUMBERS:
         assert f"\n{number} ?= " in makefile and f"$({number})" in makefile
