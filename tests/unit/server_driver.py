@@ -130,7 +130,7 @@ class Driver:
                 parameters=name,
                 producers=[
                     server_pb2.ReplicateRequest.Producer(
-                        life=server_pb2.Producer(worker_id=worker, incarnation=1), next=number
+                        life=server_pb2.Life(worker_id=worker, incarnation=1), next=number
                     )
                     for worker, number in workers.items()
                 ],
