@@ -172,11 +172,13 @@ async def make() -> AsyncIterator[Callable[..., Any]]:
         await setup.stop()
 
 
-async def heard(setup: Setup, kind: str | None) -> pb.Activity:
-    """What the scheduler hears next of a wait of this kind."""
-    while (activity := await setup.scheduler.activities.get()).WhichOneof("waits_for") != kind:
-        pass
-    return activity
+async def heard(setup: Setup, kind: str | None, push: int = 0) -> pb.Activity:
+    """What the scheduler hears next of a wait of this kind, by a worker that has got to this push of "p": an earlier
+    call that took long may have been reported as well."""
+    while True:
+        activity = await setup.scheduler.activities.get()
+        if activity.WhichOneof("waits_for") == kind and activity.next.get("p", 0) >= push:
+            return activity
 
 
 def tell(setup: Setup, activity: pb.Activity) -> None:
@@ -195,7 +197,7 @@ async def test_a_step_is_told_and_ends_by_a_typed_error(make: Callable[..., Any]
     else:
         task = asyncio.create_task(getattr(setup.weights, call)(gradient()))
     await setup.servers[1].hanging.wait()
-    activity = await heard(setup, "step")
+    activity = await heard(setup, "step", push=2)
     assert (activity.step.parameters, activity.step.step, dict(activity.next)) == ("p", 1, {"p": 2})
     tell(setup, activity)
     with pytest.raises(errors.MutualWaitError, match="worker-0 waits for worker-1, which waits for worker-0"):
@@ -208,7 +210,7 @@ async def test_a_pull_waits_for_the_steps_before(make: Callable[..., Any]) -> No
     await setup.weights.push(gradient())
     setup.servers[1].pulling = asyncio.Event()
     task = asyncio.create_task(setup.weights.pull())
-    activity = await heard(setup, "step")
+    activity = await heard(setup, "step", push=1)
     assert (activity.step.step, dict(activity.next)) == (0, {"p": 1})
     setup.servers[1].pulling.set()
     await task
@@ -220,7 +222,7 @@ async def test_in_ssp_the_slowest_clock_is_waited_for(make: Callable[..., Any]) 
         await setup.weights.push(gradient())
     setup.servers[1].pulling = asyncio.Event()
     task = asyncio.create_task(setup.weights.pull())
-    activity = await heard(setup, "clock")
+    activity = await heard(setup, "clock", push=3)
     # Its clock is 3: it may read while no member is more than 2 behind.
     assert (activity.clock.parameters, activity.clock.step, dict(activity.next)) == ("p", 1, {"p": 3})
     setup.servers[1].pulling.set()
@@ -279,7 +281,7 @@ async def test_a_worker_that_joined_waits_for_the_step_before_its_first(
     setup.servers[1].pulling = asyncio.Event()
     push = setup.weights.push_pull_async if buckets else setup.weights.push
     task = asyncio.ensure_future(push(gradient()))
-    activity = await heard(setup, "step")
+    activity = await heard(setup, "step", push=7)
     assert (activity.step.step, dict(activity.next)) == (6, {"p": 7})
     setup.servers[1].pulling.set()
     await task
