@@ -6,6 +6,7 @@ options that make its fault likely; everything else of a run is drawn as ever.
 
 from __future__ import annotations
 
+import builtins
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from psdist import ASP, BSP, SSP
-from psdist.client import parameters, transfer
+from psdist.client import drops, transfer
 from psdist.client.jobs import PushJob
 from psdist.optim import SGD
 from psdist_scheduler import cluster as scheduler_cluster
@@ -71,6 +72,8 @@ def applied(ablation: Ablation) -> Iterator[None]:
     undo: list[tuple[Any, str, Any, bool]] = []
 
     def put(owner: Any, attribute: str, value: Any) -> None:
+        replaceable = hasattr(owner, attribute) or isinstance(value, property) or hasattr(builtins, attribute)
+        assert replaceable, f"{owner} has no {attribute}: the ablation is stale"
         had = attribute in vars(owner)
         undo.append((owner, attribute, vars(owner).get(attribute), had))
         setattr(owner, attribute, value)
@@ -176,7 +179,7 @@ def _early_return(put: Put) -> None:
     think_seconds=0.1, steps=6,
 )  # fmt: skip
 def _untold_drop(put: Put) -> None:
-    put(parameters.AsyncParameters, "_count_dropped", lambda *_: None)
+    put(drops.Drops, "add", lambda *_: None)
 
 
 # --- order and bounds -------------------------------------------------------------------------------------------------
