@@ -356,8 +356,10 @@ class OrdinaryWorld(SnapshotWorld):
             life, other = self._life_of(wait.worker.member_id), self._life_of(awaited.worker.member_id)
             if life is None or other is None or other.over or self.worker_nodes[other.worker].dead:
                 continue
-            if " step " in wait.text and other.pushes and not other.pushes[-1].acked:
-                step = int(wait.text.split(" step ")[1].split()[0])
+            step, others_step = _step_of(wait), _step_of(awaited)
+            if step is None or (others_step is not None and others_step < step):
+                continue  # One that joined sends its first push when it has read the step before that.
+            if other.pushes and not other.pushes[-1].acked:
                 if other.pushes[-1].step >= step and other.pushes[-1].incarnation == awaited.worker.incarnation:
                     self.oracle.violation(
                         f"{life.worker_id} is said to wait for {other.worker_id} in step {step}, which that has begun"
@@ -469,3 +471,9 @@ def run(seed: int, options: OrdinaryOptions | None = None, *, trace: bool = Fals
     """Runs a seed. The environment must be installed."""
     options = options or draw(seed)
     return snapshots.play(options, OrdinaryWorld, _main, CONVERGE_SECONDS, trace=trace)[0]
+
+
+def _step_of(wait: WaitFor) -> int | None:
+    """The step that is waited for, if it is one."""
+    _, found, after = wait.text.partition(" step ")
+    return int(after.split()[0]) if found else None

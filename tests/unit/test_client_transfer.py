@@ -166,8 +166,9 @@ async def test_a_backup_that_dies_in_its_turn_is_followed(setup: Setup) -> None:
     await first.hanging.wait()
     setup.scheduler.promote(first, third)
     assert (await call)["w"].tolist() == [1.0] * ELEMENTS
-    # The map may come while the first of them are routed anew already: then they come in two requests.
-    assert (0, 5) in third.requests and {step for step, _ in third.requests} == {0} and len(third.weights) == 6
+    # The map may come while the first of them are routed anew already: then they come in two requests. What was answered
+    # before its server died is not sent again.
+    assert {step for step, _ in third.requests} == {0} and len(third.weights) == 6
 
 
 async def test_a_server_without_news_is_tried_again_and_the_wait_says_why(setup: Setup) -> None:
