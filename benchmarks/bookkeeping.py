@@ -21,10 +21,10 @@ from benchmarks.contenders import ROOT, ContenderError, run_all
 from benchmarks.turns import Settings
 from psdist.bench import CONSISTENCIES
 from psdist.types import ParametersMember, Slicing, choose_slice_elements
-from psdist_server.async_shard import AsyncShard
-from psdist_server.bsp_shard import BspShard
-from psdist_server.events import Apply, Effect, SliceApplied, SlicePushed
-from psdist_server.shards import make_shard
+from psdist_server.core.async_shard import AsyncShard
+from psdist_server.core.bsp_shard import BspShard
+from psdist_server.core.events import Apply, Effect, SliceApplied, SlicePushed
+from psdist_server.core.shards import make_shard
 
 _UNCHECKED = ROOT / "benchmarks" / "unchecked"
 _REPEATS = 30

@@ -5,7 +5,7 @@ it (``Rule.apply``), by two numpy versions and by torch.optim where it has the o
 asserts nothing, and its figures are those of this machine at this moment.
 
 - numpy: what one writes by hand, in place where that is natural, with temporaries where not (Adam only);
-- reference: psdist_server.reference, plain numpy whose bytes the kernel gives;
+- reference: psdist_server.kernels.reference, plain numpy whose bytes the kernel gives;
 - torch: ``fused=True`` where torch has it, else ``foreach=True``.
 
 All take turns, round by round, so that a noisy moment hits all alike; medians are compared. GB/s counts each array once
@@ -31,8 +31,8 @@ import torch  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
 from psdist import optim  # noqa: E402
-from psdist_server import reference  # noqa: E402
-from psdist_server.optimizers import Rule  # noqa: E402
+from psdist_server.kernels import reference  # noqa: E402
+from psdist_server.kernels.optimizers import Rule  # noqa: E402
 
 Floats = NDArray[np.float32]
 Update = Callable[[], object]

@@ -3,7 +3,8 @@ optimizer's state in the snapshot is of no use. Pure. docs/use.md has the table 
 
 State is of use as long as the same optimizer keeps the same arrays, with the same meaning: then torch's
 ``Optimizer.load_state_dict`` would take it too. Settings that only change the arithmetic of the updates to come are
-changed freely. Not here: layouts and slices, which are compared where values are loaded (``psdist_scheduler.resume``).
+changed freely. Not here: layouts and slices, which are compared where values are loaded
+(``psdist_scheduler.placement.restore_point``).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Consistency: when a slice may be updated, and when it may be read. Specifications only; the gates that carry them out
-run on the servers (``psdist_server.gates``).
+run on the servers (``psdist_server.core.gates``).
 
 * ``BSP``: step t is applied once every member has contributed (Valiant 1990, bulk-synchronous parallel). Exact: the
   result does not depend on arrival, nor on the number of servers.

@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules: specifications only.
 
 A specification is a frozen dataclass that a user writes, the wire carries as a kind and numbers, and the servers carry
-out (``psdist_server.optimizers``). The formula of each is torch.optim's where torch has it
+out (``psdist_server.kernels.optimizers``). The formula of each is torch.optim's where torch has it
 (https://docs.pytorch.org/docs/stable/optim.html); Lion is Chen et al. 2023 (arXiv 2302.06675, algorithm 2), FTRL is
 McMahan et al. 2013 ("Ad Click Prediction", algorithm 1). Weights and state are float32 on the servers.
 

@@ -167,9 +167,9 @@ def main() -> None:
         return
     import uvloop
 
-    from psdist.wire import memory
+    from psdist.wire import malloc_options
 
-    memory.keep_buffers()
+    malloc_options.keep_buffers()
     uvloop.run(work(settings))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def _bsp_pushed(self: Any, state: Any, event: Any, producer: Any) -> Any:
-    from psdist_server import bsp_shard
+    from psdist_server.core import bsp_shard
 
     waiters = state.next_waiters if state.busy else state.waiters
     rank = self.members[event.worker_id].rank
@@ -20,7 +20,7 @@ def _bsp_pushed(self: Any, state: Any, event: Any, producer: Any) -> Any:
 
 
 def _async_pushed(self: Any, state: Any, event: Any, producer: Any) -> Any:
-    from psdist_server import async_shard
+    from psdist_server.core import async_shard
 
     self.producers[producer].taken.add(state.index)  # its size is the clock's measure, checked or not
     state.queue.append(async_shard._Push(event, producer))
@@ -33,8 +33,8 @@ def _no_refusal(self: Any, event: Any) -> None:
 
 def install() -> None:
     """Replaces the checks of this process's shard machines."""
-    from psdist_server.async_shard import AsyncShard
-    from psdist_server.bsp_shard import BspShard
+    from psdist_server.core.async_shard import AsyncShard
+    from psdist_server.core.bsp_shard import BspShard
 
     for machine, pushed in ((BspShard, _bsp_pushed), (AsyncShard, _async_pushed)):
         machine._refusal, machine._pushed = _no_refusal, pushed  # type: ignore[method-assign]

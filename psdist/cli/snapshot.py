@@ -160,12 +160,12 @@ def _save(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         target_flags(),
     )
     given = line.parse(argv, environ)
-    from psdist.launch import save
+    from psdist.launch import final_snapshot
 
     target = or_fail(line.program, lambda: find_target(given.scheduler, given.run_id, given.token_file, environ))
 
     with progress_bar("saving") as bar:
-        tell = save.Progress(lambda text: print(text, file=sys.stderr, flush=True))
+        tell = final_snapshot.Progress(lambda text: print(text, file=sys.stderr, flush=True))
 
         def heard(answer: SaveSnapshotResponse) -> None:
             bar(answer.bytes_done, answer.bytes)
@@ -173,7 +173,7 @@ def _save(argv: Sequence[str], environ: Mapping[str, str]) -> int:
                 tell(answer)
 
         async def talk(stub: Any, metadata: Any) -> SaveSnapshotResponse | None:
-            return await save.request(stub, metadata, given.run_id, "on demand", heard)
+            return await final_snapshot.request(stub, metadata, given.run_id, "on demand", heard)
 
         last = or_fail(line.program, lambda: ask(target, given.timeout, talk))
     if last is None or not last.HasField("committed"):
@@ -183,7 +183,7 @@ def _save(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
         print(json.dumps(snapshot_info(last.committed) | {"unchanged": last.unchanged}, indent=2))
     else:
-        print(save.told(last))
+        print(final_snapshot.told(last))
     return OK
 
 

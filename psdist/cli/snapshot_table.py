@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from psdist.cli.status_table import column_table, moment, steps
-from psdist.launch.save import size
+from psdist.launch.final_snapshot import size
 from psdist.snapshots.format import Commit
 from psdist.snapshots.reader import Found, Unreadable
 

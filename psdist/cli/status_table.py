@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from psdist.launch.save import size
+from psdist.launch.final_snapshot import size
 
 _SHOWN_EVENTS = 8
 _SHOWN_SNAPSHOTS = 4

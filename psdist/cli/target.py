@@ -11,7 +11,7 @@ from psdist.cli.exit_codes import FAILURE, UNAVAILABLE, USAGE
 from psdist.cli.flags import Flag, fail, one_of, seconds
 from psdist.config import address_text, check_run_id, find_scheduler, find_token, read_address
 from psdist.errors import InvalidArgumentError, PsdistError, SchedulerUnreachableError
-from psdist.launch.runfile import RunNote, RunRegistry, notes_directory
+from psdist.launch.run_record import RunNote, RunRegistry, notes_directory
 
 T = TypeVar("T")
 

@@ -1,9 +1,9 @@
 """The client library: what a worker's script uses.
 
 Top down: ``context`` (``psdist.init``), ``sync_client`` (a face over) ``async_client``, ``parameters`` (one handle),
-``creation`` and ``connection`` (the scheduler), ``transfer`` and ``jobs`` (the servers). Pure, without any waiting:
-``partition``, ``routing``, ``session``, ``pushes``, ``retry``. Nothing here imports the servers' or the scheduler's
-code.
+``creation`` and ``scheduler_session`` (the scheduler), ``data_path`` and ``requests`` (the servers). Pure, without any
+waiting: ``partition``, ``routing``, ``push_sequence``, ``snapshot_marks``, ``retry``. Nothing here imports the servers'
+or the scheduler's code.
 
 Importing it turns gRPC's fork handlers off, unless the environment says otherwise: while its threads are at work they
 crash the child now and then (grpcio 1.85: 3 of 40 forks), and a script may well fork, for a data loader say. A forked

@@ -21,16 +21,19 @@ from typing import Any, Final, Literal, Self, get_args, overload
 from numpy.typing import ArrayLike
 
 from psdist import __version__
-from psdist.client import creation, loop, partition, saving
-from psdist.client.barriers import Barrier
-from psdist.client.connection import SchedulerLink
+from psdist.client import loop
+from psdist.client.core import partition
 from psdist.client.datasets import AsyncDataset
-from psdist.client.drops import OnDrop, check_on_drop
-from psdist.client.exchange import Options
 from psdist.client.parameters import AsyncParameters
-from psdist.client.registration import Registration, Target
-from psdist.client.saving import SnapshotInfo
-from psdist.client.transfer import DataPath
+from psdist.client.session import snapshot_request
+from psdist.client.session.barriers import Barrier
+from psdist.client.session.drops import OnDrop, check_on_drop
+from psdist.client.session.registration import Registration, Target
+from psdist.client.session.scheduler_session import SchedulerLink
+from psdist.client.session.snapshot_request import SnapshotInfo
+from psdist.client.transport import creation
+from psdist.client.transport.data_path import DataPath
+from psdist.client.transport.exchange import Options
 from psdist.compression import Cast, resolve
 from psdist.config import Transport, client_settings, read_address
 from psdist.consistency import BSP, Consistency
@@ -399,7 +402,7 @@ class AsyncClient:
                 reason=reason,
             )
             with link.waits.open(f"for {link.peer} to take a snapshot") as waiting:
-                return await saving.save(link, request, waiting, patient=patient)
+                return await snapshot_request.save(link, request, waiting, patient=patient)
 
     async def _save_what_is_kept(self, link: SchedulerLink) -> None:
         """What this worker keeps for itself is in no snapshot that is taken when it has left: one is taken before.
@@ -421,7 +424,7 @@ class AsyncClient:
 
         async def save() -> SnapshotInfo:
             with link.waits.open(f"for {link.peer} to take a snapshot") as waiting:
-                return await saving.save(link, request, waiting, heard.set)
+                return await snapshot_request.save(link, request, waiting, heard.set)
 
         task = asyncio.create_task(save(), name="psdist snapshot")
         self._saving.add(task)

@@ -31,14 +31,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.client import loop
-from psdist.client.connection import SchedulerLink
-from psdist.client.registration import Registration
-from psdist.client.retry import Backoff
+from psdist.client.session.registration import Registration
+from psdist.client.session.scheduler_session import SchedulerLink
 from psdist.data import RangeOrder
 from psdist.errors import PsdistError, SchedulerUnreachableError, SettingsMismatchError
 from psdist.types import DataPosition, DatasetSpec
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
+from psdist.wire.backoff import Backoff
 
 #: How long leaving a loop or closing waits for the scheduler to hear of it.
 _LEAVE_SECONDS: Final = 1.0

@@ -12,7 +12,7 @@ that it belongs to no step: it is dropped, counted and told, and the worker goes
 reached. Where the run goes back to a snapshot, every worker's push is dropped; then the next step is the one that the
 snapshot was cut before, which is lower.
 
-Not here: jobs (``exchange``), a step that is given in buckets (``overlap``).
+Not here: jobs (``exchange``), a step that is given in buckets (``bucket_step``).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from psdist.client import partition
-from psdist.client.buckets import Cut
-from psdist.client.connection import SchedulerLink
-from psdist.client.creation import Ready
-from psdist.client.drops import Drops, OnDrop
-from psdist.client.exchange import Exchange, Options
-from psdist.client.overlap import AsyncBucket, BucketStep
-from psdist.client.partition import Arrays, Flat
-from psdist.client.session import Request, Session
-from psdist.client.states import Restore, Save
-from psdist.client.transfer import DataPath
-from psdist.client.vectors import Arrival, Vectors
+from psdist.client.bucket_step import AsyncBucket, BucketStep
+from psdist.client.core import partition
+from psdist.client.core.buckets import Cut
+from psdist.client.core.partition import Arrays, Flat
+from psdist.client.core.push_sequence import Request, Session
+from psdist.client.session.drops import Drops, OnDrop
+from psdist.client.session.scheduler_session import SchedulerLink
+from psdist.client.session.worker_state import Restore, Save
+from psdist.client.transport.buffer_pool import Arrival, Vectors
+from psdist.client.transport.creation import Ready
+from psdist.client.transport.data_path import DataPath
+from psdist.client.transport.exchange import Exchange, Options
 from psdist.consistency import SSP
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
 from psdist.types import Layout, ParametersSpec

@@ -15,14 +15,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from psdist.client import loop
 from psdist.client.async_client import AsyncClient
+from psdist.client.bucket_step import AsyncBucket
+from psdist.client.core.partition import Arrays
 from psdist.client.datasets import Dataset
-from psdist.client.drops import OnDrop
-from psdist.client.overlap import AsyncBucket
 from psdist.client.parameters import AsyncParameters, Statistics
-from psdist.client.partition import Arrays
-from psdist.client.saving import SnapshotInfo
+from psdist.client.session.drops import OnDrop
+from psdist.client.session.snapshot_request import SnapshotInfo
+from psdist.client.session.worker_state import Restore, Save
 from psdist.client.sigterm import sigterm
-from psdist.client.states import Restore, Save
 from psdist.compression import Cast
 from psdist.config import Transport
 from psdist.consistency import Consistency

@@ -27,7 +27,7 @@ from psdist.launch.output import Routing
 from psdist.launch.plan import SchedulerLink, WorkersPlan, python_command
 from psdist.launch.process import spawn
 from psdist.launch.rendezvous import Place, Request
-from psdist.launch.runfile import DIRECTORY_PREFIX
+from psdist.launch.run_record import DIRECTORY_PREFIX
 from psdist.launch.runner import Crew, Runner
 from psdist.launch.script import check_script
 from psdist.launch.supervisor import STOP_TIMEOUT_SECONDS

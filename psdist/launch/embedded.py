@@ -21,7 +21,7 @@ from psdist.config import START_TIMEOUT_SECONDS, WORKER_TIMEOUT_SECONDS, await_a
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
 from psdist.launch.plan import SchedulerLink, ServicesPlan, SnapshotPlan
 from psdist.launch.process import ProcessSpec
-from psdist.launch.runfile import DIRECTORY_PREFIX
+from psdist.launch.run_record import DIRECTORY_PREFIX
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 
 _STOP_SECONDS: Final = 5.0

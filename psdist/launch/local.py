@@ -41,13 +41,13 @@ from psdist.launch.plan import (
     server_number,
 )
 from psdist.launch.process import Child, ProcessSpec
-from psdist.launch.runfile import DIRECTORY_PREFIX, RunNote, RunRegistry, notes_directory
+from psdist.launch.run_record import DIRECTORY_PREFIX, RunNote, RunRegistry, notes_directory
 from psdist.launch.runner import Crew, Runner
+from psdist.launch.scale_watch import Wish
 from psdist.launch.script import check_script
 from psdist.launch.supervisor import INFRASTRUCTURE_STATUS, STOP_TIMEOUT_SECONDS, Event, Failed, ProcessKey, Scaled
-from psdist.launch.watch import Wish
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
-from psdist.wire import handover
+from psdist.wire import fd_passing
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 #: Where snapshots lie by default, below the working directory; in it, a directory for each run.
@@ -114,7 +114,7 @@ def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -
             registration.close()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-        handover.sweep()  # what workers that were killed left behind
+        fd_passing.sweep()  # what workers that were killed left behind
 
 
 def make_run_id() -> str:
@@ -289,7 +289,7 @@ class _Wishes:
             return
         spec = ProcessSpec(
             ProcessKey("watch", 0),
-            (*program("psdist.launch.watch"), address, self._link.run_id),
+            (*program("psdist.launch.scale_watch"), address, self._link.run_id),
             self._link.environment(self._environ),
         )
         self._ended.clear()

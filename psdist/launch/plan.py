@@ -195,7 +195,9 @@ class ServicesPlan:
 
     def snapshot(self, base: Mapping[str, str]) -> ProcessSpec:
         """What has the last snapshot taken."""
-        return ProcessSpec(ProcessKey("snapshot", 0), program("psdist.launch.save"), self.link.environment(base))
+        return ProcessSpec(
+            ProcessKey("snapshot", 0), program("psdist.launch.final_snapshot"), self.link.environment(base)
+        )
 
     def _shared(self) -> tuple[str, ...]:
         return ("--lifeline-fd", str(self.lifeline), "--log-format", "console", "--log-level", self.log_level)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from psdist.launch import guard
+from psdist.launch import reaper
 from psdist.launch.supervisor import ProcessKey
 
 #: Bytes of a line that has not ended; a longer one is shown in pieces.
@@ -171,7 +171,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(guard.__file__))],
+            [sys.executable, "-I", "-S", str(Path(reaper.__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

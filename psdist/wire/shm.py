@@ -15,7 +15,8 @@ Invariants: all memory that is written to was there before (of a gradient arena,
 cannot fail. A file cannot shrink (seals), so a mapping of it can always be read, whatever the other process does. A
 mapping lasts as long as any array that looks into it. No file has a name, so the end of all processes is the end of it.
 
-Not here: how a file gets to the other process (``handover``), who may read or write when (``psdist.client.share``).
+Not here: how a file gets to the other process (``fd_passing``), who may read or write when
+(``psdist.client.transport.shm.attachment``).
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ from psdist.config import SchedulerSettings, is_loopback
 from psdist.errors import ConfigurationError, PsdistError, StorageError
 from psdist.wire import channels, limits
 from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.events import Done, Stop
-from psdist_scheduler.records import ClusterSettings, Stored
+from psdist_scheduler.events.cluster_events import Done, Stop
+from psdist_scheduler.events.records import ClusterSettings, Stored
+from psdist_scheduler.events.snapshot_events import History
 from psdist_scheduler.service import SERVICE, Scheduler, Service
-from psdist_scheduler.snapshot_events import History
 from psdist_scheduler.store import Store, open_store
 
 if TYPE_CHECKING:

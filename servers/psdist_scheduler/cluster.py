@@ -18,36 +18,33 @@ from dataclasses import dataclass
 from psdist.errors import FencedError, LimitExceededError, PsdistError
 from psdist.types import ClusterMap, ServerEntry, WorkerEntry
 from psdist.wire.limits import REPORT_WAIT_SECONDS
-from psdist_scheduler.barriers import Barriers
-from psdist_scheduler.datasets import Datasets
-from psdist_scheduler.deferred_losses import DeferredLosses
-from psdist_scheduler.events import (
+from psdist_scheduler.coordination.deferred_losses import DeferredLosses
+from psdist_scheduler.coordination.mutual_waits import MutualWaits
+from psdist_scheduler.coordination.rollback import GoingBack
+from psdist_scheduler.coordination.shutdown import Leaving
+from psdist_scheduler.coordination.stops import Stops
+from psdist_scheduler.datasets.datasets import Datasets
+from psdist_scheduler.events.cluster_events import (
     Announce,
     Answer,
     Attach,
     CallEnded,
-    Caller,
     Close,
     Commit,
     Create,
-    DataEvent,
     Describe,
     Done,
     Drain,
     Draining,
     Effect,
-    EndRanges,
     EnterBarrier,
     EnterRendezvous,
     Event,
-    GetPosition,
     Heartbeat,
     JoinAnswered,
-    LeaseRange,
     Leave,
     MemberLost,
     Note,
-    OpenDataset,
     Persist,
     Publish,
     Refuse,
@@ -59,24 +56,15 @@ from psdist_scheduler.events import (
     ScaleNews,
     SessionClosed,
     SessionOpened,
-    SetPosition,
     Stop,
     Tick,
     Upload,
     Waiting,
     WatchScale,
 )
-from psdist_scheduler.going_back import GoingBack
-from psdist_scheduler.keeper import Keeper
-from psdist_scheduler.leaving import Leaving
-from psdist_scheduler.membership import Membership
-from psdist_scheduler.mutual_waits import MutualWaits
-from psdist_scheduler.records import ClusterSettings, Member, Stored
-from psdist_scheduler.registry import Registry
-from psdist_scheduler.rendezvous import Rendezvous
-from psdist_scheduler.resume import Resume
-from psdist_scheduler.scaling import Scaling
-from psdist_scheduler.snapshot_events import (
+from psdist_scheduler.events.data_events import DataEvent, EndRanges, GetPosition, LeaseRange, OpenDataset, SetPosition
+from psdist_scheduler.events.records import ClusterSettings, Member, Stored
+from psdist_scheduler.events.snapshot_events import (
     CommitFailed,
     Committed,
     Failed,
@@ -95,9 +83,15 @@ from psdist_scheduler.snapshot_events import (
     Saving,
     Written,
 )
-from psdist_scheduler.snapshots import Snapshots
-from psdist_scheduler.stops import Stops
-from psdist_scheduler.worker_events import Heard, StopReported
+from psdist_scheduler.events.worker_events import Caller, Heard, StopReported
+from psdist_scheduler.members.barriers import Barriers
+from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.members.rendezvous import Rendezvous
+from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.placement.replica_manager import Keeper
+from psdist_scheduler.placement.restore_point import Resume
+from psdist_scheduler.placement.scaling import Scaling
+from psdist_scheduler.snapshots.schedule import Snapshots
 
 #: A call that waits hears its reason again after so long, so that its peer can tell a wait from a dead connection.
 REPEAT_SECONDS = 2.0

@@ -17,9 +17,7 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, status
 from psdist.wire.limits import LEASES_MAX, MEMBERS_MAX, PARAMETERS_MAX
 from psdist_scheduler import snapshot_messages
-from psdist_scheduler.events import (
-    Caller,
-    DatasetStanding,
+from psdist_scheduler.events.cluster_events import (
     Described,
     Done,
     Drained,
@@ -32,7 +30,6 @@ from psdist_scheduler.events import (
     JoinWithdrawn,
     MemberLost,
     News,
-    RangeGiven,
     Ready,
     Register,
     Registered,
@@ -46,9 +43,10 @@ from psdist_scheduler.events import (
     Waiting,
     Withdrawn,
 )
-from psdist_scheduler.records import Role
-from psdist_scheduler.snapshot_events import Cut, End, Mark, Prepare, RolledBack
-from psdist_scheduler.worker_events import Activity, MutualWait, ResumePush, StopCommand, StopReported
+from psdist_scheduler.events.data_events import DatasetStanding, RangeGiven
+from psdist_scheduler.events.records import Role
+from psdist_scheduler.events.snapshot_events import Cut, End, Mark, Prepare, RolledBack
+from psdist_scheduler.events.worker_events import Activity, Caller, MutualWait, ResumePush, StopCommand, StopReported
 
 TEXT_CHARACTERS_MAX = 1024
 #: Of each worker.

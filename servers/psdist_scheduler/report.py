@@ -11,8 +11,8 @@ from psdist.v1 import server_pb2
 from psdist.wire import convert
 from psdist_scheduler import messages, snapshot_messages
 from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.events.records import Member
 from psdist_scheduler.messages import ROLES
-from psdist_scheduler.records import Member
 
 
 def status(

@@ -31,45 +31,39 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert, frames
 from psdist.wire import status as wire_status
-from psdist_scheduler import handing_in, messages, report, snapshot_messages
+from psdist_scheduler import messages, report, snapshot_messages, worker_state_io
 from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.events import (
+from psdist_scheduler.events.cluster_events import (
     Announce,
     Answer,
     Attach,
     CallEnded,
-    Caller,
     Close,
     Commit,
     Create,
     Describe,
     Drain,
     Effect,
-    EndRanges,
     Event,
-    GetPosition,
     JoinAnswered,
-    LeaseRange,
     Leave,
     MemberLost,
     News,
     Note,
-    OpenDataset,
     Persist,
     Publish,
     Refuse,
     Scale,
     SessionClosed,
     SessionOpened,
-    SetPosition,
     Tick,
     Value,
     Waiting,
     WatchScale,
 )
-from psdist_scheduler.outbox import Outbox
-from psdist_scheduler.records import ParametersRecord
-from psdist_scheduler.snapshot_events import (
+from psdist_scheduler.events.data_events import EndRanges, GetPosition, LeaseRange, OpenDataset, SetPosition
+from psdist_scheduler.events.records import ParametersRecord
+from psdist_scheduler.events.snapshot_events import (
     HandedIn,
     Prune,
     ReadHistory,
@@ -78,9 +72,10 @@ from psdist_scheduler.snapshot_events import (
     StateSource,
     WriteCommit,
 )
+from psdist_scheduler.events.worker_events import Caller, Heard
+from psdist_scheduler.outbox import Outbox
 from psdist_scheduler.snapshot_io import SnapshotIo
 from psdist_scheduler.store import Store
-from psdist_scheduler.worker_events import Heard
 
 if TYPE_CHECKING:
     from psdist_scheduler.snapshot_io import SnapshotIo
@@ -454,7 +449,7 @@ class Service:
         place = await self._ask(lambda call: snapshot_messages.hand_in_event(call, header))
         assert isinstance(place, StatePlace)
         if place.file and storage is not None:
-            state = await handing_in.write(storage, place, header, self._parts(first, context))
+            state = await worker_state_io.write(storage, place, header, self._parts(first, context))
             self._scheduler.post(HandedIn(header.attempt, (header.worker_id, header.incarnation), state))
         return pb.HandInStateResponse()
 
@@ -471,7 +466,7 @@ class Service:
         """What a worker handed in, in parts."""
         source = await self._ask(lambda call: snapshot_messages.get_state_event(call, request))
         assert isinstance(source, StateSource)
-        async for message in handing_in.read(self._scheduler.storage, source):
+        async for message in worker_state_io.read(self._scheduler.storage, source):
             await context.write(message)
 
     @_typed

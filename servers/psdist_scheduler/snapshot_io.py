@@ -27,7 +27,7 @@ from psdist.snapshots import format as layout
 from psdist.snapshots import reader
 from psdist.snapshots.format import Commit
 from psdist.snapshots.storage import Storage
-from psdist_scheduler.snapshot_events import (
+from psdist_scheduler.events.snapshot_events import (
     CommitFailed,
     Committed,
     Found,

@@ -13,7 +13,7 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert
 from psdist.wire.limits import LEASES_MAX
-from psdist_scheduler.snapshot_events import (
+from psdist_scheduler.events.snapshot_events import (
     Cut,
     End,
     Failed,

@@ -22,9 +22,8 @@ from psdist.errors import ConfigurationError
 from psdist.types import Restore, check_directory
 from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.wire import convert
-from psdist_scheduler.barriers import NAMES_KEPT
-from psdist_scheduler.events import Persist
-from psdist_scheduler.records import (
+from psdist_scheduler.events.cluster_events import Persist
+from psdist_scheduler.events.records import (
     BarrierRecord,
     Base,
     DataLease,
@@ -34,6 +33,7 @@ from psdist_scheduler.records import (
     ParametersRecord,
     Stored,
 )
+from psdist_scheduler.members.barriers import NAMES_KEPT
 
 #: Raised when an older program could misread the file.
 SCHEMA_VERSION = 5

@@ -4,7 +4,7 @@ import os
 import sys
 
 from psdist.config import server_settings
-from psdist_server import memory
+from psdist_server.kernels import memory
 
 
 def main() -> int:

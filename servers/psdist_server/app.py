@@ -25,9 +25,9 @@ from psdist import logs
 from psdist.config import ServerSettings, parse_address
 from psdist.errors import PsdistError
 from psdist.types import ClusterMap
-from psdist.wire import channels, memory
-from psdist_server.host import Host, compile_kernels
-from psdist_server.link import SchedulerLink
+from psdist.wire import channels, malloc_options
+from psdist_server.scheduler_session import SchedulerLink
+from psdist_server.server import Host, compile_kernels
 from psdist_server.service import SERVICE, ServerService
 
 _log = structlog.get_logger("psdist.server")
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 def main(settings: ServerSettings) -> int:
     """Runs a server until it is told to stop; the exit status."""
-    memory.keep_buffers(one_heap=True)
+    malloc_options.keep_buffers(one_heap=True)
     logs.configure("server", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
         address = settings.scheduler_address()

@@ -18,10 +18,10 @@ from psdist.errors import InternalError, InvalidArgumentError, PsdistError, Unkn
 from psdist.types import WIRE_DTYPES, Identity, Replica
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, frames, status
-from psdist_server.calls import Answer, Call
-from psdist_server.holding import Holding
-from psdist_server.host import Host
-from psdist_server.sharing import ShareService
+from psdist_server.server import Host
+from psdist_server.shm_service import ShareService
+from psdist_server.store.parameter_store import Holding
+from psdist_server.store.rpc_call import Answer, Call
 
 SERVICE: Final = "psdist.v1.ServerService"
 _NORMS_PER_MESSAGE: Final = 1 << 17
@@ -30,7 +30,7 @@ _NOBODY: Final = Identity(run_id="", worker_id="", incarnation=0, epoch=0, param
 
 
 class ServerService:
-    """Carries the calls of workers and other servers to ``host``."""
+    """Carries the calls of workers and other servers to ``server``."""
 
     def __init__(self, host: Host) -> None:
         self._host = host

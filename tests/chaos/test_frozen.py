@@ -27,7 +27,7 @@ END_SECONDS = 60.0
 _SCRIPT = """
 import os, runpy, signal, sys
 from psdist.client import async_client, sync_client
-from psdist.wire import line
+from psdist.wire import framed_socket
 
 rank, place, number, example, *arguments = sys.argv[1:]
 pushes, stopped = 0, os.environ["RANK"] != rank
@@ -54,7 +54,7 @@ async def close(client, *arguments):
     await closed(client, *arguments)
 
 pushed, sync_client.Parameters.push_pull = sync_client.Parameters.push_pull, push_pull
-sent, line.Line.send = line.Line.send, send
+sent, framed_socket.Line.send = framed_socket.Line.send, send
 closed, async_client.AsyncClient.close = async_client.AsyncClient.close, close
 sys.path.insert(0, os.path.dirname(example))
 sys.argv = [example, *arguments]

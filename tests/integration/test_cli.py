@@ -75,7 +75,7 @@ def test_launchers_import_nothing_heavy(module: str) -> None:
 def test_status_tells_several_runs_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from psdist.cli import target as commands
     from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
-    from psdist.launch.runfile import RunRegistry, notes_directory
+    from psdist.launch.run_record import RunRegistry, notes_directory
 
     environ = {"XDG_STATE_HOME": str(tmp_path)}
     registry = RunRegistry(notes_directory(environ))

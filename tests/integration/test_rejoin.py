@@ -15,11 +15,11 @@ _SCRIPT = """
 import itertools, os, pathlib, signal, sys, time
 import numpy as np
 import psdist
-from psdist.client import jobs
-from psdist.wire import line
+from psdist.client.transport import requests
+from psdist.wire import framed_socket
 
 rank, consistency, count = int(os.environ["RANK"]), sys.argv[1], 200_000
-stops_at, sent, payload, send = (40 if rank == 1 else 10**9), 0, jobs.PushJob._payload, line.Line.send
+stops_at, sent, payload, send = (40 if rank == 1 else 10**9), 0, requests.PushJob._payload, framed_socket.Line.send
 enough = pathlib.Path("enough")
 
 def stop_in_time():
@@ -37,8 +37,8 @@ def send_or_stop(connection, message):
     send(connection, message)
     stop_in_time()
 
-jobs.PushJob._payload = payload_or_stop
-line.Line.send = send_or_stop
+requests.PushJob._payload = payload_or_stop
+framed_socket.Line.send = send_or_stop
 client = psdist.init().client
 weights = client.parameters(
     "model", {"w": np.zeros(count, np.float32)}, psdist.optim.SGD(lr=1.0),

@@ -23,8 +23,8 @@ from psdist.consistency import ASP, BSP, Consistency
 from psdist.errors import SettingsMismatchError
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
-from psdist_server import reference
-from psdist_server.optimizers import Rule, clip_factor
+from psdist_server.kernels import reference
+from psdist_server.kernels.optimizers import Rule, clip_factor
 
 WORKERS = 2
 RUN_ID = "changed"

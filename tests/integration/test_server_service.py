@@ -37,7 +37,7 @@ from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.v1 import server_pb2_grpc
 from psdist.wire import auth, channels, frames, status
-from psdist_server.host import Host
+from psdist_server.server import Host
 from psdist_server.service import ServerService
 
 TOKEN = "secret"

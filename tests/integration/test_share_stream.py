@@ -35,7 +35,7 @@ from psdist.errors import (
 )
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import auth, handover, limits, status
+from psdist.wire import auth, fd_passing, limits, status
 from psdist.wire.shm import GradientArena, WeightsArena
 
 COUNT = -(-TOTAL // SLICE)
@@ -59,8 +59,8 @@ class Worker:
 
     async def attach(self, fd: int | None = None, **changes: object) -> pb.Attached:
         """Attaches, with another file than the arena's if one is given."""
-        with handover.listening() as (name, listener):
-            exchange = asyncio.ensure_future(handover.exchange(listener, self.arena.fd if fd is None else fd))
+        with fd_passing.listening() as (name, listener):
+            exchange = asyncio.ensure_future(fd_passing.exchange(listener, self.arena.fd if fd is None else fd))
             try:
                 given = {"identity": self.bench.identity(self.worker), "socket": name, "dtype": cpb.DTYPE_FLOAT32}
                 attached = await self.ask(pb.ShareRequest(attach=pb.Attach(**(given | changes))))  # type: ignore[arg-type]

@@ -25,13 +25,13 @@ import pytest
 
 import psdist
 from psdist import AsyncClient, AsyncParameters
-from psdist.client.shared_stream import attach
+from psdist.client.transport.shm.stream import attach
 from psdist.errors import ClosedError, InvalidArgumentError, ServerLostError, SharingUnavailableError, WaitTimeoutError
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.types import Slicing
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import auth, channels, handover
+from psdist.wire import auth, channels, fd_passing
 from psdist.wire.shm import GradientArena, WeightsArena
 
 SIZE = 1 << 20
@@ -49,7 +49,7 @@ def gradient(value: float = -1.0) -> dict[str, np.ndarray]:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    assert not list(handover.DIRECTORY.glob("psdist-*"))
+    assert not list(fd_passing.DIRECTORY.glob("psdist-*"))
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ with psdist.Client(transport=sys.argv[1]) as client:
 )
 @pytest.mark.parametrize("transport", ["auto", "shm"])
 async def test_another_shared_memory_file_system_is_another_host(cluster: EmbeddedCluster, transport: str) -> None:
-    script = f'mount -t tmpfs none {handover.DIRECTORY} && exec "$0" -c "$1" {transport} apart-{transport}'
+    script = f'mount -t tmpfs none {fd_passing.DIRECTORY} && exec "$0" -c "$1" {transport} apart-{transport}'
     process = await asyncio.create_subprocess_exec(
         *("unshare", "--mount", "sh", "-c", script, sys.executable, _SEEN),
         env={**os.environ, "PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token},
@@ -169,11 +169,11 @@ class Liar:
             attach = pb.ShareRequest.FromString(data).attach
             weights = WeightsArena.create(1, 100 if self.lie != "size" else 5000)
             other = WeightsArena.create(1, 100)
-            fd, connection = await handover.connect(attach.socket)
+            fd, connection = await fd_passing.connect(attach.socket)
             with connection:
                 nonce = GradientArena.open(fd, 100, "float32").nonce
                 if self.lie != "silence":
-                    handover.give(connection, weights.fd)
+                    fd_passing.give(connection, weights.fd)
             attached = pb.Attached(nonce=nonce, weights_nonce=weights.nonce)
             if self.lie == "nonce":
                 attached.nonce = bytes(16)
@@ -461,8 +461,8 @@ async def test_a_killed_server_ends_calls_at_once() -> None:
 
 _STALE = """
 import os, signal, sys
-from psdist.wire import handover
-with handover.listening() as (name, _):
+from psdist.wire import fd_passing
+with fd_passing.listening() as (name, _):
     print("listening", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -472,7 +472,7 @@ with handover.listening() as (name, _):
 def stale() -> Iterator[Path]:
     """A socket of a process that was killed."""
     subprocess.run([sys.executable, "-c", _STALE], stdout=subprocess.DEVNULL, check=False)
-    (socket,) = handover.DIRECTORY.glob("psdist-*")
+    (socket,) = fd_passing.DIRECTORY.glob("psdist-*")
     yield socket
     socket.unlink(missing_ok=True)
 
@@ -481,7 +481,7 @@ async def test_a_dead_runs_socket_is_swept_by_the_next_worker(cluster: EmbeddedC
     async with members(cluster, {}) as clients:
         (handle,) = await opened(clients, "after-a-dead-run")
         await handle.pull()
-        assert stale.name not in os.listdir(handover.DIRECTORY)
+        assert stale.name not in os.listdir(fd_passing.DIRECTORY)
 
 
 def test_a_dead_runs_socket_is_swept_by_the_next_server(stale: Path) -> None:
@@ -505,4 +505,4 @@ def test_the_end_of_a_run_sweeps_what_its_workers_left(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode != 0 and "listening" in done.stdout + done.stderr
-    assert not list(handover.DIRECTORY.glob("psdist-*"))
+    assert not list(fd_passing.DIRECTORY.glob("psdist-*"))

@@ -20,12 +20,12 @@ import psdist
 from psdist import AsyncClient, AsyncParameters
 from psdist.cli import status_table
 from psdist.cli.status import as_json
-from psdist.client import shared_stream
+from psdist.client.transport.shm import stream
 from psdist.config import Transport
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.v1 import scheduler_pb2
-from psdist.wire import handover
+from psdist.wire import fd_passing
 
 SGD = psdist.optim.SGD(lr=1.0)
 #: Optimizers that take different ways through the kernels.
@@ -40,7 +40,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
     cluster = EmbeddedCluster(servers=request.param)
     yield cluster
     cluster.close()
-    assert not list(handover.DIRECTORY.glob("psdist-*"))
+    assert not list(fd_passing.DIRECTORY.glob("psdist-*"))
 
 
 @asynccontextmanager
@@ -216,11 +216,11 @@ async def test_no_read_is_torn(cluster: EmbeddedCluster, monkeypatch: pytest.Mon
     async with workers(cluster, "shm", "shm", "shm") as clients:
         assert await torn_pulls(clients, "whole", 150) == 0
 
-        async def careless(self: shared_stream.SharedStream, index: int, target: np.ndarray) -> int:
+        async def careless(self: stream.SharedStream, index: int, target: np.ndarray) -> int:
             target[...] = self.view(index)
             return int(target[-1])
 
-        monkeypatch.setattr(shared_stream.SharedStream, "_copy_moving", careless)
+        monkeypatch.setattr(stream.SharedStream, "_copy_moving", careless)
         tries = count()
         while not await torn_pulls(clients, f"torn-{next(tries)}", 150):
             """A busy machine may give each its turn between the others' copies."""

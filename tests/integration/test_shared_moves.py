@@ -21,8 +21,8 @@ import pytest
 
 import psdist
 from psdist import AsyncClient, AsyncParameters
-from psdist.client import share
-from psdist.client.shared_stream import SharedStream
+from psdist.client.transport.shm import attachment
+from psdist.client.transport.shm.stream import SharedStream
 from psdist.config import Transport
 from psdist.consistency import Consistency
 from psdist.launch.embedded import EmbeddedCluster
@@ -195,7 +195,7 @@ async def test_an_arena_that_is_replaced_while_it_is_offered_is_offered_anew(
     whole: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with joined(whole, "auto", "grpc", name="replaced") as (_, handles):
-        sharing, attach, replaced = handles[0]._exchange.sharing, share.attach, []
+        sharing, attach, replaced = handles[0]._exchange.sharing, attachment.attach, []
 
         async def slow(*arguments: Any) -> Any:
             attached = await attach(*arguments)
@@ -204,7 +204,7 @@ async def test_an_arena_that_is_replaced_while_it_is_offered_is_offered_anew(
                 sharing.renew()  # as after another call's push that did not end well
             return attached
 
-        monkeypatch.setattr(share, "attach", slow)
+        monkeypatch.setattr(attachment, "attach", slow)
         buffer = await handles[0].gradient_buffers()
         assert "replaced while it was offered" in str(handles[0].statistics().transports)
         assert not sharing._streams

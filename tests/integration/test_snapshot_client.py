@@ -171,7 +171,7 @@ import pathlib
 import sys
 import numpy as np
 import psdist
-from psdist.client.session import Session
+from psdist.client.core.push_sequence import Session
 
 until, enough, send = int(sys.argv[1]), pathlib.Path("enough"), Session.send
 

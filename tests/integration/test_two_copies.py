@@ -29,10 +29,10 @@ from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.v1 import server_pb2_grpc
 from psdist.wire import auth, channels, status
-from psdist_server.dense import DenseParameters
-from psdist_server.host import Host
-from psdist_server.replicator import Report
+from psdist_server.kernels.arrays import DenseParameters
+from psdist_server.server import Host
 from psdist_server.service import ServerService
+from psdist_server.store.replicator import Report
 
 TOKEN, SIZE = "secret", 4096
 A, B = Replica("server-0", 1), Replica("server-1", 1)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from psdist import optim
 from psdist.compression import casts
 from psdist.compression.compiled import Kernel
-from psdist_server import kernels, reference
-from psdist_server.optimizers import Rule, Run
+from psdist_server.kernels import kernels, reference
+from psdist_server.kernels.optimizers import Rule, Run
 
 Array = NDArray[Any]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from psdist.client import partition, routing
+from psdist.client.core import partition, routing
 from psdist.consistency import BSP
 from psdist.optim import SGD
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
@@ -98,7 +98,7 @@ def test_routes_cover_each_slice_once(total: int, elements: int, shards: list[st
 
 @given(hnp.arrays(np.uint16, st.integers(1, 40)))
 def test_bfloat16_is_widened_exactly(bits: np.ndarray) -> None:
-    from psdist.client.jobs import decode_into
+    from psdist.client.transport.requests import decode_into
 
     target = np.empty(len(bits), np.float32)
     decode_into(target, bits.view(np.uint8).data, "bfloat16", "server-0")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from psdist.types import Replica, Shard
-from psdist_server.records import ReplicaUpdate, SliceRecord
-from psdist_server.replication import BackupReplication, PrimaryReplication, Replicated, SendBegin, SendUpdate
+from psdist_server.core.records import ReplicaUpdate, SliceRecord
+from psdist_server.core.replication import BackupReplication, PrimaryReplication, Replicated, SendBegin, SendUpdate
 
 SLICES = 3
 LIFE = ("worker-0", 1)

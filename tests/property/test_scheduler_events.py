@@ -18,9 +18,10 @@ from psdist.consistency import ASP, BSP
 from psdist.optim import SGD
 from psdist.types import ClusterMap, Layout, ParametersEntry, ParametersSpec, Replica, Shard, TensorSpec
 from psdist.wire.limits import PROTOCOL_VERSION
-from psdist_scheduler import events as ev
 from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.records import ClusterSettings, Member, Stored
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events import worker_events as we
+from psdist_scheduler.events.records import ClusterSettings, Member, Stored
 
 LAYOUTS = (Layout((TensorSpec("w", (50, 999)),)), Layout((TensorSpec("w", (50, 998)),)), Layout(()))
 NAMES = ("bsp", "asp")
@@ -370,8 +371,8 @@ class Scheduling(RuleBasedStateMachine):
                 assert old.primary not in live and not {*old.backups} & live, f"lost while a backup lived: {old}"
 
 
-def _caller(member: Member) -> ev.Caller:
-    return ev.Caller("run", member.member_id, member.incarnation)
+def _caller(member: Member) -> we.Caller:
+    return we.Caller("run", member.member_id, member.incarnation)
 
 
 class Replicating(Scheduling):

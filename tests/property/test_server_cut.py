@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from psdist.consistency import ASP
 from psdist.types import ParametersMember
-from psdist_server.events import Apply, CutArmed, CutEnded, Effect, Reply, SliceApplied, SliceCut, SlicePushed
-from psdist_server.shards import make_shard
-from psdist_server.snapshots import Cut, Room
+from psdist_server.core.cut import Cut, Room
+from psdist_server.core.events import Apply, CutArmed, CutEnded, Effect, Reply, SliceApplied, SliceCut, SlicePushed
+from psdist_server.core.shards import make_shard
 
 SLICES, WORKERS = 2, 2
 #: A push of a worker.

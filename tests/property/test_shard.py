@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.types import ParametersMember
-from psdist_server.bsp_shard import BspShard
-from psdist_server.events import (
+from psdist_server.core.bsp_shard import BspShard
+from psdist_server.core.events import (
     Apply,
     Effect,
     Forget,
@@ -29,8 +29,8 @@ from psdist_server.events import (
     SliceApplied,
     SlicePushed,
 )
-from psdist_server.records import SliceRecord
-from psdist_server.shards import make_shard
+from psdist_server.core.records import SliceRecord
+from psdist_server.core.shards import make_shard
 
 SLICES = 3
 WORKERS = 3

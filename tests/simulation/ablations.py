@@ -14,14 +14,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from psdist import ASP, BSP, SSP
-from psdist.client import drops, transfer
-from psdist.client.jobs import PushJob
+from psdist.client import parameters
+from psdist.client.transport import data_path
+from psdist.client.transport.requests import PushJob
 from psdist.optim import SGD
 from psdist_scheduler import cluster as scheduler_cluster
-from psdist_scheduler import replicas, service
-from psdist_scheduler.events import Persist
-from psdist_server import applier, async_shard, bsp_shard, copies, gates, holding, host, replication, replicator, shard
-from psdist_server.records import SliceRecord
+from psdist_scheduler import service
+from psdist_scheduler.events.cluster_events import Persist
+from psdist_scheduler.placement import replicas
+from psdist_server import server
+from psdist_server.core import async_shard, bsp_shard, gates, replication, shard
+from psdist_server.core.records import SliceRecord
+from psdist_server.store import applier, backup_shards, parameter_store, replicator
 from tests.simulation import scenario
 from tests.simulation.options import Options
 
@@ -161,7 +165,7 @@ def _new_number(put: Put) -> None:
 
 @_ablation("every slice is answered before a push returns", **_CUTS)
 def _early_return(put: Put) -> None:
-    attempt = transfer.DataPath._attempt
+    attempt = data_path.DataPath._attempt
 
     async def careless(self: Any, job: Any, route: Any, wait: Any) -> Any:
         broken = await attempt(self, job, route, wait)
@@ -171,7 +175,7 @@ def _early_return(put: Put) -> None:
             return None
         return broken
 
-    put(transfer.DataPath, "_attempt", careless)
+    put(data_path.DataPath, "_attempt", careless)
 
 
 @_ablation(
@@ -205,7 +209,7 @@ def _no_agreement(put: Put) -> None:
     def propose(self: Any, member: Any) -> bool:
         return True
 
-    put(holding.Holding, "propose", propose)
+    put(parameter_store.Holding, "propose", propose)
 
 
 @_ablation("weights are not read while they are written", consistency=ASP(), optimizer=SGD(lr=1.0), workers=4, lives=8)
@@ -213,7 +217,7 @@ def _torn_reads(put: Put) -> None:
     async def read(self: Any, index: int, dtype: str) -> Any:
         return self._shard(index).slices[index].version, self.dense.read(index, dtype)
 
-    put(holding.Holding, "read", read)
+    put(parameter_store.Holding, "read", read)
 
 
 # --- lives and epochs -------------------------------------------------------------------------------------------------
@@ -230,8 +234,8 @@ def _no_fence(put: Put) -> None:
         refusal(self, event)
 
     put(shard.ShardMachine, "_refusal", lenient)
-    put(host.Host, "check_live", lambda *_: None)
-    put(holding.Holding, "fence", lambda *_: None)
+    put(server.Host, "check_live", lambda *_: None)
+    put(parameter_store.Holding, "fence", lambda *_: None)
 
 
 @_ablation(
@@ -239,7 +243,7 @@ def _no_fence(put: Put) -> None:
     faults=("break session of worker",), fault_count=5, fault_seconds=1.5, pulls=0.5, bare_pushes=0.5,
 )  # fmt: skip
 def _no_end_of_reads(put: Put) -> None:
-    put(holding.Holding, "fence", lambda *_: None)
+    put(parameter_store.Holding, "fence", lambda *_: None)
 
 
 @_ablation(
@@ -296,7 +300,7 @@ def _impatient(put: Put) -> None:
 
 @_ablation("a replica refuses an old term", **_STALE, faults=("cut server and worker from scheduler",))
 def _any_term(put: Put) -> None:
-    put(copies.Copies, "_check", staticmethod(lambda *_: None))
+    put(backup_shards.Copies, "_check", staticmethod(lambda *_: None))
 
 
 @_ablation("reads are confirmed", **_STALE, faults=("split off server and worker",))
@@ -328,14 +332,14 @@ def _forgotten_producers(put: Put) -> None:
 
 
 def _forget_tables(put: Put) -> None:
-    make = holding.make_shard
+    make = parameter_store.make_shard
 
     def forgetful(*args: Any) -> Any:
         *others, records, departed = args
         bare = {index: SliceRecord(record.version) for index, record in (records or {}).items()}
         return make(*others, bare if records is not None else None, departed)
 
-    put(holding, "make_shard", forgetful)
+    put(parameter_store, "make_shard", forgetful)
 
 
 @_ablation("the duplicate table travels with the update", **_COPIES)
@@ -371,7 +375,7 @@ def _gaps(put: Put) -> None:
 
 @_ablation("a slice is copied while it stands still", consistency=ASP(), optimizer=SGD(lr=1.0), **_LOSSES, steps=6)
 def _copy_at_once(put: Put) -> None:
-    put(holding.Holding, "at_rest", lambda self, index, callback: callback())
+    put(parameter_store.Holding, "at_rest", lambda self, index, callback: callback())
 
 
 @_ablation("a copy ends with its last slice", **_LOSSES, slices=6, steps=6, think_seconds=0.02)

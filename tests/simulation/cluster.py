@@ -21,14 +21,14 @@ from psdist.types import ClusterMap, ParametersEntry
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import status
 from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.records import ClusterSettings
+from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.service import Scheduler, Service
-from psdist_server.holding import Holding
-from psdist_server.host import Host
-from psdist_server.link import SchedulerLink
-from psdist_server.records import SliceRecord
-from psdist_server.replication import BackupReplication
+from psdist_server.core.records import SliceRecord
+from psdist_server.core.replication import BackupReplication
+from psdist_server.scheduler_session import SchedulerLink
+from psdist_server.server import Host
 from psdist_server.service import ServerService
+from psdist_server.store.parameter_store import Holding
 from tests.simulation import rpc
 from tests.simulation.disk import Disk, DiskStore
 from tests.simulation.environment import RunLoop

@@ -12,8 +12,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from psdist_scheduler.events import Persist
-from psdist_scheduler.records import Stored
+from psdist_scheduler.events.cluster_events import Persist
+from psdist_scheduler.events.records import Stored
 from psdist_scheduler.store import SqliteStore
 from tests.simulation.loop import Node, SimLoop
 

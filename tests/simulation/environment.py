@@ -25,20 +25,20 @@ from typing import Any
 import structlog
 
 import psdist_scheduler.service  # noqa: F401
-import psdist_server.link
+import psdist_server.scheduler_session
 import psdist_server.service  # noqa: F401
-from psdist.wire import channels, convert, memory, status
+from psdist.wire import channels, convert, malloc_options, status
 from psdist.wire.shm import WeightsArena
-from psdist_scheduler import mutual_waits
-from psdist_scheduler.barriers import Barriers
-from psdist_scheduler.deferred_losses import DeferredLosses
-from psdist_scheduler.joins import Joins
-from psdist_server.async_shard import AsyncShard
-from psdist_server.bsp_shard import BspShard
-from psdist_server.events import Forget, SlicePushed
-from psdist_server.holding import Holding
-from psdist_server.pool import KernelPool
-from psdist_server.replication import BackupReplication, PrimaryReplication
+from psdist_scheduler.coordination import mutual_waits
+from psdist_scheduler.coordination.deferred_losses import DeferredLosses
+from psdist_scheduler.members.barriers import Barriers
+from psdist_scheduler.placement.join_proposals import Joins
+from psdist_server.core.async_shard import AsyncShard
+from psdist_server.core.bsp_shard import BspShard
+from psdist_server.core.events import Forget, SlicePushed
+from psdist_server.core.replication import BackupReplication, PrimaryReplication
+from psdist_server.kernels.pool import KernelPool
+from psdist_server.store.parameter_store import Holding
 from tests.simulation.loop import SimLoop
 from tests.simulation.network import Network
 from tests.simulation.oracle import Oracle
@@ -138,8 +138,8 @@ class _Psutil:
 
 
 class InlinePool:
-    """Stands for ``psdist_server.pool.KernelPool``: a kernel runs whole, at the beginning or at the end of the time
-    that it takes, and so many run at once."""
+    """Stands for ``psdist_server.kernels.pool.KernelPool``: a kernel runs whole, at the beginning or at the end of the
+    time that it takes, and so many run at once."""
 
     def __init__(self, threads: int) -> None:
         self._free = threads
@@ -320,10 +320,10 @@ def install() -> None:
     }
     for module in [m for name, m in sorted(sys.modules.items()) if name.split(".")[0] in _PACKAGES]:
         for name, value in list(vars(module).items()):
-            if id(value) in stands and module.__name__ not in ("psdist.wire.shm", "psdist.wire.handover"):
+            if id(value) in stands and module.__name__ not in ("psdist.wire.shm", "psdist.wire.fd_passing"):
                 put(module, name, stands[id(value)])
     put(WeightsArena, "create", _no_arena)
-    put(memory, "keep_buffers", lambda **_: False)
+    put(malloc_options, "keep_buffers", lambda **_: False)
     put(convert, "map_from_proto", _MapReader(convert.map_from_proto))
     for machine in (BspShard, AsyncShard):
         put(machine, "_pushed", _watch(machine))

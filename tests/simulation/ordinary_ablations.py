@@ -8,13 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from psdist import ASP, BSP
-from psdist.client import activity, barriers, exchange, stopping
+from psdist.client.session import activity, barriers, stopping
+from psdist.client.transport import exchange
 from psdist.optim import SGD
-from psdist_scheduler import barriers as scheduler_barriers
-from psdist_scheduler import mutual_waits, parameters, stops
-from psdist_scheduler.end_snapshot import EndSnapshot
-from psdist_scheduler.records import ClusterSettings
-from psdist_scheduler.snapshots import Snapshots
+from psdist_scheduler.coordination import mutual_waits, stops
+from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.members import barriers as scheduler_barriers
+from psdist_scheduler.placement import parameters
+from psdist_scheduler.snapshots.end_snapshot import EndSnapshot
+from psdist_scheduler.snapshots.schedule import Snapshots
 from tests.simulation import ordinary
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 from tests.simulation.scripts import Handler

@@ -8,13 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from psdist import ASP, BSP
-from psdist.client import exchange
+from psdist.client.transport import exchange
 from psdist.optim import SGD
 from psdist.snapshots import reader
-from psdist_scheduler import data_cut, deferred_losses, membership, snapshot_io
-from psdist_server import asides
-from psdist_server import snapshots as cuts
-from psdist_server.async_shard import AsyncShard
+from psdist_scheduler import snapshot_io
+from psdist_scheduler.coordination import deferred_losses
+from psdist_scheduler.datasets import cut
+from psdist_scheduler.members import membership
+from psdist_server.core import cut as cuts
+from psdist_server.core.async_shard import AsyncShard
+from psdist_server.store import copy_on_write
 from tests.simulation import snapshots
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 
@@ -60,8 +63,8 @@ def _held_by_nobody(put: Put) -> None:
 
 @_ablation("a slice is copied before it is overwritten", **_BUSY, storage_seconds=(0.01, 0.1))
 def _overwritten(put: Put) -> None:
-    put(asides.HoldingCut, "copy_for_update", lambda self, index: None)
-    put(asides.HoldingCut, "must_wait", lambda self, index: False)
+    put(copy_on_write.HoldingCut, "copy_for_update", lambda self, index: None)
+    put(copy_on_write.HoldingCut, "must_wait", lambda self, index: False)
 
 
 # --- the commit -------------------------------------------------------------------------------------------------------
@@ -120,7 +123,7 @@ def _lives_again(put: Put) -> None:
 
 @_ablation("a range is done where its push is in the cut", **_DATA, faults=(), save_seconds=0.3, save_steps=0)
 def _done_at_once(put: Put) -> None:
-    put(data_cut.DataCut, "after", lambda *_: [])
+    put(cut.DataCut, "after", lambda *_: [])
 
 
 @_ablation(

@@ -23,11 +23,11 @@ from psdist.errors import FencedError, SnapshotFailedError, StorageError
 from psdist.optim import SGD
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.records import ClusterSettings
+from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.service import Scheduler
 from psdist_scheduler.snapshot_io import read_history
-from psdist_server.host import Host
-from psdist_server.link import SchedulerLink
+from psdist_server.scheduler_session import SchedulerLink
+from psdist_server.server import Host
 from tests.simulation import scenario
 from tests.simulation.cluster import KERNEL_THREADS, NAME, RUN, World
 from tests.simulation.disk import Disk, DiskStore

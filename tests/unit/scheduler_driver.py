@@ -11,10 +11,11 @@ from psdist.errors import PsdistError
 from psdist.optim import SGD
 from psdist.types import ClusterMap, Layout, ParametersSpec, TensorSpec
 from psdist.wire.limits import PROTOCOL_VERSION
-from psdist_scheduler import events as ev
 from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.records import Base, ClusterSettings, Member, Node, ParametersRecord, Stored
-from psdist_scheduler.snapshot_events import History
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events import worker_events as we
+from psdist_scheduler.events.records import Base, ClusterSettings, Member, Node, ParametersRecord, Stored
+from psdist_scheduler.events.snapshot_events import History
 
 LAYOUT = Layout((TensorSpec("w", (100, 100)), TensorSpec("b", (100,))))
 
@@ -205,6 +206,6 @@ def _is_about_data_alone(change: ev.Persist) -> bool:
     return replace(change, datasets=(), barriers=()) == ev.Persist(change.epoch)
 
 
-def caller(member: Member) -> ev.Caller:
+def caller(member: Member) -> we.Caller:
     """The member as it names itself."""
-    return ev.Caller("run", member.member_id, member.incarnation)
+    return we.Caller("run", member.member_id, member.incarnation)

@@ -33,8 +33,8 @@ from psdist.types import (
 )
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
-from psdist_server.calls import Call
-from psdist_server.host import Host
+from psdist_server.server import Host
+from psdist_server.store.rpc_call import Call
 
 ME = Replica("server-0", 1)
 RUN = "run"

@@ -8,10 +8,10 @@ from typing import Any
 from psdist.consistency import BSP, Consistency
 from psdist.snapshots.format import Commit, Manifest, ShardFile, digest_of
 from psdist.types import ParametersEntry
-from psdist_scheduler import events as ev
-from psdist_scheduler import snapshot_events as sn
-from psdist_scheduler.attempt import Attempt
-from psdist_scheduler.records import Member, Stored
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events.records import Member, Stored
+from psdist_scheduler.snapshots.attempt import Attempt
 from tests.unit.scheduler_driver import Driver
 
 DIGEST = "0" * 32

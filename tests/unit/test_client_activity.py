@@ -16,9 +16,9 @@ from client_fakes import Break, Setup, gradient, waits_for
 
 import psdist
 from psdist import errors
-from psdist.client.activity import Activities
-from psdist.client.pushes import Pushes
-from psdist.client.session import Session
+from psdist.client.core.push_sequence import Session
+from psdist.client.core.snapshot_marks import Pushes
+from psdist.client.session.activity import Activities
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status
 

@@ -14,7 +14,7 @@ from client_fakes import FakeScheduler, waits_for
 
 import psdist
 from psdist import errors
-from psdist.client import barriers
+from psdist.client.session import barriers
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.client import partition
-from psdist.client.buckets import Cut, StepPlan
+from psdist.client.core import partition
+from psdist.client.core.buckets import Cut, StepPlan
 from psdist.errors import InvalidArgumentError, UnknownTensorError
 from psdist.types import Slicing
 

@@ -41,7 +41,7 @@ class Setup:
     def _renew(self) -> None:
         self.renewed += 1
 
-    async def give(self, name: str, value: float = 1.0) -> psdist.client.overlap.AsyncBucket:
+    async def give(self, name: str, value: float = 1.0) -> psdist.client.bucket_step.AsyncBucket:
         return await self.handle.push_pull_async({name: ONES[name] * np.float32(value)})
 
     async def settle(self) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from psdist import errors
-from psdist.client import partition
+from psdist.client.core import partition
 
 LAYOUT = partition.layout_of({"w": np.zeros((2, 3), np.float32), "b": np.zeros(3), "s": 0.5, "e": np.zeros((0, 4))})
 GOOD = {"w": np.ones((2, 3)), "b": [1.0, 2.0, 3.0], "s": 2.5, "e": np.zeros((0, 4), np.float16)}

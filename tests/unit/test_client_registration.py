@@ -15,7 +15,7 @@ from client_fakes import FakeScheduler, waits_for
 
 import psdist
 from psdist import errors
-from psdist.client.registration import Registration
+from psdist.client.session.registration import Registration
 from psdist.v1 import scheduler_pb2 as pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from psdist.client import routing
-from psdist.client.retry import LONGEST_SECONDS, Backoff
-from psdist.client.session import Request, Session
+from psdist.client.core import routing
+from psdist.client.core.push_sequence import Request, Session
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import InternalError, ServerLostError, UnknownParametersError
 from psdist.optim import SGD
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
+from psdist.wire.backoff import LONGEST_SECONDS, Backoff
 
 
 def _answer_all(request: Request, version: int, **more: int) -> None:

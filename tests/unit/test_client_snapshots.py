@@ -14,9 +14,9 @@ from client_fakes import ELEMENTS, Break, Setup, flat, gradient, waits_for
 
 import psdist
 from psdist import errors
-from psdist.client.pushes import Answer, Pushes
-from psdist.client.session import Request, Session
-from psdist.client.states import States
+from psdist.client.core.push_sequence import Request, Session
+from psdist.client.core.snapshot_marks import Answer, Pushes
+from psdist.client.session.worker_state import States
 from psdist.consistency import ASP, BSP
 from psdist.v1 import scheduler_pb2 as pb
 

@@ -13,10 +13,10 @@ import pytest_asyncio
 from client_fakes import Break, Setup, flat, gradient
 
 import psdist
-from psdist.client import stopping
-from psdist.client.pushes import Pushes
-from psdist.client.session import Session
-from psdist.client.stopping import Stopping
+from psdist.client.core.push_sequence import Session
+from psdist.client.core.snapshot_marks import Pushes
+from psdist.client.session import stopping
+from psdist.client.session.stopping import Stopping
 from psdist.v1 import scheduler_pb2 as pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from psdist.client import turns
-from psdist.client.turns import Turns
+from psdist.client.transport import write_queue
+from psdist.client.transport.write_queue import Turns
 
 
 async def write(turns: Turns, slices: list[int], written: list[int]) -> None:
@@ -43,7 +43,7 @@ async def test_nobody_waits_for_a_write_that_is_stuck() -> None:
 
 @pytest.mark.parametrize("come", [False, True])
 async def test_a_cancelled_writer_holds_nobody_up(come: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 60)
+    monkeypatch.setattr(write_queue, "PATIENCE_SECONDS", 60)
     ours, written = Turns(), list[int]()
     first = await ours.take(0)
     cancelled = asyncio.create_task(write(ours, [1], written))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from psdist.client import partition
-from psdist.client.vectors import Arrival, Vectors
+from psdist.client.core import partition
+from psdist.client.transport.buffer_pool import Arrival, Vectors
 from psdist.types import Slicing
 
 LAYOUT = partition.layout_of({"a": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.float32)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psdist.client.waits import Waits
+from psdist.client.session.wait_tracker import Waits
 from psdist.wire import limits
 
 

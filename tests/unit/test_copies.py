@@ -15,12 +15,12 @@ from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
 from psdist.wire.frames import Frame
-from psdist_server.applier import Applier
-from psdist_server.copies import Copies
-from psdist_server.dense import DenseParameters
-from psdist_server.norms import NormBoard
-from psdist_server.replication import BackupReplication
-from psdist_server.statistics import Counters
+from psdist_server.core.replication import BackupReplication
+from psdist_server.kernels.arrays import DenseParameters
+from psdist_server.store.applier import Applier
+from psdist_server.store.backup_shards import Copies
+from psdist_server.store.global_norm import NormBoard
+from psdist_server.store.statistics import Counters
 
 SLICE, SLICES = 4096, 2
 P, B = Replica("server-0", 1), Replica("server-1", 1)

@@ -20,10 +20,12 @@ from psdist.client.datasets import AsyncDataset
 from psdist.types import DataPosition
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, status
-from psdist_scheduler import events as ev
 from psdist_scheduler import messages
-from psdist_scheduler.datasets import Datasets
-from psdist_scheduler.records import Member
+from psdist_scheduler.datasets.datasets import Datasets
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events import data_events as da
+from psdist_scheduler.events import worker_events as we
+from psdist_scheduler.events.records import Member
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -43,7 +45,7 @@ class DataScheduler(FakeScheduler):
         """What the worker holds is given to others."""
         self.data.lose(lambda *_: False)
 
-    async def _ask(self, request: Any, context: Any, what: Callable[[ev.Caller, Member], list[ev.Effect]]) -> Any:
+    async def _ask(self, request: Any, context: Any, what: Callable[[we.Caller, Member], list[ev.Effect]]) -> Any:
         if request.incarnation < self.fenced:
             await status.abort(context, errors.FencedError(f"incarnation {request.incarnation} was silent"))
         if isinstance(request, pb.LeaseRangeRequest | pb.EndRangesRequest):
@@ -64,20 +66,20 @@ class DataScheduler(FakeScheduler):
 
     async def OpenDataset(self, request: Any, context: Any) -> Any:
         spec = convert.dataset_from_proto(request.spec)
-        value = await self._ask(request, context, lambda who, _: self.data.open(ev.OpenDataset(1, who, spec)))
+        value = await self._ask(request, context, lambda who, _: self.data.open(da.OpenDataset(1, who, spec)))
         return pb.OpenDatasetResponse(spec=request.spec, position=messages.dataset(value).position)
 
     async def LeaseRange(self, request: Any, context: Any) -> AsyncIterator[Any]:
         ids = tuple(request.done), tuple(request.held)
         value = await self._ask(
-            request, context, lambda who, mine: self.data.lease(ev.LeaseRange(1, who, request.dataset, *ids), mine)
+            request, context, lambda who, mine: self.data.lease(da.LeaseRange(1, who, request.dataset, *ids), mine)
         )
         yield messages.range_given(value, messages.MapCache())[0]
 
     async def EndRanges(self, request: Any, context: Any) -> Any:
         ids = tuple(request.done), tuple(request.returned)
         await self._ask(
-            request, context, lambda who, mine: self.data.end(ev.EndRanges(1, who, request.dataset, *ids), mine)
+            request, context, lambda who, mine: self.data.end(da.EndRanges(1, who, request.dataset, *ids), mine)
         )
         return pb.EndRangesResponse()
 

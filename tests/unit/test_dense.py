@@ -16,8 +16,8 @@ from psdist import BSP, optim
 from psdist.errors import InternalError, InvalidArgumentError, LimitExceededError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.wire import shm
-from psdist_server import kernels
-from psdist_server.dense import DenseParameters, Update
+from psdist_server.kernels import kernels
+from psdist_server.kernels.arrays import DenseParameters, Update
 
 ELEMENTS = 10_000
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psdist.types import ParametersMember
-from psdist_server import gates
+from psdist_server.core import gates
 
 W0, W1, W2 = (ParametersMember(f"worker-{rank}", 1, rank) for rank in range(3))
 LATE = ParametersMember("worker-9", 1, 9, first_step=5)

@@ -10,10 +10,10 @@ import pytest
 from psdist import ASP, BSP, optim
 from psdist.errors import UnknownParametersError
 from psdist.types import ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard
-from psdist_server.holding import Holding
-from psdist_server.pool import KernelPool
-from psdist_server.records import ReplicaUpdate, SliceRecord
-from psdist_server.replicator import Network
+from psdist_server.core.records import ReplicaUpdate, SliceRecord
+from psdist_server.kernels.pool import KernelPool
+from psdist_server.store.parameter_store import Holding
+from psdist_server.store.replicator import Network
 
 ME, OTHER = Replica("server-0", 1), Replica("server-1", 1)
 

@@ -12,7 +12,7 @@ import pytest
 
 from psdist.compression import casts, compiled
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
-from psdist_server import fused, kernels
+from psdist_server.kernels import fused, kernels
 
 
 def floats(size: int, dtype: Any = np.float32) -> Any:

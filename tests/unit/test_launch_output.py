@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psdist.errors import ConfigurationError
-from psdist.launch import guard
+from psdist.launch import reaper
 from psdist.launch.output import STDERR, STDOUT, Output, Routing, last_words, parse_streams
 from psdist.launch.plan import SchedulerLink, WorkersPlan
 from psdist.launch.process import LINE_BYTES_MAX, LineSplitter
-from psdist.launch.runfile import RunRegistry
+from psdist.launch.run_record import RunRegistry
 from psdist.launch.supervisor import ProcessKey
 
 WORKER = ProcessKey("worker", 5)
@@ -131,7 +131,7 @@ def test_a_worker_gets_torchruns_environment_and_nothing_of_an_outer_run(tmp_pat
 
 
 def test_the_guard_kills_what_was_not_struck_out() -> None:
-    assert guard.follow([b"+10\n", b"+11\n", b"-10\n", b"+1\n", b"+0\n", b"nonsense\n", b"+\n", b"-99\n"]) == {11}
+    assert reaper.follow([b"+10\n", b"+11\n", b"-10\n", b"+1\n", b"+0\n", b"nonsense\n", b"+\n", b"-99\n"]) == {11}
 
 
 def test_notes_of_runs(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from psdist import optim
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
-from psdist_server import optimizers
-from psdist_server.optimizers import Rule
+from psdist_server.kernels import optimizers
+from psdist_server.kernels.optimizers import Rule
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]

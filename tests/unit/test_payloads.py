@@ -61,7 +61,8 @@ def test_without_a_cast_nothing_is_copied() -> None:
 @pytest.mark.parametrize("codec", [None, "bfloat16"])
 def test_numba_is_loaded_only_for_16_bit_payloads(codec: str | None) -> None:
     code = (
-        "import sys, numpy as np\nimport psdist.client.jobs\nfrom psdist.compression import payloads, resolve\n"
+        "import sys, numpy as np\nimport psdist.client.transport.requests\n"
+        "from psdist.compression import payloads, resolve\n"
         f"resolve({codec!r}).encode(np.ones(3, np.float32))\n"
         f"{'payloads.prepare().join()' if codec else ''}\nprint('numba' in sys.modules)"
     )

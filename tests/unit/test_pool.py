@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from psdist_server.pool import BATCH_MAX, KernelPool
+from psdist_server.kernels.pool import BATCH_MAX, KernelPool
 
 Told = asyncio.Queue[tuple[int, int | None, BaseException | None]]
 

@@ -12,9 +12,9 @@ import pytest
 
 from psdist.types import Replica, Shard
 from psdist.v1 import server_pb2 as pb
-from psdist_server.replica_stream import Link, Machine
-from psdist_server.replication import PrimaryReplication
-from psdist_server.replicator import Replicator
+from psdist_server.core.replication import PrimaryReplication
+from psdist_server.store.replica_stream import Link, Machine
+from psdist_server.store.replicator import Replicator
 
 ME, OTHER = Replica("server-0", 1), Replica("server-1", 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from psdist.types import Replica, Shard
-from psdist_server.replication import Held, PrimaryReplication, SendBegin
+from psdist_server.core.replication import Held, PrimaryReplication, SendBegin
 
 _ME, _BACKUP, _NEW = Replica("server-2", 2), Replica("server-1", 1), Replica("server-0", 1)
 

@@ -15,8 +15,8 @@ from psdist.errors import LimitExceededError, PsdistError, ServerUnreachableErro
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
-from psdist_server.replica_stream import Link
-from psdist_server.replicator import Replicator, Report, Source
+from psdist_server.store.replica_stream import Link
+from psdist_server.store.replicator import Replicator, Report, Source
 
 P, B, C = Replica("server-0", 1), Replica("server-1", 1), Replica("server-2", 1)
 SPEC = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=4096)

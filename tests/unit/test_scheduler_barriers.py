@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from psdist import errors
-from psdist_scheduler import events as ev
-from psdist_scheduler.barriers import NAMES_KEPT
-from psdist_scheduler.records import BarrierRecord, Member
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events.records import BarrierRecord, Member
+from psdist_scheduler.members.barriers import NAMES_KEPT
 from tests.unit.scheduler_driver import Driver, caller
 
 

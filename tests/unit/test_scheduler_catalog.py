@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from psdist import errors
 from psdist.snapshots.policy import SavePolicy
-from psdist_scheduler import events as ev
-from psdist_scheduler import snapshot_events as sn
-from psdist_scheduler.records import Member
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events.records import Member
 from tests.unit.snapshot_driver import Ready, SnapshotDriver, commit_of, history_of, ready
 
 

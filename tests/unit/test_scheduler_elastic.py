@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from psdist.errors import DuplicateMemberError
-from psdist_scheduler import events as ev
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events import worker_events as we
 from tests.unit.scheduler_driver import Driver
 
 
@@ -45,7 +46,7 @@ def test_a_run_of_a_fixed_number_of_nodes_goes_on_with_the_rest() -> None:
 def test_who_is_done_is_not_waited_for_and_who_was_stopped_is(reason: str, paused: bool) -> None:
     run, _ = elastic()
     worker = run.cluster.members.workers[1]
-    run.on(ev.Leave(run.number(), ev.Caller("", worker.member_id, worker.incarnation), reason))
+    run.on(ev.Leave(run.number(), we.Caller("", worker.member_id, worker.incarnation), reason))
     assert bool(run.map.paused) == paused
 
 

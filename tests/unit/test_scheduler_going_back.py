@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from psdist.errors import FencedError
-from psdist_scheduler import events as ev
-from psdist_scheduler.resume import WORKERS_GRACE_SECONDS
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.placement.restore_point import WORKERS_GRACE_SECONDS
 from tests.unit.scheduler_driver import caller
 from tests.unit.snapshot_driver import SnapshotDriver, history_of
 from tests.unit.test_scheduler_resume import lose, rejoin, saved_run

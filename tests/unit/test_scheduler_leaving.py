@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from psdist.snapshots.policy import SavePolicy
-from psdist_scheduler import events as ev
-from psdist_scheduler import snapshot_events as sn
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events import snapshot_events as sn
 from tests.unit.scheduler_driver import caller
 from tests.unit.snapshot_driver import Ready, ready
 

@@ -9,8 +9,8 @@ import pytest
 
 from psdist import errors
 from psdist.consistency import ASP, BSP, SSP, Consistency
-from psdist_scheduler import events as ev
-from psdist_scheduler.worker_events import Activity, MutualWait
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events.worker_events import Activity, MutualWait
 from tests.unit.scheduler_driver import LAYOUT, Driver, caller, spec
 
 

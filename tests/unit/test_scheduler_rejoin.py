@@ -9,8 +9,8 @@ from psdist import ASP, BSP, SSP
 from psdist.consistency import Consistency
 from psdist.types import ParametersMember
 from psdist.wire.limits import DEPARTED_MAX
-from psdist_scheduler import events as ev
-from psdist_scheduler.records import Member
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events.records import Member
 
 Started = tuple[Driver, list[Member], list[int], list[int]]
 

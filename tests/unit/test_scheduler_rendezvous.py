@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psdist import errors
-from psdist_scheduler import events as ev
+from psdist_scheduler.events import cluster_events as ev
 from tests.unit.scheduler_driver import Driver
 
 

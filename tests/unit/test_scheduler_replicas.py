@@ -6,8 +6,8 @@ import pytest
 
 from psdist import errors
 from psdist.types import Replica, Shard
-from psdist_scheduler import events as ev
-from psdist_scheduler.records import Member
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events.records import Member
 from tests.unit.scheduler_driver import Driver, caller
 
 

@@ -12,9 +12,10 @@ from psdist.consistency import ASP, SSP
 from psdist.errors import PsdistError
 from psdist.snapshots.policy import SavePolicy
 from psdist.types import DataPosition, DatasetSpec, Layout, TensorSpec
-from psdist_scheduler import events as ev
-from psdist_scheduler import snapshot_events as sn
-from psdist_scheduler.records import Base, Member
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events import data_events as da
+from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events.records import Base, Member
 from tests.unit.scheduler_driver import caller
 from tests.unit.snapshot_driver import SnapshotDriver, history_of
 
@@ -207,7 +208,7 @@ def test_a_scheduler_without_its_storage_makes_nothing_anew() -> None:
     call = again.create(worker)
     assert again.state(call).text == "for the storage to be read"
     dataset = again.number()
-    again.on(ev.OpenDataset(dataset, caller(worker), DATA))
+    again.on(da.OpenDataset(dataset, caller(worker), DATA))
     assert isinstance(again.errors[dataset], errors.StorageError)
     again.storing = True
     again.go_on()
@@ -410,13 +411,13 @@ def test_a_storage_that_does_not_answer_a_server_is_no_corrupt_snapshot() -> Non
 # --- data sets --------------------------------------------------------------------------------------------------------
 
 
-def lease(d: SnapshotDriver, worker: Member, now: int, done: dict[int, int] | None = None) -> ev.RangeGiven:
+def lease(d: SnapshotDriver, worker: Member, now: int, done: dict[int, int] | None = None) -> da.RangeGiven:
     """Asks for a range; ``done`` has the next push at which each lease was done."""
     done = done or {}
     at = tuple((("mlp", number),) for number in done.values())
     call = d.number()
-    d.on(ev.LeaseRange(call, caller(worker), "train", tuple(done), (), at, (("mlp", now),)))
-    answer: ev.RangeGiven = d.state(call)
+    d.on(da.LeaseRange(call, caller(worker), "train", tuple(done), (), at, (("mlp", now),)))
+    answer: da.RangeGiven = d.state(call)
     return answer
 
 
@@ -434,7 +435,7 @@ def reading_run(workers: int = 1, **settings: Any) -> tuple[SnapshotDriver, list
     members = d.begin(2, workers)
     d.go_on()
     for worker in members:
-        d.on(ev.OpenDataset(d.number(), caller(worker), DATA))
+        d.on(da.OpenDataset(d.number(), caller(worker), DATA))
     return d, members
 
 
@@ -521,12 +522,12 @@ def test_a_resumed_data_set_goes_on_from_the_snapshot() -> None:
     (worker,) = again.begin()
     again.go_on()
     other = again.number()
-    again.on(ev.OpenDataset(other, caller(worker), replace(DATA, seed=5)))
+    again.on(da.OpenDataset(other, caller(worker), replace(DATA, seed=5)))
     assert isinstance(again.errors[other], errors.SettingsMismatchError) and "seed is 5" in str(again.errors[other])
     again.train(3)
     again.saved(again.save())
     assert position(again).done == ((0, 1),), "a data set that nobody opened yet is where it was"
-    again.on(ev.OpenDataset(again.number(), caller(worker), DATA))
+    again.on(da.OpenDataset(again.number(), caller(worker), DATA))
     assert lease(again, worker, 3).range == 1
 
 
@@ -543,7 +544,7 @@ def test_a_run_that_goes_back_takes_its_data_back() -> None:
         held = lease(d, worker, step, {held.lease.lease_id: step})
     lose(d, "server-1")
     (worker,) = rejoin(d)
-    d.on(ev.OpenDataset(d.number(), caller(worker), DATA))
+    d.on(da.OpenDataset(d.number(), caller(worker), DATA))
     assert lease(d, worker, 1).range == 1
 
 

@@ -11,8 +11,8 @@ from psdist import optim
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import PsdistError, SettingsMismatchError, SnapshotCorruptError
 from psdist.snapshots.format import Manifest
-from psdist_scheduler import events as ev
-from psdist_scheduler import snapshot_events as sn
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events import snapshot_events as sn
 from tests.unit.snapshot_driver import SnapshotDriver, commit_of, history_of
 from tests.unit.test_scheduler_resume import lose, rejoin, resumed, saved_run
 

@@ -10,8 +10,8 @@ from psdist import errors
 from psdist.consistency import ASP, SSP
 from psdist.snapshots.policy import SavePolicy
 from psdist.types import Layout, TensorSpec
-from psdist_scheduler import events as ev
-from psdist_scheduler import snapshot_events as sn
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events import snapshot_events as sn
 from tests.unit.scheduler_driver import Driver, caller
 from tests.unit.snapshot_driver import Ready, SnapshotDriver, history_of, ready, written
 

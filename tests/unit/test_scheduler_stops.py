@@ -11,11 +11,11 @@ from snapshot_driver import SnapshotDriver
 from psdist.consistency import ASP, BSP, Consistency
 from psdist.errors import SnapshotFailedError
 from psdist.snapshots.policy import SavePolicy
-from psdist_scheduler import events as ev
-from psdist_scheduler import snapshot_events as sn
-from psdist_scheduler.records import Member
-from psdist_scheduler.stops import COLLECT_SECONDS, SAVE_SECONDS
-from psdist_scheduler.worker_events import StopCommand, StopReported
+from psdist_scheduler.coordination.stops import COLLECT_SECONDS, SAVE_SECONDS
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.worker_events import StopCommand, StopReported
 
 
 class Run(SnapshotDriver):

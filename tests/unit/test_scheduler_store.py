@@ -23,8 +23,8 @@ from psdist.types import (
     TensorSpec,
 )
 from psdist.wire.limits import BARRIERS_PASSED_MAX
-from psdist_scheduler.events import Persist
-from psdist_scheduler.records import BarrierRecord, Base, Member, Node, ParametersRecord, Stored
+from psdist_scheduler.events.cluster_events import Persist
+from psdist_scheduler.events.records import BarrierRecord, Base, Member, Node, ParametersRecord, Stored
 from psdist_scheduler.service import _merge
 from psdist_scheduler.store import MemoryStore, SqliteStore, open_store
 

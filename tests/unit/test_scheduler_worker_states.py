@@ -11,9 +11,9 @@ from psdist.consistency import ASP, Consistency
 from psdist.errors import FencedError, PsdistError, SnapshotFailedError
 from psdist.snapshots.format import WorkerState
 from psdist.snapshots.policy import SavePolicy
-from psdist_scheduler import events as ev
-from psdist_scheduler import snapshot_events as sn
-from psdist_scheduler.records import Member
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events.records import Member
 from tests.unit.snapshot_driver import DIGEST, SnapshotDriver, history_of
 
 

@@ -23,10 +23,10 @@ from psdist.types import (
     Slicing,
     WorkerEntry,
 )
-from psdist_server.calls import Call
-from psdist_server.holding import Holding
-from psdist_server.host import Host
-from psdist_server.norms import NormBoard
+from psdist_server.server import Host
+from psdist_server.store.global_norm import NormBoard
+from psdist_server.store.parameter_store import Holding
+from psdist_server.store.rpc_call import Call
 
 
 async def test_a_slice_that_is_aggregated_as_the_norm_becomes_known_is_not_forgotten() -> None:

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_server.host import Host
-from psdist_server.link import SchedulerLink
+from psdist_server.scheduler_session import SchedulerLink
+from psdist_server.server import Host
 
 
 async def test_a_slow_write_of_an_answer_is_not_cut_off_by_the_next_heartbeat() -> None:

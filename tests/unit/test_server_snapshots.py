@@ -18,9 +18,11 @@ from psdist.snapshots.format import Manifest
 from psdist.snapshots.reader import SliceReader, verify
 from psdist.snapshots.storage import Storage, Writer
 from psdist.types import ParametersEntry, Restore
-from psdist_server import cuts, reference, saver
-from psdist_server.loader import Loaded, LoadFailed
-from psdist_server.optimizers import Rule
+from psdist_server import snapshot_writer
+from psdist_server.kernels import reference
+from psdist_server.kernels.optimizers import Rule
+from psdist_server.snapshot_loader import Loaded, LoadFailed
+from psdist_server.store import cut_controller
 from tests.unit.server_driver import Driver, Floats, answered, entry_of, memory
 
 TOTAL = 50_000
@@ -69,7 +71,7 @@ async def test_what_was_trained_meanwhile_is_not_in_the_snapshot(
     driver: Driver, slice_elements: int, clip: float, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not ahead:
-        monkeypatch.setattr(cuts, "_ACTIVE_SECONDS", 0.0)
+        monkeypatch.setattr(cut_controller, "_ACTIVE_SECONDS", 0.0)
     entry = entry_of(slice_elements=slice_elements, optimizer=optim.Adam(lr=0.1, max_grad_norm=clip), workers=2)
     entry = await driver.create(entry, noise())
     await driver.train(entry, 0, noise())
@@ -235,7 +237,9 @@ async def test_updates_wait_where_there_is_no_room_for_copies() -> None:
     storage = Gated(memory())
     driver = Driver(storage)
     room = 4 * 4096 * 3 * 5
-    driver.host.saver = saver.Saver(driver.host._holdings.get, lambda: storage, driver.reports.put_nowait, room)
+    driver.host.saver = snapshot_writer.Saver(
+        driver.host._holdings.get, lambda: storage, driver.reports.put_nowait, room
+    )
     entry = await driver.create(entry_of(), noise())
     wanted = driver.arrays()
     driver.prepare(1, {"p": 0})
@@ -257,7 +261,9 @@ async def test_updates_wait_where_there_is_no_room_for_copies() -> None:
 async def test_many_small_slices(room: int) -> None:
     """What follows from each other is no chain of calls within calls."""
     driver = Driver(memory())
-    driver.host.saver = saver.Saver(driver.host._holdings.get, lambda: driver.storage, driver.reports.put_nowait, room)
+    driver.host.saver = snapshot_writer.Saver(
+        driver.host._holdings.get, lambda: driver.storage, driver.reports.put_nowait, room
+    )
     entry = await driver.create(entry_of(slice_elements=100), noise())
     await driver.train(entry, 0, noise())
     wanted = driver.arrays()
@@ -271,11 +277,13 @@ async def test_many_small_slices(room: int) -> None:
 
 
 async def test_a_storage_that_takes_nothing_does_not_stop_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(snapshot_writer, "STALL_SECONDS", 0.05)
     storage = Gated(memory())
     driver = Driver(storage)
     room = 4 * 4096 * 3 * 5
-    driver.host.saver = saver.Saver(driver.host._holdings.get, lambda: storage, driver.reports.put_nowait, room)
+    driver.host.saver = snapshot_writer.Saver(
+        driver.host._holdings.get, lambda: storage, driver.reports.put_nowait, room
+    )
     entry = await driver.create(entry_of(), noise())
     driver.prepare(1, {"p": 0})
     driver.cut(1)
@@ -427,7 +435,7 @@ async def test_other_parameters_are_not_loaded(driver: Driver) -> None:
 
 
 async def test_a_storage_that_does_not_answer_is_asked_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psdist_server.loader._RETRY_MIN_SECONDS", 0.001)
+    monkeypatch.setattr("psdist_server.snapshot_loader._RETRY_MIN_SECONDS", 0.001)
     entry = await driver.create(entry_of(), noise())
     _, restore = await save(driver, entry, 0)
     refused, read = asyncio.Event(), driver.storage.read

@@ -8,9 +8,9 @@ import pytest
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import FencedError, FutureStepError, NotMemberError, SequenceGapError
 from psdist.types import ParametersMember
-from psdist_server.async_shard import AsyncShard
-from psdist_server.bsp_shard import BspShard
-from psdist_server.events import (
+from psdist_server.core.async_shard import AsyncShard
+from psdist_server.core.bsp_shard import BspShard
+from psdist_server.core.events import (
     Aggregate,
     Apply,
     Cancelled,
@@ -29,8 +29,8 @@ from psdist_server.events import (
     SlicePushed,
     StepsEnded,
 )
-from psdist_server.records import SliceRecord
-from psdist_server.shards import make_shard
+from psdist_server.core.records import SliceRecord
+from psdist_server.core.shards import make_shard
 
 TWO = (ParametersMember("worker-0", 1, 0), ParametersMember("worker-1", 1, 1))
 tokens = count(1)

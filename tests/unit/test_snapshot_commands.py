@@ -14,7 +14,7 @@ import safetensors.numpy
 from snapshot_files import write
 
 from psdist.cli import snapshot
-from psdist.launch import save
+from psdist.launch import final_snapshot
 from psdist.snapshots.format import Commit
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -204,7 +204,7 @@ def test_what_is_said_while_a_snapshot_is_taken() -> None:
     said: list[str] = []
     moved: list[float] = []
     clock = [0.0]
-    progress = save.Progress(said.append, lambda: clock[0])
+    progress = final_snapshot.Progress(said.append, lambda: clock[0])
     progress.moved = lambda: moved.append(clock[0])
     for clock[0], done in ((0.5, 1), (1.5, 2), (2.5, 3), (3.0, 4), (5.0, 4)):
         progress(pb.SaveSnapshotResponse(bytes_done=done << 20, bytes=4 << 20, waiting_for="for the disk"))
@@ -214,9 +214,9 @@ def test_what_is_said_while_a_snapshot_is_taken() -> None:
     ]
     assert moved == [0.5, 1.5, 2.5, 3.0]
     info = pb.SnapshotInfo(directory="d", steps={"a": 7, "b": 7}, bytes=1536, seconds=0.25)
-    assert save.told(pb.SaveSnapshotResponse(committed=info)) == "step 7 saved as d: 1.5 KiB in 0.2 s"
+    assert final_snapshot.told(pb.SaveSnapshotResponse(committed=info)) == "step 7 saved as d: 1.5 KiB in 0.2 s"
     info.steps["b"] = 9
-    unchanged = save.told(pb.SaveSnapshotResponse(committed=info, unchanged=True))
+    unchanged = final_snapshot.told(pb.SaveSnapshotResponse(committed=info, unchanged=True))
     assert unchanged == "nothing was trained since d was saved, at steps 7, 9"
 
 

@@ -17,11 +17,13 @@ from psdist import errors
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels, convert, limits, status
-from psdist_scheduler import cluster, membership, messages, registry
-from psdist_scheduler import events as ev
-from psdist_scheduler.barriers import NAMES_KEPT
-from psdist_scheduler.events import EnterRendezvous
-from psdist_scheduler.records import BarrierRecord
+from psdist_scheduler import cluster, messages
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events.cluster_events import EnterRendezvous
+from psdist_scheduler.events.records import BarrierRecord
+from psdist_scheduler.members import membership
+from psdist_scheduler.members.barriers import NAMES_KEPT
+from psdist_scheduler.placement import registry
 from psdist_scheduler.store import SqliteStore
 
 loop = pytest.mark.asyncio(loop_scope="session")

@@ -13,7 +13,7 @@ import uvloop
 
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError
 from psdist.wire import limits
-from psdist.wire.line import Line
+from psdist.wire.framed_socket import Line
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]
 

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from psdist.wire import memory
+from psdist.wire import malloc_options
 
 #: Frees blocks of 1 MiB that were touched, again and again, and tells how many pages had to be made.
 CODE = """
 import resource
-from psdist.wire import memory
-done = memory.keep_buffers()
+from psdist.wire import malloc_options
+done = malloc_options.keep_buffers()
 def touch():
     blocks = [bytearray(b"x") * (1 << 20) for _ in range(8)]
 touch()
@@ -40,5 +40,5 @@ def test_freed_buffers_are_kept_unless_the_user_says_otherwise() -> None:
 
 
 def test_a_system_without_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
-    assert memory.keep_buffers() is False
+    monkeypatch.setattr(malloc_options.ctypes, "CDLL", lambda name: object())
+    assert malloc_options.keep_buffers() is False

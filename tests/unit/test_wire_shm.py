@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from psdist.errors import SharingUnavailableError
-from psdist.wire import handover, shm
+from psdist.wire import fd_passing, shm
 from psdist.wire.shm import GradientArena, Piece, Stitched, WeightsArena
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -55,7 +55,7 @@ def descriptors() -> int:
 
 
 def sockets() -> set[str]:
-    return {path.name for path in handover.DIRECTORY.glob("psdist-*")}
+    return {path.name for path in fd_passing.DIRECTORY.glob("psdist-*")}
 
 
 def mappings() -> int:
@@ -335,12 +335,12 @@ def test_more_than_the_machine_has_is_no_room() -> None:
 
 async def test_both_sides_get_the_file_of_the_other() -> None:
     gradients, weights = GradientArena.create(10, "float32"), WeightsArena.create(1, 10)
-    with handover.listening() as (name, listener):
-        path = handover.DIRECTORY / name
+    with fd_passing.listening() as (name, listener):
+        path = fd_passing.DIRECTORY / name
         assert path.stat().st_mode & 0o777 == 0o600
-        worker = asyncio.create_task(handover.exchange(listener, gradients.fd))
-        fd, theirs = await handover.connect(name)
-        handover.give(theirs, weights.fd)
+        worker = asyncio.create_task(fd_passing.exchange(listener, gradients.fd))
+        fd, theirs = await fd_passing.connect(name)
+        fd_passing.give(theirs, weights.fd)
         taken, mine = await worker
     assert not path.exists()
     assert GradientArena.open(fd, 10, "float32").nonce == gradients.nonce
@@ -355,17 +355,17 @@ async def test_both_sides_get_the_file_of_the_other() -> None:
 )
 async def test_only_names_of_sockets_are_connected_to(name: str) -> None:
     with pytest.raises(SharingUnavailableError, match="is not the name"):
-        await handover.connect(name)
+        await fd_passing.connect(name)
 
 
 async def test_a_socket_that_is_not_there_is_another_host() -> None:
     with pytest.raises(SharingUnavailableError, match="do not see the same"):
-        await handover.connect("psdist-" + "0" * 32)
+        await fd_passing.connect("psdist-" + "0" * 32)
 
 
 async def test_a_worker_that_hangs_up_or_gives_no_file() -> None:
     for message, reason in ((b"", "hung up"), (b"x", "gave no file")):
-        with handover.listening() as (name, listener):
+        with fd_passing.listening() as (name, listener):
 
             async def answer(listener: socket.socket = listener, message: bytes = message) -> None:
                 peer, _ = await asyncio.get_running_loop().sock_accept(listener)
@@ -374,21 +374,21 @@ async def test_a_worker_that_hangs_up_or_gives_no_file() -> None:
 
             task = asyncio.create_task(answer())
             with pytest.raises(SharingUnavailableError, match=reason):
-                await handover.connect(name)
+                await fd_passing.connect(name)
             await task
 
 
 async def test_a_worker_that_is_silent_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "HANDOVER_SECONDS", 0.05)
-    with handover.listening() as (name, _), pytest.raises(SharingUnavailableError, match="within"):
-        await handover.connect(name)
+    monkeypatch.setattr(fd_passing, "HANDOVER_SECONDS", 0.05)
+    with fd_passing.listening() as (name, _), pytest.raises(SharingUnavailableError, match="within"):
+        await fd_passing.connect(name)
 
 
 async def test_a_server_that_hangs_up() -> None:
     arena = GradientArena.create(10, "float32")
-    with handover.listening() as (name, listener):
-        worker = asyncio.create_task(handover.exchange(listener, arena.fd))
-        fd, connection = await handover.connect(name)
+    with fd_passing.listening() as (name, listener):
+        worker = asyncio.create_task(fd_passing.exchange(listener, arena.fd))
+        fd, connection = await fd_passing.connect(name)
         os.close(fd)
         connection.close()
         with pytest.raises(SharingUnavailableError, match="hung up"):
@@ -397,29 +397,29 @@ async def test_a_server_that_hangs_up() -> None:
 
 async def test_another_users_process_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = GradientArena.create(10, "float32")
-    with handover.listening() as (name, listener):
-        worker = asyncio.create_task(handover.exchange(listener, arena.fd))
+    with fd_passing.listening() as (name, listener):
+        worker = asyncio.create_task(fd_passing.exchange(listener, arena.fd))
         with monkeypatch.context() as patch:
             patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
             with pytest.raises(SharingUnavailableError, match="only one user"):
-                await handover.connect(name)
+                await fd_passing.connect(name)
             with pytest.raises(SharingUnavailableError, match="only one user"):
                 await worker
 
 
 def test_no_shared_memory_file_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(handover, "DIRECTORY", tmp_path / "gone")
-    with pytest.raises(SharingUnavailableError, match="no socket in"), handover.listening():
+    monkeypatch.setattr(fd_passing, "DIRECTORY", tmp_path / "gone")
+    with pytest.raises(SharingUnavailableError, match="no socket in"), fd_passing.listening():
         pass
-    assert handover.sweep() == 0
+    assert fd_passing.sweep() == 0
 
 
 # --- sweeping ---------------------------------------------------------------------------------------------------------
 
 KILLED = """
 import os, signal
-from psdist.wire import handover
-with handover.listening() as (name, _):
+from psdist.wire import fd_passing
+with fd_passing.listening() as (name, _):
     print(name, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -427,16 +427,16 @@ with handover.listening() as (name, _):
 
 def test_sweeping_removes_what_the_dead_left_and_nothing_else() -> None:
     done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False)
-    dead = handover.DIRECTORY / done.stdout.strip()
-    other = handover.DIRECTORY / ("psdist-" + "0" * 31)
-    plain = handover.DIRECTORY / ("psdist-" + "0" * 32)
+    dead = fd_passing.DIRECTORY / done.stdout.strip()
+    other = fd_passing.DIRECTORY / ("psdist-" + "0" * 31)
+    plain = fd_passing.DIRECTORY / ("psdist-" + "0" * 32)
     try:
         assert dead.is_socket()
         other.touch()
         plain.touch()
-        with handover.listening() as (name, listener):
-            assert handover.sweep() == 1
-            assert (handover.DIRECTORY / name).is_socket()
+        with fd_passing.listening() as (name, listener):
+            assert fd_passing.sweep() == 1
+            assert (fd_passing.DIRECTORY / name).is_socket()
             with contextlib.suppress(BlockingIOError):  # Who listens noticed nothing.
                 listener.accept()
                 pytest.fail("a live socket was connected to")

@@ -1,0 +1,164 @@
+"""Buckets: the gradient of one step given piece by piece. Which slices a piece makes ready, and what is still missing.
+
+A slice is ready when every tensor that touches it was given; so a step's slices are sent while the rest of the gradient
+is still computed. Pure: no waiting, no arrays. Not here: values (``partition``), sending (``bucket_step``).
+
+Invariants: a slice is handed out after the last of its tensors was given, and once, unless its bucket failed before the
+slice was answered; then it is handed out again when all of its tensors are given again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from psdist.client.core.partition import join_names, tensor_names
+from psdist.errors import InvalidArgumentError, UnknownTensorError
+from psdist.types import Layout, Slicing
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which tensors touch which slices."""
+
+    layout: Layout
+    slicing: Slicing
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Number of each tensor by its name."""
+        return {tensor.name: number for number, tensor in enumerate(self.layout.tensors)}
+
+    def slices_of(self, number: int) -> range:
+        """The slices that hold elements of a tensor; none for an empty one."""
+        start, stop = self.layout.offsets[number], self.layout.offsets[number + 1]
+        return range(
+            start // self.slicing.slice_elements, -(-stop // self.slicing.slice_elements) if stop > start else 0
+        )
+
+    def slices_of_all(self, numbers: Iterable[int]) -> frozenset[int]:
+        """The slices that hold elements of any of these tensors."""
+        return frozenset(index for number in numbers for index in self.slices_of(number))
+
+    def tensors_of(self, index: int) -> list[int]:
+        """The tensors with elements in a slice, ascending."""
+        start, stop = self.slicing.bounds(index)
+        offsets = self.layout.offsets
+        around = range(bisect_right(offsets, start) - 1, bisect_left(offsets, stop))
+        return [number for number in around if offsets[number + 1] > offsets[number]]
+
+    @cached_property
+    def touching(self) -> tuple[int, ...]:
+        """How many tensors touch each slice."""
+        counts = [0] * self.slicing.count
+        for number in range(len(self.layout.tensors)):
+            for index in self.slices_of(number):
+                counts[index] += 1
+        return tuple(counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Slices to be sent now, ascending: with their values, and without (one of their tensors abstains)."""
+
+    valued: tuple[int, ...]
+    abstaining: tuple[int, ...]
+
+
+class StepPlan:
+    """One step: which tensors were given, which slices are under way, which are answered.
+
+    whole: the servers answer no slice before they have the whole step (clipping by the global norm), so every slice
+        needs all tensors.
+    """
+
+    def __init__(self, cut: Cut, *, whole: bool) -> None:
+        self._cut = cut
+        self._whole = whole
+        #: Tensors that were given, and whether they abstain.
+        self._given: dict[int, bool] = {}
+        #: Tensors that each slice still needs.
+        self._needs = list(cut.touching)
+        self._under_way: set[int] = set()
+        self._unanswered = set(range(cut.slicing.count))
+
+    def choose(self, names: Sequence[str]) -> tuple[int, ...]:
+        """The numbers of tensors that may be given, ascending.
+
+        Raises UnknownTensorError, and InvalidArgumentError for one that was given before, or for none at all.
+        """
+        if not names:
+            raise InvalidArgumentError("the bucket names no tensor: give at least one")
+        chosen: set[int] = set()
+        for name in names:
+            number = self._cut.numbers.get(name) if isinstance(name, str) else None
+            if number is None:
+                raise UnknownTensorError(
+                    f"tensor {name!r:.100} is unknown: these parameters have {tensor_names(self._cut.layout)}"
+                )
+            if number in self._given or number in chosen:
+                raise InvalidArgumentError(
+                    f"tensor {name!r} was given twice in one step, which still misses {self.missing_names() or 'none'}"
+                )
+            chosen.add(number)
+        return tuple(sorted(chosen))
+
+    def give(self, numbers: Iterable[int], *, abstain: bool) -> Ready:
+        """These tensors are there (``choose`` let them pass). What can be sent now is under way."""
+        ready = []
+        for number in numbers:
+            self._given[number] = abstain
+            for index in self._cut.slices_of(number):
+                self._needs[index] -= 1
+                if not self._needs[index] and index in self._unanswered and index not in self._under_way:
+                    ready.append(index)
+        self._under_way.update(ready)
+        abstaining = {index for index in ready if self._abstains(index)}
+        return Ready(tuple(sorted(set(ready) - abstaining)), tuple(sorted(abstaining)))
+
+    def answer(self, slices: Iterable[int]) -> None:
+        """These slices are answered."""
+        for index in slices:
+            self._unanswered.remove(index)
+            self._under_way.remove(index)
+
+    def take_back(self, numbers: Iterable[int], slices: Iterable[int]) -> None:
+        """These tensors are to be given again, and these slices of them are not under way any more."""
+        self._under_way.difference_update(slices)
+        for number in numbers:
+            del self._given[number]
+            for index in self._cut.slices_of(number):
+                self._needs[index] += 1
+
+    def _abstains(self, index: int) -> bool:
+        return any(self._given[number] for number in self._cut.tensors_of(index))
+
+    @property
+    def missing(self) -> list[int]:
+        """The tensors that were not given, ascending."""
+        return [number for number in range(len(self._cut.layout.tensors)) if number not in self._given]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all was given and answered."""
+        return not self._unanswered and len(self._given) == len(self._cut.layout.tensors)
+
+    def missing_names(self) -> str:
+        """The tensors that were not given, for a message."""
+        return join_names([self._cut.layout.tensors[number].name for number in self.missing])
+
+    def is_complete(self, slices: Iterable[int]) -> bool:
+        """Whether all of ``slices`` are answered."""
+        return self._unanswered.isdisjoint(slices)
+
+    def missing_for(self, slices: Iterable[int]) -> str:
+        """The tensors without which ``slices`` are never answered, for a message; empty if all of them are on their
+        way."""
+        waited = self._unanswered.intersection(slices)
+        if waited and self._whole:
+            return self.missing_names()
+        needed = {number for index in waited - self._under_way for number in self._cut.tensors_of(index)}
+        tensors = self._cut.layout.tensors
+        return join_names([tensors[number].name for number in sorted(needed - self._given.keys())])

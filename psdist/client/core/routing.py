@@ -1,0 +1,125 @@
+"""Routes: which server gets which slices, read from one cluster map and the news since.
+
+Pure: frozen values in and out. Not here: connections (``scheduler_session``), what is still to be sent
+(``push_sequence``).
+
+Invariants: the plan of one call covers exactly the slices asked for, each once, ascending within a route, and at most
+one route goes to a server. A shard without a live primary gives no route: its slices wait for a newer map, because the
+scheduler alone decides who is next. A shard that the scheduler has declared lost is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from psdist.errors import ServerLostError, UnknownParametersError
+from psdist.types import ClusterMap, ParametersEntry, Replica, ServerEntry
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What was heard since the newest map.
+
+    gone: why a server is gone, for servers that the map still has.
+    lost: by parameters, what of them is lost for good and how to go on.
+    """
+
+    gone: Mapping[Replica, str] = field(default_factory=dict)
+    lost: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Slices of one parameters, ascending, and the server that is their primary in the map of ``epoch``."""
+
+    server_id: str
+    incarnation: int
+    address: str
+    epoch: int
+    slices: tuple[int, ...]
+
+    @property
+    def peer(self) -> str:
+        """The server's name for messages."""
+        return f"{self.server_id} ({self.address})"
+
+    @property
+    def server(self) -> Replica:
+        """The server's life."""
+        return Replica(self.server_id, self.incarnation)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where slices go.
+
+    routes: one for each server that has some of them.
+    orphans: slices, ascending, that no live server is the primary of.
+    reason: whom the orphans wait for: "for a new primary of shard 3 of 'mlp' in place of server-1 (lost: ...)".
+    """
+
+    routes: tuple[Route, ...]
+    orphans: tuple[int, ...] = ()
+    reason: str = ""
+
+
+def find_entry(cluster: ClusterMap, parameters: str) -> ParametersEntry:
+    """The entry of these parameters. Raises UnknownParametersError."""
+    entry = cluster.entry(parameters)
+    if entry is None:
+        raise UnknownParametersError(f"the cluster map of epoch {cluster.epoch} has no parameters {parameters!r}")
+    return entry
+
+
+def why_gone(cluster: ClusterMap, news: News, server: Replica) -> str:
+    """Why this life of a server is over, as far as is known here; empty if it lasts."""
+    if reason := news.gone.get(server, ""):
+        return reason
+    entry = cluster.server(server.server_id)
+    return "" if entry is not None and entry.incarnation == server.incarnation else "it left the cluster map"
+
+
+def plan(cluster: ClusterMap, parameters: str, wanted: Sequence[int] | None = None, news: News = News()) -> Plan:
+    """Where the slices of ``wanted`` (ascending; None means all) go.
+
+    Raises UnknownParametersError, and ServerLostError where a shard of them is lost.
+    """
+    entry = find_entry(cluster, parameters)
+    if parameters in news.lost:
+        raise ServerLostError(news.lost[parameters], parameters=parameters)
+    servers = [_live_primary(cluster, news, entry, number) for number in range(len(entry.shards))]
+    by_server: dict[str, list[int]] = {}
+    orphans = []
+    for index in range(entry.slicing.count) if wanted is None else wanted:
+        server = servers[index % len(servers)]
+        if server is None:
+            orphans.append(index)
+        else:
+            by_server.setdefault(server.server_id, []).append(index)
+    live = {server.server_id: server for server in servers if server is not None}
+    routes = tuple(_route(cluster, live[server_id], slices) for server_id, slices in by_server.items())
+    return Plan(routes, tuple(orphans), _reason(cluster, news, entry, orphans) if orphans else "")
+
+
+def _live_primary(cluster: ClusterMap, news: News, entry: ParametersEntry, number: int) -> ServerEntry | None:
+    shard = entry.shards[number]
+    if shard.lost:
+        raise ServerLostError(
+            f"shard {number} of {entry.spec.name!r} is lost: {shard.primary}, which held it, is gone, and there was no "
+            "copy. Restart the run; with --replicas 2 the loss of a server loses nothing",
+            server=shard.primary,
+        )
+    return None if why_gone(cluster, news, shard.primary) else cluster.server(shard.primary.server_id)
+
+
+def _route(cluster: ClusterMap, server: ServerEntry, slices: list[int]) -> Route:
+    return Route(server.server_id, server.incarnation, server.address, cluster.epoch, tuple(slices))
+
+
+def _reason(cluster: ClusterMap, news: News, entry: ParametersEntry, orphans: list[int]) -> str:
+    numbers = sorted({index % len(entry.shards) for index in orphans})
+    owners = list(dict.fromkeys(entry.shards[number].primary for number in numbers))
+    shards = f"shard{'s' if numbers[1:] else ''} {', '.join(map(str, numbers))}"
+    gone = ", ".join(f"{owner} (lost: {why_gone(cluster, news, owner)})" for owner in owners)
+    return f"for a new primary of {shards} of {entry.spec.name!r} in place of {gone}"

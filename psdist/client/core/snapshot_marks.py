@@ -1,0 +1,78 @@
+"""What this worker's next pushes are, over all of its parameters, and which mark they carry.
+
+A snapshot in SSP and ASP cuts each worker's pushes in two: those numbered below what the worker answers to Mark, and
+those after, which carry the attempt as their mark and wait at the servers until the cut is copied. Reports on leased
+data carry the same numbers, so that a snapshot knows which ranges are in its weights. Pure. Not here: the numbers
+themselves (``push_sequence``), the wire (``scheduler_session``).
+
+Invariants: the numbers and the mark change in one place at once, so that a push is either numbered below an answer and
+without its mark, or above and with it; asked again about one attempt, the answer is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from psdist.client.core.push_sequence import Session
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is answered to Mark: by parameters, the next push, and the lowest one before which the state can be had that
+    this worker keeps."""
+
+    next: dict[str, int]
+    keeps: dict[str, int]
+
+
+class Pushes:
+    """The open sessions of one life of this worker, by parameters."""
+
+    def __init__(self) -> None:
+        #: The newest snapshot attempt whose Mark was answered; 0 for none.
+        self.mark = 0
+        #: Pushes of this worker that were dropped, in all of its lives.
+        self.dropped = 0
+        self.sessions: dict[str, Session] = {}
+        self._answer: Answer | None = None
+
+    def begin_life(self) -> None:
+        """The sessions of the life before do not count any more, nor do marks: what they were for was given up."""
+        self.mark, self._answer = 0, None
+        self.sessions.clear()
+
+    def enter(self, parameters: str, session: Session) -> None:
+        """This worker takes part in ``parameters``."""
+        self.sessions[parameters] = session
+
+    def next(self) -> dict[str, int]:
+        """By parameters, the number of the next push, where one under way counts as made."""
+        return {name: session.next for name, session in self.sessions.items()}
+
+    def next_whole(self) -> dict[str, int]:
+        """By parameters, the number of the next push that is not wholly on its way."""
+        return {name: session.next_whole for name, session in self.sessions.items()}
+
+    def partial(self) -> list[str]:
+        """Parameters of whose next push a part is on its way."""
+        return [name for name, session in self.sessions.items() if session.unfinished and session.partial]
+
+    def answer(self, attempt: int, keeps: Callable[[], dict[str, int]] = dict) -> Answer | None:
+        """The answer to Mark; None if it comes late. Pushes that begin from now on carry the mark.
+
+        keeps: called once for an attempt.
+        """
+        if attempt > self.mark:
+            self.mark, self._answer = attempt, Answer(self.next(), keeps())
+        return self._answer if attempt == self.mark else None
+
+    def end(self, attempt: int) -> None:
+        """The attempt is over."""
+        if attempt >= self.mark:
+            self._answer = None
+
+    @property
+    def unheard(self) -> tuple[int, Answer] | None:
+        """The attempt under way and its answer, which a new session tells again: the one before may have lost it."""
+        return None if self._answer is None else (self.mark, self._answer)

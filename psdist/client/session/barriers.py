@@ -1,0 +1,96 @@
+"""One barrier of one client: its arrivals, each with a number, so that none is lost and none counts twice.
+
+A worker may hear that it passed, or never: the answer is lost, its time limit is over, it is expelled while it waits.
+So it says with each arrival how many it knows that it has passed, and a scheduler that knows of one more lets it pass
+at once. One that gives up withdraws its arrival before it says so: else the others could pass while it does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from psdist.client.session.registration import Registration
+from psdist.client.session.scheduler_session import SchedulerLink
+from psdist.errors import FencedError, PsdistError, WaitTimeoutError
+from psdist.v1 import scheduler_pb2 as pb
+
+#: So long an arrival that is given up waits for the scheduler's word.
+_WITHDRAW_SECONDS: Final = 5.0
+
+
+class Barrier:
+    """The barrier ``name``."""
+
+    def __init__(self, link: SchedulerLink, name: str) -> None:
+        self._link = link
+        self._name = name
+        self._origin = link.registration.incarnation
+        self._passed = 0
+        self._attempt = 0
+        self._turn = asyncio.Lock()
+
+    async def reach(self, timeout: float | None) -> None:
+        """See ``AsyncClient.barrier``."""
+        with self._link.waits.open(f"for the others at barrier {self._name!r}") as wait:
+            arrives = False
+            try:
+                async with asyncio.timeout(timeout):
+                    async with self._turn:
+                        arrives = True
+                        self._attempt += 1
+                        await self._arrive(wait, limited=timeout is not None)
+                        self._passed += 1
+            except TimeoutError:
+                sentence = f"barrier {self._name!r}: {wait.sentence}"
+                if not arrives:  # Another call of this client is there: it has nothing to take back.
+                    raise WaitTimeoutError(sentence) from None
+                await self._give_up(sentence)
+            except FencedError as error:
+                raise FencedError(f"barrier {self._name!r} was not reached: {error.message}") from None
+
+    async def _arrive(self, wait: Any, *, limited: bool) -> None:
+        async def released(mine: Registration) -> bool:
+            with self._link.activities.waits(limited=limited, call=True) as waits:
+                request = self._request(mine, activity=waits.activity)
+                return await self._link.follow(self._link.stub.Barrier, request, wait, handle)
+
+        async def handle(response: Any) -> bool | None:
+            return True if response.released else None
+
+        await self._link.as_member(released)
+
+    def _request(self, mine: Registration, **more: Any) -> pb.BarrierRequest:
+        return pb.BarrierRequest(
+            run_id=mine.run_id,
+            worker_id=mine.worker_id,
+            incarnation=mine.incarnation,
+            name=self._name,
+            origin=self._origin,
+            passed=self._passed,
+            attempt=self._attempt,
+            **more,
+        )
+
+    async def _give_up(self, sentence: str) -> None:
+        """Withdraws the arrival. Raises WaitTimeoutError unless the barrier had been opened before."""
+
+        async def withdrawn(mine: Registration) -> bool:
+            request = self._request(mine, withdraw=True)
+            return await self._link.follow(self._link.stub.Barrier, request, wait, handle)
+
+        async def handle(response: Any) -> bool | None:
+            return bool(response.withdrawn) if response.withdrawn or response.released else None
+
+        try:
+            with self._link.waits.open(f"for {self._link.peer} to take back the arrival at {self._name!r}") as wait:
+                async with asyncio.timeout(_WITHDRAW_SECONDS), self._turn:
+                    does_not_count = await self._link.as_member(withdrawn)
+                    self._passed += not does_not_count
+        except (TimeoutError, PsdistError) as error:
+            reason = error.message if isinstance(error, PsdistError) else f"{self._link.peer} does not answer"
+            raise WaitTimeoutError(
+                f"{sentence}. Whether the others have passed is not known ({reason}): the next call finds out"
+            ) from None
+        if does_not_count:
+            raise WaitTimeoutError(sentence)

@@ -1,0 +1,130 @@
+"""What the client knows of the cluster: the newest map, the news since, and whether it is still a member.
+
+Maps and news come from the scheduler's session (``scheduler_session``); calls under way wait here for a newer map or
+for the end of the server that they wait on. Not here: any network.
+
+Invariants: the epoch never goes down within one life of this client. That a server is gone ends attempts on it, and
+nothing else: whether something is lost is the scheduler's to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from psdist.client.core import routing
+from psdist.client.core.routing import News
+from psdist.errors import FencedError, PsdistError, ServerUnreachableError
+from psdist.types import ClusterMap, Replica
+
+
+class ClusterWatch:
+    """The newest map and the news, with futures for those who wait."""
+
+    def __init__(self, cluster: ClusterMap) -> None:
+        self.cluster = cluster
+        #: Replaced, never changed, so that who keeps it can see whether there is more.
+        self.news = News()
+        #: Set once: nothing this client sends counts any more.
+        self.fatal: PsdistError | None = None
+        #: Set while this client's life is over and the next has not begun.
+        self.fenced: FencedError | None = None
+        self._changed: asyncio.Future[None] | None = None
+        self._watched: dict[Replica, asyncio.Future[PsdistError]] = {}
+
+    # --- what is heard ------------------------------------------------------------------------------------------------
+
+    def see_map(self, cluster: ClusterMap) -> None:
+        """A map arrived; an older one than the newest is ignored."""
+        if cluster.epoch < self.cluster.epoch:
+            return
+        self.cluster = cluster
+        self.news = News(lost={name: text for name, text in self.news.lost.items() if cluster.entry(name) is not None})
+        self._look()
+
+    def see_loss(self, server_id: str, reason: str) -> None:
+        """News that a server is gone, before or after the map that lacks it."""
+        server = self.cluster.server(server_id)
+        if server is not None:
+            gone = {**self.news.gone, Replica(server_id, server.incarnation): reason}
+            self.news = News(gone, self.news.lost)
+            self._look()
+
+    def see_shards_lost(self, parameters: str, text: str) -> None:
+        """News that a part of some parameters is lost for good."""
+        self.news = News(self.news.gone, {**self.news.lost, parameters: text})
+        self._look()
+
+    def see_fatal(self, error: PsdistError) -> None:
+        """This client is out: calls under way and to come fail with ``error``."""
+        self.fatal = self.fatal or error
+        self._look()
+
+    def see_fenced(self, error: FencedError) -> None:
+        """This life of the client is over: calls under way fail with ``error``, and so do others until the next."""
+        self.fenced = error
+        self._look()
+
+    def begin_life(self, cluster: ClusterMap) -> None:
+        """The client was registered anew, and this is the map."""
+        self.fenced = None
+        self.cluster, self.news = cluster, News()
+        self._look()
+
+    # --- who waits ----------------------------------------------------------------------------------------------------
+
+    def loss_of(self, server_id: str, incarnation: int) -> asyncio.Future[PsdistError]:
+        """A future that gets the error with which to end attempts on this server: ServerUnreachableError once it is
+        gone, another error once this client is out. Never cancel it."""
+        server = Replica(server_id, incarnation)
+        future = self._watched.get(server)
+        if future is None:
+            future = self._watched[server] = asyncio.get_running_loop().create_future()
+            if error := self._end_of(server):
+                future.set_result(error)
+        return future
+
+    async def changed(self, timeout: float | None = None) -> None:
+        """Returns when something was heard, or after ``timeout`` seconds."""
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        await asyncio.wait({self._changed}, timeout=timeout)
+
+    async def newer_than(self, epoch: int, timeout: float) -> None:
+        """Returns when the map is newer than ``epoch``, when this client is out, or after ``timeout`` seconds."""
+        deadline = asyncio.get_running_loop().time() + timeout
+        while self.cluster.epoch <= epoch and self._out is None:
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                return
+            await self.changed(left)
+
+    # --- inner --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _out(self) -> PsdistError | None:
+        return self.fatal or self.fenced
+
+    def _end_of(self, server: Replica) -> PsdistError | None:
+        """Why attempts on a server end."""
+        if self._out is not None:
+            return self._out
+        if reason := routing.why_gone(self.cluster, self.news, server):
+            return ServerUnreachableError(f"{server} is gone: {reason}", server=server)
+        return None
+
+    def _look(self) -> None:
+        """Tells whoever waits. Who watches a server that is gone watches it no more: a newer map may have it again."""
+        for server, future in list(self._watched.items()):
+            error = self._end_of(server)
+            if error is not None and not future.done():
+                future.set_result(error)
+            if future.done():
+                del self._watched[server]
+        if self._changed is not None:
+            self._changed.set_result(None)
+            self._changed = None
+
+
+def again(error: PsdistError) -> PsdistError:
+    """A copy to raise: one error may end many calls, and each has a traceback of its own."""
+    return type(error)(error.message, **error.details)

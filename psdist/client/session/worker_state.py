@@ -1,0 +1,288 @@
+"""What a worker keeps for itself and hands in for snapshots: a codec's residual, say, that no server has.
+
+A state belongs to one worker's pushes of one set of parameters. A snapshot needs it as it is between the last push that
+is in the snapshot and the next one, whatever the script is doing: ``States`` looks at the pushes as they begin and end,
+and takes it there. In BSP a worker may have begun the push that the cut comes before, so what ``save`` gave when a push
+began is kept until the push is over.
+
+Invariants: a state is taken at exactly one place between two pushes, or not at all; nothing that was taken for an
+attempt that is over is handed in for another. Not here: the numbers of pushes (``push_sequence``), the files (the
+scheduler).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from psdist.client.core.push_sequence import Session
+from psdist.errors import (
+    FencedError,
+    InternalError,
+    InvalidArgumentError,
+    PsdistError,
+    SchedulerUnreachableError,
+    SnapshotFailedError,
+)
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire.backoff import Backoff
+
+if TYPE_CHECKING:
+    from psdist.client.session.registration import Registration
+    from psdist.client.session.scheduler_session import SchedulerLink
+
+logger = logging.getLogger("psdist")
+
+State = dict[str, NDArray[Any]]
+Save = Callable[[], Mapping[str, NDArray[Any]]]
+Restore = Callable[[State], None]
+
+#: Of one state, as a file.
+STATE_BYTES_MAX: Final = 1 << 32
+_PART_BYTES: Final = 1 << 20
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The state of one set of parameters. before: what it was when the push under way began. wanted: the attempt that
+    wants it, and the number of the push that it is to be before."""
+
+    save: Save
+    restore: Restore
+    session: Session
+    before: State | None = None
+    wanted: tuple[int, int] | None = None
+
+
+class States:
+    """The states that one client keeps.
+
+    hand_in: gets each that was taken: attempt, parameters, the number of the push that it is before, and arrays that
+        nobody else has. failed: told the attempt and the error where one cannot be taken.
+    """
+
+    def __init__(
+        self, hand_in: Callable[[int, str, int, State], None], failed: Callable[[int, PsdistError], None]
+    ) -> None:
+        self._kept: dict[str, _Kept] = {}
+        self._hand_in = hand_in
+        self._failed = failed
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that a state is kept of."""
+        return tuple(self._kept)
+
+    def keep(self, parameters: str, save: Save, restore: Restore, session: Session) -> None:
+        """From now on there is a state of these parameters."""
+        self._kept[parameters] = _Kept(save, restore, session)
+
+    def begin_life(self, parameters: str, session: Session) -> Restore | None:
+        """This worker takes part in the parameters anew. Returns what gets its state, where it keeps one."""
+        kept = self._kept.get(parameters)
+        if kept is None:
+            return None
+        kept.session, kept.before, kept.wanted = session, None, None
+        return kept.restore
+
+    def begins(self, parameters: str) -> None:
+        """A push is about to be encoded for the first time."""
+        kept = self._kept.get(parameters)
+        if kept is not None and not kept.session.unfinished:
+            self._look(parameters, kept)
+            kept.before = self._save(parameters, kept)
+
+    def ended(self, parameters: str) -> None:
+        """A push is over."""
+        kept = self._kept.get(parameters)
+        if kept is not None:
+            kept.before = None
+            self._look(parameters, kept)
+
+    def mark(self, attempt: int, sessions: Mapping[str, Session], steps: Mapping[str, int]) -> dict[str, int]:
+        """An attempt wants what is kept. Returns the lowest push before which each can be had.
+
+        sessions: of this life. steps: the cut's, by BSP parameters.
+        """
+        lowest: dict[str, int] = {}
+        for name, kept in self._kept.items():
+            session = kept.session
+            if sessions.get(name) is not session or (session.synchronous and name not in steps):
+                continue
+            lowest[name] = session.step if session.synchronous else session.next
+            before = steps[name] if session.synchronous else session.next
+            if lowest[name] <= before:
+                kept.wanted = attempt, before
+                self._look(name, kept)
+        return lowest
+
+    def end(self, attempt: int) -> None:
+        """The attempt is over."""
+        for kept in self._kept.values():
+            if kept.wanted is not None and kept.wanted[0] <= attempt:
+                kept.wanted = None
+
+    def _look(self, name: str, kept: _Kept) -> None:
+        """Takes the state if it is wanted as it is now, or was when the push under way began."""
+        if kept.wanted is None:
+            return
+        (attempt, before), session = kept.wanted, kept.session
+        if session.unfinished:
+            state = kept.before if session.step == before else None
+        else:
+            state = self._save(name, kept) if session.step >= before else None
+        if state is not None and kept.wanted is not None:
+            kept.wanted = None
+            self._hand_in(attempt, name, before, {key: array.copy() for key, array in state.items()})
+
+    def _save(self, name: str, kept: _Kept) -> State | None:
+        """The state as it is; None where ``save`` cannot give one."""
+        try:
+            return check_state(name, kept.save())
+        except Exception as error:  # The user's own function: training goes on without its state.
+            logger.exception("the state of %r cannot be had", name)
+            if kept.wanted is not None:
+                text = f"the state of {name!r} cannot be had: {type(error).__name__}: {error}"
+                self._failed(kept.wanted[0], SnapshotFailedError(text))
+                kept.wanted = None
+            return None
+
+
+def check_state(parameters: str, state: object) -> State:
+    """Returns ``state`` if it can be one, else raises InvalidArgumentError."""
+    if not isinstance(state, Mapping):
+        raise InvalidArgumentError(f"the state of {parameters!r} is {type(state).__name__}: give a dict of arrays")
+    for name, array in state.items():
+        if not isinstance(name, str) or not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
+            raise InvalidArgumentError(
+                f"{name!r:.80} in the state of {parameters!r} is {type(array).__name__} {getattr(array, 'dtype', '')}: "
+                "give numpy arrays of numbers by name"
+            )
+    size = sum(array.nbytes for array in state.values())
+    if size > STATE_BYTES_MAX:
+        raise InvalidArgumentError(
+            f"the state of {parameters!r} has {size} bytes, and may have {STATE_BYTES_MAX}: keep less"
+        )
+    return dict(state)
+
+
+class HandIns:
+    """What is on its way to the scheduler."""
+
+    def __init__(self, link: SchedulerLink, failed: Callable[[int, PsdistError], None]) -> None:
+        self._link = link
+        self._failed = failed
+        #: By parameters. A newer attempt's replaces an older's.
+        self._tasks: dict[str, tuple[int, asyncio.Task[None]]] = {}
+
+    def put(self, attempt: int, parameters: str, before: int, state: State) -> None:
+        """Hands a state in, in a task."""
+        self.end(attempt - 1, parameters)
+        task = asyncio.create_task(self._send(attempt, parameters, before, state), name="psdist state")
+        self._tasks[parameters] = attempt, task
+
+    def end(self, attempt: int, parameters: str | None = None) -> None:
+        """The attempt is over: what is not there yet need not go there."""
+        for name, (number, task) in list(self._tasks.items()):
+            if number <= attempt and parameters in (None, name):
+                task.cancel()
+                del self._tasks[name]
+
+    async def close(self) -> None:
+        """Ends all."""
+        tasks = [task for _, task in self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send(self, attempt: int, parameters: str, before: int, state: State) -> None:
+        try:
+            data = await asyncio.to_thread(_to_bytes, state)
+            mine = self._link.registration
+            header = pb.HandInStateRequest.Header(
+                **_who(mine), attempt=attempt, parameters=parameters, next=before, length=len(data),
+                digest=xxhash.xxh3_128_digest(data),
+            )  # fmt: skip
+            await self._until_taken(header, data)
+        except FencedError:  # Nobody waits for the state of a life that is over.
+            return
+        except PsdistError as error:
+            logger.warning("the state of %r is not taken for the snapshot: %s", parameters, error)
+            self._failed(attempt, error)
+
+    async def _until_taken(self, header: pb.HandInStateRequest.Header, data: bytes) -> None:
+        backoff = Backoff(self._link.rng)
+        while True:
+            try:
+                await self._link.call(self._link.stub.HandInState, _parts(header, data))
+                return
+            except SchedulerUnreachableError:
+                self._link.raise_if_out(header.incarnation)
+            await asyncio.sleep(backoff.next_seconds())
+
+
+async def fetch(link: SchedulerLink, parameters: str) -> State:
+    """What the worker of this rank handed in for the snapshot that the parameters began from; empty where it did not.
+
+    Raises SnapshotCorruptError, StorageError, FencedError.
+    """
+    mine = link.registration
+    request = pb.GetStateRequest(**_who(mine), parameters=parameters)
+    with link.waits.open(f"for {link.peer} to give the state of {parameters!r} back") as wait:
+        received = _Received()
+        data = await link.follow(link.stub.GetState, request, wait, received.take)
+    return await asyncio.to_thread(_from_bytes, data) if data else {}
+
+
+class _Received:
+    """Parts of a file; those that came before the stream broke are dropped with the first message of the next."""
+
+    def __init__(self) -> None:
+        self._data, self._length, self._digest = bytearray(), 0, b""
+
+    async def take(self, response: Any) -> bytes | None:
+        """The whole, with its last part."""
+        if response.digest:
+            if response.length > STATE_BYTES_MAX:
+                raise InternalError(f"the scheduler has a state of {response.length} bytes")
+            self._data, self._length, self._digest = bytearray(), response.length, response.digest
+        self._data += response.part
+        if len(self._data) < self._length:
+            return None
+        data = bytes(self._data)
+        if data and (len(data) != self._length or xxhash.xxh3_128_digest(data) != self._digest):
+            raise InternalError("the state that came is not the one that was handed in")
+        return data
+
+
+def _to_bytes(state: State) -> bytes:
+    from safetensors.numpy import save
+
+    return bytes(save({name: np.ascontiguousarray(array) for name, array in state.items()}))
+
+
+def _from_bytes(data: bytes) -> State:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        return dict(load(data))
+    except SafetensorError as error:
+        raise InternalError(f"the state that came cannot be read: {error}") from None
+
+
+async def _parts(header: pb.HandInStateRequest.Header, data: bytes) -> AsyncIterator[pb.HandInStateRequest]:
+    yield pb.HandInStateRequest(header=header, part=data[:_PART_BYTES])
+    for start in range(_PART_BYTES, len(data), _PART_BYTES):
+        yield pb.HandInStateRequest(part=data[start : start + _PART_BYTES])
+
+
+def _who(mine: Registration) -> dict[str, Any]:
+    return {"run_id": mine.run_id, "worker_id": mine.worker_id, "incarnation": mine.incarnation}

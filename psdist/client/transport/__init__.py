@@ -1,0 +1,1 @@
+"""The data path: requests to servers, over gRPC or shared memory."""

@@ -1,0 +1,79 @@
+"""Memory that one handle uses again from call to call, so that training allocates none once it is under way.
+
+New memory costs: the kernel clears each page when it is first touched, which for a large model takes longer than
+copying it. Not here: memory shared with servers (``attachment``), what is written where (``partition``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.client.core.partition import Arrays, Flat
+from psdist.types import Layout, Slicing
+
+#: Vectors that were given to the user are remembered, and used again when nobody holds them any more. A loop that
+#: assigns each result to the same name holds the last one while the next is made.
+_LENT_MAX: Final = 2
+
+
+class Vectors:
+    """Vectors of ``layout``, each made when it is first needed."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._lent: list[tuple[Flat, weakref.ref[NDArray[Any]]]] = []
+        #: Arrays for read-only results of tensors that are not float32.
+        self.converted: Arrays = {}
+
+    @cached_property
+    def kept(self) -> Flat:
+        """The vector that results without a copy are views of, where the servers' memory is not."""
+        return np.empty(self._layout.total, np.float32)
+
+    def fresh(self) -> Flat:
+        """A vector that nobody else has: a new one, or one that was lent before and is not in use any more.
+
+        Every array made from it refers to the object that is returned here, so its end shows that they are all gone.
+        """
+        if self._layout.total == 0:
+            return np.empty(0, np.float32)
+        free = [memory for memory, user in self._lent if user() is None]
+        memory = free[0] if free else np.empty(self._layout.total, np.float32)
+        # Of a memoryview: views of a view of an array refer to that array alone.
+        lent: Flat = np.frombuffer(memory.data, np.float32)
+        others = [entry for entry in self._lent if entry[0] is not memory]
+        self._lent = [*others, (memory, weakref.ref(lent))][-_LENT_MAX:]
+        return lent
+
+
+@dataclass
+class Arrival:
+    """Where the weights of one call arrive.
+
+    target: takes the weights of each slice that is in ``received``.
+    shared: the servers' own memory, if the other slices are read in place; else None, and all are received.
+    """
+
+    slicing: Slicing
+    target: Flat
+    shared: Flat | None = None
+    received: set[int] = field(default_factory=set)
+
+    def vector(self, slices: Iterable[int]) -> Flat:
+        """The vector that holds the weights of all of ``slices``, which are answered."""
+        if self.shared is None:
+            return self.target
+        slices = set(slices)
+        if self.received.isdisjoint(slices):
+            return self.shared
+        for index in slices - self.received:
+            start, stop = self.slicing.bounds(index)
+            self.target[start:stop] = self.shared[start:stop]
+        return self.target

@@ -1,0 +1,1 @@
+"""Shared memory between a worker and the servers on its host."""

@@ -1,0 +1,147 @@
+"""Asks a run's scheduler for a snapshot, and tells how far it is.
+
+``python -m psdist.launch.final_snapshot REASON`` is the last thing that a launcher does before it stops the servers: a
+process of its own, because the launcher must not import grpc. Scheduler, run and token come from the environment. Exit
+status 0: everything that was trained is in a snapshot, or there was nothing to save; 1: it is not, and the last line
+says why.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from psdist.v1 import scheduler_pb2
+
+#: Between two lines on how far it is.
+_SAY_SECONDS: Final = 2.0
+#: Without any progress for so long, the launcher ends its run without this snapshot.
+_STILL_SECONDS: Final = 300.0
+
+
+async def request(
+    stub: Any, metadata: Any, run_id: str, reason: str, heard: Callable[[scheduler_pb2.SaveSnapshotResponse], None]
+) -> scheduler_pb2.SaveSnapshotResponse | None:
+    """Has a snapshot taken and waits until it is committed; the last answer, None where there was none.
+
+    heard: gets every answer. Raises grpc.aio.AioRpcError.
+    """
+    from psdist.v1 import scheduler_pb2
+
+    last: scheduler_pb2.SaveSnapshotResponse | None = None
+    wanted = scheduler_pb2.SaveSnapshotRequest(run_id=run_id, reason=reason)
+    async for answer in stub.SaveSnapshot(wanted, metadata=metadata):
+        heard(answer)
+        last = answer
+    return last
+
+
+def told(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
+    """A committed snapshot for people: where the run is, and how much was written how fast."""
+    saved = answer.committed
+    steps = sorted(set(saved.steps.values()))
+    where = f"step {steps[0]}" if len(steps) == 1 else "steps " + ", ".join(map(str, steps))
+    if answer.unchanged:
+        return f"nothing was trained since {saved.directory} was saved, at {where}"
+    return f"{where} saved as {saved.directory}: {size(saved.bytes)} in {saved.seconds:.1f} s"
+
+
+def standing(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
+    """How far it is, for people."""
+    text = f"{size(answer.bytes_done)} of {size(answer.bytes)} written" if answer.bytes else "preparing"
+    return f"{text}; waiting {answer.waiting_for}" if answer.waiting_for else text
+
+
+def size(count: int) -> str:
+    """A number of bytes for people, in binary units."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+class Progress:
+    """Says how far it is, now and then. ``moved`` is called whenever that has changed, ``last`` is what was heard."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
+        self._clock = clock
+        self._next = clock() + _SAY_SECONDS
+        self.last = ""
+        self.moved: Callable[[], None] = lambda: None
+
+    def __call__(self, answer: scheduler_pb2.SaveSnapshotResponse) -> None:
+        """Takes one answer."""
+        if answer.HasField("committed"):
+            return
+        if (text := standing(answer)) != self.last:
+            self.last = text
+            self.moved()
+        if self._clock() >= self._next:
+            self._next = self._clock() + _SAY_SECONDS
+            self._say(text)
+
+
+async def _save(address: str, run_id: str, token: str, reason: str) -> int:
+    import asyncio
+
+    import grpc
+
+    from psdist.errors import NoStorageError
+    from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
+    from psdist.wire import auth, limits, status
+    from psdist.wire.channels import open_channel
+
+    async with open_channel(address, limits.CONTROL_MESSAGE_BYTES) as channel:
+        stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        metadata = auth.metadata(token)
+        try:
+            known = await stub.GetStatus(scheduler_pb2.GetStatusRequest(), metadata=metadata)
+            if not known.HasField("snapshots") or all(one.state != "ready" for one in known.parameters):
+                return 0
+            progress = Progress(_say)
+            async with asyncio.timeout(_STILL_SECONDS) as limit:
+                progress.moved = lambda: limit.reschedule(asyncio.get_running_loop().time() + _STILL_SECONDS)
+                answer = await request(stub, metadata, run_id, reason, progress)
+        except grpc.aio.AioRpcError as error:
+            problem = status.from_call(error, "scheduler")
+            if isinstance(problem, NoStorageError):  # That was told when the run began.
+                return 0
+            _say(f"no snapshot was taken: {problem.message}")
+            return 1
+        except TimeoutError:
+            _say(f"no snapshot was taken: no progress for {_STILL_SECONDS:g} s: {progress.last}")
+            return 1
+    if answer is None or not answer.HasField("committed"):
+        _say("no snapshot was taken: the scheduler ended the call")
+        return 1
+    _say(told(answer))
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> int:
+    """Saves the run of the environment; the exit status."""
+    import asyncio
+
+    from psdist.config import find_scheduler, find_token, read_address
+
+    address = find_scheduler(os.environ) or read_address(Path(os.environ["PSDIST_SCHEDULER_FILE"]))
+    if not address:
+        return 0
+    run_id = os.environ.get("PSDIST_RUN_ID", "")
+    return asyncio.run(_save(address, run_id, find_token(os.environ), " ".join(sys.argv[1:]) or "at the end"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Handover: how two processes on one host give each other the files of their arenas.
+
+The worker listens on a socket of a random name in the host's shared-memory file system, which is what two processes or
+containers see together if they can share memory at all, and tells the server the name over gRPC. The server connects,
+takes the worker's file and gives its own. Each side checks that the other runs as the same user. That the two are who
+they were on gRPC is proved by the nonces in the files, which come back over gRPC. The connection stays, for the calls
+(``framed_socket``).
+
+Invariants: the socket's file is removed as soon as the handover ended, either way. What a process that was killed in
+the middle of one left behind is removed by ``sweep``: nobody answers there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from psdist.errors import SharingUnavailableError
+
+DIRECTORY: Final = Path("/dev/shm")
+#: The server waits for the worker so long.
+HANDOVER_SECONDS: Final = 5.0
+
+_NAME: Final = re.compile(r"psdist-[0-9a-f]{32}")
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+
+
+@contextmanager
+def listening() -> Iterator[tuple[str, socket.socket]]:
+    """A socket for one handover, and its name. Raises SharingUnavailableError."""
+    name = f"psdist-{secrets.token_hex(16)}"
+    path = DIRECTORY / name
+    with _connection() as listener:
+        try:
+            try:
+                listener.bind(str(path))
+                path.chmod(stat.S_IRUSR | stat.S_IWUSR)  # Nobody can connect before it listens.
+                listener.listen(1)
+            except OSError as error:
+                raise SharingUnavailableError(f"no socket in {DIRECTORY}: {error.strerror or error}") from None
+            yield name, listener
+        finally:
+            with suppress(OSError):
+                path.unlink()
+
+
+async def exchange(listener: socket.socket, fd: int) -> tuple[int, socket.socket]:
+    """The worker's side: gives ``fd`` and returns the file that it got, and the connection, both for the caller to
+    close. Waits for as long as it takes: that the server cannot, it says over gRPC. Raises SharingUnavailableError."""
+    try:
+        await _readable(listener)  # Not the loop's own accept, which loses the connection if it is cancelled then.
+        peer, _ = listener.accept()
+        with _closed_on_error(peer):
+            peer.setblocking(False)
+            _check_user(peer, "server")
+            socket.send_fds(peer, [b"\0"], [fd])
+            return await _take(peer), peer
+    except OSError as error:
+        raise SharingUnavailableError(f"no exchange with the server: {error.strerror or error}") from None
+
+
+async def connect(name: str) -> tuple[int, socket.socket]:
+    """The server's side: the worker's file, and the connection, for ``give``; both for the caller to close. Raises
+    SharingUnavailableError."""
+    if not _NAME.fullmatch(name):
+        raise SharingUnavailableError(f"{name!r:.60} is not the name of a worker's socket")
+    with _closed_on_error(_connection()) as connection:
+        try:
+            async with asyncio.timeout(HANDOVER_SECONDS):
+                connection.connect(str(DIRECTORY / name))
+                _check_user(connection, "worker")
+                return await _take(connection), connection
+        except FileNotFoundError:
+            raise SharingUnavailableError(
+                f"worker and server do not see the same {DIRECTORY}: they run on two hosts, or in containers that do "
+                "not share an IPC namespace"
+            ) from None
+        except TimeoutError:
+            raise SharingUnavailableError(f"the worker gave no file within {HANDOVER_SECONDS:.0f} s") from None
+        except OSError as error:
+            raise SharingUnavailableError(f"the worker gave no file: {error.strerror or error}") from None
+
+
+def give(connection: socket.socket, fd: int) -> None:
+    """The server's side: its own file, for the worker to take. Raises SharingUnavailableError."""
+    try:
+        socket.send_fds(connection, [b"\0"], [fd])
+    except OSError as error:
+        raise SharingUnavailableError(f"the worker does not take the server's file: {error.strerror}") from None
+
+
+def sweep() -> int:
+    """Removes the sockets that killed processes of this user left behind; how many those were."""
+    removed = 0
+    with suppress(OSError), os.scandir(DIRECTORY) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if _NAME.fullmatch(entry.name) and _is_stale(entry):
+                    os.unlink(entry.path)
+                    removed += 1
+    return removed
+
+
+def _is_stale(entry: os.DirEntry[str]) -> bool:
+    status = entry.stat(follow_symlinks=False)
+    if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.geteuid():
+        return False
+    # A connection of another type is refused where no process has the socket, and is of the wrong type where one has:
+    # who listens there notices nothing.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(entry.path)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+    return False
+
+
+def _connection() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.setblocking(False)
+    return made
+
+
+@contextmanager
+def _closed_on_error(connection: socket.socket) -> Iterator[socket.socket]:
+    try:
+        yield connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _check_user(peer: socket.socket, who: str) -> None:
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid = _CREDENTIALS.unpack(credentials)[1]
+    if uid != os.geteuid():
+        raise SharingUnavailableError(f"the {who} runs as user {uid}, not {os.geteuid()}: only one user's share memory")
+
+
+async def _take(peer: socket.socket) -> int:
+    """The one file that the peer gives."""
+    await _readable(peer)
+    data, fds, _, _ = socket.recv_fds(peer, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if len(fds) != 1:
+        raise SharingUnavailableError("the other side gave no file" if data else "the other side hung up")
+    return fds[0]
+
+
+async def _readable(peer: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(peer, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(peer)

@@ -1,0 +1,137 @@
+"""Line: whole messages over the connection by which two processes on one host gave each other their arenas.
+
+Each message comes after its length, four bytes little-endian. Messages are handed on from within the loop's own call,
+without a task, and what is sent from there leaves at once: this is what makes a small call fast.
+
+Invariants: a message is handed on whole, once, in its order, and never after the end. ``ended`` is called once, unless
+this side closed the line.
+
+Not here: what the messages mean (``sharing`` at the server, ``shared_stream`` at the client), how the two met
+(``fd_passing``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Final, cast
+
+from psdist.errors import LimitExceededError, PsdistError
+from psdist.wire import limits
+
+_LENGTH_BYTES: Final = 4
+
+
+class Line(asyncio.Protocol):
+    """One end of a line.
+
+    receive: gets each message; a PsdistError from it ends the line.
+    ended: told that the line ended, with that error, or None where the other side hung up.
+    waits_for_reader: whether nothing is received while the other side does not read what was sent, so that it cannot
+        make this process keep more and more. One end only, or the two could wait for each other.
+    """
+
+    def __init__(
+        self,
+        receive: Callable[[bytes], None],
+        ended: Callable[[PsdistError | None], None],
+        *,
+        waits_for_reader: bool = False,
+    ) -> None:
+        self._receive = receive
+        self._ended = ended
+        self._waits_for_reader = waits_for_reader
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._holds = 0
+        self._closed = False
+        #: Whether the other side does not read what was sent.
+        self.is_full = False
+
+    async def open(self, connection: socket.socket) -> None:
+        """Begins, on a connected socket, which is the line's from now on."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
+
+    def send(self, message: bytes) -> None:
+        """Sends a message. After the end it goes nowhere."""
+        if self._transport is not None:
+            self._transport.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+
+    def hold(self) -> None:
+        """Receives nothing until ``release``, which is called as often."""
+        self._holds += 1
+        if self._holds == 1 and self._transport is not None:
+            self._transport.pause_reading()
+
+    def release(self) -> None:
+        """Ends a ``hold``."""
+        self._holds -= 1
+        if self._holds == 0 and self._transport is not None:
+            self._transport.resume_reading()
+            self._deliver()
+
+    def close(self) -> None:
+        """Ends the line, after what was sent; one that has not begun will not."""
+        self._closed = True
+        # Who is told refers to the line, too: without this both would stay until the garbage collector comes.
+        self._receive, self._ended = _nobody, _nobody
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    # --- what the loop calls ------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._closed:
+            transport.close()
+        else:
+            self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        self._deliver()
+
+    def pause_writing(self) -> None:
+        self.is_full = True
+        if self._waits_for_reader:
+            self.hold()
+
+    def resume_writing(self) -> None:
+        self.is_full = False
+        if self._waits_for_reader:
+            self.release()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(None)
+
+    # --- their parts --------------------------------------------------------------------------------------------------
+
+    def _deliver(self) -> None:
+        try:
+            while self._transport is not None and not self._holds and (message := self._next()) is not None:
+                self._receive(message)
+        except PsdistError as error:
+            self._end(error)
+
+    def _next(self) -> bytes | None:
+        """The next message, once all of it is there."""
+        size = int.from_bytes(self._buffer[:_LENGTH_BYTES], "little")
+        end = _LENGTH_BYTES + size
+        if size > limits.SHARED_MESSAGE_BYTES:
+            raise LimitExceededError(f"a message of {size} bytes is more than {limits.SHARED_MESSAGE_BYTES}")
+        if len(self._buffer) < end:
+            return None
+        message = bytes(self._buffer[_LENGTH_BYTES:end])
+        del self._buffer[:end]
+        return message
+
+    def _end(self, error: PsdistError | None) -> None:
+        if self._transport is not None:
+            ended = self._ended
+            self.close()
+            ended(error)
+
+
+def _nobody(_: object) -> None:
+    """Is told nothing."""

@@ -1,0 +1,130 @@
+"""Losses of servers that wait until it is known which snapshot is the newest. Pure.
+
+A server that held shards alone takes the run back to the newest snapshot. While the storage is committing one, or left
+open whether it did, nobody knows which that is: the run would begin from the one before, and what is in the newer would
+be gone. So such a loss is put off until the storage has said so, as if it were noticed later. To everybody else the
+server is one that does not answer: it stays in the map, nothing is placed anew, and a client tries again. If it comes
+back meanwhile, with what it holds, nothing is lost at all. A scheduler that dies in that time finds the server missing
+when its successor has read the storage.
+
+A storage that does not answer holds the run up for ``PATIENCE_SECONDS`` and no longer: then the losses count, and the
+run goes on from what is known (``rollback`` says what becomes of a snapshot that is committed after that).
+
+Not here: what is in doubt (``catalog``), what follows from a loss (``replica_manager``, ``rollback``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from psdist.errors import DuplicateMemberError
+from psdist.types import Replica
+from psdist_scheduler.events.cluster_events import Close, Effect, Note, Register
+from psdist_scheduler.events.records import Member
+from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.placement.replicas import after_loss
+from psdist_scheduler.snapshots.schedule import Snapshots
+
+#: A loss is put off for so long at most, in seconds. Servers that register wait longer for an address to become free.
+PATIENCE_SECONDS: Final = 30.0
+
+#: Ids of members, and why each is lost.
+Losses = list[tuple[str, str]]
+
+
+class DeferredLosses:
+    """Servers of one run that are gone and still count as members."""
+
+    def __init__(self, registry: Registry, members: Membership, snapshots: Snapshots) -> None:
+        self._registry = registry
+        self._members = members
+        self._snapshots = snapshots
+        #: By id, the life that is gone, and why.
+        self._deferred: dict[str, tuple[Member, str]] = {}
+        #: When the first was put off since the newest snapshot was known last.
+        self._since: float | None = None
+
+    @property
+    def wait(self) -> str:
+        """What is waited for, as a sentence that begins with "for"; empty if nothing is."""
+        if not self._deferred:
+            return ""
+        who = "; ".join(f"{member} is gone, which held shards alone ({why})" for member, why in self._deferred.values())
+        return f"{self._snapshots.doubt}, to go back to the newest: {who}"
+
+    def waits(self) -> Iterator[tuple[str, list[int], str]]:
+        """Key, calls and reason of each wait."""
+        if self._deferred:
+            yield "lost shards", [], self.wait
+
+    def validate(self) -> None:
+        """Asserts that those put off are members without a session, and only while something is in doubt."""
+        assert all(self._is_gone(member) for member, _ in self._deferred.values()), "a server that is there is put off"
+        assert not self._deferred or self._snapshots.doubt, "a loss is put off for nothing"
+
+    def check(self, event: Register, now: float) -> None:
+        """Raises DuplicateMemberError where a server takes the place of one whose loss must wait: that would end it."""
+        if event.role != "server" or not self._must_wait(now):
+            return
+        for member in self._members.servers:
+            same = event.member_id == member.member_id or (event.address and event.address == member.address)
+            if same and self._is_missed(member):
+                raise DuplicateMemberError(
+                    f"this takes the place of {member} at {member.address}, which held shards alone, and whose loss "
+                    f"waits {self._snapshots.doubt}: try again",
+                    member_id=member.member_id,
+                )
+
+    def defer(self, gone: Losses, now: float) -> tuple[Losses, list[Effect]]:
+        """Puts off what must be. Returns the losses that count now."""
+        counts: Losses = []
+        effects: list[Effect] = []
+        for member_id, reason in gone:
+            member = self._members.get(member_id)
+            if member_id in self._deferred:
+                continue
+            if member is None or not self._must_wait(now) or not self._is_missed(member):
+                counts.append((member_id, reason))
+                continue
+            self._since = now if self._since is None else self._since
+            self._deferred[member_id] = member, reason
+            effects.append(Note(f"{member} is gone: {reason}; {self.wait}", "warning"))
+            if session := self._members.session_of(member_id):
+                self._members.detach(session, now)
+                effects.append(Close(session))
+        return counts, effects
+
+    def due(self, now: float) -> Losses:
+        """Losses that were put off and count now."""
+        back = [id_ for id_, (member, _) in self._deferred.items() if not self._is_gone(member)]
+        for member_id in back:
+            del self._deferred[member_id]
+        if not self._snapshots.doubt:
+            self._since = None
+        if not self._deferred or self._must_wait(now):
+            return []
+        due = [(member_id, reason) for member_id, (_, reason) in self._deferred.items()]
+        self._deferred.clear()
+        return due
+
+    def _is_gone(self, member: Member) -> bool:
+        live = self._members.is_live(member.member_id, member.incarnation)
+        return live and not self._members.session_of(member.member_id)
+
+    def _must_wait(self, now: float) -> bool:
+        patient = self._since is None or now - self._since < PATIENCE_SECONDS
+        return bool(self._snapshots.doubt) and patient
+
+    def _is_missed(self, member: Member) -> bool:
+        """Whether it is a server that has values which nobody else has."""
+
+        def is_left(replica: Replica) -> bool:
+            live = self._members.is_live(replica.server_id, replica.incarnation)
+            return live and replica.server_id != member.member_id
+
+        if member.role != "server":
+            return False
+        shards = (s for p in self._registry.all if p.record is not None and p.entry.ready for s in p.entry.shards)
+        return any(after_loss(shard, is_left).lost and not shard.lost for shard in shards)

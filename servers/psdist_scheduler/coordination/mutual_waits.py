@@ -1,0 +1,203 @@
+"""Workers that wait for each other, so that none of them can go on: finds them, and ends their calls. Pure.
+
+A script may stand at a barrier while another, which has counted its loop otherwise, waits for its push. Nothing but an
+error helps then. Workers report what their scripts wait for and, in the same message, how far their pushes are; calls
+that wait here carry the same report. By these reports a worker waits for another that has not pushed, or not called.
+
+A circle of such waits is real, although the reports are of different moments. The first of its workers to go on after
+its report could do so only because the one that it waits for pushed, or called, after its own report, and so went on
+before it. Only waits without an end of their own count: calls with a time limit, and clients that are used by several
+threads, report no wait.
+
+Not here: other reasons why a run stands still, such as a script that never calls (``Cluster.waits`` tells them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from psdist.consistency import BSP, SSP
+from psdist.errors import MutualWaitError
+from psdist.types import ParametersEntry, ParametersMember
+from psdist_scheduler.events.cluster_events import Answer, Effect, Note, Refuse
+from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.worker_events import Activity, MutualWait
+from psdist_scheduler.members.barriers import Barriers
+from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement.registry import Registry
+
+_REMEDY = (
+    "None of them can go on. Let all workers make the same calls in the same order, and count loops by the parameters' "
+    "step rather than by a counter of the script, which a dropped push does not change"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitFor:
+    """A worker, and those for which it waits: an edge to each of them in the wait-for graph. text: what it waits for,
+    after the word "waits". call: the call that waits here; 0 for none."""
+
+    worker: Member
+    text: str
+    awaited: tuple[str, ...]
+    sequence: int
+    call: int = 0
+
+
+class MutualWaits:
+    """The activities of workers. A circle among them is told once."""
+
+    def __init__(self, members: Membership, registry: Registry, barriers: Barriers) -> None:
+        self._members = members
+        self._registry = registry
+        self._barriers = barriers
+        #: Newest, by worker id, with the incarnation that said it.
+        self._activities: dict[str, tuple[int, Activity]] = {}
+        #: By open call, what its worker said with it.
+        self._calls: dict[int, Activity] = {}
+
+    def heard(self, worker: Member, activity: Activity | None, call: int = 0) -> None:
+        """A worker's word, with ``call`` if that waits for an answer."""
+        if activity is None:
+            return
+        known = self._activities.get(worker.member_id)
+        if known is None or (known[0], known[1].age) < (worker.incarnation, activity.age):
+            self._activities[worker.member_id] = worker.incarnation, activity
+        if call:
+            self._calls[call] = activity
+
+    def end(self, call: int) -> None:
+        """The call does not wait any more."""
+        self._calls.pop(call, None)
+
+    def progress(self) -> tuple[list[Effect], list[int]]:
+        """Ends the calls of workers that wait for each other: effects, and the calls that wait here no more."""
+        for worker_id, (incarnation, _) in list(self._activities.items()):
+            if not self._members.is_live(worker_id, incarnation):
+                del self._activities[worker_id]
+        waits = {wait.worker.member_id: wait for wait in self._waits()}
+        effects: list[Effect] = []
+        calls: list[int] = []
+        while circle := _find_circle({worker_id: wait.awaited for worker_id, wait in waits.items()}):
+            found = [waits.pop(worker_id) for worker_id in circle]
+            text = _text(found)
+            error = MutualWaitError(f"{text}. {_REMEDY}")
+            effects.append(Note(f"workers wait for each other: {text}", "warning"))
+            for wait in found:
+                del self._activities[wait.worker.member_id]
+                if wait.call:
+                    calls.append(wait.call)
+                    effects.append(Refuse(wait.call, error))
+                else:
+                    session = self._members.session_of(wait.worker.member_id)
+                    effects.append(Answer(session, MutualWait(wait.sequence, error)))
+        return effects, calls
+
+    # --- inner --------------------------------------------------------------------------------------------------------
+
+    def _waits(self) -> Iterator[WaitFor]:
+        """All waits for other workers that are known."""
+        groups: dict[tuple[str, str, int, bool], tuple[str, ...]] = {}
+        for worker_id, (_, activity) in self._activities.items():
+            worker = self._members.get(worker_id)
+            if worker is None or activity.kind not in ("step", "clock"):
+                continue
+            key = (activity.kind, activity.parameters, activity.number, activity.parameters in activity.partial)
+            if key not in groups:
+                groups[key] = tuple(self._behind(activity))
+            what = "in step" if activity.kind == "step" else "at clock"
+            text = f"{what} {activity.number} of {activity.parameters!r}"
+            yield WaitFor(worker, text, _others(groups[key], worker), activity.sequence)
+        yield from self._call_waits()
+
+    def _call_waits(self) -> Iterator[WaitFor]:
+        for name, arrival in self._barriers.arrivals:
+            absent = tuple(worker.member_id for worker in self._barriers.absent(name, self._members))
+            yield from self._call_wait(arrival.call, arrival.worker, f"at barrier {name!r}", absent)
+        for p in self._registry.all:
+            if p.record is None:
+                called = {worker.member_id for worker in (*p.creators.values(), *p.describers.values())}
+                absent = tuple(w.member_id for w in self._members.workers if w.member_id not in called)
+                for call, worker in p.creators.items():
+                    yield from self._call_wait(call, worker, f"to create {p.name!r}", absent)
+
+    def _call_wait(self, call: int, worker: Member, text: str, awaited: tuple[str, ...]) -> Iterator[WaitFor]:
+        said, known = self._calls.get(call), self._activities.get(worker.member_id)
+        if said is None or said.kind != "call" or known is None or known[0] != worker.incarnation:
+            return
+        if known[1].kind == "call" and known[1].sequence == said.sequence:
+            yield WaitFor(worker, text, _others(awaited, worker), said.sequence, call)
+
+    def _behind(self, activity: Activity) -> Iterator[str]:
+        """Members that have said that they have not pushed what ``activity`` waits for.
+
+        Who has pushed a part itself may wait for just the slices that another has pushed, too. So it waits for those
+        that have pushed nothing.
+        """
+        p = self._registry.get(activity.parameters)
+        if p is None or p.record is None or not _waits_for_all(p.entry):
+            return
+        whole = p.name not in activity.partial
+        for member in p.entry.members:
+            next_push = self._next(member, p.name, whole=whole)
+            if next_push is not None and _progress(member, next_push, activity.kind) < activity.number + (
+                activity.kind == "step"
+            ):
+                yield member.worker_id
+
+    def _next(self, member: ParametersMember, parameters: str, *, whole: bool) -> int | None:
+        """The number of the member's next push, by its last word; None where it has said nothing of them. whole: a
+        push that is made in part counts as the next."""
+        incarnation, activity = self._activities.get(member.worker_id, (0, None))
+        next_push = dict(activity.next).get(parameters) if activity is not None else None
+        if activity is None or next_push is None or incarnation != member.incarnation:
+            return None
+        return next_push + (not whole and parameters in activity.partial)
+
+
+def _waits_for_all(entry: ParametersEntry) -> bool:
+    """Whether one member that does not push can hold the others up."""
+    consistency = entry.spec.consistency
+    return isinstance(consistency, SSP) or (isinstance(consistency, BSP) and not consistency.backup_workers)
+
+
+def _progress(member: ParametersMember, next_push: int, kind: str) -> int:
+    """Steps that a member has contributed to whose next push is ``next_push``, or its clock. A member that has not
+    reached its first step is not waited for."""
+    if kind == "clock":
+        return member.first_step + next_push - member.first_push
+    return max(next_push, member.first_step)
+
+
+def _others(awaited: Sequence[str], worker: Member) -> tuple[str, ...]:
+    return tuple(other for other in awaited if other != worker.member_id)
+
+
+def _find_circle(awaited: Mapping[str, Sequence[str]]) -> list[str]:
+    """Ids of workers of which each waits for the next, and the last for the first; empty if there are none."""
+    done: set[str] = set()
+    for start in awaited:
+        path: list[str] = []
+        ahead: list[Iterator[str]] = []
+        if start not in done:
+            path, ahead = [start], [iter(awaited[start])]
+        while path:
+            following = next(ahead[-1], None)
+            if following is None:
+                done.add(path.pop())
+                ahead.pop()
+            elif following in path:
+                return path[path.index(following) :]
+            elif following in awaited and following not in done:
+                path.append(following)
+                ahead.append(iter(awaited[following]))
+    return []
+
+
+def _text(circle: Sequence[WaitFor]) -> str:
+    """ "worker-0 (rank 0) waits at barrier 'end' for worker-1 (rank 1), which waits in step 7 of 'p' for worker-0"."""
+    first, *rest = circle
+    parts = [f"{first.worker} waits {first.text} for "]
+    parts += [f"{wait.worker}, which waits {wait.text} for " for wait in rest]
+    return "".join([*parts, first.worker.member_id])

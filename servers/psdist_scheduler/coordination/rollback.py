@@ -1,0 +1,139 @@
+"""Going back to a snapshot: all parameters, data sets and workers at once, where shards are lost or cannot be loaded.
+Pure.
+
+Shards that nobody else holds are lost with their server. If a snapshot has all parameters that are in use, and workers
+are there that miss them, the whole run goes on from it, in one epoch: what was placed is gathered anew, under higher
+terms and the next generation; data sets stand where they stood; and workers' lives end, because what they know of steps
+and leases is not so any more. Without such a snapshot the shards stay lost (``replica_manager``).
+
+The run goes back to the newest snapshot that was committed: while nobody knows which that is, because the storage is
+committing one, the loss waits (``deferred_losses``). Only where the storage stands still for too long the run goes back
+to the one before. If the other is committed after all before anything is placed, the run goes back once more, to that
+one, by the same road; if it is later, it is of a course that was given up, of which nobody was told, and is not kept.
+
+Not here: loading (``restore_point``), finding snapshots in the storage (``snapshot_io``).
+"""
+
+from __future__ import annotations
+
+from psdist.types import Replica
+from psdist_scheduler.datasets.datasets import Datasets
+from psdist_scheduler.events.cluster_events import Announce, Close, Effect, Note
+from psdist_scheduler.events.snapshot_events import Committed, Found, HistoryRead, LoadFailed, RolledBack
+from psdist_scheduler.members.membership import WENT_BACK, Membership
+from psdist_scheduler.placement.parameters import Parameters
+from psdist_scheduler.placement.registry import Registry, name_shards
+from psdist_scheduler.placement.replicas import after_loss
+from psdist_scheduler.snapshots.schedule import Snapshots
+
+
+class GoingBack:
+    """What has to be done to all parts of a run."""
+
+    def __init__(self, registry: Registry, members: Membership, datasets: Datasets, snapshots: Snapshots) -> None:
+        self._registry = registry
+        self._members = members
+        self._datasets = datasets
+        self._snapshots = snapshots
+
+    def if_lost(self, epoch: int, now: float) -> list[Effect]:
+        """Goes back, if there is need and a way. ``epoch``: the one that will show it."""
+        found = self._found()
+        return [] if found is None else self._roll_back(found, epoch, now)
+
+    def _found(self) -> Found | None:
+        """The snapshot to go back to, where shards are lost that nobody else holds, and workers miss them."""
+        found = self._snapshots.catalog.newest
+        if found is None or not self._members.workers or not (self._members.changed or self._registry.lost_text):
+            return None
+        if not any(self._is_lost(p) for p in self._registry.all if p.record is not None):
+            return None
+        names = {p.name for p in self._registry.all if p.state == "ready"}
+        return found if names <= found.commit.steps.keys() else None
+
+    def _is_lost(self, p: Parameters) -> bool:
+        shards = [after_loss(shard, self._live) for shard in p.entry.shards]
+        return any(shard.lost for shard in shards) and (p.entry.ready or not self._members.staying)
+
+    def _roll_back(self, found: Found, epoch: int, now: float, why: str = "") -> list[Effect]:
+        """All parameters, data sets and workers go back to a snapshot, in one epoch. Workers' lives end: what they know
+        of steps and leases is not so any more."""
+        placed = [p for p in self._registry.all if p.record is not None]
+        why = why or "; ".join(self._loss(p) for p in placed if self._is_lost(p))
+        lost = tuple((p.name, found.commit.steps.get(p.name, 0), p.version) for p in placed if p.state != "loading")
+        steps = ", ".join(f"{name!r} from step {step}" for name, step in found.commit.steps.items())
+        text = f"{why}: the run goes back to snapshot {found.commit.directory} and on with {steps}"
+        term = max((shard.term for p in placed for shard in p.entry.shards), default=0)
+        effects = self._snapshots.rolled_back(now)
+        self._registry.resume.go_to(found, term, epoch, now)
+        knowing = {(m.worker_id, m.incarnation) for p in placed for m in p.entry.members} | self._datasets.holders
+        self._registry.gather_again()
+        self._datasets.go_back(found.manifest.datasets)
+        lost = tuple((name, first, max(first, until)) for name, first, until in lost)
+        effects += [Note(text, "warning"), Announce(RolledBack(found.commit.directory, lost, text))]
+        # One that has no session at the moment is to hear of it by its life's end, when it is back.
+        for worker in [
+            w
+            for w in self._members.workers
+            if self._members.session_of(w.member_id) or (w.member_id, w.incarnation) in knowing
+        ]:
+            _, session = self._members.end(worker.member_id, "lost", WENT_BACK)
+            effects += [Close(session)] if session else []
+        return effects
+
+    def _loss(self, p: Parameters) -> str:
+        gone: dict[str, list[int]] = {}
+        for number, shard in enumerate(p.entry.shards):
+            if after_loss(shard, self._live).lost:
+                gone.setdefault(shard.primary.server_id, []).append(number)
+        return "; ".join(
+            f"{server} is gone and held {name_shards(n)} of {p.name!r} alone" for server, n in gone.items()
+        )
+
+    def committed(self, event: Committed, epoch: int, now: float) -> list[Effect]:
+        """A snapshot exists: of this course, or of one that was given up while the storage stood still."""
+        snapshots, found = self._snapshots, Found(event.commit, event.manifest)
+        if not snapshots.is_late(event) or self._registry.resume.is_of_this_course(found):
+            return snapshots.committed(event, now)
+        if any(p.record for p in self._registry.all):
+            return snapshots.discard(event)
+        effects = snapshots.committed(event, now)
+        return effects + self._roll_back(found, epoch, now, "the storage has committed a newer snapshot after all")
+
+    def load_failed(self, event: LoadFailed) -> list[Effect]:
+        """A snapshot cannot be loaded. Where it never will be, the one before is looked for."""
+        server = self._members.sessions.get(event.call, "")
+        p = self._registry.get(event.parameters)
+        if not server or p is None or p.state != "loading" or event.generation != p.entry.generation:
+            return []
+        text = f"{server} cannot load {p.name!r} from snapshot {event.restore.directory}: {event.text}"
+        catalog, directory = self._snapshots.catalog, event.restore.directory
+        if not event.corrupt or event.restore != p.entry.restore or directory in catalog.bad:
+            return [Note(text, "warning")]
+        return [Note(f"{text}; the one before is tried", "warning"), catalog.give_up(directory)]
+
+    def history_read(self, event: HistoryRead, epoch: int, now: float) -> list[Effect]:
+        """The storage was read. What is loading from a snapshot that is bad begins anew from the one before."""
+        snapshots, resume = self._snapshots, self._registry.resume
+        if event.history is not None:
+            resume.read(event.history.base)
+        snapshots.catalog.take(event.history)
+        if event.history is None:
+            return [Note(f"the storage cannot be read: {event.error}", "warning")]
+        effects: list[Effect] = [Note(f"passed over: {text}", "warning") for text in event.history.skipped]
+        restore = resume.base.restore
+        if restore is None or (restore.directory not in snapshots.catalog.bad and resume.found is not None):
+            return effects
+        waits = [p for p in self._registry.all if p.state == "loading"]
+        if resume.found is not None and not waits:
+            return effects
+        if snapshots.catalog.newest is not None:
+            why = f"snapshot {restore.directory} cannot be loaded"
+            return effects + self._roll_back(snapshots.catalog.newest, epoch, now, why)
+        resume.failed = (
+            f"snapshot {restore.directory} cannot be loaded, and there is none before that can be: see the log"
+        )
+        return effects
+
+    def _live(self, replica: Replica) -> bool:
+        return self._members.is_live(replica.server_id, replica.incarnation)

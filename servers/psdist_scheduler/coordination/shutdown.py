@@ -1,0 +1,99 @@
+"""Ends that values would go with: the scheduler's, and that of servers that nobody takes over from. Pure.
+
+A snapshot comes before, of what was trained since the last one, if the policy wants one at the end. What was trained is
+known exactly by heartbeats that came after the wish, so those are waited for; unless no worker was there since the last
+snapshot was begun. An end does not wait for a snapshot that fails.
+
+Not here: moving shards away (``scaling``), which a server is let go with as soon as nothing keeps it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from psdist.errors import PsdistError
+from psdist_scheduler.events.cluster_events import Answer, Done, Drain, Effect, Refuse, Stop
+from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.placement.scaling import Scaling
+from psdist_scheduler.snapshots.schedule import Snapshots
+
+
+@dataclass(slots=True)
+class _Held:
+    """Somebody who wants to end."""
+
+    event: Drain | Stop
+    since: float
+    #: Whether it was decided if a snapshot is needed.
+    asked: bool = False
+
+
+class Leaving:
+    """All who want to end and may not yet."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        registry: Registry,
+        members: Membership,
+        snapshots: Snapshots,
+        scaling: Scaling,
+    ) -> None:
+        self._lease = settings.lease_seconds
+        self._registry = registry
+        self._members = members
+        self._snapshots = snapshots
+        self._scaling = scaling
+        self._held: dict[int, _Held] = {}
+        #: Since when no worker is there; None while one is.
+        self._deserted: float | None = None
+
+    def hold(self, event: Drain | Stop, now: float) -> list[Effect]:
+        """Somebody wants to end."""
+        self._held[event.call] = _Held(event, now)
+        return []
+
+    def end(self, call: int) -> None:
+        """The call does not wait any more."""
+        self._held.pop(call, None)
+
+    def ask(self, now: float) -> list[Effect]:
+        """Has a snapshot taken where one is needed."""
+        if self._members.workers:
+            self._deserted = None
+        elif self._deserted is None:
+            self._deserted = now
+        effects: list[Effect] = []
+        for call, held in self._held.items():
+            if not held.asked and self._is_known(held.since, now):
+                held.asked = True
+                server = held.event.server_id if isinstance(held.event, Drain) else ""
+                effects += self._snapshots.save_before_the_end(call, server, now)
+        return effects
+
+    def go_on(self) -> list[Effect]:
+        """Lets those end that nothing keeps."""
+        effects: list[Effect] = []
+        for call, held in list(self._held.items()):
+            if held.asked and not self._snapshots.is_waiting(call):
+                del self._held[call]
+                try:
+                    effects += self._let_go(held.event)
+                except PsdistError as error:
+                    effects.append(Refuse(call, error))
+        return effects
+
+    def _let_go(self, event: Drain | Stop) -> list[Effect]:
+        return self._scaling.drain(event) if isinstance(event, Drain) else [Answer(event.call, Done())]
+
+    def _is_known(self, since: float, now: float) -> bool:
+        """Whether it is known what was trained until ``since``."""
+        if not self._snapshots.saves_at_end or now - since > self._lease:
+            return True
+        if self._deserted is not None and self._snapshots.saved_at >= self._deserted:
+            return True
+        owners = {owner for entry in self._registry.entries for owner in entry.primaries}
+        heard = (presence.seen for owner in owners if (presence := self._members.presence(owner)) is not None)
+        return all(seen > since for seen in heard)

@@ -1,0 +1,199 @@
+"""The end of all workers together, agreed like a cut: what is saved is a step that all of them have made. Pure.
+
+Workers that were asked to end (SIGTERM) say so. Where all that live were, they begin no more pushes and say how far
+they are. The last snapshot is cut where the worker stands that is least far: the others have passed that only by pushes
+that cannot be applied without it. When the servers keep what the snapshot needs, the workers leave; without a storage
+they leave at once. Where some workers were not asked to end, those that were leave one by one, each after its push.
+
+Phases: collecting (some have said that they are to end), asking (the rest is asked whether it is, too; who answers late
+is busy), holding (all are; they begin no more pushes), saving, leaving.
+
+Not here: the snapshot (``schedule``), the ends of servers and of this scheduler (``shutdown``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from psdist.consistency import BSP
+from psdist.types import ParametersMember
+from psdist_scheduler.events.cluster_events import Answer, Effect, Note
+from psdist_scheduler.events.records import Member, name_some
+from psdist_scheduler.events.worker_events import StopCommand, StopKind, StopReported
+from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.snapshots.schedule import Snapshots
+
+#: Whoever ends a whole run asks its workers one after another: so long the others are waited for.
+COLLECT_SECONDS: Final = 1.0
+#: Servers that do not answer about the last snapshot keep no worker for longer.
+SAVE_SECONDS: Final = 10.0
+
+Phase = Literal["idle", "collecting", "asking", "holding", "saving", "leaving"]
+_Life = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What a worker has said. next: how far it is, once it begins no more pushes."""
+
+    stopping: bool
+    #: The command that it answered last.
+    answered: int = 0
+    next: Mapping[str, int] | None = None
+
+
+@dataclass(slots=True)
+class Stops:
+    """The workers' end."""
+
+    members: Membership
+    registry: Registry
+    snapshots: Snapshots
+    #: Commands are numbered from here on: a restarted scheduler's are higher.
+    number: int
+    phase: Phase = "idle"
+    _since: float = 0.0
+    _workers: dict[_Life, _Worker] = field(default_factory=dict)
+    #: By parameters, where those end that leave.
+    _steps: tuple[tuple[str, int], ...] = ()
+    #: Workers that were told to leave, and have not.
+    _leaving: set[_Life] = field(default_factory=set)
+    #: The command that each worker was sent last.
+    _sent: dict[_Life, tuple[int, StopKind]] = field(default_factory=dict)
+
+    # --- what workers say ---------------------------------------------------------------------------------------------
+
+    def heard(self, event: StopReported) -> list[Effect]:
+        """A worker's word on its end."""
+        member = self.members.get(self.members.sessions.get(event.call, ""))
+        if member is None or member.role != "worker":
+            return []
+        worker = self._workers.setdefault(_life(member), _Worker(event.stopping))
+        worker.stopping = worker.stopping or event.stopping
+        worker.answered = max(worker.answered, event.number)
+        if event.next is not None and event.number == self.number:
+            worker.next = dict(event.next)
+        return []
+
+    def session_opened(self, member: Member) -> None:
+        """A worker's session begins. What it was told on the one before may be lost."""
+        self._sent.pop(_life(member), None)
+
+    # --- progress -----------------------------------------------------------------------------------------------------
+
+    def progress(self, now: float) -> list[Effect]:
+        """Goes on as far as all that was said allows."""
+        live = {_life(worker) for worker in self.members.workers}
+        self._workers = {life: worker for life, worker in self._workers.items() if life in live}
+        self._leaving &= live
+        effects: list[Effect] = []
+        while True:
+            before = self.phase
+            effects += self._step(now)
+            if self.phase == before:
+                return effects + self._tell()
+
+    def waits(self) -> Iterator[tuple[str, list[int], str]]:
+        """Key, calls and reason of each wait."""
+        match self.phase:
+            case "asking" if busy := [worker for worker in self.members.workers if not self._has_answered(worker)]:
+                yield "stop", [], f"for {name_some(busy)} to say whether it is to end, too"
+            case "holding" if busy := [worker for worker in self._stopping if self._get(worker).next is None]:
+                yield "stop", [], f"for {name_some(busy)} to say how far it is"
+
+    # --- inner --------------------------------------------------------------------------------------------------------
+
+    def _step(self, now: float) -> list[Effect]:
+        """One step on the way, if it can be made."""
+        match self.phase:
+            case "idle" if any(_life(worker) not in self._leaving for worker in self._stopping):
+                self._go(now, "collecting")
+            case "collecting" | "asking" if not self._stopping:
+                self._go(now, "idle")
+            case "collecting" | "asking" if len(self._stopping) == len(self.members.workers):
+                self._go(now, "holding")
+            case "collecting" if now - self._since >= COLLECT_SECONDS:
+                self._go(now, "asking")
+            case "asking" if all(self._has_answered(worker) for worker in self.members.workers):
+                self._go(now, "idle")  # Some stay.
+                self._let_leave({})
+            case "holding" | "saving" if len(self._stopping) < len(self.members.workers):
+                # Somebody has come who stays. What it trains is to be saved.
+                self.snapshots.end_snapshot.forget()
+                self._go(now, "idle")
+                return self._let_leave({})
+            case "holding" if all(self._get(worker).next is not None for worker in self._stopping):
+                self._go(now, "saving")
+                return self.snapshots.save_for_the_end(self._ends(), now)
+            case "saving" if self.snapshots.may_leave or now - self._since >= SAVE_SECONDS:
+                self._go(now, "leaving")
+                return self._let_leave(self._ends())
+            case "leaving" if not self._leaving:
+                self._go(now, "idle")
+        return []
+
+    def _go(self, now: float, phase: Phase) -> None:
+        self.phase, self._since = phase, now
+        self.number += phase in ("asking", "holding")
+
+    @property
+    def _stopping(self) -> list[Member]:
+        return [worker for worker in self.members.workers if self._get(worker).stopping]
+
+    def _get(self, worker: Member) -> _Worker:
+        return self._workers.get(_life(worker)) or _Worker(stopping=False)
+
+    def _has_answered(self, worker: Member) -> bool:
+        said = self._get(worker)
+        return said.stopping or said.answered == self.number
+
+    def _ends(self) -> dict[str, int]:
+        """By BSP parameters, where they end: what the worker that is least far has not begun, nobody has finished. With
+        backup workers so many of the others are enough."""
+        ends: dict[str, int] = {}
+        for entry in self.registry.entries:
+            if entry.ready and entry.members and isinstance(entry.spec.consistency, BSP):
+                steps = sorted(self._next(member, entry.spec.name) for member in entry.members)
+                ends[entry.spec.name] = steps[min(entry.spec.consistency.backup_workers, len(steps) - 1)]
+        return ends
+
+    def _next(self, member: ParametersMember, parameters: str) -> int:
+        said = self._workers.get((member.worker_id, member.incarnation))
+        return (said.next if said is not None and said.next is not None else {}).get(parameters, member.first_step)
+
+    def _let_leave(self, ends: Mapping[str, int]) -> list[Effect]:
+        self._steps = tuple(sorted(ends.items()))
+        self._leaving |= {_life(worker) for worker in self._stopping}
+        steps = ", ".join(f"{name!r} at step {step}" for name, step in self._steps)
+        return [Note(f"{name_some(self._stopping)} leave, as they were asked to{f': {steps}' if steps else ''}")]
+
+    def _tell(self) -> list[Effect]:
+        """Commands that follow from the phase and were not sent."""
+        effects: list[Effect] = []
+        for worker in self.members.workers:
+            session, kind = self.members.session_of(worker.member_id), self._command(worker)
+            if session and kind is not None and self._sent.get(_life(worker)) != (self.number, kind):
+                self._sent[_life(worker)] = self.number, kind
+                steps = self._steps if kind == "leave" else ()
+                effects.append(Answer(session, StopCommand(self.number, kind, steps)))
+        self._sent = {
+            life: sent for life, sent in self._sent.items() if life in self._workers or self.phase == "asking"
+        }
+        return effects
+
+    def _command(self, worker: Member) -> StopKind | None:
+        said = self._get(worker)
+        if self.phase == "holding" and said.stopping and said.next is None:
+            return "hold"  # Who was told to leave before, and has not yet, too.
+        if _life(worker) in self._leaving:
+            return "leave"
+        if self.phase == "asking":
+            return None if self._has_answered(worker) else "ask"
+        return "hold" if self.phase in ("holding", "saving") and self._get(worker).stopping else None
+
+
+def _life(member: Member) -> _Life:
+    return member.member_id, member.incarnation

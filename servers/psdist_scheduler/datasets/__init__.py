@@ -1,0 +1,1 @@
+"""Data sets whose ranges are leased to workers."""

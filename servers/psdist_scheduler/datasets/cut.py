@@ -1,0 +1,91 @@
+"""Which ranges of data are in a snapshot. Pure.
+
+A range is in it where its worker had used it before the cut: where none of the worker's next pushes, as they were when
+the range was done, comes after it. Ranges that were reported without such numbers count as in it. So what was reported
+as done must be remembered until no cut to come can be before it, and the leases that are out when all is written are
+looked at: a range may have been done before the cut and not be reported yet. That is decided by the worker's next word
+after the cut, by its waiting in a request for a snapshot, or by the lease having been given after the cut.
+
+Not here: leases (``datasets``), what is waited for and how long (``schedule``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from psdist_scheduler.events.records import DataLease
+
+#: (worker_id, incarnation).
+Life = tuple[str, int]
+#: By parameters, the number of a worker's next push.
+Next = Mapping[str, int]
+#: By life, what its pushes must be below to be in the snapshot. Parameters that are not in it do not matter.
+Cut = Callable[[Life], Next]
+#: Reports that are remembered. Beyond that the oldest count as in every snapshot.
+REPORTS_MAX = 1 << 16
+
+
+@dataclass(slots=True)
+class DataCut:
+    """What workers said, while it may matter."""
+
+    #: By data set and place: whose the range was, and its next pushes when it was done.
+    _done: dict[tuple[str, int], tuple[Life, Next]] = field(default_factory=dict)
+    #: By data set and lease: its worker's next pushes when it was given.
+    _given: dict[tuple[str, int], Next] = field(default_factory=dict)
+    #: By life, its next pushes in its last word.
+    _heard: dict[Life, Next] = field(default_factory=dict)
+
+    def given(self, dataset: str, lease: DataLease, now: Next) -> None:
+        """A lease is given to a worker whose next pushes are ``now``."""
+        self._given[dataset, lease.lease_id] = now
+
+    def done(self, dataset: str, lease: DataLease, at: Next) -> None:
+        """A lease's samples were used before the pushes ``at``."""
+        self._given.pop((dataset, lease.lease_id), None)
+        if at:
+            self._done[dataset, lease.place] = ((lease.worker_id, lease.incarnation), at)
+            if len(self._done) > REPORTS_MAX:
+                del self._done[next(iter(self._done))]
+
+    def ended(self, dataset: str, lease: DataLease) -> None:
+        """A lease ended unused."""
+        self._given.pop((dataset, lease.lease_id), None)
+
+    def heard(self, life: Life, now: Next) -> None:
+        """A worker's next pushes are ``now``, and it has told all that is done."""
+        self._heard[life] = now
+
+    def forget(self, dataset: str) -> None:
+        """A data set goes on from elsewhere."""
+        self._done = {key: value for key, value in self._done.items() if key[0] != dataset}
+        self._given = {key: value for key, value in self._given.items() if key[0] != dataset}
+
+    def settle(self, floor: Cut, is_live: Callable[[str, int], bool]) -> None:
+        """Forgets what is before every cut to come. ``floor``: what no later cut is below."""
+        self._done = {key: (life, at) for key, (life, at) in self._done.items() if _is_after(at, floor(life))}
+        self._heard = {life: now for life, now in self._heard.items() if is_live(*life)}
+
+    def after(self, dataset: str, cut: Cut) -> list[int]:
+        """Places that are done, but not in the snapshot."""
+        return [
+            place for (name, place), (life, at) in self._done.items() if name == dataset and _is_after(at, cut(life))
+        ]
+
+    def undecided(self, dataset: str, leases: Iterable[DataLease], cut: Cut) -> list[str]:
+        """Workers that may have used a range before the cut without having said so."""
+        found: dict[str, None] = {}
+        for lease in leases:
+            life = (lease.worker_id, lease.incarnation)
+            given = self._given.get((dataset, lease.lease_id))
+            if given is not None and all(number >= cut(life).get(name, 0) for name, number in given.items()):
+                continue
+            if not _is_after(self._heard.get(life, {}), cut(life)):
+                found[lease.worker_id] = None
+        return list(found)
+
+
+def _is_after(numbers: Next, cut: Next) -> bool:
+    """Whether some of the pushes before ``numbers`` are not in the snapshot."""
+    return any(name in cut and number > cut[name] for name, number in numbers.items())

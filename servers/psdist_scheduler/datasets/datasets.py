@@ -1,0 +1,410 @@
+"""Data sets whose ranges are leased to workers: who uses which samples, so that none is left out. Pure.
+
+The ranges of all data epochs are places on one line (``DatasetSpec.places``) and are handed out from its beginning. A
+place is free, leased to one life of a worker, or over: done, or given up. There is no stop between data epochs: the
+ranges of the next are handed out while the last ones of this one are still out, because in BSP a worker that waits for
+data while another waits for its gradient would stop both. For the same reason nobody waits at the end: with nothing
+left to give a worker is told so, whoever still holds ranges.
+
+A lease ends when its holder reports it as done or gives it back, or when that life of the holder ends. Then the place
+is free again and, being the lowest, next to be given. So each range is done once while nobody dies, and at least once
+otherwise, as long as somebody comes back for what was held by a worker that died after the others had gone. The
+exception are ranges whose holders died more than ``retries_max`` times: those are given up, and counted.
+
+Invariants: every place is in one state; lease ids grow and are never given twice; what a lease that ended says counts
+no more; ``repeated`` counts the leases of places that a lost worker had before, unless they were given back unused.
+Not here: which samples a range has (``psdist.data``), who lives (``membership``), durability (``cluster``, ``store``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from itertools import pairwise, zip_longest
+
+from psdist.errors import (
+    FencedError,
+    InvalidArgumentError,
+    LimitExceededError,
+    SettingsMismatchError,
+    UnknownDatasetError,
+)
+from psdist.snapshots.format import DatasetState, Manifest
+from psdist.types import DataPosition
+from psdist.wire.limits import DATASETS_MAX, LEASES_MAX
+from psdist_scheduler.datasets.cut import Cut, DataCut
+from psdist_scheduler.events.cluster_events import Answer, Done, Effect, Note
+from psdist_scheduler.events.data_events import (
+    DatasetStanding,
+    EndRanges,
+    GetPosition,
+    LeaseRange,
+    OpenDataset,
+    RangeGiven,
+    SetPosition,
+)
+from psdist_scheduler.events.records import Base, DataLease, DatasetRecord, Member
+from psdist_scheduler.placement.restore_point import Resume
+
+
+class Dataset:
+    """One data set."""
+
+    def __init__(self, record: DatasetRecord) -> None:
+        self.spec = record.spec
+        self._free = list(record.free)
+        self._leases = {lease.lease_id: lease for lease in record.leases}
+        self._attempts = dict(record.attempts)
+        self.repeated = record.repeated
+        self.failed = record.failed
+        self._given = record.given
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def record(self) -> DatasetRecord:
+        """What a restart must know."""
+        return DatasetRecord(
+            self.spec,
+            tuple(self._free),
+            tuple(self._leases.values()),
+            tuple(sorted(self._attempts.items())),
+            self.repeated,
+            self.failed,
+            self._given,
+        )
+
+    @property
+    def leases(self) -> tuple[DataLease, ...]:
+        """Those that are out."""
+        return tuple(self._leases.values())
+
+    @property
+    def position(self) -> DataPosition:
+        """Where it stands: what is leased is not done."""
+        return self.position_without(())
+
+    def position_without(self, places: Iterable[int]) -> DataPosition:
+        """Where it stands if ``places``, which are done, were not."""
+        taken = [(place, place + 1) for place in (*(lease.place for lease in self.leases), *places)]
+        unfinished = sorted([*self._free, *taken])
+        if not unfinished:
+            return DataPosition(self.spec.places // self.spec.ranges, (), self.repeated, self.failed)
+        data_epoch = unfinished[0][0] // self.spec.ranges
+        base = data_epoch * self.spec.ranges
+        over = _gaps(unfinished, base, self.spec.places)
+        done = tuple((start - base, stop - start) for start, stop in over)
+        return DataPosition(data_epoch, done, self.repeated, self.failed)
+
+    @property
+    def standing(self) -> DatasetStanding:
+        """Settings, position and leases that are out."""
+        return DatasetStanding(self.spec, self.position, len(self._leases))
+
+    @property
+    def finished(self) -> bool:
+        """Whether every range is over."""
+        return not self._free and not self._leases
+
+    def held_by(self, worker: Member) -> list[DataLease]:
+        """The leases of this life of the worker, the oldest first."""
+        return [lease for lease in self._leases.values() if _is_of(lease, worker)]
+
+    def check_ends(self, ids: Iterable[int], worker: Member) -> None:
+        """Raises FencedError where another life holds one of the leases, InvalidArgumentError where one never was."""
+        for lease_id in ids:
+            if not 1 <= lease_id <= self._given:
+                raise InvalidArgumentError(
+                    f"lease {lease_id} of data set {self.spec.name!r} was never given: report only what LeaseRange gave"
+                )
+            lease = self._leases.get(lease_id)
+            if lease is not None and not _is_of(lease, worker):
+                raise FencedError(
+                    f"lease {lease_id} of data set {self.spec.name!r} is held by {lease.worker_id} (incarnation "
+                    f"{lease.incarnation}), not by {worker.member_id} (incarnation {worker.incarnation})",
+                    lease_id=lease_id,
+                )
+
+    def validate(self) -> None:
+        """Asserts the invariants of the module's text."""
+        bounds = [bound for stretch in self._free for bound in stretch]
+        assert all(low < high for low, high in pairwise(bounds)), f"free: {self._free}"
+        assert not bounds or (bounds[0] >= 0 and bounds[-1] <= self.spec.places)
+        places = [lease.place for lease in self._leases.values()]
+        assert len(set(places)) == len(places), "a place is leased twice"
+        assert not any(self._is_free(place) for place in places), "a place is free and leased"
+        assert all(self._is_free(place) and count > 0 for place, count in self._attempts.items())
+        assert all(1 <= lease_id <= self._given for lease_id in self._leases)
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    def take(self, worker: Member) -> DataLease | None:
+        """Leases the lowest free place; None if there is none."""
+        if not self._free:
+            return None
+        place, stop = self._free[0]
+        self._free[:1] = [(place + 1, stop)] if place + 1 < stop else []
+        attempt = self._attempts.pop(place, 0)
+        self.repeated += attempt > 0
+        self._given += 1
+        lease = DataLease(self._given, place, worker.member_id, worker.incarnation, attempt)
+        self._leases[lease.lease_id] = lease
+        return lease
+
+    def finish(self, lease_id: int) -> DataLease | None:
+        """The lease's samples are used. None if it had ended before, which changes nothing."""
+        return self._leases.pop(lease_id, None)
+
+    def give_back(self, lease_id: int) -> DataLease | None:
+        """The lease's samples were not used. None if it had ended before, which changes nothing."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is not None:
+            self.repeated -= lease.attempt > 0
+            self._put_back(lease.place, lease.attempt)
+        return lease
+
+    def lose(self, is_live: Callable[[str, int], bool]) -> tuple[list[DataLease], list[DataLease]]:
+        """Ends the leases of those that are gone. Returns those that will be given again, and those given up."""
+        lost = [lease for lease in self._leases.values() if not is_live(lease.worker_id, lease.incarnation)]
+        for lease in lost:
+            del self._leases[lease.lease_id]
+        again = [lease for lease in lost if lease.attempt < self.spec.retries_max]
+        for lease in again:
+            self._put_back(lease.place, lease.attempt + 1)
+        self.failed += len(lost) - len(again)
+        return again, [lease for lease in lost if lease.attempt >= self.spec.retries_max]
+
+    def go_to(self, position: DataPosition) -> None:
+        """Goes on from there; all leases are void. Raises InvalidArgumentError where there is no such position."""
+        ranges, places = self.spec.ranges, self.spec.places
+        base = position.data_epoch * ranges
+        if base > places:
+            raise self._no_position(f"data epoch {position.data_epoch} of {places // ranges}")
+        over = [(base + first, base + first + count) for first, count in position.done]
+        bounds = [bound for stretch in over for bound in stretch]
+        if any(low >= high for low, high in pairwise(bounds)):
+            raise self._no_position("stretches that are empty, or not ascending and apart")
+        if bounds and bounds[-1] > places:
+            raise self._no_position(f"a stretch beyond the last of {places} ranges")
+        self._free = _gaps(over, base, places)
+        self._leases.clear()
+        self._attempts.clear()
+        self.repeated, self.failed = position.repeated_ranges, position.failed_ranges
+
+    # --- inner --------------------------------------------------------------------------------------------------------
+
+    def _put_back(self, place: int, attempt: int) -> None:
+        if attempt:
+            self._attempts[place] = attempt
+        index = bisect_right(self._free, (place, place))
+        start, stop = place, place + 1
+        if index < len(self._free) and self._free[index][0] == stop:
+            stop = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == start:
+            index -= 1
+            start = self._free.pop(index)[0]
+        self._free.insert(index, (start, stop))
+
+    def _is_free(self, place: int) -> bool:
+        index = bisect_right(self._free, place, key=lambda stretch: stretch[0])
+        return index > 0 and place < self._free[index - 1][1]
+
+    def _no_position(self, what: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"the position is none of data set {self.spec.name!r}: it has {what}")
+
+
+class Datasets:
+    """All data sets of the run."""
+
+    def __init__(self, records: tuple[DatasetRecord, ...], resume: Resume | None = None) -> None:
+        self._resume = resume or Resume(Base(), None)
+        self.cut = DataCut()
+        self._all = {record.spec.name: Dataset(record) for record in records}
+        #: Changed since the cluster last took them.
+        self.changed: dict[str, None] = {}
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def standings(self) -> list[DatasetStanding]:
+        """Each data set, where it stands, and its leases."""
+        return [dataset.standing for dataset in self._all.values()]
+
+    @property
+    def holders(self) -> set[tuple[str, int]]:
+        """Lives that hold ranges."""
+        return {(lease.worker_id, lease.incarnation) for d in self._all.values() for lease in d.leases}
+
+    def record(self, name: str) -> DatasetRecord:
+        """What a restart must know of one."""
+        return self._all[name].record
+
+    def states(self, cut: Cut) -> tuple[DatasetState, ...]:
+        """Where each data set stands in a snapshot; those of the snapshot before that nobody opened are where they
+        were."""
+        mine = [DatasetState(d.spec, d.position_without(self.cut.after(n, cut))) for n, d in self._all.items()]
+        return (*mine, *(state for state in self._resume.datasets if state.spec.name not in self._all))
+
+    def stand_as_in(self, manifest: Manifest) -> bool:
+        """Whether a snapshot that were cut where this one was has data sets where this one has them. One at its
+        beginning may be in it or not."""
+
+        def cut(life: tuple[str, int]) -> dict[str, int]:
+            return {state.spec.name: state.next_of(life) for state in manifest.parameters}
+
+        mine, theirs = ({state.spec.name: state.position for state in s} for s in (self.states(cut), manifest.datasets))
+        beginning = DataPosition()
+        return all(mine.get(name, beginning) == theirs.get(name, beginning) for name in mine.keys() | theirs.keys())
+
+    def undecided(self, cut: Cut) -> list[str]:
+        """Workers that may have used a range before the cut without having said so."""
+        found = [worker for n, d in self._all.items() for worker in self.cut.undecided(n, d.leases, cut)]
+        return list(dict.fromkeys(found))
+
+    def get_position(self, event: GetPosition) -> list[Effect]:
+        """Tells where a data set stands. Raises UnknownDatasetError."""
+        return [Answer(event.call, self._get(event.dataset).standing)]
+
+    def validate(self) -> None:
+        """Asserts the invariants of the module's text."""
+        for dataset in self._all.values():
+            dataset.validate()
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    def open(self, event: OpenDataset) -> list[Effect]:
+        """Makes a data set, or checks that it has these settings. Raises SettingsMismatchError, LimitExceededError,
+        StorageError."""
+        spec = event.spec
+        dataset = self._all.get(spec.name)
+        if dataset is not None:
+            if difference := dataset.spec.difference(spec):
+                raise SettingsMismatchError(f"data set {spec.name!r} exists with other settings: {difference}")
+            return [Answer(event.call, dataset.standing)]
+        if len(self._all) >= DATASETS_MAX:
+            raise LimitExceededError(f"the run has {DATASETS_MAX} data sets already, which is the limit")
+        state = self._resume.dataset(spec)
+        dataset = self._all[spec.name] = Dataset(DatasetRecord(spec, ((0, spec.places),)))
+        self.changed[spec.name] = None
+        text = f"data set {spec.name!r}: {spec.size} samples in {spec.ranges} ranges"
+        if state is not None:
+            dataset.go_to(state.position)
+            text = f"{text}, goes on from data epoch {state.position.data_epoch} as the snapshot has it"
+        return [Note(text), Answer(event.call, dataset.standing)]
+
+    def lease(self, event: LeaseRange, worker: Member) -> list[Effect]:
+        """Ends what is done, and gives another range, or one whose lease the worker never heard of.
+
+        Raises UnknownDatasetError, FencedError, InvalidArgumentError, LimitExceededError.
+        """
+        dataset = self._get(event.dataset)
+        dataset.check_ends(event.done, worker)
+        mine = [lease for lease in dataset.held_by(worker) if lease.lease_id not in event.done]
+        unheard = [lease for lease in mine if lease.lease_id not in event.held]
+        if not unheard and len(mine) >= LEASES_MAX:
+            raise LimitExceededError(
+                f"{worker} holds {LEASES_MAX} ranges of data set {event.dataset!r}, which is the limit: use them first"
+            )
+        notes = self._finish(dataset, event)
+        self.cut.heard((worker.member_id, worker.incarnation), dict(event.now))
+        lease = unheard[0] if unheard else dataset.take(worker)
+        if lease is not None and not unheard:
+            self.cut.given(event.dataset, lease, dict(event.now))
+            self.changed[event.dataset] = None
+        data_epoch, number = divmod(lease.place, dataset.spec.ranges) if lease else (0, 0)
+        given = RangeGiven(lease, data_epoch, number, dataset.repeated, dataset.failed)
+        return [*notes, Answer(event.call, given)]
+
+    def end(self, event: EndRanges, worker: Member) -> list[Effect]:
+        """Ends leases. Raises UnknownDatasetError, FencedError, InvalidArgumentError."""
+        dataset = self._get(event.dataset)
+        dataset.check_ends((*event.done, *event.returned), worker)
+        notes = self._finish(dataset, event)
+        self.cut.heard((worker.member_id, worker.incarnation), dict(event.now))
+        for lease_id in event.returned:
+            if (lease := dataset.give_back(lease_id)) is not None:
+                self.cut.ended(event.dataset, lease)
+                self.changed[event.dataset] = None
+        return [*notes, Answer(event.call, Done())]
+
+    def set_position(self, event: SetPosition, worker: Member) -> list[Effect]:
+        """A data set goes on from there. Raises UnknownDatasetError, InvalidArgumentError."""
+        dataset = self._get(event.dataset)
+        dataset.go_to(event.position)
+        self.cut.forget(event.dataset)
+        self.changed[event.dataset] = None
+        where = f"data epoch {event.position.data_epoch}"
+        return [Note(f"data set {event.dataset!r} goes on from {where}, set by {worker}"), Answer(event.call, Done())]
+
+    def go_back(self, states: Iterable[DatasetState]) -> None:
+        """All data sets go on from where a snapshot has them; those that it does not have, from their beginning."""
+        positions = {state.spec.name: state.position for state in states}
+        for name, dataset in self._all.items():
+            dataset.go_to(positions.get(name, DataPosition()))
+            self.cut.forget(name)
+            self.changed[name] = None
+
+    def lose(self, is_live: Callable[[str, int], bool]) -> list[Effect]:
+        """Takes back what those hold that are gone."""
+        effects: list[Effect] = []
+        for name, dataset in self._all.items():
+            again, given_up = dataset.lose(is_live)
+            for lease in (*again, *given_up):
+                self.cut.ended(name, lease)
+            if again or given_up:
+                self.changed[name] = None
+            if again:
+                effects.append(Note(f"data set {name!r}: {_ranges(again)} will be handed out again", "warning"))
+            if given_up:
+                tries = dataset.spec.retries_max + 1
+                text = f"data set {name!r}: {_ranges(given_up)} given up, after {tries} workers were lost with each"
+                effects += [Note(text, "warning"), *self._note_end(dataset)]
+        return effects
+
+    # --- inner --------------------------------------------------------------------------------------------------------
+
+    def _get(self, name: str) -> Dataset:
+        dataset = self._all.get(name)
+        if dataset is None:
+            raise UnknownDatasetError(f"there is no data set {name!r:.80}: open it first", dataset=name)
+        return dataset
+
+    def _finish(self, dataset: Dataset, event: LeaseRange | EndRanges) -> list[Effect]:
+        finished = []
+        for lease_id, at in zip_longest(event.done, event.done_at[: len(event.done)], fillvalue=()):
+            assert isinstance(lease_id, int)
+            if (lease := dataset.finish(lease_id)) is not None:
+                self.cut.done(dataset.spec.name, lease, dict(at))
+                finished.append(lease)
+        if not finished:
+            return []
+        self.changed[dataset.spec.name] = None
+        return self._note_end(dataset)
+
+    def _note_end(self, dataset: Dataset) -> list[Effect]:
+        if not dataset.finished:
+            return []
+        counts = f"{dataset.repeated} ranges handed out again, {dataset.failed} given up"
+        return [Note(f"data set {dataset.spec.name!r} is at its end: {counts}")]
+
+
+def _is_of(lease: DataLease, worker: Member) -> bool:
+    return (lease.worker_id, lease.incarnation) == (worker.member_id, worker.incarnation)
+
+
+def _gaps(stretches: Iterable[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
+    """What of [low, high) the ascending stretches leave out."""
+    gaps = []
+    for start, stop in stretches:
+        if low < start:
+            gaps.append((low, start))
+        low = stop
+    if low < high:
+        gaps.append((low, high))
+    return gaps
+
+
+def _ranges(leases: list[DataLease]) -> str:
+    """``2 ranges of worker-1``."""
+    holders = ", ".join(dict.fromkeys(lease.worker_id for lease in leases))
+    return f"{len(leases)} {'range' if len(leases) == 1 else 'ranges'} of {holders}"

@@ -1,0 +1,527 @@
+"""What goes into the scheduler's machine and what comes out of it: events and effects, frozen dataclasses.
+
+``Cluster.on(event, now) -> list[Effect]``. An RPC in progress, a session stream included, is known by its ``call``, a
+number that the service chooses and never uses twice. Effects are carried out in the order of the list; a ``Persist``
+comes before everything that depends on it, so no peer sees what a crash could take back. No protobuf message appears
+here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from psdist.errors import PsdistError
+from psdist.types import ClusterMap, Layout, ParametersMember, ParametersSpec, Replica
+from psdist_scheduler.events.data_events import (
+    DataEvent,
+    DatasetStanding,
+    RangeGiven,
+)
+from psdist_scheduler.events.records import (
+    BarrierRecord,
+    Base,
+    DatasetRecord,
+    Member,
+    Node,
+    ParametersRecord,
+    Role,
+)
+from psdist_scheduler.events.snapshot_events import (
+    GetState,
+    HandedIn,
+    HandIn,
+    Progress,
+    RolledBack,
+    Save,
+    Saved,
+    Saving,
+    SnapshotCommand,
+    SnapshotEvent,
+    StatePlace,
+    StateSource,
+    StorageEffect,
+    StorageEvent,
+)
+from psdist_scheduler.events.worker_events import (
+    Activity,
+    Caller,
+    Heard,
+    MutualWait,
+    ResumePush,
+    StopCommand,
+    StopReported,
+)
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A server or a worker wants to take part. An empty id and a rank of None leave the choice to the scheduler."""
+
+    call: int
+    protocol_version: int
+    run_id: str
+    role: Role
+    member_id: str = ""
+    rank: int | None = None
+    world_size: int = 0
+    address: str = ""
+    host: str = ""
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """A member's stream said hello."""
+
+    call: int
+    member_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """A member's stream ended, for whatever reason."""
+
+    call: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A sign of life on session ``call``. ``versions`` has the highest version by parameters (servers)."""
+
+    call: int
+    epoch: int = 0
+    versions: tuple[tuple[str, int], ...] = ()
+    waiting_for: tuple[str, ...] = ()
+    #: Servers, while they write or load.
+    progress: Progress | None = None
+    #: Servers: workers, by id and incarnation, that have sent something since the last heartbeat.
+    heard: tuple[tuple[str, int], ...] = ()
+    #: Workers.
+    activity: Activity | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JoinAnswered:
+    """A server's answer, on its session ``call``, to a JoinProposal."""
+
+    call: int
+    proposal_id: int
+    accepted: bool
+    version_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFilled:
+    """A primary's word, on its session ``call``, that ``replica`` has the whole shard and every update from now on."""
+
+    call: int
+    parameters: str
+    shard: int
+    term: int
+    replica: Replica
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaUnreachable:
+    """A primary's word, on its session ``call``, that ``replica`` does not answer it."""
+
+    call: int
+    parameters: str
+    shard: int
+    term: int
+    replica: Replica
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A member goes politely."""
+
+    call: int
+    caller: Caller
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """A worker wants parameters to exist, and to take part in their training."""
+
+    call: int
+    caller: Caller
+    spec: ParametersSpec
+    layout: Layout
+    #: Where the worker took part before it was expelled: the push that it wants to make in this incarnation.
+    resume: ResumePush | None = None
+    activity: Activity | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """A worker wants to know parameters, once they exist."""
+
+    call: int
+    caller: Caller
+    parameters: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The uploader says that all initial values are on the servers, which are those of the map of ``epoch``."""
+
+    call: int
+    caller: Caller
+    parameters: str
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EnterBarrier:
+    """A worker waits for the others at a barrier. origin, passed: the number of the round (see ``barriers``).
+    withdraw: it does not wait any more, and wants to know whether it had opened the barrier. attempt: number of the
+    arrival, of any round; 0 where it has none."""
+
+    call: int
+    caller: Caller
+    name: str
+    origin: int = 0
+    passed: int = 0
+    withdraw: bool = False
+    activity: Activity | None = None
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EnterRendezvous:
+    """A worker agent asks for the ranks of its processes."""
+
+    call: int
+    run_id: str
+    agent_id: str
+    host: str
+    processes: int
+    nodes_min: int
+    nodes_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Somebody wants everything moved away from a server."""
+
+    call: int
+    run_id: str
+    server_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """This scheduler is to end, as soon as what was trained is saved."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Somebody says how many servers the run shall have."""
+
+    call: int
+    run_id: str
+    servers: int
+
+
+@dataclass(frozen=True, slots=True)
+class WatchScale:
+    """A launcher wants to know how many servers to run, and which of them to stop."""
+
+    call: int
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """The peer of a call that still waited is gone. Sessions end by SessionClosed instead."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed. Expected every ``Cluster.tick_seconds``."""
+
+
+Event = (
+    Register
+    | SessionOpened
+    | SessionClosed
+    | Heartbeat
+    | Heard
+    | JoinAnswered
+    | ReplicaFilled
+    | ReplicaUnreachable
+    | Leave
+    | Create
+    | Describe
+    | Commit
+    | EnterBarrier
+    | EnterRendezvous
+    | Drain
+    | Stop
+    | StopReported
+    | Scale
+    | WatchScale
+    | DataEvent
+    | Save
+    | HandIn
+    | HandedIn
+    | GetState
+    | SnapshotEvent
+    | StorageEvent
+    | CallEnded
+    | Tick
+)
+
+# --- answers: what a call is told -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Not the last answer. ``text`` is a sentence that begins with "for"."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The member is known, durably."""
+
+    member: Member
+    world_size: int
+    lease_seconds: float
+    heartbeat_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Not the last answer. This worker's values count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The parameters can be used from ``first_step`` on (BSP).
+
+    resumed: the push that the worker asked for goes on. notice: what people should know about the parameters.
+    """
+
+    first_step: int
+    resumed: bool = False
+    notice: str = ""
+
+
+@dataclass(frozen=True)
+class Described:
+    """Settings, with the real slice_elements, and tensors of existing parameters."""
+
+    spec: ParametersSpec
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Carried out, and durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """An arrival at a barrier does not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """The agent's node has its ranks."""
+
+    node: Node
+    nodes: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinProposal:
+    """To a server, on its session: may this member join at its first step?"""
+
+    proposal_id: int
+    parameters: str
+    member: ParametersMember
+
+
+@dataclass(frozen=True, slots=True)
+class JoinWithdrawn:
+    """To a server, on its session: forget that proposal."""
+
+    proposal_id: int
+    parameters: str
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """Not the last answer. So much of a server is not moved yet, and what that waits for."""
+
+    text: str
+    shards_left: int
+    shards_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The server holds nothing that anybody needs."""
+
+    shards_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """What follows from a wanted number of servers."""
+
+    servers_before: int
+    drained: tuple[str, ...]
+    missing: int
+    launchers: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleNews:
+    """Not the last answer. How many servers a run shall have (0: nobody said) besides those that are drained, which of
+    these are to be stopped, and what is lost, so that the run cannot go on."""
+
+    servers_wanted: int
+    draining: tuple[str, ...]
+    stop: tuple[str, ...]
+    lost: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost:
+    """To everyone: a member is gone that did not say goodbye."""
+
+    member_id: str
+    role: Role
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsLost:
+    """To everyone: these shards had no backup when their server went. ``text`` says what was lost and how to go on."""
+
+    parameters: str
+    shards: tuple[int, ...]
+    server_id: str
+    version: int
+    text: str
+
+
+News = MemberLost | ShardsLost | RolledBack
+Value = (
+    Waiting
+    | Registered
+    | Upload
+    | Ready
+    | Described
+    | Done
+    | Withdrawn
+    | DatasetStanding
+    | RangeGiven
+    | Formed
+    | JoinProposal
+    | JoinWithdrawn
+    | MutualWait
+    | StopCommand
+    | Draining
+    | Drained
+    | Scaled
+    | ScaleNews
+    | Saving
+    | Saved
+    | StatePlace
+    | StateSource
+    | SnapshotCommand
+)
+
+# --- effects ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Persist:
+    """Make these changes durable, all or none, before the effects that follow. The epoch is an earlier one where only
+    data sets changed, which the map does not show."""
+
+    epoch: int
+    members: tuple[Member, ...] = ()
+    parameters: tuple[ParametersRecord, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    #: None leaves it as it was.
+    servers_wanted: int | None = None
+    datasets: tuple[DatasetRecord, ...] = ()
+    #: Names of parameters that are not placed any more. Before ``parameters``: a name may be in both.
+    forgotten: tuple[str, ...] = ()
+    #: None leaves it as it was.
+    base: Base | None = None
+    barriers: tuple[BarrierRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class Publish:
+    """The cluster map is now this one: send it on every attached session."""
+
+    map: ClusterMap
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """The session is accepted: send it the map that holds, and whatever is announced from now on."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Send this on every attached session."""
+
+    news: News
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tell the call. Answers that carry the map carry the one published last."""
+
+    call: int
+    value: Value
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """End the call with an error."""
+
+    call: int
+    error: PsdistError
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End the session without an error."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that belongs in the log, and (unless it is only about a wait) in the list of recent events."""
+
+    text: str
+    level: Literal["info", "warning", "wait"] = "info"
+
+
+Effect = Persist | Publish | Attach | Announce | Answer | Refuse | Close | Note | StorageEffect

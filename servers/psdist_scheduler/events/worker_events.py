@@ -1,0 +1,90 @@
+"""Events and effects of the scheduler's machine that are about single workers: what they wait for, go on with, and how
+they end. Frozen dataclasses, as in ``cluster_events``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from psdist.errors import PsdistError
+from psdist_scheduler.events.snapshot_events import Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who a request says that it comes from. An empty ``run_id`` means the scheduler's only run."""
+
+    run_id: str
+    member_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a worker's script waits for, where other workers can end that wait, as the worker knew it at one moment.
+
+    sequence: higher than that of any wait before. next: by parameters, the number of its next push.
+    partial: parameters of whose next push a part is made.
+    kind: "step" and "clock": for all members of ``parameters`` to push step ``number``, or to reach that clock; "call":
+        in a call to this scheduler; "" where it is not known to wait, or may go on by itself.
+    """
+
+    sequence: int
+    next: Numbers
+    kind: Literal["", "step", "clock", "call"] = ""
+    parameters: str = ""
+    number: int = 0
+    partial: tuple[str, ...] = ()
+
+    @property
+    def age(self) -> tuple[int, int, int, bool]:
+        """Grows from one to the next of an incarnation: within a wait its pushes go on, and then it is for others."""
+        return self.sequence, sum(number for _, number in self.next), len(self.partial), self.kind != ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePush:
+    """Push ``number`` of a worker's sequence that began in incarnation ``origin``, made in this generation of the
+    parameters."""
+
+    origin: int
+    number: int
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Workers, by id and incarnation, have sent something to this scheduler, besides heartbeats."""
+
+    heard: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopReported:
+    """A worker's word on its end, on its session ``call``. number: of the command that it answers; 0 for none. next: by
+    parameters its next push, where it begins no more."""
+
+    call: int
+    number: int
+    stopping: bool
+    next: Numbers | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MutualWait:
+    """To a worker, on its session: what it said last (``sequence``) that it waits for will not come."""
+
+    sequence: int
+    error: PsdistError
+
+
+StopKind = Literal["ask", "hold", "leave"]
+
+
+@dataclass(frozen=True, slots=True)
+class StopCommand:
+    """To a worker, on its session: see StopCommand of scheduler.proto. next: with "leave"."""
+
+    number: int
+    kind: StopKind
+    next: Numbers = ()

@@ -1,0 +1,1 @@
+"""Who is in the run: membership, ranks, barriers."""

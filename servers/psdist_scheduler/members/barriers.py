@@ -1,0 +1,166 @@
+"""Barriers: workers wait for each other under a name. Pure.
+
+A barrier opens when all live workers wait at it, and no fewer than the run's minimum have ever come: who leaves or dies
+is not waited for, who has not started yet is. The next use of its name is a new round.
+
+Each arrival has a number, of the rounds that its worker had passed before. The highest that a worker has passed is
+durable before anybody is told, so that an arrival whose answer was lost is answered again, by the next scheduler too,
+instead of waiting for others that have gone on. A worker that gives up withdraws its arrival, and is told whether it
+had opened the barrier before. Requests are numbered, too (``attempt``): one that comes after the next of its worker
+does not count.
+
+Invariants: a worker waits at a name in one call at most; an arrival that was withdrawn opens nothing; a call that ended
+waits nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from psdist.errors import ClosedError, InvalidArgumentError
+from psdist.types import check_name
+from psdist.wire.limits import BARRIERS_PASSED_MAX
+from psdist_scheduler.events.cluster_events import Answer, Done, Effect, EnterBarrier, Refuse, Withdrawn
+from psdist_scheduler.events.records import BarrierRecord, Member, name_some
+from psdist_scheduler.members.membership import Membership
+
+#: Names of which it is kept that a worker has passed; beyond that the oldest are forgotten.
+NAMES_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A worker that waits."""
+
+    call: int
+    worker: Member
+    #: Number of the arrival: the incarnation in which its worker began to count, 0 if it does not, and the rounds
+    #: passed since.
+    origin: int
+    passed: int
+
+
+class Barriers:
+    """All barriers of the run that somebody waits at, and what workers have passed."""
+
+    def __init__(self, records: Iterable[BarrierRecord] = ()) -> None:
+        self._rounds: dict[str, dict[str, Arrival]] = {}
+        self._passed: dict[str, dict[str, BarrierRecord]] = {}
+        for record in records:
+            self._passed.setdefault(record.worker_id, {})[record.name] = record
+        #: By worker and name: origin and attempt of the newest request, and whether that took it back.
+        self._heard: dict[str, dict[str, tuple[int, int, bool]]] = {}
+        #: Passed since the cluster last took them.
+        self.changed: list[BarrierRecord] = []
+
+    def enter(self, event: EnterBarrier, worker: Member) -> list[Effect]:
+        """The worker waits at a barrier, or gives up. An earlier call of the same worker there is ended.
+
+        Raises InvalidNameError, InvalidArgumentError.
+        """
+        name = check_name(event.name, "barrier name")
+        if event.origin > worker.incarnation or event.passed >= BARRIERS_PASSED_MAX:
+            raise InvalidArgumentError(
+                f"arrival {event.passed} since incarnation {event.origin} at barrier {name!r} is none of {worker}, "
+                f"whose incarnation is {worker.incarnation}"
+            )
+        if event.attempt and self._is_late(event, worker):
+            return [Answer(event.call, Withdrawn())]
+        waiting = self._rounds.get(name, {})
+        older = waiting.pop(worker.member_id, None)
+        effects: list[Effect] = [_replaced(older)] if older is not None else []
+        if self._has_passed(event, worker):
+            effects.append(Answer(event.call, Done()))
+        elif event.withdraw:
+            effects.append(Answer(event.call, Withdrawn()))
+        else:
+            arrival = Arrival(event.call, worker, event.origin, event.passed)
+            self._rounds.setdefault(name, {})[worker.member_id] = arrival
+        self._forget_empty()
+        return effects
+
+    def _is_late(self, event: EnterBarrier, worker: Member) -> bool:
+        """Whether a newer request of the worker has come before this one."""
+        heard = self._heard.setdefault(worker.member_id, {})
+        this = (event.origin, event.attempt, event.withdraw)
+        newest = heard.pop(event.name, this)
+        heard[event.name] = max(this, newest)
+        _keep_newest(heard)
+        return this < newest
+
+    def _has_passed(self, event: EnterBarrier, worker: Member) -> bool:
+        known = self._passed.get(worker.member_id, {}).get(event.name)
+        return known is not None and known.origin == event.origin and known.passed > event.passed
+
+    def end(self, call: int) -> None:
+        """The call does not wait any more."""
+        for waiting in self._rounds.values():
+            for worker_id in [worker_id for worker_id, arrival in waiting.items() if arrival.call == call]:
+                del waiting[worker_id]
+        self._forget_empty()
+
+    def _forget_empty(self) -> None:
+        for name in [name for name, waiting in self._rounds.items() if not waiting]:
+            del self._rounds[name]
+
+    def progress(self, members: Membership) -> list[Effect]:
+        """Opens the barriers that everybody has reached."""
+        effects: list[Effect] = []
+        for name in [name for name in self._rounds if not self.missing(name, members)]:
+            for arrival in self._rounds.pop(name).values():
+                self._pass(name, arrival)
+                effects.append(Answer(arrival.call, Done()))
+        return effects
+
+    def _pass(self, name: str, arrival: Arrival) -> None:
+        if not arrival.origin:  # Its client does not count.
+            return
+        record = BarrierRecord(arrival.worker.member_id, name, arrival.origin, arrival.passed + 1)
+        passed = self._passed.setdefault(record.worker_id, {})
+        passed.pop(name, None)
+        passed[name] = record
+        self.changed.append(record)
+        _keep_newest(passed)
+
+    @property
+    def arrivals(self) -> Iterator[tuple[str, Arrival]]:
+        """Who waits, and at which barrier."""
+        for name, waiting in self._rounds.items():
+            for arrival in waiting.values():
+                yield name, arrival
+
+    def absent(self, name: str, members: Membership) -> list[Member]:
+        """Live workers that are not at the barrier."""
+        there = self._rounds.get(name, {})
+        return [worker for worker in members.workers if worker.member_id not in there]
+
+    def missing(self, name: str, members: Membership) -> str:
+        """Who has not come, as a sentence that begins with "for"; empty if all have."""
+        if absent := self.absent(name, members):
+            return f"for {name_some(absent)}"
+        lacking = members.workers_min - members.workers_known
+        return f"for {lacking} of {members.workers_min} workers" if lacking > 0 else ""
+
+    def waits(self, members: Membership) -> Iterator[tuple[str, list[int], str]]:
+        """Key, calls and reason of each wait."""
+        for name, waiting in self._rounds.items():
+            calls = [arrival.call for arrival in waiting.values()]
+            yield f"barrier {name}", calls, f"{self.missing(name, members)} to reach barrier {name!r}"
+
+    def validate(self) -> None:
+        """Asserts the invariants of the module's text."""
+        calls = [arrival.call for _, arrival in self.arrivals]
+        assert len(calls) == len(set(calls)), "a call waits at two barriers"
+        assert all(self._rounds.values()), "a barrier that nobody waits at is kept"
+
+
+def _keep_newest(by_name: dict[str, Any]) -> None:
+    while len(by_name) > NAMES_KEPT:
+        del by_name[next(iter(by_name))]
+
+
+def _replaced(arrival: Arrival) -> Refuse:
+    text = f"{arrival.worker.member_id} asked again on a newer call, which replaces this one"
+    return Refuse(arrival.call, ClosedError(text))

@@ -1,0 +1,150 @@
+"""The rendezvous that gives worker agents their ranks. Pure.
+
+Agents are given ranks by arrival, in rounds: the first when ``nodes_max`` are there, or ``nodes_min`` and nobody came
+for the grace; later rounds likewise, their ranks going on after those that were given. What an agent was given it is
+given again when it asks again.
+
+Invariants: no rank is given twice; an agent waits in one call at most; a call that ended waits nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from psdist.errors import ClosedError, InvalidArgumentError, LimitExceededError
+from psdist.types import check_name
+from psdist.wire.limits import WORLD_MAX
+from psdist_scheduler.events.cluster_events import Answer, Effect, EnterRendezvous, Formed, Note, Refuse
+from psdist_scheduler.events.records import Node
+
+
+class Rendezvous:
+    """The nodes that have their ranks, and the agents that wait for theirs."""
+
+    def __init__(self, nodes: tuple[Node, ...], grace_seconds: float, now: float) -> None:
+        self._nodes = {node.agent_id: node for node in nodes}
+        self._grace = grace_seconds
+        self._waiting: dict[str, EnterRendezvous] = {}
+        self._last_arrival = now
+        #: Formed since the cluster last took them.
+        self.changed: list[Node] = []
+
+    def enter(self, event: EnterRendezvous, now: float) -> list[Effect]:
+        """An agent asks for ranks. Raises InvalidArgumentError, LimitExceededError."""
+        if event.agent_id in self._nodes:
+            return [self._formed(event.call, self._nodes[event.agent_id])]
+        self._check(event)
+        older = self._waiting.get(event.agent_id)
+        if older is not None:
+            self._waiting[event.agent_id] = event
+            return [_replaced(older.call, event.agent_id)]
+        self._waiting[event.agent_id] = event
+        self._last_arrival = now
+        return []
+
+    def end(self, call: int) -> None:
+        """The call does not wait any more."""
+        for agent_id in [agent_id for agent_id, event in self._waiting.items() if event.call == call]:
+            del self._waiting[agent_id]
+
+    def progress(self, now: float, ranks_used: int = 0) -> list[Effect]:
+        """Forms a round if it is time. Workers that came without an agent have ranks below ``ranks_used``."""
+        if not self._waiting or self._missing(now):
+            return []
+        round_ = list(self._waiting.values())
+        self._waiting.clear()
+        for event in round_:
+            self._give_ranks(event, max(self._world_size, ranks_used))
+        nodes = [self._nodes[event.agent_id] for event in round_]
+        note = f"rendezvous formed: {len(self._nodes)} nodes, {self._world_size} ranks"
+        return [
+            *(self._formed(event.call, node) for event, node in zip(round_, nodes, strict=True)),
+            Note(note),
+        ]
+
+    def waits(self, now: float) -> Iterator[tuple[str, list[int], str]]:
+        """Key, calls and reason of each wait."""
+        if self._waiting:
+            yield "rendezvous", [event.call for event in self._waiting.values()], self._missing(now)
+
+    def validate(self) -> None:
+        """Asserts the invariants of the module's text."""
+        ranks = [
+            rank for node in self._nodes.values() for rank in range(node.first_rank, node.first_rank + node.processes)
+        ]
+        assert len(set(ranks)) == len(ranks), f"ranks were given twice: {ranks}"
+        assert not self._waiting.keys() & self._nodes.keys(), "an agent waits that has its ranks"
+
+    @property
+    def workers_min(self) -> int:
+        """Workers without which an elastic run does not go on; 0 where the number of nodes is fixed, or none came."""
+        first = min(self._nodes.values(), key=lambda node: node.node_rank, default=None)
+        if first is None or first.nodes_min == first.nodes_max:
+            return 0
+        return sum(sorted(node.processes for node in self._nodes.values())[: first.nodes_min])
+
+    @property
+    def _world_size(self) -> int:
+        return max((node.first_rank + node.processes for node in self._nodes.values()), default=0)
+
+    def _missing(self, now: float) -> str:
+        first = next(iter(self._waiting.values()))
+        there = len(self._nodes) + len(self._waiting)
+        if there >= first.nodes_max:
+            return ""
+        if there < first.nodes_min:
+            lacking = first.nodes_min - there
+            return f"for {lacking} of {first.nodes_min} nodes to join the rendezvous"
+        if now - self._last_arrival < self._grace:
+            return f"for more nodes: {there} of at most {first.nodes_max} are there (join grace {self._grace:g} s)"
+        return ""
+
+    def _check(self, event: EnterRendezvous) -> None:
+        check_name(event.agent_id, "agent id")
+        if event.processes < 1 or not 1 <= event.nodes_min <= event.nodes_max:
+            raise InvalidArgumentError(
+                f"processes={event.processes}, nodes={event.nodes_min}:{event.nodes_max} make no sense: use 1 or more "
+                "processes, and at least one node with MIN <= MAX"
+            )
+        for agent_id, given in self._bounds():
+            if agent_id != event.agent_id and given != (event.nodes_min, event.nodes_max):
+                raise InvalidArgumentError(
+                    f"--nnodes {event.nodes_min}:{event.nodes_max} differs from the {given[0]}:{given[1]} of agent "
+                    f"{agent_id!r}: all agents must say the same"
+                )
+        others = [agent_id for agent_id in self._waiting if agent_id != event.agent_id]
+        if len(self._nodes) + len(others) >= event.nodes_max:
+            raise LimitExceededError(
+                f"{event.nodes_max} of {event.nodes_max} nodes have joined already: raise --nnodes on all of them to "
+                "admit more",
+                nodes_max=event.nodes_max,
+            )
+        world = self._world_size + sum(self._waiting[agent_id].processes for agent_id in others) + event.processes
+        if world > WORLD_MAX:
+            raise LimitExceededError(f"a world of {world} workers is larger than the limit of {WORLD_MAX}")
+
+    def _bounds(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        for node in self._nodes.values():
+            yield node.agent_id, (node.nodes_min, node.nodes_max)
+        for event in self._waiting.values():
+            yield event.agent_id, (event.nodes_min, event.nodes_max)
+
+    def _give_ranks(self, event: EnterRendezvous, first_rank: int) -> None:
+        node = Node(
+            agent_id=event.agent_id,
+            host=event.host,
+            processes=event.processes,
+            node_rank=len(self._nodes),
+            first_rank=first_rank,
+            nodes_min=event.nodes_min,
+            nodes_max=event.nodes_max,
+        )
+        self._nodes[event.agent_id] = node
+        self.changed.append(node)
+
+    def _formed(self, call: int, node: Node) -> Answer:
+        return Answer(call, Formed(node, len(self._nodes), self._world_size))
+
+
+def _replaced(call: int, who: str) -> Refuse:
+    return Refuse(call, ClosedError(f"{who} asked again on a newer call, which replaces this one"))

@@ -1,0 +1,261 @@
+"""Keeps every shard in as many copies as wanted, on servers that live: applies ``replicas`` to the registry. Pure.
+
+``lose`` follows the loss of servers, ``filled`` and ``unreachable`` what primaries say, and ``plan`` puts in hand what
+is due. All of it changes the map and nothing else: primaries see there what to fill, and what to forget.
+
+Not here: which change is due (``replicas``), who is live (``membership``), epochs and durability (``cluster``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from psdist.types import Replica, Shard
+from psdist_scheduler.events.cluster_events import Announce, Effect, Note, ReplicaFilled, ReplicaUnreachable, ShardsLost
+from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement import replicas
+from psdist_scheduler.placement.parameters import Parameters
+from psdist_scheduler.placement.registry import REMEDY, Registry, name_shards
+
+#: A server's place as a replica: parameters, shard, and the server's life.
+_Place = tuple[str, int, Replica]
+
+
+class Keeper:
+    """Who holds which shard, from now on."""
+
+    def __init__(self, settings: ClusterSettings, registry: Registry, members: Membership) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._members = members
+        #: Where a primary could not reach a replica, and until when that server is not tried again in this place.
+        self._unreachable: dict[_Place, float] = {}
+        #: Backups that their primary cannot reach, with its term and its reason.
+        self._doubted: dict[_Place, tuple[int, str]] = {}
+        #: Shards that servers must know as the next epoch shows them, before more becomes of them.
+        self._fresh: set[tuple[str, int]] = set()
+        #: Those that were fresh, and the epoch that showed them; the others were shown by the first of this life.
+        self._shown: dict[tuple[str, int], int] = {}
+        self._first_epoch = 0
+        #: The map that each server said it has.
+        self._heard: dict[str, int] = {}
+        #: Whether something may be due though nothing changes: after a restart, or after what was ``fresh``.
+        self._due = True
+        #: Whether something is due as soon as servers know what was shown.
+        self._held_up = False
+
+    def lose(self, epoch: int) -> list[Effect]:
+        """Shards go on without the servers that are gone, or are lost with them. ``epoch`` is the one that shows it."""
+        if not self._members.changed:
+            return []
+        self._unreachable = {place: t for place, t in self._unreachable.items() if self._live(place[2])}
+        effects: list[Effect] = []
+        for p in self._placed():
+            before = p.entry.shards
+            after = tuple(replicas.after_loss(shard, self._live) for shard in before)
+            if after == before:
+                continue
+            if self._needs_values(p, after):
+                # Where no server is left they stay without a place until one registers.
+                placed = self._placed_anew(p)
+                if p.placed.committed or placed != before:
+                    self._registry.place_anew(p.name, placed, epoch)
+                    effects.append(Note(f"a server is gone before {p.name!r} was ready: its values are uploaded again"))
+            else:
+                self._registry.set_shards(p.name, after)
+                effects += _promotions(p.name, before, after) + self._losses(p, before, after)
+        return effects
+
+    def filled(self, event: ReplicaFilled) -> list[Effect]:
+        """A primary says that a replica is complete. What it says of an earlier term means nothing any more."""
+        shard = self._reported(event)
+        if shard is None or event.replica not in shard.filling:
+            return []
+        p = self._set(event.parameters, event.shard, replicas.filled(shard, event.replica))
+        self._fresh.add((event.parameters, event.shard))
+        if self._registry.shorthanded(p) or self._settings.replicas == 1:
+            return []
+        return [Note(f"every shard of {p.name!r} has {self._settings.replicas} copies")]
+
+    def unreachable(self, event: ReplicaUnreachable, now: float) -> list[Effect]:
+        """A primary cannot reach a replica: another takes its place, or the same one later if there is no other. A
+        backup not at once: it may be the primary that nothing reaches, and then the backup's copy is the one that is
+        left. So an epoch is made, and the backup dropped when the primary says that it knows it."""
+        shard = self._reported(event)
+        place = (event.parameters, event.shard, event.replica)
+        if shard is None or place in self._doubted:
+            return []
+        if event.replica in shard.filling:
+            return self._drop(place, shard, event.reason, now)
+        if event.replica in shard.backups:
+            self._doubted[place] = (shard.term, event.reason)
+            self._set(event.parameters, event.shard, shard)
+            self._fresh.add(place[:2])
+        return []
+
+    def plan(self, now: float) -> list[Effect]:
+        """Puts in hand what is due by now."""
+        heard = {id_: presence.epoch for id_, presence in self._members.presences.items()}
+        again = self._due or any(until <= now for until in self._unreachable.values())
+        again = again or (self._held_up and heard != self._heard)
+        if not again and not self._members.changed and not self._registry.changed:
+            return []
+        self._heard = heard
+        effects = self._drop_unreachable(now)
+        placed = {p.name: p for p in self._placed()}
+        plan = replicas.Plan(
+            [p.entry for p in placed.values()],
+            [
+                replicas.Holder(Replica(server.member_id, server.incarnation), server.host, server.draining)
+                for server in self._members.servers
+            ],
+            self._settings.replicas,
+            installed=lambda name: placed[name].placed.committed,
+            ready=lambda name: placed[name].entry.ready,
+            knows=self._knows,
+            refused=lambda *place: self._unreachable.get(place, now) > now,
+            tried=lambda *place: place in self._unreachable,
+        )
+        for name, after in plan.changes().items():
+            before = placed[name].entry.shards
+            self._registry.set_shards(name, after)
+            effects += _fills(placed[name], before, after) + _promotions(name, before, after)
+        self._held_up = plan.held_up or bool(self._doubted)
+        return effects
+
+    def published(self, epoch: int) -> None:
+        """What changed is shown in ``epoch``, so that more can become of it."""
+        self._first_epoch = self._first_epoch or epoch
+        self._shown.update(dict.fromkeys(self._fresh, epoch))
+        self._due, self._fresh = bool(self._fresh), set()
+
+    def degraded(self) -> str:
+        """A sentence about shards with fewer copies than wanted; empty if all have theirs."""
+        wanted = self._settings.replicas
+        short: dict[str, list[int]] = {}
+        for p in self._placed():
+            for server, numbers in self._registry.shorthanded(p).items():
+                short.setdefault(server, []).extend(numbers)
+        if not short:
+            return ""
+        shards = sum(len(p.entry.shards) for p in self._placed())
+        count = sum(len(numbers) for numbers in short.values())
+        targets = ", ".join(sorted(server for server in short if server))
+        what = f"being copied to {targets}" if targets else "waiting for a server that can hold the next"
+        return f"{count} of {shards} shards have fewer than {wanted} copies: {what}"
+
+    # --- inner --------------------------------------------------------------------------------------------------------
+
+    def _live(self, replica: Replica) -> bool:
+        return self._members.is_live(replica.server_id, replica.incarnation)
+
+    def _knows(self, name: str, number: int, replica: Replica) -> bool:
+        """Whether a server has said that it has the map that shows the shard as it is."""
+        presence = self._members.presence(replica.server_id)
+        if presence is None or (name, number) in self._fresh or not self._live(replica):
+            return False
+        return presence.epoch >= self._shown.get((name, number), self._first_epoch) > 0
+
+    def _drop(self, place: _Place, shard: Shard, reason: str, now: float) -> list[Effect]:
+        name, number, replica = place
+        self._set(name, number, replicas.without(shard, replica))
+        self._unreachable[place] = now + self._settings.lease_seconds
+        what = f"{shard.primary} cannot reach {replica}, which held {name_shards([number])}"
+        return [Note(f"{what} of {name!r}: {reason}", "warning")]
+
+    def _drop_unreachable(self, now: float) -> list[Effect]:
+        """Backups whose primaries have shown that they are heard and hear."""
+        effects: list[Effect] = []
+        for place, (term, reason) in list(self._doubted.items()):
+            name, number, replica = place
+            p = self._registry.get(name)
+            placed = p is not None and p.record is not None and number < len(p.entry.shards)
+            shard = p.entry.shards[number] if p is not None and placed else None
+            if shard is None or shard.term != term or replica not in shard.backups:
+                del self._doubted[place]
+            elif self._knows(name, number, shard.primary):
+                del self._doubted[place]
+                effects += self._drop(place, shard, reason, now)
+        return effects
+
+    def _placed(self) -> Iterable[Parameters]:
+        return [p for p in self._registry.all if p.record is not None]
+
+    def _set(self, name: str, number: int, shard: Shard) -> Parameters:
+        p = self._registry.get(name)
+        assert p is not None
+        shards = list(p.entry.shards)
+        shards[number] = shard
+        self._registry.set_shards(name, tuple(shards))
+        return p
+
+    def _reported(self, event: ReplicaFilled | ReplicaUnreachable) -> Shard | None:
+        """The shard that a report is about, if it comes from its primary of this term."""
+        server = self._members.get(self._members.sessions.get(event.call, ""))
+        p = self._registry.get(event.parameters)
+        if server is None or p is None or p.record is None or not 0 <= event.shard < len(p.entry.shards):
+            return None
+        shard = p.entry.shards[event.shard]
+        sender = Replica(server.member_id, server.incarnation)
+        return shard if sender == shard.primary and event.term == shard.term and not shard.lost else None
+
+    def _needs_values(self, p: Parameters, after: tuple[Shard, ...]) -> bool:
+        """Whether values are gone that nobody has trained yet, so that their uploader still has them."""
+        moved = any(new.lost or new.term != old.term for old, new in zip(p.entry.shards, after, strict=True))
+        lost = any(new.lost for new in after)
+        return not p.entry.ready and (lost if p.placed.committed else moved)
+
+    def _placed_anew(self, p: Parameters) -> tuple[Shard, ...]:
+        if not self._members.staying:
+            return tuple(Shard(shard.primary, shard.term) for shard in p.entry.shards)
+        shards: list[Shard] = []
+        for shard in p.entry.shards:
+            counts = [s.primary.server_id for s in shards]
+            spare = min(self._members.staying, key=lambda server: (counts.count(server.member_id), server.member_id))
+            shards.append(replicas.placed_anew(shard, self._live, Replica(spare.member_id, spare.incarnation)))
+        return tuple(shards)
+
+    def _losses(self, p: Parameters, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[Effect]:
+        lost: dict[str, list[int]] = {}
+        for number, (old, new) in enumerate(zip(before, after, strict=True)):
+            if new.lost and not old.lost:
+                lost.setdefault(new.primary.server_id, []).append(number)
+        effects: list[Effect] = []
+        for server, numbers in lost.items():
+            held = f"{server} is gone and held {name_shards(numbers)} of {p.name!r} alone"
+            if not self._members.workers:
+                effects.append(Note(f"{held}; no worker is left to miss it"))
+                continue
+            text = f"{held} ({len(numbers)} of {len(after)} shards, at version {p.version}): {REMEDY}"
+            effects.append(Announce(ShardsLost(p.name, tuple(numbers), server, p.version, text)))
+            effects.append(Note(f"lost: {text}", "warning"))
+        return effects
+
+
+def _promotions(name: str, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[Effect]:
+    promoted: dict[tuple[Replica, Replica], list[int]] = {}
+    for number, (old, new) in enumerate(zip(before, after, strict=True)):
+        if new.term != old.term:
+            promoted.setdefault((old.primary, new.primary), []).append(number)
+    return [
+        Note(f"{new} is now the primary of {name_shards(numbers)} of {name!r}, which was {old}")
+        for (old, new), numbers in promoted.items()
+    ]
+
+
+def _fills(p: Parameters, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[Effect]:
+    """Notes on copies that begin. Those that belong to a creation are no news."""
+    begun: dict[Replica, list[int]] = {}
+    for number, (old, new) in enumerate(zip(before, after, strict=True)):
+        for replica in new.filling if p.entry.ready else ():
+            if replica not in old.filling:
+                begun.setdefault(replica, []).append(number)
+    return [
+        Note(
+            f"{name_shards(numbers)} of {p.name!r} is being copied to {replica}"
+            if not numbers[1:]
+            else f"{name_shards(numbers)} of {p.name!r} are being copied to {replica}"
+        )
+        for replica, numbers in begun.items()
+    ]

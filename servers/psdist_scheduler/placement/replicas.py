@@ -1,0 +1,304 @@
+"""Who holds a shard: each change that a shard can go through, and which changes are due. Pure functions.
+
+A shard changes when a server is lost (``after_loss``), when its primary says that a replica is filled (``filled``) or
+does not answer (``without``), and when ``Plan`` finds something to better:
+
+1. what is being filled on a server that leaves (drain) is given up, and a copy on one is dropped as soon as enough
+   others are complete;
+2. a shard with too few copies gets one that is filled;
+3. where all is complete, a shard may move: a further copy is filled, and when it is complete the one that weighs most
+   on the balance is dropped.
+
+Nothing of a move is remembered but the shard itself, so it goes on after a restart as if nothing had been. A move ends
+because each one makes ``_imbalance`` smaller. No change of this module but a loss lowers the number of complete copies
+below what is wanted, or promotes what is not complete. A copy is dropped only when those that are left have said that
+they know the map with it: so each of them lived, heard and was heard after they were enough without it. Else a copy
+that is well could be dropped in favour of one that is gone, and not missed yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from psdist.types import ParametersEntry, Replica, Shard
+from psdist_scheduler.placement.placement import shard_elements
+
+#: Copies that one primary fills at a time.
+FILLS_PER_SOURCE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A live server, as far as it concerns who holds what."""
+
+    replica: Replica
+    host: str = ""
+    #: Everything is to be moved away from it.
+    draining: bool = False
+
+    @property
+    def id(self) -> str:
+        """Its id."""
+        return self.replica.server_id
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Shard ``number`` of these parameters shall become ``shard``."""
+
+    parameters: str
+    number: int
+    shard: Shard
+
+
+# --- one shard --------------------------------------------------------------------------------------------------------
+
+
+def after_loss(shard: Shard, live: Callable[[Replica], bool]) -> Shard:
+    """The shard without replicas that live no more: the first live backup is promoted. Lost if there is none."""
+    if shard.lost:
+        return shard
+    backups = tuple(replica for replica in shard.backups if live(replica))
+    filling = tuple(replica for replica in shard.filling if live(replica))
+    if live(shard.primary):
+        return replace(shard, backups=backups, filling=filling)
+    if not backups:
+        return replace(shard, backups=(), filling=(), lost=True)
+    return Shard(backups[0], shard.term + 1, backups[1:], filling)
+
+
+def placed_anew(shard: Shard, live: Callable[[Replica], bool], spare: Replica) -> Shard:
+    """The shard before it has values that count: alone on its primary, or on ``spare`` if that one lives no more."""
+    return Shard(shard.primary, shard.term) if live(shard.primary) else Shard(spare, shard.term + 1)
+
+
+def filled(shard: Shard, replica: Replica) -> Shard:
+    """The shard once its primary said that ``replica`` is complete."""
+    filling = tuple(other for other in shard.filling if other != replica)
+    return replace(shard, backups=(*shard.backups, replica), filling=filling)
+
+
+def without(shard: Shard, replica: Replica) -> Shard:
+    """The shard without one of its backups or of those being filled."""
+    backups = tuple(other for other in shard.backups if other != replica)
+    filling = tuple(other for other in shard.filling if other != replica)
+    return replace(shard, backups=backups, filling=filling)
+
+
+def complete(shard: Shard) -> tuple[Replica, ...]:
+    """Who has everything that was acknowledged."""
+    return (shard.primary, *shard.backups)
+
+
+def _dropped(shard: Shard, replica: Replica) -> Iterator[Shard]:
+    """The ways to go on without a complete copy: a primary is followed by any of its backups."""
+    if replica != shard.primary:
+        yield without(shard, replica)
+        return
+    for heir in shard.backups:
+        others = tuple(other for other in shard.backups if other != heir)
+        yield Shard(heir, shard.term + 1, others, shard.filling)
+
+
+# --- all shards -------------------------------------------------------------------------------------------------------
+
+
+class Plan:
+    """What is due, given who lives and what lies where.
+
+    wanted: copies of each shard.
+    knows: whether this server has said that it has the map that shows this shard of those parameters with its copies.
+        Before it is shown nobody knows it, so who is promoted was a backup in the epoch before.
+    refused: whether this server cannot be used for that shard of those parameters now.
+    tried: whether it failed as a replica of it earlier, so that any other is to be preferred.
+    installed: whether the initial values of these parameters are on their primaries; nothing is copied before.
+    ready: whether these parameters are in use; before, copies need not be spared.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[ParametersEntry],
+        holders: Sequence[Holder],
+        wanted: int,
+        *,
+        installed: Callable[[str], bool],
+        ready: Callable[[str], bool],
+        knows: Callable[[str, int, Replica], bool],
+        refused: Callable[[str, int, Replica], bool],
+        tried: Callable[[str, int, Replica], bool],
+    ) -> None:
+        self._now = {entry.spec.name: list(entry.shards) for entry in entries}
+        self._sizes = {
+            entry.spec.name: shard_elements(entry.slicing, len(entry.shards)) for entry in entries if entry.shards
+        }
+        self._holders = {holder.id: holder for holder in sorted(holders, key=lambda holder: holder.id)}
+        self._usable = [holder for holder in self._holders.values() if not holder.draining]
+        self._wanted = wanted
+        self._installed, self._ready, self._knows = installed, ready, knows
+        self._refused, self._tried = refused, tried
+        #: Something is due as soon as a server says that it knows the map.
+        self.held_up = False
+        self._primary = dict.fromkeys(self._holders, 0)
+        self._held = dict.fromkeys(self._holders, 0)
+        self._fills = dict.fromkeys(self._holders, 0)
+        for name, number, shard in self._shards():
+            self._count(name, number, shard, 1)
+
+    def changes(self) -> dict[str, tuple[Shard, ...]]:
+        """The shards of all parameters of which one or more change, as they shall be."""
+        changed: dict[str, None] = {}
+        again = True
+        while again:
+            again = False
+            for name, number, _ in self._shards():
+                while (better := self._better(name, number)) is not None:
+                    self._set(name, number, better)
+                    changed[name], again = None, True
+        settled = all(self._settled(shard) for _, _, shard in self._shards())
+        if settled and (move := self._move()):
+            self._set(move.parameters, move.number, move.shard)
+            changed[move.parameters] = None
+        return {name: tuple(self._now[name]) for name in changed}
+
+    # --- inner --------------------------------------------------------------------------------------------------------
+
+    def _shards(self) -> Iterator[tuple[str, int, Shard]]:
+        for name, shards in self._now.items():
+            for number, shard in enumerate(shards):
+                if not shard.lost:
+                    yield name, number, shard
+
+    def _count(self, name: str, number: int, shard: Shard, sign: int) -> None:
+        elements = sign * self._sizes[name][number]
+        for replica in shard.replicas:
+            if replica.server_id in self._held:
+                self._held[replica.server_id] += elements
+        if shard.primary.server_id in self._primary:
+            self._primary[shard.primary.server_id] += elements
+            self._fills[shard.primary.server_id] += sign * len(shard.filling)
+
+    def _set(self, name: str, number: int, shard: Shard) -> None:
+        self._count(name, number, self._now[name][number], -1)
+        self._now[name][number] = shard
+        self._count(name, number, shard, 1)
+
+    def _better(self, name: str, number: int) -> Shard | None:
+        """What a shard shall be at once; None if it may stay as it is."""
+        shard = self._now[name][number]
+        return self._without_leaving(name, number, shard) or self._with_more(name, number, shard)
+
+    def _settled(self, shard: Shard) -> bool:
+        return not shard.filling and len(complete(shard)) == self._wanted
+
+    def _stays(self, replica: Replica) -> bool:
+        holder = self._holders.get(replica.server_id)
+        return holder is not None and holder.replica == replica and not holder.draining
+
+    def _without_leaving(self, name: str, number: int, shard: Shard) -> Shard | None:
+        """The shard without what is superfluous; None if nothing is."""
+        if given_up := [replica for replica in shard.filling if not self._stays(replica)]:
+            return without(shard, given_up[0])
+        staying = [replica for replica in complete(shard) if self._stays(replica)]
+        leaving = [replica for replica in complete(shard) if not self._stays(replica)]
+        if leaving and len(staying) >= max(1, min(self._wanted, len(self._usable))):
+            heirs = [after for after in _dropped(shard, leaving[0]) if self._stays(after.primary)]
+            return self._best(name, number, shard, heirs)
+        if not leaving and len(staying) > self._wanted:
+            options = [after for replica in complete(shard) for after in _dropped(shard, replica)]
+            return self._best(name, number, shard, options)
+        return None
+
+    def _best(self, name: str, number: int, shard: Shard, options: Sequence[Shard]) -> Shard | None:
+        """What becomes of a shard; None as long as one of those that keep it has not said that it knows."""
+        best = min(options, key=lambda after: self._imbalance(name, number, shard, after))
+        if all(self._knows(name, number, replica) for replica in complete(best) if self._stays(replica)):
+            return best
+        self.held_up = True
+        return None
+
+    def _with_more(self, name: str, number: int, shard: Shard) -> Shard | None:
+        """The shard with one more that is filled; None if it has enough, or must wait."""
+        staying = [replica for replica in (*complete(shard), *shard.filling) if self._stays(replica)]
+        if len(staying) >= self._wanted:
+            return None
+        if not self._installed(name):
+            return None
+        if self._ready(name) and self._fills.get(shard.primary.server_id, 0) >= FILLS_PER_SOURCE:
+            return None
+        holding = {replica.server_id for replica in shard.replicas}
+        hosts = {self._holders[replica.server_id].host for replica in staying}
+        targets = [
+            holder
+            for holder in self._usable
+            if holder.id not in holding and not self._refused(name, number, holder.replica)
+        ]
+        if not targets:
+            return None
+        target = min(
+            targets,
+            key=lambda h: (self._tried(name, number, h.replica), h.host in hosts, self._held[h.id], h.id),
+        )
+        return replace(shard, filling=(*shard.filling, target.replica))
+
+    # --- inner: balance -----------------------------------------------------------------------------------------------
+
+    def _imbalance(self, name: str, number: int, before: Shard, after: Shard) -> tuple[int, int, int]:
+        """What would become worse or better with ``after``: hosts shared by copies, then load, then memory."""
+        self._count(name, number, before, -1)
+        self._count(name, number, after, 1)
+        load = sum(elements**2 for elements in self._primary.values())
+        memory = sum(elements**2 for elements in self._held.values())
+        self._count(name, number, after, -1)
+        self._count(name, number, before, 1)
+        hosts = [self._holders[r.server_id].host for r in complete(after) if r.server_id in self._holders]
+        distinct = len({holder.host for holder in self._usable})
+        return max(0, min(len(hosts), distinct) - len(set(hosts))), load, memory
+
+    def _move(self) -> Change | None:
+        """The fill that begins a move which betters the balance; None if no move is worth its while."""
+        for candidates in (self._crowded(), self._loaded(self._primary, 1), self._loaded(self._held, None)):
+            gains = [(gain, change) for change in candidates if (gain := self._gain(change)) is not None]
+            if gains:
+                return min(gains, key=lambda pair: pair[0])[1]
+        return None
+
+    def _gain(self, change: Change) -> tuple[int, int, int] | None:
+        """How balanced all would be after the move that ``change`` begins; None if not better than now."""
+        name, number, shard = change.parameters, change.number, self._now[change.parameters][change.number]
+        whole = filled(shard, change.shard.filling[-1])
+        options = [after for replica in complete(shard) for after in _dropped(whole, replica)]
+        best = min(self._imbalance(name, number, shard, after) for after in options)
+        return best if best < self._imbalance(name, number, shard, shard) else None
+
+    def _crowded(self) -> Iterator[Change]:
+        """Shards with copies on fewer hosts than there could be."""
+        if len({holder.host for holder in self._usable}) > 1:
+            for name, number, shard in self._shards():
+                if self._imbalance(name, number, shard, shard)[0]:
+                    for target in self._usable:
+                        yield from self._begun(name, number, shard, target)
+
+    def _loaded(self, load: Mapping[str, int], roles: int | None) -> Iterator[Change]:
+        """Shards of the fullest server, for the emptiest, where the two differ by more than a shard's worth. ``roles``
+        are so many of the first complete copies that may be taken from the fullest."""
+        fullest = max(load, key=lambda id_: load[id_], default="")
+        emptiest = min((holder.id for holder in self._usable), key=lambda id_: load[id_], default="")
+        worth = max((size for sizes in self._sizes.values() for size in sizes), default=0)
+        if not emptiest or load[fullest] - load[emptiest] <= worth:
+            return
+        for name, number, shard in self._shards():
+            if fullest not in [replica.server_id for replica in complete(shard)[:roles]]:
+                continue
+            holding = [replica.server_id for replica in shard.replicas]
+            others = sorted(self._usable, key=lambda holder: (self._held[holder.id], holder.id))
+            # A backup on the emptiest can take over, once somebody else is filled in its place.
+            for target in others if emptiest in holding else [self._holders[emptiest]]:
+                yield from self._begun(name, number, shard, target)
+
+    def _begun(self, name: str, number: int, shard: Shard, target: Holder) -> Iterator[Change]:
+        """The shard with ``target`` being filled, if it may be."""
+        unfit = target.id in [replica.server_id for replica in shard.replicas]
+        unfit = unfit or not self._ready(name) or self._tried(name, number, target.replica)
+        if not unfit and not self._refused(name, number, target.replica):
+            yield Change(name, number, replace(shard, filling=(target.replica,)))

@@ -1,0 +1,185 @@
+"""What parameters begin from: nothing, or a snapshot that the run went on from or went back to. Pure.
+
+Parameters that are in the snapshot take the cut of their vector, their step and their values from there: no worker
+uploads any, but the servers load what they are the primaries of, and say so. Their other settings are those that the
+workers give, and what is another than in the snapshot is told (``notice``). What is created under another name begins
+anew.
+
+With ``reset_optimizer`` the optimizer's state begins anew too: once in a run, which goes back to a snapshot of its own
+without another reset. Snapshots that the run did not take itself have epochs before ``Base.began``; those that it took
+say in their settings whether it was to reset.
+
+Invariants: what was created with other tensors, or with settings that the values in the snapshot do not allow, is
+refused; a shard counts as loaded by the word of its primary of this term alone. Not here: placing (``registry``), which
+snapshot (``schedule``).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from psdist.changes import changes
+from psdist.consistency import BSP
+from psdist.errors import LayoutMismatchError, SettingsMismatchError, SnapshotCorruptError, StorageError
+from psdist.snapshots.format import DatasetState, ParametersState
+from psdist.types import DatasetSpec, Layout, ParametersEntry, ParametersSpec, Restore
+from psdist_scheduler.events.records import Base
+from psdist_scheduler.events.snapshot_events import Found, Loaded
+
+#: After the run went back to a snapshot, it waits so long, in seconds, for as many servers as there were.
+SERVERS_GRACE_SECONDS: Final = 10.0
+#: And so long for the workers that it needs: nobody knows of one that is gone whether it had done its work, and those
+#: that are there would have gone on without it.
+WORKERS_GRACE_SECONDS: Final = 60.0
+_REMEDY: Final = "give what it was saved with, or begin anew under another --run-id or with another --storage-path"
+
+
+class Resume:
+    """The base of this run, and what is loaded from it. ``found`` is the base's snapshot, where it is known."""
+
+    def __init__(self, base: Base, found: Found | None) -> None:
+        self.base = base
+        self.found = found if base.restore is not None else None
+        self._known = self.found is not None
+        #: Changed since the cluster last took it.
+        self.changed = False
+        #: Why nothing can be created any more; empty if it can.
+        self.failed = ""
+        #: When the run went back to a snapshot; None if it did not.
+        self.since: float | None = None
+        self._loaded: dict[str, dict[tuple[int, int], None]] = {}
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def unread(self) -> bool:
+        """Whether there is a snapshot to begin from that is not known yet."""
+        return self.base.restore is not None and not self._known
+
+    def state(self, name: str) -> ParametersState | None:
+        """What the snapshot has of these parameters."""
+        return self.found.manifest.state(name) if self.found is not None else None
+
+    @property
+    def incarnations(self) -> int:
+        """The highest incarnation of a worker that the snapshot speaks of; 0 for none."""
+        states = self.found.manifest.parameters if self.found is not None else ()
+        return max((incarnation for state in states for _, incarnation, _ in state.next), default=0)
+
+    def first_step(self, spec: ParametersSpec) -> int:
+        """The step that the members of parameters begin with that are loaded."""
+        state = self.state(spec.name)
+        return state.step if state is not None and isinstance(spec.consistency, BSP) else 0
+
+    def check(self, spec: ParametersSpec, layout: Layout) -> None:
+        """Raises SettingsMismatchError, LayoutMismatchError where parameters of these settings cannot have the values
+        of the snapshot, and SnapshotCorruptError where there is none to begin from any more."""
+        if self.failed:
+            raise SnapshotCorruptError(self.failed)
+        state = self.state(spec.name)
+        if state is None or self.found is None:
+            return
+        whose = f"{spec.name!r} as snapshot {self.found.commit.directory} has it"
+        if state.layout != layout:
+            difference = state.layout.difference(layout)
+            raise LayoutMismatchError(f"layout differs from {whose}: {difference}; {_REMEDY}")
+        if difference := _slicing_difference(state, spec):
+            raise SettingsMismatchError(f"settings differ from {whose}: {difference}; {_REMEDY}")
+        needing = [f"{change}" for change in changes(state.spec, spec) if change.needs_reset]
+        if needing and not spec.reset_optimizer:
+            raise SettingsMismatchError(
+                f"settings differ from {whose}: {'; '.join(needing)}. The optimizer's state there is of no use with "
+                "that: pass reset_optimizer=True to client.parameters() on every worker, which begins the optimizer's "
+                f"state anew from the snapshot's weights; or {_REMEDY}"
+            )
+
+    def resets(self, spec: ParametersSpec) -> bool:
+        """Whether the optimizer's state begins anew. What a snapshot of this run has was reset before, if it was to."""
+        state = self.state(spec.name)
+        if state is None or self.found is None or not spec.reset_optimizer:
+            return False
+        is_done = self.found.manifest.epoch >= self.base.began and state.spec.reset_optimizer
+        return not is_done or any(change.needs_reset for change in changes(state.spec, spec))
+
+    def notice(self, entry: ParametersEntry) -> str:
+        """What people should know of how parameters began that were loaded: settings that were others, each with its
+        old and new value, and whether the optimizer's state began anew. Empty where there is nothing to say."""
+        state, restore = self.state(entry.spec.name), entry.restore
+        if state is None or restore is None:
+            return ""
+        others = "; ".join(f"{change}" for change in changes(state.spec, entry.spec))
+        settings = f" with other settings: {others}" if others else ""
+        anew = ", and the optimizer's state begins anew (reset_optimizer=True)" if restore.weights_only else ""
+        return (
+            f"{entry.spec.name!r} goes on from snapshot {restore.directory}{settings}{anew}" if others or anew else ""
+        )
+
+    @property
+    def datasets(self) -> tuple[DatasetState, ...]:
+        """Where data sets stand in the snapshot."""
+        return self.found.manifest.datasets if self.found is not None else ()
+
+    def dataset(self, spec: DatasetSpec) -> DatasetState | None:
+        """Where a data set goes on that is opened now. Raises SettingsMismatchError, and StorageError while the
+        snapshot is not known."""
+        if self.unread:
+            raise StorageError("the storage with the snapshot that the run began from is not read yet: try again")
+        state = next((state for state in self.datasets if state.spec.name == spec.name), None)
+        if state is not None and self.found is not None and (difference := state.spec.difference(spec)):
+            whose = f"as snapshot {self.found.commit.directory} has it"
+            raise SettingsMismatchError(f"data set {spec.name!r} {whose} has other settings: {difference}; {_REMEDY}")
+        return state
+
+    def missing(self, entry: ParametersEntry) -> dict[str, list[int]]:
+        """Shards that are not loaded, by the server that is to load them."""
+        loaded = self._loaded.get(entry.spec.name, {})
+        missing: dict[str, list[int]] = {}
+        for number, shard in enumerate(entry.shards):
+            if (number, shard.term) not in loaded:
+                missing.setdefault(shard.primary.server_id, []).append(number)
+        return missing
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    def loaded(self, event: Loaded, server: str, entry: ParametersEntry) -> bool:
+        """A server has loaded shards. Whether all are loaded now."""
+        if entry.restore is None or event.generation != entry.generation:
+            return False
+        known = self._loaded.setdefault(entry.spec.name, {})
+        for number, term in zip(event.shards, event.terms, strict=False):
+            shard = entry.shards[number] if 0 <= number < len(entry.shards) else None
+            if shard is not None and shard.primary.server_id == server and shard.term == term and not shard.lost:
+                known[number, term] = None
+        return not self.missing(entry)
+
+    def go_to(self, found: Found, term: int, epoch: int, now: float | None) -> None:
+        """All parameters begin from this snapshot again. ``term``: the highest that a shard had. ``epoch``: the one
+        that shows it. ``now``: None where the run has not begun."""
+        restore = Restore(found.commit.directory, bytes.fromhex(found.commit.manifest_digest))
+        generation, began = self.base.generation + (now is not None), epoch if now is None else self.base.began
+        self.base = Base(restore, generation, max(term + 1, self.base.term), epoch, began)
+        self.found, self.since, self.changed, self._known = found, now, True, True
+        self._loaded.clear()
+
+    def is_of_this_course(self, found: Found) -> bool:
+        """Whether the run went through this snapshot, and did not give it up."""
+        restore, commit = self.base.restore, found.commit
+        return restore is None or commit.directory == restore.directory or commit.epoch >= self.base.epoch
+
+    def read(self, found: Found | None) -> None:
+        """The storage was read: the base's snapshot, or None where it is not there any more."""
+        if self.unread:
+            self.found, self._known = found, True
+
+
+def _slicing_difference(state: ParametersState, spec: ParametersSpec) -> str:
+    """Why slices of the snapshot cannot be slices of parameters with these settings; empty if they can."""
+    saved = state.spec
+    if spec.slice_elements not in (0, saved.slice_elements):
+        return f"slice_elements is {spec.slice_elements}, not {saved.slice_elements}"
+    if isinstance(spec.consistency, BSP) and state.version_min != state.step:
+        return (
+            f"consistency is {spec.consistency!r}, not {saved.consistency!r}, and slices are at versions "
+            f"{state.version_min} to {state.step}, while BSP has all of them at one step"
+        )
+    return ""

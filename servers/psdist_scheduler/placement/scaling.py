@@ -1,0 +1,179 @@
+"""Servers that are to go, and how many there shall be: drains, the wanted number, and launchers that watch it. Pure.
+
+A drained server is marked, durably, and ``replicas`` moves everything away from it; here are the calls that wait for
+that, and the numbers that launchers act by. A drain goes on when its caller is gone.
+
+Not here: who starts and stops servers (launchers do), and which shard moves where (``replicas``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from psdist.errors import InvalidArgumentError, LimitExceededError, ServerLostError
+from psdist.types import Replica, Shard
+from psdist.wire.limits import MEMBERS_MAX
+from psdist_scheduler.events.cluster_events import (
+    Answer,
+    Drain,
+    Drained,
+    Draining,
+    Effect,
+    Note,
+    Refuse,
+    Scale,
+    Scaled,
+    ScaleNews,
+    WatchScale,
+)
+from psdist_scheduler.events.records import ClusterSettings, Member, name_some
+from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement.registry import Registry
+
+#: A drain in progress is told about again after so long, so that its caller can tell a wait from a dead connection.
+_REPEAT_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class _Drain:
+    """A call that waits for a server to hold nothing."""
+
+    server: Replica
+    total: int
+    told: Draining | None = None
+    told_at: float = 0.0
+
+
+class Scaling:
+    """Drains in progress, and those who watch."""
+
+    def __init__(self, settings: ClusterSettings, registry: Registry, members: Membership) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._members = members
+        self._drains: dict[int, _Drain] = {}
+        #: What each watching call was told last.
+        self._watchers: dict[int, ScaleNews | None] = {}
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def drain(self, event: Drain) -> list[Effect]:
+        """Everything is to be moved away from a server. Raises WrongRunError, InvalidArgumentError."""
+        self._members.check_run(event.run_id)
+        member = self._members.get(event.server_id)
+        if member is None or member.role != "server" or not member.live:
+            there = name_some([server.member_id for server in self._members.servers]) or "none"
+            raise InvalidArgumentError(f"no live server {event.server_id!r:.80}: these are live: {there}")
+        held, others = len(self._held(member)), [server for server in self._members.staying if server != member]
+        if held and not others and self._members.workers:
+            raise InvalidArgumentError(
+                f"{member} holds {held} shards and there is no other server to take them: start another one first",
+                server_id=member.member_id,
+            )
+        # One that holds nothing is marked too: nothing is to be placed on what is about to be stopped.
+        self._drains[event.call] = _Drain(Replica(member.member_id, member.incarnation), held)
+        return self._mark([member])
+
+    def scale(self, event: Scale) -> list[Effect]:
+        """A number of servers is wanted. Raises WrongRunError, InvalidArgumentError, LimitExceededError."""
+        self._members.check_run(event.run_id)
+        least = self._settings.replicas
+        if event.servers < least:
+            raise InvalidArgumentError(
+                f"{event.servers} servers are too few: each shard has {least} copies, each on a server of its own, so "
+                f"{least} is the least"
+            )
+        if event.servers > MEMBERS_MAX:
+            raise LimitExceededError(f"{event.servers} servers are more than the limit of {MEMBERS_MAX}")
+        there = sorted(self._members.staying, key=_by_number)
+        surplus = there[event.servers :]
+        self._members.want_servers(event.servers)
+        missing = max(0, event.servers - len(there))
+        drained = tuple(server.member_id for server in surplus)
+        answer = Answer(event.call, Scaled(len(there), drained, missing, len(self._watchers)))
+        return [Note(f"{event.servers} servers are wanted, {len(there)} are there"), *self._mark(surplus), answer]
+
+    def watch(self, event: WatchScale) -> list[Effect]:
+        """A launcher watches. Raises WrongRunError."""
+        self._members.check_run(event.run_id)
+        self._watchers[event.call] = None
+        return []
+
+    def end(self, call: int) -> None:
+        """The call does not wait any more."""
+        self._drains.pop(call, None)
+        self._watchers.pop(call, None)
+
+    # --- progress -----------------------------------------------------------------------------------------------------
+
+    def progress(self, now: float) -> list[Effect]:
+        """Tells those who wait and watch what became of it."""
+        effects: list[Effect] = []
+        for call, drain in list(self._drains.items()):
+            effects += self._go_on(call, drain, now)
+        draining = tuple(server.member_id for server in self._members.servers if server.draining)
+        news = ScaleNews(self._members.servers_wanted, draining, self._to_stop(), self._registry.lost_text)
+        for call, told in self._watchers.items():
+            if told != news:
+                self._watchers[call] = news
+                effects.append(Answer(call, news))
+        return effects
+
+    def waits(self) -> Iterator[tuple[str, list[int], str]]:
+        """Key, calls and reason of each wait. Those who wait for a drain are told by ``progress``."""
+        for server in self._members.servers:
+            if server.draining and (left := len(self._held(server))):
+                yield f"drain {server}", [], self._text(server, left)
+
+    # --- inner --------------------------------------------------------------------------------------------------------
+
+    def _mark(self, servers: list[Member]) -> list[Effect]:
+        fresh = [server for server in servers if not server.draining]
+        for server in fresh:
+            self._members.drain(server.member_id)
+        return [Note(f"{server} is drained: {len(self._held(server))} shards move away") for server in fresh]
+
+    def _go_on(self, call: int, drain: _Drain, now: float) -> list[Effect]:
+        server = self._members.get(drain.server.server_id)
+        if server is None or not self._members.is_live(drain.server.server_id, drain.server.incarnation):
+            del self._drains[call]
+            if self._has_lost(drain.server):
+                return [Refuse(call, ServerLostError(f"{drain.server} was lost before all was moved away from it"))]
+            return [Answer(call, Drained(drain.total))]
+        left = len(self._held(server, worth=True))
+        if not left or not (self._members.workers or self._members.staying):
+            del self._drains[call]
+            return [Answer(call, Drained(drain.total)), Note(f"{server} is drained and may be stopped")]
+        news = Draining(self._text(server, left), left, max(left, drain.total))
+        if news == drain.told and now - drain.told_at < _REPEAT_SECONDS:
+            return []
+        drain.told, drain.told_at = news, now
+        return [Answer(call, news)]
+
+    def _text(self, server: Member, left: int) -> str:
+        if not self._members.staying:
+            return f"for another server to register, which can take {left} shards of {server}"
+        return f"for {left} shards to be moved from {server} to other servers"
+
+    def _to_stop(self) -> tuple[str, ...]:
+        return tuple(s.member_id for s in self._members.servers if s.draining and not self._held(s))
+
+    def _held(self, server: Member, worth: bool = False) -> list[Shard]:
+        """Shards that a server has or gets a copy of. ``worth``: without values that nobody is left to upload."""
+        replica = Replica(server.member_id, server.incarnation)
+        return [
+            shard
+            for entry in self._registry.entries
+            if not worth or entry.ready or self._members.workers
+            for shard in entry.shards
+            if not shard.lost and replica in shard.replicas
+        ]
+
+    def _has_lost(self, replica: Replica) -> bool:
+        return any(s.lost and s.primary == replica for entry in self._registry.entries for s in entry.shards)
+
+
+def _by_number(server: Member) -> tuple[int, str]:
+    """server-10 after server-9."""
+    return len(server.member_id), server.member_id

@@ -1,0 +1,130 @@
+"""Which snapshots the run has: what its storage holds, as far as is known. Pure.
+
+A snapshot exists when the storage has its commit record. Between the moment at which the record is sent and the
+storage's answer nobody knows whether it does, nor after an answer that leaves it open; then the storage is read. As
+long as that is so, ``doubt`` says so: what depends on which snapshot is the newest waits (``deferred_losses``).
+
+Invariants: ``commits`` are the newest first, each number once, none above ``highest``; one commit is under way at a
+time, so that no two are sent under one number; ``newest`` is of the course that the run is on (``restore_point``).
+Not here: the storage itself (``snapshot_io``), which snapshots are kept (``retention``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from psdist.snapshots.format import Commit
+from psdist_scheduler.events.cluster_events import Effect
+from psdist_scheduler.events.snapshot_events import Found, History, ReadHistory
+from psdist_scheduler.placement.restore_point import Resume
+
+#: A storage that could not be read is read again after so long, in seconds.
+_READ_AGAIN_SECONDS: Final = 5.0
+
+
+class Catalog:
+    """All that is known of one run's storage. ``history``: what it holds, None where it was not read."""
+
+    def __init__(self, resume: Resume, history: History | None) -> None:
+        self._resume = resume
+        #: Whether the storage was read.
+        self.known = False
+        self.commits: tuple[Commit, ...] = ()
+        self.newest: Found | None = None
+        self.highest = 0
+        #: Directories of snapshots that could not be loaded.
+        self.bad: tuple[str, ...] = ()
+        #: Directory of the snapshot whose commit is under way; empty for none.
+        self.committing = ""
+        #: Directory of a snapshot of which the storage did not say whether it exists; empty for none.
+        self._unsure = ""
+        self._is_reading = False
+        self._read_at: float | None = None
+        if history is not None:
+            self.take(history)
+
+    @property
+    def doubt(self) -> str:
+        """What must be known before it is known which snapshot is the newest, as a sentence that begins with "for";
+        empty if nothing must."""
+        if not self.known:
+            return "for the storage to be read"
+        directory = self.committing or self._unsure
+        return f"for the storage to say whether snapshot {directory} was committed" if directory else ""
+
+    def validate(self) -> None:
+        """Asserts the invariants of the module's text."""
+        numbers = [commit.sequence for commit in self.commits]
+        assert numbers == sorted(set(numbers), reverse=True) and max(numbers, default=0) <= self.highest
+
+    def loss(self, names: Collection[str]) -> str:
+        """What a snapshot of the parameters ``names`` loses that the newest one has; empty if it loses nothing."""
+        steps = self.newest.commit.steps if self.newest is not None else {}
+        missing = [name for name in steps if name not in names]
+        if not missing:
+            return ""
+        return (
+            f"{missing[0]!r}, which the snapshot before has, was not created in this run: who goes on from a snapshot "
+            "without it begins it anew. Have a worker create it, also where it is not trained any more"
+        )
+
+    # --- commits ------------------------------------------------------------------------------------------------------
+
+    def begin(self, directory: str) -> None:
+        """A commit is sent to the storage."""
+        assert not self.committing, "two commits at a time would have one number"
+        self.committing = directory
+
+    def add(self, found: Found, *, wanted: bool = True) -> None:
+        """The commit under way is there. ``wanted``: the run may go back to it."""
+        commit = found.commit
+        self.commits = (commit, *(other for other in self.commits if other.sequence != commit.sequence))
+        self.highest = max(self.highest, commit.sequence)
+        self.committing = self._unsure = ""
+        if wanted:
+            self.newest = found
+
+    def fail(self, unsure: bool) -> None:
+        """The commit under way has failed. ``unsure``: it may be there all the same, so that the storage is read."""
+        if unsure:
+            self._unsure, self._read_at = self.committing, None
+        self.committing = ""
+
+    def remove(self, sequences: Collection[int]) -> None:
+        """These are deleted."""
+        self.commits = tuple(commit for commit in self.commits if commit.sequence not in sequences)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def take(self, history: History | None) -> None:
+        """What the storage holds; None where it could not be read."""
+        self._is_reading = False
+        if history is None:
+            return
+        self.known = True
+        self.commits = tuple(history.commits)
+        self.highest = max(self.highest, history.highest)
+        newest = history.newest
+        given_up = newest is not None and not self.bad and not self._resume.is_of_this_course(newest)
+        self.newest = self._resume.found if given_up else newest
+        if not self.committing:  # Else it was read before.
+            self._unsure = ""
+
+    def give_up(self, directory: str) -> ReadHistory:
+        """A snapshot cannot be loaded: the one before is looked for."""
+        self.bad = (*self.bad, directory)
+        return self._read()
+
+    def read_if_due(self, now: float) -> list[Effect]:
+        """Has the storage read where that was not done, or may tell of what is in doubt."""
+        due = not self.known or (self._unsure and not self.committing)
+        if not due or self._is_reading or (self._read_at is not None and now - self._read_at < _READ_AGAIN_SECONDS):
+            return []
+        self._read_at = now
+        return [self._read()]
+
+    def _read(self) -> ReadHistory:
+        self._is_reading = True
+        restore = self._resume.base.restore
+        return ReadHistory(restore.directory if restore is not None and self._resume.unread else "", self.bad)

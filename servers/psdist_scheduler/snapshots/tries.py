@@ -1,0 +1,58 @@
+"""Attempts at one snapshot, one upon the other, until one is committed or has failed: what they have learned, and how
+many there may be. Pure.
+
+A cut that is too early is refused, as slices have passed it, and too late makes everybody wait. So the first ones are
+chosen near, and each later one twice as far ahead as the one before. Not here: an attempt (``attempt``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from psdist_scheduler.placement.parameters import Parameters
+from psdist_scheduler.snapshots import waiters
+from psdist_scheduler.snapshots.attempt import is_stepped
+
+#: Cuts that may be refused, one upon the other.
+REFUSALS_MAX: Final = 64
+#: Attempts that may be begun anew, one upon the other, because the cluster changed.
+RETRIES_MAX: Final = 64
+#: Attempts that pushes may wait for in vain, one upon the other, each for a lease.
+HELD_MAX: Final = 3
+#: How far ahead a cut is chosen, at most, in steps.
+_DISTANCE_MAX: Final = 1024
+
+
+@dataclass(slots=True)
+class Tries:
+    """refused: cuts. retries: attempts begun anew. held: attempts that pushes waited for in vain."""
+
+    refused: int = 0
+    retries: int = 0
+    held: int = 0
+    #: Cut each parameters where it stands: what was to come did not.
+    exact: bool = False
+    #: By parameters, the step that a server named as not passed.
+    known: dict[str, int] = field(default_factory=dict)
+
+    def version(self, p: Parameters) -> int:
+        """How far the parameters are, as far as is known."""
+        return max(p.version, self.known.get(p.name, 0))
+
+    def soonest(self, ready: Iterable[Parameters], waiting: Iterable[Mapping[str, int]]) -> dict[str, int]:
+        """The cut that can be had soonest, as far as is known. ``waiting``: next pushes of workers that wait for it."""
+        waiting, stepped = list(waiting), [p for p in ready if is_stepped(p)]
+        steps = {p.name: max(self.version(p), *(next.get(p.name, 0) for next in waiting), 0) for p in stepped}
+        if self.exact or not any(p.entry.members for p in stepped):
+            return steps
+        distance = 0 if self.refused < 2 else min(1 << min(self.refused - 2, 10), _DISTANCE_MAX)
+        later = {p.name: steps[p.name] + (0 if waiters.stand_still(p, waiting) else distance) for p in stepped}
+        return later if waiting else _common(later)
+
+
+def _common(steps: Mapping[str, int]) -> dict[str, int]:
+    """Steps that differ by one at most become the same, the higher: such parameters are trained together."""
+    high = max(steps.values(), default=0)
+    return dict.fromkeys(steps, high) if steps and high - min(steps.values()) <= 1 else dict(steps)

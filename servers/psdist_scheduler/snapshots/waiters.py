@@ -1,0 +1,165 @@
+"""Those who wait for a snapshot: which attempt serves whom, and what they are told. Pure.
+
+A worker that waits makes no push until it is answered, so that it is served by a cut that is reached without one, and
+that has all of its pushes. Anybody else who asks wants what is trained by now: a cut that is agreed from then on.
+
+Not here: attempts themselves (``attempt``), when one is begun (``schedule``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from psdist.changes import changes
+from psdist.consistency import BSP
+from psdist.errors import PsdistError
+from psdist.snapshots.format import Manifest
+from psdist_scheduler.datasets.datasets import Datasets
+from psdist_scheduler.events.cluster_events import Answer, Draining, Effect, Refuse
+from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.snapshot_events import Found, Saved, Saving
+from psdist_scheduler.placement.parameters import Parameters
+from psdist_scheduler.snapshots.attempt import Attempt
+
+#: Who waits is told again after so long, so that a wait can be told from a dead connection; and not more often than
+#: after so long, in seconds.
+_REPEAT_SECONDS: Final = 2.0
+_PAUSE_SECONDS: Final = 0.2
+
+
+@dataclass(slots=True)
+class Saver:
+    """A call that waits for a snapshot. ``next``: of a worker that waits, its next pushes.
+
+    drains: the call is a server's that wants to end: it is told in the words of a drain, and goes on afterwards.
+    """
+
+    call: int
+    worker: Member | None
+    next: dict[str, int]
+    reason: str
+    drains: bool = False
+    #: The attempt that will answer it; 0 for the next one.
+    attempt: int = 0
+    told: tuple[str, int, int] = ("", 0, 0)
+    told_at: float = float("-inf")
+
+
+class Savers:
+    """All who wait."""
+
+    def __init__(self) -> None:
+        self._all: dict[int, Saver] = {}
+
+    def __iter__(self) -> Iterator[Saver]:
+        return iter(list(self._all.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def __contains__(self, call: int) -> bool:
+        return call in self._all
+
+    @property
+    def waiting(self) -> list[Saver]:
+        """Those that make no push until they are answered."""
+        return [saver for saver in self if saver.worker is not None]
+
+    def add(self, saver: Saver) -> None:
+        """Somebody waits."""
+        self._all[saver.call] = saver
+
+    def end(self, call: int) -> None:
+        """The call does not wait any more."""
+        self._all.pop(call, None)
+
+    def of(self, attempt: int) -> list[Saver]:
+        """Those whom this attempt answers."""
+        return [saver for saver in self if saver.attempt == attempt]
+
+    def assign(self, attempt: int) -> None:
+        """This attempt answers all; 0: the next one does."""
+        for saver in self:
+            saver.attempt = attempt
+
+    def answer(self, saver: Saver, value: Saved) -> list[Effect]:
+        """A snapshot serves it."""
+        self.end(saver.call)
+        return [] if saver.drains else [Answer(saver.call, value)]
+
+    def refuse(self, saver: Saver, error: PsdistError) -> list[Effect]:
+        """None will."""
+        self.end(saver.call)
+        return [] if saver.drains else [Refuse(saver.call, error)]
+
+    def refuse_all(self, error: PsdistError) -> list[Effect]:
+        """None will, for anybody."""
+        return [effect for saver in self for effect in self.refuse(saver, error)]
+
+    def tell(self, text: str, done: int, total: int, now: float) -> list[Effect]:
+        """Says what is waited for, and how much of ``total`` bytes is written."""
+        effects: list[Effect] = []
+        news = (text, done, total)
+        for saver in self:
+            pause = now - saver.told_at
+            if pause >= _REPEAT_SECONDS or (news != saver.told and pause >= _PAUSE_SECONDS):
+                saver.told, saver.told_at = news, now
+                effects.append(Answer(saver.call, Draining(text, 0, 0) if saver.drains else Saving(*news)))
+        return effects
+
+
+def place(saver: Saver, attempt: Attempt) -> Literal["joins", "waits", "supersedes"]:
+    """What an attempt under way is to who wants a snapshot now: it serves, or comes first, or is in the way."""
+    early = attempt.phase in ("preparing", "marking")
+    if saver.worker is None:
+        if attempt.ahead and not attempt.reached:
+            return "supersedes"
+        return "joins" if early else "waits"
+    life = (saver.worker.member_id, saver.worker.incarnation)
+    for p in attempt.parameters:
+        wanted = saver.next.get(p.name)
+        step = attempt.steps.get(p.name)
+        if wanted is None:
+            continue
+        if step is None:
+            marked = attempt.lives.get(life)
+            if not early and (marked is None or marked.get(p.name, 0) < wanted):
+                return "waits"
+        elif wanted < step and not attempt.reached:
+            return "supersedes"
+        elif wanted > step:
+            return "supersedes" if early else "waits"
+    return "joins"
+
+
+def stand_still(p: Parameters, waiting: Iterable[Mapping[str, int]]) -> bool:
+    """Whether no step of BSP parameters is made while those wait whose next pushes are ``waiting``."""
+    consistency = p.entry.spec.consistency
+    return isinstance(consistency, BSP) and sum(p.name in next for next in waiting) > consistency.backup_workers
+
+
+def is_as_saved(manifest: Manifest, parameters: Iterable[Parameters], datasets: Datasets) -> bool:
+    """Whether a snapshot, if it has all steps, has everything as it is. A run that went on from it may have other
+    settings, or have begun an optimizer's state anew."""
+    for p in parameters:
+        state, entry = manifest.state(p.name), p.entry
+        if state is None or state.state_since != entry.state_since or changes(state.spec, entry.spec):
+            return False
+    return datasets.stand_as_in(manifest)
+
+
+def serves(found: Found, saver: Saver, ready: list[Parameters], datasets: Datasets) -> bool:
+    """Whether a snapshot that is there has all that a waiting worker pushed and used."""
+    if saver.worker is None or not saver.next or {p.name for p in ready} != set(found.commit.steps):
+        return False
+    life = (saver.worker.member_id, saver.worker.incarnation)
+    for name, wanted in saver.next.items():
+        state = found.manifest.state(name)
+        if state is None:
+            return False
+        known = isinstance(state.spec.consistency, BSP) or any((w, i) == life for w, i, _ in state.next)
+        if not known or wanted > state.next_of(life):
+            return False
+    return is_as_saved(found.manifest, ready, datasets)

@@ -1,0 +1,172 @@
+"""What workers keep for themselves and hand in for snapshots: who keeps something, and what an attempt waits for. Pure.
+
+A worker that keeps a state of parameters is asked, as those are whose pushes are marked, before the cut is final: it
+says before which push it can be had. Then its file is written while servers write theirs, and the snapshot is committed
+when all of them are there. Whoever is lost meanwhile is not waited for.
+
+Invariants: one file at most for each parameters and rank; what is handed in was asked for, by the life that was asked,
+before the push that the cut has. Not here: the files (``worker_state_io``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from psdist.errors import LimitExceededError, SnapshotFailedError
+from psdist.snapshots.format import WorkerState, state_file_name
+from psdist_scheduler.events.cluster_events import Answer, Effect
+from psdist_scheduler.events.records import Member, name_some
+from psdist_scheduler.events.snapshot_events import (
+    Found,
+    GetState,
+    HandedIn,
+    HandIn,
+    Keeps,
+    Marked,
+    StatePlace,
+    StateSource,
+)
+from psdist_scheduler.events.worker_events import Caller
+from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement.parameters import Parameters
+
+if TYPE_CHECKING:
+    from psdist_scheduler.snapshots.attempt import Attempt
+
+#: One life of a worker.
+Life = tuple[str, int]
+#: Bytes of one state.
+STATE_BYTES_MAX: Final = 1 << 32
+
+
+@dataclass(slots=True)
+class HandIns:
+    """What one attempt asks of those who keep states, and what it has got.
+
+    answers: by life that is asked, whether it has answered. numbers: of the parameters, by name, in the manifest.
+    """
+
+    answers: dict[Life, bool] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    #: By life and parameters, the push that the state is before.
+    _wanted: dict[tuple[Life, str], int] = field(default_factory=dict)
+    _taken: dict[tuple[Life, str], WorkerState] = field(default_factory=dict)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Those who are asked."""
+        return tuple(worker for worker, _ in self.answers)
+
+    @property
+    def asked(self) -> Iterator[str]:
+        """Workers that have not answered."""
+        return (worker for (worker, _), answered in self.answers.items() if not answered)
+
+    @property
+    def missing(self) -> bool:
+        """Whether something is still to be handed in."""
+        return not self._wanted.keys() <= self._taken.keys()
+
+    @property
+    def waiting_for(self) -> str:
+        """Whom it waits for, as a sentence that begins with "for"."""
+        workers = {worker for (worker, _), _ in self._wanted.keys() - self._taken.keys()}
+        return f"for {name_some(sorted(workers))} to hand in what it keeps"
+
+    @property
+    def files(self) -> tuple[WorkerState, ...]:
+        """For the manifest."""
+        return tuple(sorted(self._taken.values(), key=lambda state: state.file))
+
+    def marked(self, life: Life, event: Marked, steps: Mapping[str, int]) -> dict[str, int]:
+        """A worker that was asked has answered. steps: of the cut, by BSP parameters.
+
+        Returns the steps that are needed instead, where the worker has gone on from before the cut.
+        """
+        if self.answers.get(life, True):
+            return {}
+        self.answers[life] = True
+        pushes, later = dict(event.next), dict[str, int]()
+        for name, lowest in event.keeps:
+            before = steps.get(name, pushes.get(name, 0))
+            if name in self.numbers:
+                self._wanted[life, name] = before
+            if lowest > before and name in steps:
+                later[name] = lowest
+        return later
+
+    def forget(self, is_live: Callable[[str, int], bool]) -> None:
+        """Whoever is gone is not waited for; what it has handed in stays."""
+        for life in [life for life in self.answers if not is_live(*life)]:
+            del self.answers[life]
+            for key in [key for key in self._wanted if key[0] == life and key not in self._taken]:
+                del self._wanted[key]
+
+    def place(self, worker: Member, event: HandIn, directory: str) -> StatePlace:
+        """Where a file is to be written; nowhere if it is there. Raises SnapshotFailedError where it is not wanted, and
+        LimitExceededError."""
+        if event.length > STATE_BYTES_MAX:
+            raise LimitExceededError(
+                f"a state of {event.length} bytes is over the limit of {STATE_BYTES_MAX}: keep less"
+            )
+        key = (worker.member_id, worker.incarnation), event.parameters
+        if self._wanted.get(key) != event.next:
+            raise SnapshotFailedError(
+                f"the state of {event.parameters!r} before push {event.next} is not what the snapshot wants"
+            )
+        file = state_file_name(self.numbers[event.parameters], worker.rank)
+        return StatePlace(directory, "" if key in self._taken else file, worker.rank)
+
+    def take(self, event: HandedIn) -> None:
+        """A file is durable."""
+        key = event.life, event.state.parameters
+        if self._wanted.get(key) == event.state.next:
+            self._taken.setdefault(key, event.state)
+
+
+class Keepers:
+    """The lives that keep states, and of which parameters."""
+
+    def __init__(self, members: Membership) -> None:
+        self._members = members
+        self._names: dict[Life, tuple[str, ...]] = {}
+
+    def of(self, parameters: Iterable[Parameters]) -> list[Life]:
+        """Live members of these parameters that keep states of them."""
+        self._names = {life: names for life, names in self._names.items() if self._members.is_live(*life)}
+        lives = [(p.name, (m.worker_id, m.incarnation)) for p in parameters for m in p.entry.members]
+        return list(dict.fromkeys(life for name, life in lives if name in self._names.get(life, ())))
+
+    def are_new(self, attempt: Attempt) -> bool:
+        """Whether somebody keeps a state that the attempt did not ask."""
+        return bool(self._names) and any(life not in attempt.kept.answers for life in self.of(attempt.parameters))
+
+    def on(self, event: Keeps | HandIn | HandedIn, attempt: Attempt | None, now: float) -> list[Effect]:
+        """What a worker says, and what became of its file. Raises FencedError, SnapshotFailedError,
+        LimitExceededError."""
+        if isinstance(event, Keeps):
+            member = self._members.get(self._members.sessions.get(event.call, ""))
+            if member is not None:
+                self._names[member.member_id, member.incarnation] = event.parameters
+            return []
+        asked = attempt is not None and attempt.number == event.attempt and attempt.phase in ("marking", "cutting")
+        if attempt is not None and asked:
+            attempt.moved = now
+        if isinstance(event, HandedIn):
+            if attempt is not None and asked:
+                attempt.kept.take(event)
+            return []
+        worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
+        if attempt is None or not asked:
+            raise SnapshotFailedError("no snapshot is under way that wants what this worker keeps")
+        return [Answer(event.call, attempt.kept.place(worker, event, attempt.directory))]
+
+    def get(self, event: GetState, found: Found | None) -> list[Effect]:
+        """A worker wants what its rank handed in for the snapshot ``found``. Raises FencedError."""
+        worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
+        if found is None:
+            return [Answer(event.call, StateSource())]
+        state = found.manifest.worker_state(event.parameters, worker.rank)
+        return [Answer(event.call, StateSource(found.manifest, state))]

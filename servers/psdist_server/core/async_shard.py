@@ -1,0 +1,292 @@
+"""The machine of a shard in SSP and ASP: each push is applied on arrival. Pure.
+
+While a snapshot is cut, pushes that are marked as not in it are held: they were taken, so that repeats of them are
+known, but no update has them before their slice is cut. Invariants: the pushes of one producer are applied once each,
+in the order of their sequence numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from psdist.errors import PsdistError, SequenceGapError
+from psdist.types import ParametersMember
+from psdist_server.core import gates
+from psdist_server.core.events import (
+    Apply,
+    CutArmed,
+    CutEnded,
+    Effect,
+    Forget,
+    PullRequested,
+    Reply,
+    SliceCut,
+    SlicePushed,
+    StepsEnded,
+)
+from psdist_server.core.records import Producer, Records, SliceRecord
+from psdist_server.core.shard import ShardMachine, SliceBase
+
+
+@dataclass(slots=True)
+class _DuplicateTable:
+    """The duplicate table of one producer: all pushes below ``sequence`` were taken; of ``sequence`` the slices in
+    ``taken``; ``applied`` of those are in the weights."""
+
+    sequence: int = 0
+    taken: set[int] = field(default_factory=set)
+    applied: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _GatedRead:
+    worker_id: str
+    #: Clock of the worker with the push that is answered; 0 where no weights are wanted (no gate).
+    clock: int
+    staleness: int
+    ignored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    """A contribution that was taken, or comes again."""
+
+    event: SlicePushed
+    producer: Producer
+
+    @property
+    def token(self) -> int:
+        return self.event.token
+
+    def is_again(self, other: _Push) -> bool:
+        """Whether both are the same push."""
+        return (self.producer, self.event.step) == (other.producer, other.event.step)
+
+
+@dataclass(slots=True)
+class _AsyncSlice(SliceBase):
+    #: Contributions in order of arrival; the first is the one being applied while ``busy``.
+    queue: list[_Push] = field(default_factory=list)
+    #: Contributions that wait until the slice is cut for a snapshot, in order of arrival.
+    held: list[_Push] = field(default_factory=list)
+    #: Repeats of contributions that are queued or held, answered with them.
+    repeats: dict[int, _Push] = field(default_factory=dict)
+    #: Taken contributions whose caller wants weights that it may not read yet.
+    reads: dict[int, _GatedRead] = field(default_factory=dict)
+
+
+class AsyncShard(ShardMachine[_AsyncSlice]):
+    """SSP (``staleness`` is the bound) and ASP (None): each push is applied on arrival.
+
+    While a snapshot is cut, pushes that are marked as not in it are held: they were taken, so that repeats of them are
+    known, but no update has them before their slice is cut.
+    """
+
+    def __init__(
+        self,
+        indices: Iterable[int],
+        members: Iterable[ParametersMember],
+        staleness: int | None,
+        inverse_lr: bool = False,
+        records: Records | None = None,
+        departed: tuple[ParametersMember, ...] = (),
+    ) -> None:
+        super().__init__({index: _AsyncSlice(index) for index in indices}, members, departed)
+        self._staleness = staleness
+        self._inverse_lr = inverse_lr
+        #: The attempt whose marked pushes are held, 0 for none, and the slices that are not cut yet.
+        self._mark = 0
+        self._uncut: set[int] = set()
+        self.producers: dict[Producer, _DuplicateTable] = {}
+        for index, record in (records or {}).items():
+            self.slices[index].version = record.version
+        if records:
+            known = (*self.members.values(), *departed)
+            self.producers = {member.producer: _restored(member.producer, records) for member in known}
+        self._members_changed()
+
+    def record(self, index: int) -> SliceRecord:
+        """See ShardMachine."""
+        state = self.slices[index]
+        queued = {push.producer for push in (*state.queue, *state.held)}
+        producers = {}
+        for key, producer in self.producers.items():
+            following = producer.sequence + (index in producer.taken and key not in queued)
+            if following:  # A copy that learns of lives by their updates has no entry before the first.
+                producers[key] = following
+        return SliceRecord(state.version, (), producers)
+
+    @property
+    def step_next(self) -> int:
+        """The slowest clock: who joins at less would hold the others back."""
+        return min(self.clocks.values(), default=0)
+
+    @property
+    def clocks(self) -> dict[str, int]:
+        """Completed pushes by member, counted from the clock that it joined at."""
+        return {worker_id: self._clock(worker_id) for worker_id in self.members}
+
+    def _clock(self, worker_id: str) -> int:
+        """The clock of a member."""
+        member = self.members[worker_id]
+        return member.first_step + self.producers[member.producer].sequence - member.first_push
+
+    def _refusal(self, event: SlicePushed) -> PsdistError | None:
+        if error := super()._refusal(event):
+            return error
+        expected = self.producers[self.members[event.worker_id].producer].sequence
+        if event.step > expected:
+            return SequenceGapError(
+                f"push {event.step} of {event.worker_id} skips push {expected}, which has not arrived: send that first",
+                step=event.step,
+            )
+        return None
+
+    def _pushed(self, state: _AsyncSlice, event: SlicePushed, producer: Producer) -> list[Effect]:
+        table, push = self.producers[producer], _Push(event, producer)
+        if event.step < table.sequence or state.index in table.taken:
+            if any(push.is_again(known) for known in (*state.queue, *state.held)):
+                state.repeats[event.token] = push
+                return [Forget(event.token)]
+            clock = self._clock(event.worker_id) + (event.step == table.sequence) if event.wants_weights else 0
+            state.reads[event.token] = _GatedRead(event.worker_id, clock, 0, ignored=True)
+            return [Forget(event.token), *self._serve_reads(state)]
+        table.taken.add(state.index)
+        if event.mark and event.mark == self._mark and state.index in self._uncut:
+            state.held.append(push)
+            return []
+        state.queue.append(push)
+        return self._try_apply(state)
+
+    def _on_cut(self, event: CutArmed | SliceCut | StepsEnded | CutEnded) -> list[Effect]:
+        if isinstance(event, StepsEnded):
+            return []  # Slices wait for no step of another.
+        if isinstance(event, SliceCut):
+            self._uncut.discard(event.index)
+            return self._let_go(self.slices[event.index])
+        is_armed = isinstance(event, CutArmed)
+        self._mark = event.attempt if isinstance(event, CutArmed) else 0
+        self._uncut = set(self.slices) if is_armed else set()
+        return [effect for state in self.slices.values() for effect in self._let_go(state)]
+
+    def _let_go(self, state: _AsyncSlice) -> list[Effect]:
+        state.queue += state.held
+        state.held = []
+        return self._try_apply(state)
+
+    def _try_apply(self, state: _AsyncSlice) -> list[Effect]:
+        if state.busy or not state.queue:
+            return []
+        state.busy, event = True, state.queue[0].event
+        pushed_by = (state.queue[0].producer,)
+        if event.abstain:
+            nothing = Apply(state.index, state.version, (), contributors=pushed_by, sequence=event.step)
+            return [Forget(event.token), nothing]
+        staleness = max(0, state.version - event.base_version)
+        lr_scale = 1.0 / (1.0 + staleness) if self._inverse_lr else 1.0
+        return [Apply(state.index, state.version, (event.token,), lr_scale, pushed_by, event.step)]
+
+    def _applied(self, state: _AsyncSlice) -> list[Effect]:
+        first = state.queue.pop(0)
+        staleness = max(0, state.version - first.event.base_version)
+        state.version, state.busy = state.version + 1, False
+        clocks = self.clocks
+        clock = self._advance(first)
+        repeats = [again for again in state.repeats.values() if again.is_again(first)]
+        for push in (first, *repeats):
+            state.repeats.pop(push.token, None)
+            if push.token not in self._cancelled:
+                gate_clock = clock if push.event.wants_weights else 0
+                read = _GatedRead(push.event.worker_id, gate_clock, staleness, ignored=push is not first)
+                state.reads[push.token] = read
+            self._cancelled.discard(push.token)
+        # Other slices wait for a clock, not for this slice: looking at all of them each time would be quadratic.
+        served = self._serve_all() if self.clocks != clocks else [*self._serve_reads(state), *self._serve(state)]
+        return [*served, *self._try_apply(state)]
+
+    def _advance(self, push: _Push) -> int:
+        """Counts the slice as applied; the clock that the worker has, or will have, with this push wholly in."""
+        table = self.producers.get(push.producer)
+        if table is None:
+            return 0  # It left meanwhile; its push counts.
+        table.applied += 1
+        is_whole = table.applied == len(self.slices)
+        if is_whole:
+            table.sequence, table.taken, table.applied = table.sequence + 1, set(), 0
+        member = self.members.get(push.producer[0])
+        if member is None or member.producer != push.producer:
+            return 0  # It departed; nobody counts its clock.
+        return self._clock(member.worker_id) + (not is_whole)
+
+    def _serve_all(self) -> list[Effect]:
+        """Answers all reads that the clocks allow now."""
+        effects: list[Effect] = []
+        for state in self.slices.values():
+            if state.reads:
+                effects += self._serve_reads(state)
+            if state.pulls:
+                effects += self._serve(state)
+        return effects
+
+    def _serve_reads(self, state: _AsyncSlice) -> list[Effect]:
+        allowed = {t: read for t, read in state.reads.items() if not self._clock_gate(read.worker_id, read.clock)}
+        for token in allowed:
+            del state.reads[token]
+        return [
+            Reply(token, state.index, state.version, read.ignored, staleness=read.staleness)
+            for token, read in allowed.items()
+        ]
+
+    def _clock_gate(self, worker_id: str, clock: int) -> str:
+        return gates.ssp_read(clock, worker_id, self.members, self.clocks, self._staleness)
+
+    def _read_gate(self, state: _AsyncSlice, pull: PullRequested) -> str:
+        if state.version < pull.min_version:
+            return f"for version {pull.min_version} of slice {state.index}"
+        return self._clock_gate(pull.worker_id, self._clock(pull.worker_id)) if pull.worker_id in self.members else ""
+
+    def _members_changed(self) -> list[Effect]:
+        # A newcomer's clock comes with the map, not from the clocks here: shards that began to count it from different
+        # clocks could each let another worker wait, in a circle.
+        known = (*self.members.values(), *self.departed)
+        self.producers = {
+            member.producer: self.producers.get(member.producer) or _DuplicateTable(member.first_push)
+            for member in known
+        }
+        return self._serve_all()
+
+    def _cancel(self, state: _AsyncSlice, token: int) -> list[Effect]:
+        state.pulls.pop(token, None)
+        state.reads.pop(token, None)
+        state.repeats.pop(token, None)
+        if any(push.token == token for push in (*state.queue, *state.held)):
+            self._cancelled.add(token)
+        return []
+
+    def waiting_for(self, token: int, index: int) -> str:
+        """See ShardMachine."""
+        state = self.slices[index]
+        if token in state.reads:
+            return self._clock_gate(state.reads[token].worker_id, state.reads[token].clock)
+        if token in state.pulls:
+            return self._read_gate(state, state.pulls[token])
+        return "for the slice to be cut for a snapshot" if any(push.token == token for push in state.held) else ""
+
+    def validate(self) -> None:
+        """See ShardMachine."""
+        assert all(not state.held or index in self._uncut for index, state in self.slices.items()), self._uncut
+        known = {member.producer for member in (*self.members.values(), *self.departed)}
+        assert self.producers.keys() == known, (self.producers, known)
+        for state in self.slices.values():
+            assert state.busy == bool(state.queue), state
+        for producer in self.producers.values():
+            assert producer.applied <= len(producer.taken) < max(2, len(self.slices) + 1), producer
+
+
+def _restored(producer: Producer, records: Records) -> _DuplicateTable:
+    """A producer's duplicate table, from what each slice has of its pushes."""
+    following = {index: record.producers.get(producer, 0) for index, record in records.items()}
+    sequence = min(following.values())
+    taken = {index for index, number in following.items() if number > sequence}
+    return _DuplicateTable(sequence, taken, len(taken))

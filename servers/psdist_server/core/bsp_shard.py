@@ -1,0 +1,204 @@
+"""The machine of a shard in BSP: a slice at version v takes contributions for step v, one per member. Pure.
+
+A member that leaves is not waited for any more; what it had contributed counts. Invariants: a step of a slice takes at
+most one contribution per producer, and is applied in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from psdist.consistency import BSP
+from psdist.errors import FutureStepError, NotMemberError, PsdistError
+from psdist.types import ParametersMember
+from psdist_server.core import gates
+from psdist_server.core.events import (
+    Aggregate,
+    Apply,
+    CutArmed,
+    CutEnded,
+    Effect,
+    Forget,
+    NormKnown,
+    PullRequested,
+    Reply,
+    SliceAggregated,
+    SliceCut,
+    SlicePushed,
+    StepsEnded,
+)
+from psdist_server.core.records import Producer, Records, SliceRecord
+from psdist_server.core.shard import ShardMachine, SliceBase
+
+
+@dataclass(frozen=True, slots=True)
+class _Contribution:
+    token: int
+    rank: int
+    abstain: bool
+
+
+@dataclass(slots=True)
+class _BspSlice(SliceBase):
+    #: Contributions to the open step.
+    open: dict[Producer, _Contribution] = field(default_factory=dict)
+    #: While busy: who contributed to the step that is being applied, in rank order.
+    applying: tuple[Producer, ...] = ()
+    #: Who contributed to the step before ``version``.
+    closed: tuple[Producer, ...] = ()
+    #: Tokens to answer when the step that was open at their time is applied, and whether they were ignored and late.
+    waiters: dict[int, tuple[bool, bool]] = field(default_factory=dict)
+    next_waiters: dict[int, tuple[bool, bool]] = field(default_factory=dict)
+    aggregated: bool = False
+
+    @property
+    def step(self) -> int:
+        """The step that contributions are taken for."""
+        return self.version + self.busy
+
+    def has_last(self, step: int, producer: Producer) -> bool:
+        """Whether ``step`` is the last that was closed here, and ``producer`` contributed to it."""
+        return step == self.step - 1 and producer in (self.applying if self.busy else self.closed)
+
+
+class BspShard(ShardMachine[_BspSlice]):
+    """Step by step: a slice at version v takes contributions for step v, one per member."""
+
+    def __init__(
+        self,
+        indices: Iterable[int],
+        members: Iterable[ParametersMember],
+        rule: BSP,
+        clipping: bool = False,
+        reference_workers: int = 0,
+        records: Records | None = None,
+    ) -> None:
+        super().__init__({index: _BspSlice(index) for index in indices}, members)
+        self._rule = rule
+        self._clipping = clipping
+        self._reference_workers = reference_workers
+        self._everyone = tuple(self.members.values())
+        #: See StepsEnded; 0 where there is no such snapshot.
+        self._final_step = 0
+        for index, record in (records or {}).items():
+            self.slices[index].version, self.slices[index].closed = record.version, record.contributors
+
+    def record(self, index: int) -> SliceRecord:
+        """See ShardMachine."""
+        return SliceRecord(self.slices[index].version, self.slices[index].closed)
+
+    def _refusal(self, event: SlicePushed) -> PsdistError | None:
+        if error := super()._refusal(event):
+            return error
+        state, first_step = self.slices[event.index], self.members[event.worker_id].first_step
+        if event.step > state.step:
+            return FutureStepError(
+                f"slice {event.index} is at step {state.step}; step {event.step} has not begun: pull, then push step "
+                f"{state.step}",
+                step=event.step,
+            )
+        if state.step <= event.step < first_step:
+            return NotMemberError(
+                f"{event.worker_id} joins at step {first_step}, not {event.step}: pull first", step=event.step
+            )
+        return None
+
+    def admits(self, member: ParametersMember) -> bool:
+        """See ShardMachine. A member that goes on with earlier pushes may also join at a step that is the last one on
+        some slices, where these have its contribution to it."""
+        return all(
+            state.step <= member.first_step or state.has_last(member.first_step, member.producer)
+            for state in self.slices.values()
+        )
+
+    def _pushed(self, state: _BspSlice, event: SlicePushed, producer: Producer) -> list[Effect]:
+        if event.step < state.version:
+            late = not (event.step == state.version - 1 and producer in state.closed)
+            reply = Reply(event.token, state.index, state.version, ignored=True, late=late)
+            return [Forget(event.token), reply]
+        if event.step < state.step:  # The step is being applied right now.
+            state.waiters[event.token] = (True, producer not in state.applying)
+            return [Forget(event.token)]
+        waiters = state.next_waiters if state.busy else state.waiters
+        if producer in state.open:
+            waiters[event.token] = (True, False)
+            return [Forget(event.token)]
+        rank = self.members[event.worker_id].rank
+        state.open[producer] = _Contribution(event.token, rank, event.abstain)
+        waiters[event.token] = (False, False)
+        return self._try_apply(state)
+
+    def _try_apply(self, state: _BspSlice) -> list[Effect]:
+        backup, final = self._rule.backup_workers, self._final_step
+        if state.busy or not gates.bsp_complete(state.step, self._everyone, state.open, backup, final):
+            return []
+        ordered = sorted(state.open.items(), key=lambda item: (item[1].rank, item[0]))
+        parts = tuple(part.token for _, part in ordered if not part.abstain)
+        forgotten = [Forget(part.token) for _, part in ordered if part.abstain]
+        state.applying, state.open, state.busy = tuple(producer for producer, _ in ordered), {}, True
+        if self._clipping:
+            return [*forgotten, Aggregate(state.index, state.version, parts)]
+        return [*forgotten, self._apply(state, parts)]
+
+    def _apply(self, state: _BspSlice, parts: tuple[int, ...]) -> Apply:
+        lr_scale = self._rule.lr_scale(len(state.applying), self._reference_workers)
+        return Apply(state.index, state.version, parts, lr_scale, state.applying)
+
+    def _on_clipping(self, event: SliceAggregated | NormKnown) -> list[Effect]:
+        if isinstance(event, SliceAggregated):
+            self.slices[event.index].aggregated = True
+            return []
+        ready = [s for s in self.slices.values() if s.aggregated and s.version == event.step]
+        for state in ready:
+            state.aggregated = False
+        return [self._apply(state, ()) for state in ready]
+
+    def _applied(self, state: _BspSlice) -> list[Effect]:
+        state.version, state.busy = state.version + 1, False
+        state.closed, state.applying = state.applying, ()
+        effects: list[Effect] = [
+            Reply(token, state.index, state.version, ignored, late) for token, (ignored, late) in state.waiters.items()
+        ]
+        state.waiters, state.next_waiters = state.next_waiters, {}
+        return [*effects, *self._serve(state), *self._try_apply(state)]
+
+    def _apply_gate(self, state: _BspSlice) -> str:
+        return gates.bsp_apply(state.step, self._everyone, state.open, self._rule.backup_workers, self._final_step)
+
+    def _read_gate(self, state: _BspSlice, pull: PullRequested) -> str:
+        if state.version >= pull.min_version:
+            return ""
+        return self._apply_gate(state) or f"for step {state.step} to be applied"
+
+    def _members_changed(self) -> list[Effect]:
+        self._everyone = (*self.members.values(), *self.proposals.values())
+        return [effect for state in self.slices.values() for effect in self._try_apply(state)]
+
+    def _on_cut(self, event: CutArmed | SliceCut | StepsEnded | CutEnded) -> list[Effect]:
+        # A slice is cut between two steps, which never mix: nothing is held back.
+        if isinstance(event, SliceCut):
+            return []
+        self._final_step = event.step if isinstance(event, StepsEnded) else 0
+        return self._members_changed()
+
+    def _cancel(self, state: _BspSlice, token: int) -> list[Effect]:
+        state.pulls.pop(token, None)
+        state.waiters.pop(token, None)
+        state.next_waiters.pop(token, None)
+        return []
+
+    def waiting_for(self, token: int, index: int) -> str:
+        """See ShardMachine."""
+        state = self.slices[index]
+        if state.aggregated:
+            return f"for the other slices of step {state.version} (clipping by the global norm)"
+        return "" if state.busy else self._apply_gate(state)
+
+    def validate(self) -> None:
+        """See ShardMachine."""
+        for state in self.slices.values():
+            assert not state.aggregated or state.busy, state
+            assert not state.next_waiters or state.busy, state
+            tokens = [part.token for part in state.open.values()]
+            assert len(tokens) == len(set(tokens)), state

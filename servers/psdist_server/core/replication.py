@@ -1,0 +1,416 @@
+"""Replication machines: what a primary and a replica of one shard must know of each other. Pure: no array, no clock.
+
+The primary numbers its updates (lsn) and sends them over one stream to each replica, which takes them in this order and
+acknowledges them. A replica that lacks something that can not be sent again is copied: ``begin``, then every slice when
+it stands still, then ``end``. Updates come in between; those of slices that were not sent yet only count. What a
+replica had of a slice from an earlier term stays until that slice comes, so that it can still be promoted meanwhile.
+
+Invariants: an update counts as replicated when each required replica (``backups`` of the map, and those that were
+filled) acknowledged it; one that is being copied acknowledges nothing before it is filled. A replica takes lsn + 1
+only, acknowledges repeats again, and refuses whatever is not from the primary and the term of its map. Updates are kept
+by the primary until nobody needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+from psdist.errors import InvalidArgumentError, StaleTermError
+from psdist.types import Replica, Shard
+from psdist_server.core.records import G, Producer, ReplicaUpdate, SliceRecord
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a replica says that it has of a shard: updates up to ``lsn`` under ``term``."""
+
+    term: int
+    lsn: int
+    complete: bool
+
+
+# --- effects of the primary's machine ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendBegin:
+    """Tell ``replica`` that a copy begins; then copy slice by slice (``next_copy``, ``copied``)."""
+
+    replica: Replica
+    lsn: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendUpdate(Generic[T]):
+    """Send ``update`` to ``replica``, with its gradient if ``whole``."""
+
+    replica: Replica
+    update: ReplicaUpdate[T]
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """The update of slice ``index`` is with everybody who must have it."""
+
+    index: int
+    lsn: int
+
+
+ReplicationEffect = SendBegin | SendUpdate[G] | Replicated
+
+
+@dataclass(slots=True)
+class Peer:
+    """One replica, as its primary sees it."""
+
+    replica: Replica
+    #: The map has it among the backups.
+    in_sync: bool
+    #: It answered that its copy is complete.
+    filled: bool = False
+    #: A stream stands, and it is known what the replica has.
+    is_open: bool = False
+    #: A copy is under way.
+    copying: bool = False
+    #: Slices that the copy under way has not sent.
+    missing: set[int] = field(default_factory=set)
+    #: It was found to have, or was given, what this primary began with.
+    level: bool = False
+    #: Highest lsn that it acknowledged.
+    acked: int = 0
+    #: Highest lsn that workers may have been answered for without its acknowledgement, before it was filled.
+    owed: int = 0
+    #: Since when it owes an answer.
+    waiting_since: float | None = None
+    #: Why it cannot hold the shard.
+    refusal: str = ""
+    digests: int = 0
+
+    @property
+    def required(self) -> bool:
+        """Whether updates wait for it."""
+        return self.in_sync or self.filled
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has all that workers were ever answered for, so that it may be promoted. Its copy is not enough:
+        updates that were sent behind the copy may still be under way."""
+        return self.filled and not self.copying and self.acked >= self.owed
+
+
+class PrimaryReplication(Generic[G]):
+    """The primary's side of shard ``number`` under ``term``.
+
+    base: term and lsn of what this server held when it was promoted; replicas that hold the same need no copy.
+    """
+
+    def __init__(self, number: int, term: int, slices: Iterable[int], base: tuple[int, int] = (0, 0)) -> None:
+        self.number = number
+        self.term = term
+        self.slices = tuple(slices)
+        self.base = base
+        self.lsn = base[1]
+        self.peers: dict[Replica, Peer] = {}
+        #: A replica knows a newer primary: nothing may be answered before a newer map.
+        self.fenced = False
+        self._log: dict[int, ReplicaUpdate[G]] = {}
+        self._unreplicated: dict[int, int] = {}
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of the gradients that are kept."""
+        return sum(update.size for update in self._log.values())
+
+    @property
+    def is_level(self) -> bool:
+        """Whether all who must have it have what this primary began with: nobody may hear of that before. The primary
+        before this one may have died with updates that only this server has, and who waits for them asks here."""
+        return all(peer.level for peer in self.peers.values() if peer.required)
+
+    def lag(self, replica: Replica) -> tuple[int, int]:
+        """Updates, and bytes of them, that ``replica`` has not acknowledged."""
+        acked = self.peers[replica].acked
+        behind = [update.size for update in self._log.values() if update.lsn > acked]
+        return len(behind), sum(behind)
+
+    def needs_gradient(self, index: int) -> bool:
+        """Whether an update of slice ``index`` is sent with its gradient to anybody."""
+        return any(self._has(peer, index) for peer in self.peers.values())
+
+    @staticmethod
+    def _has(peer: Peer, index: int) -> bool:
+        if peer.copying:
+            return index not in peer.missing
+        return peer.required
+
+    # --- the map ------------------------------------------------------------------------------------------------------
+
+    def follow(self, shard: Shard, now: float) -> list[ReplicationEffect[G]]:
+        """A new map's word on who holds copies."""
+        self.fenced = False
+        wanted = dict.fromkeys(shard.backups, True) | dict.fromkeys(shard.filling, False)
+        for gone in [replica for replica in self.peers if replica not in wanted]:
+            del self.peers[gone]
+        for replica, in_sync in wanted.items():
+            known = self.peers.get(replica)
+            if known is None or (known.in_sync and not in_sync):  # It was taken off the list since the last map.
+                known = self.peers[replica] = Peer(replica, in_sync, waiting_since=now)
+            known.in_sync = in_sync
+        return self._settle()
+
+    # --- streams ------------------------------------------------------------------------------------------------------
+
+    def opened(self, replica: Replica, held: Held | None, now: float) -> list[ReplicationEffect[G]]:
+        """A stream to ``replica`` stands, which has ``held`` of the shard."""
+        peer = self.peers[replica]
+        peer.is_open, peer.waiting_since, peer.refusal = True, None, ""
+        lsn = self._resumable(held) if peer.required and not peer.copying else None
+        if lsn is None:
+            return self.begin(replica)
+        peer.copying, peer.missing, peer.level = False, set(), True
+        again = [SendUpdate(replica, update, True) for update in self._log.values() if update.lsn > lsn]
+        peer.waiting_since = now if again else None
+        peer.acked = lsn
+        return [*again, *self._settle()]
+
+    def _resumable(self, held: Held | None) -> int | None:
+        """The lsn after which updates are sent again to one that has ``held``; None where it must be copied."""
+        if held is None or not held.complete:
+            return None
+        if held.term == self.term:
+            known = self.lsn - len(self._log) <= held.lsn <= self.lsn
+        else:
+            known = (held.term, held.lsn) == self.base and self.lsn - len(self._log) == held.lsn
+        return held.lsn if known else None
+
+    def begin(self, replica: Replica) -> list[ReplicationEffect[G]]:
+        """Copies the shard to ``replica`` (again)."""
+        peer = self.peers[replica]
+        peer.copying, peer.missing, peer.level = True, set(self.slices), False
+        peer.acked = self.lsn
+        return [SendBegin(replica, self.lsn), *self._settle()]
+
+    def closed(self, replica: Replica, now: float) -> None:
+        """The stream to ``replica`` broke."""
+        peer = self.peers.get(replica)
+        if peer is not None:
+            peer.is_open = False
+            if peer.copying:
+                peer.missing = set(self.slices)
+            if peer.waiting_since is None:
+                peer.waiting_since = now
+            self._trim()
+
+    # --- copies -------------------------------------------------------------------------------------------------------
+
+    def next_copy(self, replica: Replica) -> int | None:
+        """The slice to copy next to ``replica``; None where all were."""
+        peer = self.peers.get(replica)
+        return min(peer.missing, default=None) if peer is not None and peer.copying and peer.is_open else None
+
+    def copied(self, replica: Replica, index: int) -> None:
+        """Slice ``index`` as it is now is on its way to ``replica``."""
+        self.peers[replica].missing.discard(index)
+
+    def copy_again(self, replica: Replica, index: int) -> list[ReplicationEffect[G]]:
+        """Slice ``index``, which ``replica`` has, was replaced without an update."""
+        peer = self.peers[replica]
+        if not (peer.copying and peer.missing):
+            return self.begin(replica)
+        peer.missing.add(index)
+        return []
+
+    def ended(self, replica: Replica, now: float) -> None:
+        """``replica`` was told that it has every slice, and owes the word that it is filled."""
+        self.peers[replica].waiting_since = now
+
+    def filled(self, replica: Replica, now: float) -> list[ReplicationEffect[G]]:
+        """``replica`` said that its copy is complete."""
+        peer = self.peers.get(replica)
+        if peer is None or not peer.copying or peer.missing:
+            return []
+        peer.copying, peer.filled, peer.level, peer.owed = False, True, True, self.lsn
+        peer.waiting_since = now if peer.acked < self.lsn else None
+        return self._settle()
+
+    # --- updates ------------------------------------------------------------------------------------------------------
+
+    def update(self, update: ReplicaUpdate[G], now: float) -> list[ReplicationEffect[G]]:
+        """Numbers an update (its ``lsn`` must be ``self.lsn + 1``) and sends it to all replicas."""
+        assert update.lsn == self.lsn + 1, (update.lsn, self.lsn)
+        self.lsn = update.lsn
+        self._log[update.lsn] = update
+        self._unreplicated[update.lsn] = update.index
+        effects: list[ReplicationEffect[G]] = []
+        for peer in self.peers.values():
+            if peer.is_open:
+                effects.append(SendUpdate(peer.replica, update, self._has(peer, update.index)))
+                peer.waiting_since = now if peer.waiting_since is None else peer.waiting_since
+        return [*effects, *self._settle()]
+
+    def acknowledged(self, replica: Replica, lsn: int, now: float) -> list[ReplicationEffect[G]]:
+        """``replica`` has all updates up to ``lsn``."""
+        peer = self.peers.get(replica)
+        if peer is None or not peer.is_open or lsn > self.lsn:
+            return []
+        peer.acked = max(peer.acked, lsn)
+        peer.waiting_since = now if peer.acked < self.lsn else None
+        return self._settle()
+
+    def _settle(self) -> list[ReplicationEffect[G]]:
+        """What is replicated by now, in the order of the updates."""
+        required = [0 if peer.copying else peer.acked for peer in self.peers.values() if peer.required]
+        reached = min(required, default=self.lsn)
+        ready = [Replicated(index, lsn) for lsn, index in self._unreplicated.items() if lsn <= reached]
+        for effect in ready:
+            del self._unreplicated[effect.lsn]
+        self._trim()
+        return list(ready)
+
+    def _trim(self) -> None:
+        """Forgets the updates that nobody needs any more."""
+        needed = [peer.acked for peer in self.peers.values() if peer.is_open or (peer.required and not peer.copying)]
+        reached = min(needed, default=self.lsn)
+        for lsn in [lsn for lsn in self._log if lsn <= reached]:
+            del self._log[lsn]
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def unreachable(self, now: float, limit: float) -> list[Replica]:
+        """Replicas that have owed an answer for longer than ``limit``, or cannot hold the shard."""
+        return [
+            peer.replica
+            for peer in self.peers.values()
+            if peer.refusal or (peer.waiting_since is not None and now - peer.waiting_since > limit)
+        ]
+
+    def refused(self, term: int) -> None:
+        """A replica refused ``term`` because it knows a newer primary."""
+        if term == self.term:
+            self.fenced = True
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        assert list(self._log) == list(range(self.lsn - len(self._log) + 1, self.lsn + 1)), (self._log, self.lsn)
+        assert all(peer.acked <= self.lsn for peer in self.peers.values()), self.peers
+
+
+# --- the replica's side -----------------------------------------------------------------------------------------------
+
+#: What to do with an update: apply it; nothing but acknowledge it now; the same, as it had been taken before.
+Verdict = Literal["apply", "skip", "repeat"]
+
+
+class BackupReplication:
+    """A replica's side of shard ``number``, from the time at which the map names it as a backup or as being filled."""
+
+    def __init__(self, number: int, slices: Iterable[int], shard: Shard) -> None:
+        self.number = number
+        self.slices = tuple(slices)
+        #: Of the map: whose updates are taken.
+        self.primary, self.map_term = shard.primary, shard.term
+        #: Of what is held.
+        self.term = 0
+        self.lsn = 0
+        self.records: dict[int, SliceRecord] = {}
+        #: Slices that the copy under way has not brought.
+        self.awaited: set[int] = set()
+        self._copying = False
+        self._acked = 0
+        self._applied: set[int] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every slice is here, so that this server can be promoted."""
+        return len(self.records) == len(self.slices)
+
+    @property
+    def base(self) -> tuple[int, int]:
+        """Term and lsn from which this server goes on once it is promoted. What is half copied is of no lsn: nobody
+        else holds just that."""
+        return (0 if self._copying else self.term), self.lsn
+
+    @property
+    def held(self) -> Held:
+        """What is here, for a primary that wants to go on. A copy that was broken off must begin anew."""
+        return Held(self.term, self.lsn, self.complete and not self._copying)
+
+    def follow(self, shard: Shard) -> None:
+        """A new map's word on the primary."""
+        self.primary, self.map_term = shard.primary, shard.term
+
+    def check(self, sender: Replica, term: int) -> None:
+        """Raises StaleTermError where ``sender`` is not the shard's primary under ``term``."""
+        if sender != self.primary or term != self.map_term:
+            raise stale_term(self.number, sender, term, self.primary, self.map_term)
+
+    def begin(self, term: int, lsn: int) -> None:
+        """A copy begins. What is here of a slice stays until the slice comes."""
+        self.term, self.lsn, self._acked = term, lsn, lsn
+        self.awaited, self._copying = set(self.slices), True
+        self._applied.clear()
+
+    def state(self, index: int, record: SliceRecord) -> None:
+        """All arrays of slice ``index`` were taken, with what ``record`` says."""
+        if not self._copying or index not in self.slices:
+            raise InvalidArgumentError(f"slice {index} of shard {self.number} comes without begin")
+        self.awaited.discard(index)
+        self.records[index] = record
+
+    def end(self) -> None:
+        """Every slice was sent. Raises InvalidArgumentError where one did not come."""
+        if missing := self.awaited or self.slices[len(self.records) :]:
+            raise InvalidArgumentError(f"the copy of shard {self.number} ends without slices {sorted(missing)[:4]}")
+        self._copying = False
+
+    def update(self, term: int, update: ReplicaUpdate[G]) -> Verdict:
+        """Takes an update's number and its word for the duplicate table. Raises InvalidArgumentError where there is a
+        gap."""
+        if term == self.term and update.lsn <= self.lsn:
+            return "repeat"
+        if update.lsn != self.lsn + 1 or self.term == 0 or (term != self.term and self._copying):
+            raise InvalidArgumentError(
+                f"update {update.lsn} of shard {self.number} comes after {self.lsn}: open the stream again"
+            )
+        if term != self.term:  # The new primary holds what is held here, and goes on from there.
+            self.term, self._acked = term, self.lsn
+            self._applied.clear()
+        self.lsn = update.lsn
+        if update.index in self.awaited:
+            return "skip"
+        record = self.records[update.index]
+        if record.version != update.version:
+            raise InvalidArgumentError(
+                f"an update of version {update.version} of slice {update.index}, which is at {record.version}"
+            )
+        record.advance(update.contributors, update.sequence)
+        return "apply"
+
+    def applied(self, term: int, lsn: int) -> int:
+        """An update that was taken is in the arrays; the highest lsn that may be acknowledged."""
+        if term == self.term and lsn > self._acked:
+            self._applied.add(lsn)
+            while self._acked + 1 in self._applied:
+                self._acked += 1
+                self._applied.remove(self._acked)
+        return self._acked
+
+    def retain(self, producers: Collection[Producer]) -> None:
+        """Only these are left; nothing of others can be repeated any more."""
+        for record in self.records.values():
+            record.retain(producers)
+
+
+def stale_term(number: int, sender: Replica, term: int, primary: Replica, known: int) -> StaleTermError:
+    """The error for one that acts as the primary of a shard and is not."""
+    return StaleTermError(
+        f"shard {number} has {primary} (incarnation {primary.incarnation}) as primary in term {known}, not "
+        f"{sender} (incarnation {sender.incarnation}) in term {term}",
+        shard=number,
+        term=known,
+    )

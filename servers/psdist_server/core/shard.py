@@ -1,0 +1,175 @@
+"""Shard machines: what happens to the slices of one shard, as events in and effects out.
+
+A machine holds versions, contributions and duplicate tables; it never touches an array, a clock or the network. The
+service carries its effects out and feeds the results back. Invariants, checked by ``validate``:
+
+* A slice's version never goes down, and grows by one per update.
+* At most one ``Aggregate`` or ``Apply`` per slice is under way.
+* Each token is answered at most once.
+
+The machines are ``BspShard`` and ``AsyncShard``, whose modules have their own.
+
+A producer is a worker's sequence of pushes, known by the worker's id and the incarnation in which it began. A worker
+that was expelled while it lived goes on with it in its next incarnation, so that a push which had reached some slices
+is finished on the others, and counts once. What a departed worker may go on with is kept as long as the map names it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from psdist.errors import FencedError, NotMemberError, PsdistError
+from psdist.types import ParametersMember
+from psdist_server.core.events import (
+    Cancelled,
+    CutArmed,
+    CutEnded,
+    Effect,
+    Event,
+    JoinProposed,
+    JoinWithdrawn,
+    MembersChanged,
+    NormKnown,
+    PullRequested,
+    Refuse,
+    Reply,
+    SliceAggregated,
+    SliceApplied,
+    SliceCut,
+    SlicePushed,
+    StepsEnded,
+)
+from psdist_server.core.records import Producer, SliceRecord
+
+
+@dataclass(slots=True)
+class SliceBase:
+    """What is known of a slice in every mode."""
+
+    index: int
+    version: int = 0
+    #: An Aggregate or Apply is under way, or (BSP, clipping) the aggregated gradient waits for the norm.
+    busy: bool = False
+    pulls: dict[int, PullRequested] = field(default_factory=dict)
+
+
+S = TypeVar("S", bound=SliceBase)
+
+
+class ShardMachine(ABC, Generic[S]):
+    """What BSP and the asynchronous modes share: members, fencing, versions, pulls."""
+
+    def __init__(
+        self, slices: dict[int, S], members: Iterable[ParametersMember], departed: tuple[ParametersMember, ...] = ()
+    ) -> None:
+        self.slices = slices
+        self.members: dict[str, ParametersMember] = {member.worker_id: member for member in members}
+        self.departed = departed
+        self.proposals: dict[str, ParametersMember] = {}
+        self._cancelled: set[int] = set()
+
+    @property
+    def version_min(self) -> int:
+        """Lowest version of any slice."""
+        return min((state.version for state in self.slices.values()), default=0)
+
+    @property
+    def version_max(self) -> int:
+        """Highest version of any slice."""
+        return max((state.version for state in self.slices.values()), default=0)
+
+    @property
+    def step_next(self) -> int:
+        """The step or clock that a member may join at, or at a later one."""
+        return max((state.version + state.busy for state in self.slices.values()), default=0)
+
+    def admits(self, member: ParametersMember) -> bool:
+        """Whether ``member`` may join at its first step or clock."""
+        return self.step_next <= member.first_step
+
+    def on(self, event: Event) -> list[Effect]:
+        """The effects of ``event``, in the order in which they must be carried out."""
+        match event:
+            case SlicePushed():
+                if error := self._refusal(event):
+                    return [Refuse(event.token, error)]
+                return self._pushed(self.slices[event.index], event, self.members[event.worker_id].producer)
+            case PullRequested():
+                self.slices[event.index].pulls[event.token] = event
+                return self._serve(self.slices[event.index])
+            case SliceApplied():
+                return self._applied(self.slices[event.index])
+            case Cancelled():
+                return self._cancel(self.slices[event.index], event.token)
+            case MembersChanged():
+                self.members = {member.worker_id: member for member in event.members}
+                self.departed = event.departed
+                self.proposals = {k: v for k, v in self.proposals.items() if k not in self.members}
+                return self._members_changed()
+            case JoinProposed():
+                self.proposals[event.member.worker_id] = event.member
+                return self._members_changed()
+            case JoinWithdrawn():
+                self.proposals.pop(event.worker_id, None)
+                return self._members_changed()
+            case SliceAggregated() | NormKnown():
+                return self._on_clipping(event)
+            case CutArmed() | SliceCut() | StepsEnded() | CutEnded():
+                return self._on_cut(event)
+
+    @abstractmethod
+    def record(self, index: int) -> SliceRecord:
+        """What another machine needs to go on with slice ``index`` as it is: an update under way is not in it."""
+
+    @abstractmethod
+    def waiting_for(self, token: int, index: int) -> str:
+        """Why ``token`` (of slice ``index``) is not answered yet; "" if it waits for nobody but this server."""
+
+    @abstractmethod
+    def _pushed(self, state: S, event: SlicePushed, producer: Producer) -> list[Effect]: ...
+
+    @abstractmethod
+    def _applied(self, state: S) -> list[Effect]: ...
+
+    @abstractmethod
+    def _read_gate(self, state: S, pull: PullRequested) -> str: ...
+
+    @abstractmethod
+    def _members_changed(self) -> list[Effect]: ...
+
+    @abstractmethod
+    def _cancel(self, state: S, token: int) -> list[Effect]: ...
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Asserts the invariants."""
+
+    def _on_clipping(self, event: SliceAggregated | NormKnown) -> list[Effect]:
+        raise AssertionError(f"{event} without an Aggregate")
+
+    @abstractmethod
+    def _on_cut(self, event: CutArmed | SliceCut | StepsEnded | CutEnded) -> list[Effect]: ...
+
+    def _refusal(self, event: SlicePushed) -> PsdistError | None:
+        member = self.members.get(event.worker_id)
+        if member is None:
+            return NotMemberError(
+                f"{event.worker_id} takes no part in these parameters: create or attach them with init=..., or it was "
+                "expelled and must start anew",
+                worker_id=event.worker_id,
+            )
+        if event.incarnation != member.incarnation:
+            return FencedError(
+                f"{event.worker_id} has incarnation {member.incarnation} now, not {event.incarnation}: it was replaced",
+                incarnation=event.incarnation,
+            )
+        return None
+
+    def _serve(self, state: S) -> list[Effect]:
+        ready = [pull for pull in state.pulls.values() if not self._read_gate(state, pull)]
+        for pull in ready:
+            del state.pulls[pull.token]
+        return [Reply(pull.token, state.index, state.version) for pull in ready]

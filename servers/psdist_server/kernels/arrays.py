@@ -1,0 +1,386 @@
+"""Dense parameters on one server: the arrays, and what an update does to them.
+
+Weights and optimizer state are one float32 array each, virtual over the whole vector: slice i lies at its own
+``slicing.bounds(i)``, and only slices that are held have memory, so that P parameters held with Adam cost 12 bytes x P
+and nothing else, and shards come and go without anything that moves. The weights lie in an arena
+(``psdist.wire.shm``), which workers on this host may read in place; where there can be none, in plain memory. Which
+update runs when is the shard machines' decision; here are only the arrays. Methods that compute (``combine``,
+``apply``, ``digest``) release the GIL and may run in kernel threads, at most one per slice at a time; ``hold`` and
+``release`` may run meanwhile for other slices.
+
+Invariants: each contribution is read once, into memory of the kernel's own, so that it may change meanwhile without
+harm. No NaN or Inf of a contribution reaches the weights: the contribution is left out, where slices are updated for
+the block of ``kernels.BLOCK`` elements that has it, and its position is returned; a block whose sum overflows is not
+updated. An update by the mean that ``combine`` made gives the bytes of the update by its parts. The arena's sequence
+of a slice is twice its version, and odd while its weights are written. What a released slice held is gone, but for its
+weights, which can be read until ``reclaim``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from psdist.compression import NUMPY_DTYPES
+from psdist.errors import InternalError, InvalidArgumentError, LimitExceededError
+from psdist.types import GroupRange, ParametersEntry, Slicing
+from psdist.wire.shm import WeightsArena, reason_of
+from psdist_server.kernels import kernels
+from psdist_server.kernels.memory import AnonymousMemory, release_compiler
+from psdist_server.kernels.optimizers import Rule
+
+Array = NDArray[np.float32]
+#: A contribution as it came: float32, float16 or bfloat16, aligned, perhaps read-only.
+Gradient = NDArray[np.generic]
+Runs = tuple[tuple[int, int, int], ...]
+#: Positions of contributions that hold NaN or Inf and were left out.
+Bad = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Update number ``step`` of a slice, by the mean of the parts, which are added in their order. Without parts only
+    the version goes on.
+
+    factor: what the only part is multiplied by (clipping).
+    """
+
+    index: int
+    step: int
+    parts: Sequence[Gradient]
+    lr_scale: float = 1.0
+    factor: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A range of a slice whose elements belong to one group: where it begins, and where its weights and state lie."""
+
+    start: int
+    size: int
+    group: int
+    addresses: tuple[int, ...]
+
+
+class DenseParameters:
+    """The slices of ``entry`` that this server holds a copy of; with ``server_id``, at first those that it is the
+    primary of."""
+
+    def __init__(self, entry: ParametersEntry, server_id: str | None = None) -> None:
+        self.slicing = entry.slicing
+        self.held: set[int] = set()
+        #: The same, ascending.
+        self.indices: tuple[int, ...] = ()
+        #: Slices with all of their content.
+        self.installed: set[int] = set()
+        self._ranges = entry.ranges
+        self._runs: dict[int, Runs] = {}
+        self._segments: dict[int, tuple[_Segment, ...]] = {}
+        self._max_grad_norm = entry.spec.optimizer.max_grad_norm
+        self.rule = Rule(entry.spec.optimizer, entry.state_since)
+        self.arena, self.arena_error = _make_arena(self.slicing)
+        self._plain: AnonymousMemory | None = None
+        self._states = tuple(AnonymousMemory(self.slicing.total) for _ in self.rule.state_names)
+        self.states = tuple(state.array for state in self._states)
+        self._look_into_arena()
+        self._arrived: dict[int, set[int]] = {}
+        self._closed = False
+        self._thread = threading.local()
+        if server_id is not None:
+            self.hold(entry.slices_of(server_id))
+
+    def _look_into_arena(self) -> None:
+        """Finds the weights in the arena, or in plain memory where there is none."""
+        if self.arena is not None:
+            self.weights: Array = self.arena.weights
+            self._sequence = self.arena.sequence
+        else:
+            self._plain = AnonymousMemory(self.slicing.total)
+            self.weights = self._plain.array
+            self._sequence = np.zeros(self.slicing.count, np.uint64)
+
+    def compile(self) -> None:
+        """Compiles the update kernel, or loads it from the cache. In a thread."""
+        self.rule.warm_up()
+        release_compiler()
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    @property
+    def total(self) -> int:
+        """Elements held."""
+        return sum(self.slicing.size(index) for index in self.indices)
+
+    @property
+    def array_count(self) -> int:
+        """How many arrays a slice has: its weights, and its optimizer state."""
+        return 1 + len(self.states)
+
+    def hold(self, indices: Iterable[int]) -> None:
+        """Gives slices memory; their content is not there yet. Those that are held stay as they are.
+
+        Raises LimitExceededError where there is no room beside slices that are held already; then nothing has changed.
+        """
+        new = sorted(set(indices) - self.held)
+        runs = _joined(self.slicing, new)
+        self._allocate(runs)
+        for start, stop in runs:
+            for memory in (*self._states, *self._plain_weights()):
+                memory.use(start, stop)
+        for index in new:
+            self._runs[index] = _runs_of(self._ranges, *self.slicing.bounds(index))
+            self._segments[index] = self._segments_of(index)
+        self._set_held(self.held.union(new))
+
+    def _allocate(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Makes room in the arena; where there is none and nothing is held yet, there will be no arena."""
+        if self.arena is None:
+            return
+        try:
+            self.arena.allocate(runs)
+        except OSError as error:
+            reason = f"at the server: {reason_of(error)}"
+            if self.held or self.installed:
+                raise LimitExceededError(f"the weights of more slices have no room: {reason}") from None
+            self.arena.close()
+            self.arena, self.arena_error = None, reason
+            self._look_into_arena()
+
+    def release(self, indices: Iterable[int]) -> None:
+        """Gives the memory of slices back, whole pages of it; that of their weights is given back by ``reclaim``. No
+        kernel may be at them."""
+        gone = sorted(self.held.intersection(indices))
+        for start, stop in _joined(self.slicing, gone):
+            for state in self._states:
+                state.give_back(start, stop)
+        for index in gone:
+            for table in (self._runs, self._segments, self._arrived):
+                table.pop(index, None)
+        self.installed.difference_update(gone)
+        self._set_held(self.held.difference(gone))
+
+    def reclaim(self, indices: Iterable[int]) -> None:
+        """Gives the memory of released slices' weights back, whole pages of it. Nobody may read them in place any
+        more: what is read there afterwards is zeros. Slices that are held again are left alone."""
+        unused = [] if self._closed else sorted(set(indices) - self.held)
+        self._sequence[unused] = 1  # Nobody takes the zeros for weights.
+        for start, stop in _joined(self.slicing, unused):
+            if self.arena is not None:
+                self.arena.give_back(start, stop)
+            for plain in self._plain_weights():
+                plain.give_back(start, stop)
+
+    def _plain_weights(self) -> tuple[AnonymousMemory, ...]:
+        return (self._plain,) if self._plain is not None else ()
+
+    def _set_held(self, held: set[int]) -> None:
+        self.held, self.indices = held, tuple(sorted(held))
+
+    def close(self) -> None:
+        """Gives the arena back; workers that have it mapped keep their view."""
+        if self.arena is not None:
+            self.arena.close()
+        self._closed = True
+
+    # --- content ------------------------------------------------------------------------------------------------------
+
+    def install(self, index: int, values: Gradient, version: int = 0) -> None:
+        """Sets the weights of a slice, which are those of ``version``, and the state that an optimizer begins with at
+        them."""
+        weights, *states = self.export(index)
+        self._sequence[index] = 2 * version + 1
+        weights[...] = values
+        self._sequence[index] = 2 * version
+        self.rule.initialize(weights, states, self._runs[index])
+        self.installed.add(index)
+
+    def export(self, index: int) -> list[Array]:
+        """The weights of a slice and its optimizer state, where they lie."""
+        if index not in self.held:
+            raise InternalError(f"slice {index} is not held here")
+        part = slice(*self.slicing.bounds(index))
+        return [self.weights[part], *(state[part] for state in self.states)]
+
+    def install_state(self, index: int, array_number: int, values: Array, version: int) -> None:
+        """Sets one array of a slice, numbered as ``export`` has them, which is that of ``version``. The slice is
+        installed with the last of them. Raises InvalidArgumentError where there is no such array, or not of this
+        size."""
+        arrays = self.export(index)
+        if not 0 <= array_number < len(arrays) or values.shape != arrays[array_number].shape:
+            raise InvalidArgumentError(
+                f"array {array_number} of {values.size} elements: slice {index} has {len(arrays)} arrays of "
+                f"{self.slicing.size(index)}"
+            )
+        if array_number == 0:
+            self._sequence[index] = 2 * version + 1
+        arrays[array_number][...] = values
+        if array_number == 0:
+            self._sequence[index] = 2 * version
+        arrived = self._arrived.setdefault(index, set())
+        arrived.add(array_number)
+        if len(arrived) == len(arrays):
+            del self._arrived[index]
+            self.installed.add(index)
+
+    def digest(self, index: int) -> bytes:
+        """16 bytes that tell the weights and the state of a slice from any others (xxh3_128)."""
+        state = xxhash.xxh3_128()
+        for array in self.export(index):
+            state.update(array.data)
+        return state.digest()
+
+    def read(self, index: int, dtype: str) -> memoryview:
+        """The weights of a slice as payload bytes; a view of the live weights where ``dtype`` is float32."""
+        return kernels.cast(self.export(index)[0], dtype).view(np.uint8).data
+
+    # --- updates ------------------------------------------------------------------------------------------------------
+
+    def combine(self, index: int, parts: Sequence[Gradient]) -> tuple[Array | None, float, Bad]:
+        """The mean of the parts, by which ``apply`` does what it does by the parts themselves; its sum of squares where
+        the optimizer clips by the global norm, else 0; and the positions of parts that were left out, where slices are
+        clipped as a whole, else for blocks. The mean is None where nothing is left, and it holds NaN or Inf only in
+        blocks that no update may change."""
+        if not parts:
+            return None, 0.0, ()
+        mean = np.empty(self.slicing.size(index), np.float32)
+        if self._max_grad_norm:
+            bad = _combine(mean, parts)
+            return (None, 0.0, bad) if len(bad) == len(parts) else (mean, kernels.sum_squares(mean), bad)
+        if kernels.combine(mean, parts, len(parts)):
+            return mean, 0.0, ()
+        found: set[int] = set()
+        for segment in self._segments[index]:
+            for start in range(segment.start, segment.start + segment.size, kernels.BLOCK):
+                block = slice(start, min(start + kernels.BLOCK, segment.start + segment.size))
+                # Without a finite part it stays as the sum of them was found, not finite, and is not applied.
+                found.update(_combine(mean[block], [part[block] for part in parts]))
+        return mean, 0.0, tuple(sorted(found))
+
+    def apply(self, updates: Sequence[Update]) -> list[Bad]:
+        """Carries updates of different slices out, and returns for each which parts were left out."""
+        by_scalars: dict[tuple[int, float, int], list[tuple[int, Update, _Segment]]] = {}
+        for number, update in enumerate(updates):
+            if update.parts:
+                self._sequence[update.index] = 2 * update.step + 1
+                for segment in self._segments[update.index]:
+                    key = (update.step, update.lr_scale, segment.group)
+                    by_scalars.setdefault(key, []).append((number, update, segment))
+        bad: list[set[int]] = [set() for _ in updates]
+        for (step, lr_scale, group), jobs in by_scalars.items():
+            scalars = self.rule.scalars(step, lr_scale)[group]
+            if scalars is not None:
+                for row, parts in self._run(jobs, scalars):
+                    bad[jobs[row][0]].update(parts)
+        for update in updates:
+            self._sequence[update.index] = 2 * update.step + 2
+        return [tuple(sorted(parts)) for parts in bad]
+
+    def _run(
+        self, jobs: Sequence[tuple[int, Update, _Segment]], scalars: tuple[np.float32, ...]
+    ) -> list[tuple[int, list[int]]]:
+        """Runs the kernel on segments with the same scalars; rows of those that had bad parts, and the parts."""
+        counts = [len(update.parts) for _, update, _ in jobs]
+        most = max(counts)
+        parts, codes = np.zeros((len(jobs), most), np.uintp), np.zeros((len(jobs), most), np.int64)
+        for row, (_, update, _) in enumerate(jobs):
+            for column, part in enumerate(update.parts):
+                parts[row, column] = kernels.address_of(part)
+                codes[row, column] = kernels.CODES[part.dtype]
+        divisions = [_division(update) for _, update, _ in jobs]
+        bad = np.zeros((len(jobs), most), np.uint8)
+        self.rule.fused(
+            np.array([segment.addresses for _, _, segment in jobs], np.uintp),
+            np.array([segment.size for _, _, segment in jobs], np.int64),
+            np.array([segment.start for _, _, segment in jobs], np.int64),
+            parts,
+            codes,
+            np.array(counts, np.int64),
+            np.array([divisor for divisor, _ in divisions], np.float32),
+            np.array([factor for _, factor in divisions], np.float32),
+            self._memory(),
+            bad,
+            scalars,
+        )
+        return [(row, np.flatnonzero(bad[row]).tolist()) for row in range(len(jobs))] if bad.any() else []
+
+    def _memory(self) -> Array:
+        """Working memory of this kernel thread, so that the steady state allocates none."""
+        memory: Array | None = getattr(self._thread, "memory", None)
+        if memory is None:
+            memory = self._thread.memory = np.zeros(2 * kernels.BLOCK, np.float32)
+        return memory
+
+    def _segments_of(self, index: int) -> tuple[_Segment, ...]:
+        first = self.slicing.bounds(index)[0]
+        bases = [kernels.address_of(array) for array in (self.weights, *self.states)]
+        return tuple(
+            _Segment(start, stop - start, group, tuple(base + 4 * (first + start) for base in bases))
+            for start, stop, group in self._runs[index]
+        )
+
+
+def _division(update: Update) -> tuple[np.float32, np.float32]:
+    if update.factor is not None:
+        return np.float32(0.0), np.float32(update.factor)
+    return kernels.division_by(len(update.parts))
+
+
+def _make_arena(slicing: Slicing) -> tuple[WeightsArena | None, str]:
+    """An arena for the weights, or why there is none."""
+    try:
+        return WeightsArena.create(slicing.count, slicing.total), ""
+    except OSError as error:
+        return None, f"at the server: {reason_of(error)}"
+
+
+def _joined(slicing: Slicing, indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges of elements that ascending slices are."""
+    joined: list[tuple[int, int]] = []
+    for index in indices:
+        start, stop = slicing.bounds(index)
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _combine(out: Array, parts: Sequence[Gradient]) -> Bad:
+    """The mean of the parts that are finite; the positions of the others."""
+    if kernels.combine(out, parts, len(parts)):
+        return ()
+    # Shared parts could change between the look and the sum, so these are copies. It is rare enough.
+    copies = [part.copy() for part in parts]
+    good = [part for part in copies if kernels.all_finite(part)]
+    if good:  # All of them where the sum overflowed.
+        kernels.combine(out, good, len(good))
+    return tuple(place for place, part in enumerate(copies) if not kernels.all_finite(part))
+
+
+def gradient_of(payload: memoryview, dtype: str) -> Gradient:
+    """The elements of a payload, in place. ``psdist.wire.frames`` aligns payloads; those of other clients may have to
+    be copied, because the kernels are compiled for aligned arrays."""
+    values = np.frombuffer(payload, NUMPY_DTYPES[dtype])
+    return values if values.flags.aligned else values.copy()
+
+
+def _runs_of(ranges: Sequence[GroupRange], start: int, stop: int) -> Runs:
+    """The group of every element of [start, stop), as ranges relative to ``start``."""
+    runs: list[tuple[int, int, int]] = []
+    position = start
+    for item in ranges:
+        low, high = max(item.start, start), min(item.stop, stop)
+        if low >= high:
+            continue
+        if position < low:
+            runs.append((position - start, low - start, 0))
+        runs.append((low - start, high - start, item.group))
+        position = high
+    if position < stop or not runs:
+        runs.append((position - start, stop - start, 0))
+    return tuple(runs)

@@ -1,0 +1,458 @@
+"""The arithmetic of the servers: fused functions on flat float32 arrays, compiled by numba.
+
+What it is: free functions that read and write memory once. They know nothing of slices, steps or schedules; what a step
+means is in ``psdist_server.kernels.optimizers``, and the same arithmetic in plain numpy is in
+``psdist_server.kernels.reference``.
+
+What it is not: fast at the cost of being exact. Without ``fastmath`` every float32 operation is rounded as written, so
+each function gives the bytes of its numpy reference whatever the width of the machine's vectors (a NaN is a NaN;
+its payload bits are not promised).
+
+Invariants:
+
+- Elements do not influence each other, except in ``sum_squares``, whose order of additions is fixed.
+- The compiled loops check no bounds. The public functions check lengths and types first; the update kernels (last
+  section) check nothing and are called by ``optimizers.Rule.apply`` alone, which does.
+- Nothing is compiled at import. A kernel is compiled, or loaded from numba's cache beside this file, at its first call,
+  which takes up to seconds: ``warm_up`` and ``Rule.warm_up`` do it ahead of time. The lock of the interpreter is not
+  held while a kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import ml_dtypes
+import numba
+import numpy as np
+from numba import carray, types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from psdist.compression import casts
+from psdist.compression.casts import INFINITY, check_output, check_vector, narrow, widen_brain_one, widen_half_one
+from psdist.compression.compiled import FLOAT, IN, IN_BITS16, IN_BITS32, OUT, kernel
+from psdist.errors import DTypeMismatchError, InvalidArgumentError
+
+Floats = NDArray[np.float32]
+AnyArray = NDArray[Any]
+
+#: Element types that contributions and pulled weights may have, by name.
+DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+#: ``sum_squares`` adds in this many lanes, element i in lane i % SUM_LANES.
+SUM_LANES: Final = 256
+
+BLOCK = 4096  # elements; 16 KiB of float32 stay in the first-level cache while contributions are added to them
+_FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
+CODES = {DTYPES["float32"]: _FLOAT32, DTYPES["float16"]: _FLOAT16, DTYPES["bfloat16"]: _BFLOAT16}
+
+_U = np.uint32
+
+
+def cast(values: Floats, dtype: str) -> AnyArray:
+    """float32[n] ``values`` as "float32" (the array itself), "float16" or "bfloat16" (a new array; see ``narrow``).
+
+    Raises DTypeMismatchError for any other ``dtype``.
+    """
+    wanted = DTYPES.get(dtype)
+    if wanted is None:
+        raise DTypeMismatchError(f"dtype {dtype!r:.40} cannot be pulled: use one of {', '.join(DTYPES)}", dtype=dtype)
+    if wanted == values.dtype:
+        return values
+    out = np.empty(values.size, wanted)
+    narrow(values, out)
+    return out
+
+
+# --- contributions ----------------------------------------------------------------------------------------------------
+
+
+def _type_pointer(_context: Any, _address: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.uintp), generate
+
+
+pointer = intrinsic(_type_pointer)
+
+
+def part_of_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled into the kernels that call it."""
+    return numba.njit(error_model="numpy")(function)  # type: ignore[no-any-return]
+
+
+@part_of_kernel
+def add_to_block(block: Any, address: Any, code: Any, start: Any, first: Any) -> None:
+    """One part's block: copied for the first part, added for the others."""
+    size = block.size
+    if code == _FLOAT32:
+        floats = carray(pointer(address + np.uintp(4 * start)), (size,), np.float32)
+        for i in range(size):
+            block[i] = floats[i] if first else block[i] + floats[i]
+    elif code == _BFLOAT16:
+        brains = carray(pointer(address + np.uintp(2 * start)), (size,), np.uint16)
+        for i in range(size):
+            block[i] = widen_brain_one(brains[i]) if first else block[i] + widen_brain_one(brains[i])
+    else:
+        halves = carray(pointer(address + np.uintp(2 * start)), (size,), np.uint16)
+        for i in range(size):
+            block[i] = widen_half_one(halves[i]) if first else block[i] + widen_half_one(halves[i])
+
+
+@part_of_kernel
+def _add_last(block: Any, one: Any, other: Any, start: Any, first: Any, divisor: Any, factor: Any) -> Any:
+    """The last two parts, float32 both, with division and check in the same pass; 0 where all is finite."""
+    size = block.size
+    ones = carray(pointer(one + np.uintp(4 * start)), (size,), np.float32)
+    others = carray(pointer(other + np.uintp(4 * start)), (size,), np.float32)
+    bad = _U(0)
+    if divisor == np.float32(0.0):
+        for i in range(size):
+            value = np.float32(((ones[i] if first else block[i] + ones[i]) + others[i]) * factor)
+            block[i] = value
+            bad |= _U(_U(np.float32(value).view(np.uint32) & INFINITY) == INFINITY)
+    else:
+        for i in range(size):
+            value = np.float32(((ones[i] if first else block[i] + ones[i]) + others[i]) / divisor)
+            block[i] = value
+            bad |= _U(_U(np.float32(value).view(np.uint32) & INFINITY) == INFINITY)
+    return bad
+
+
+@part_of_kernel
+def _take_one(block: Any, address: Any, start: Any, factor: Any) -> Any:
+    """The only part, float32, multiplied and checked; 0 where all is finite."""
+    values = carray(pointer(address + np.uintp(4 * start)), (block.size,), np.float32)
+    bad = _U(0)
+    for i in range(block.size):
+        value = np.float32(values[i] * factor)
+        block[i] = value
+        bad |= _U(_U(np.float32(value).view(np.uint32) & INFINITY) == INFINITY)
+    return bad
+
+
+@part_of_kernel
+def _divide(block: Any, divisor: Any, factor: Any) -> Any:
+    """Division and check of a block that holds its sum; 0 where all is finite."""
+    bad = _U(0)
+    if divisor == np.float32(0.0):
+        for i in range(block.size):
+            block[i] = block[i] * factor
+    else:
+        for i in range(block.size):
+            block[i] = block[i] / divisor
+    bits = block.view(np.uint32)
+    for i in range(block.size):
+        bad |= _U(_U(bits[i] & INFINITY) == INFINITY)
+    return bad
+
+
+@part_of_kernel
+def mean_of_block(block: Any, addresses: Any, codes: Any, count: Any, start: Any, divisor: Any, factor: Any) -> Any:
+    """``block`` = the sum of ``count`` parts' elements from ``start`` on, over ``divisor``, or times ``factor`` where
+    the divisor is 0; 0 where all is finite. Parts come as addresses because they differ in number and type, and a
+    compiled function for each combination would not do."""
+    if count == 1 and codes[0] == _FLOAT32 and divisor == np.float32(0.0):
+        return _take_one(block, addresses[0], start, factor)
+    paired = count >= 2 and codes[count - 2] == _FLOAT32 and codes[count - 1] == _FLOAT32
+    for part in range(count - 2 if paired else count):
+        add_to_block(block, addresses[part], codes[part], start, part == 0)
+    if paired:
+        return _add_last(block, addresses[count - 2], addresses[count - 1], start, count == 2, divisor, factor)
+    return _divide(block, divisor, factor)
+
+
+@kernel(OUT, types.Array(types.uintp, 1, "C"), types.Array(types.int64, 1, "C"), FLOAT, FLOAT, result=types.boolean)
+def _combine(out: Any, addresses: Any, codes: Any, divisor: Any, factor: Any) -> Any:
+    # Block by block, so that ``out`` goes to memory once for any number of parts.
+    bad = _U(0)
+    for start in range(0, out.size, BLOCK):
+        bad |= mean_of_block(out[start : start + BLOCK], addresses, codes, codes.size, start, divisor, factor)
+    return bad == _U(0)
+
+
+def combine(out: Floats, parts: Sequence[AnyArray], divisor: int) -> bool:
+    """``out = (parts[0] + parts[1] + ...) / float32(divisor)``, added in this order in float32; whether all of it is
+    finite. It is not where a part holds NaN or Inf, or where the sum overflows. Each part is read once.
+
+    out: float32[n], overwritten; overlaps no part.
+    parts: at least one, each contiguous float32[n], float16[n] or bfloat16[n], mixed at will; 16-bit values are widened
+        exactly.
+    divisor: 1 or more.
+
+    Raises InvalidArgumentError, DTypeMismatchError or ShapeMismatchError, and then ``out`` is as it was.
+    """
+    if not parts or divisor < 1:
+        raise InvalidArgumentError(f"{len(parts)} parts over divisor {divisor}: there must be at least one of each")
+    check_vector("out", out, DTYPES["float32"], out.size)
+    check_output("out", out)
+    for part in parts:
+        check_vector("part", part, part.dtype, out.size)
+        if part.dtype not in CODES:
+            raise DTypeMismatchError(f"part has dtype {part.dtype}: use one of {', '.join(DTYPES)}", dtype=part.dtype)
+    addresses = np.array([address_of(part) for part in parts], np.uintp)
+    codes = np.array([CODES[part.dtype] for part in parts], np.int64)
+    return bool(_combine(out, addresses, codes, *division_by(divisor)))
+
+
+def address_of(array: AnyArray) -> int:
+    """Where the array's memory begins."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def division_by(count: int) -> tuple[np.float32, np.float32]:
+    """Divisor and factor by which kernels divide by ``count``: to multiply by a power of two's inverse is to divide by
+    it, bit for bit, and cheaper."""
+    if count & (count - 1) == 0 and count < 1 << 64:
+        return np.float32(0.0), np.float32(1.0 / count)
+    return np.float32(count), np.float32(0.0)
+
+
+# --- sums, scaling, checks --------------------------------------------------------------------------------------------
+
+
+@kernel(IN, result=types.float64)
+def _sum_squares(values: Any) -> Any:
+    lanes = np.zeros(SUM_LANES, np.float64)
+    whole = values.size // SUM_LANES * SUM_LANES
+    for start in range(0, whole, SUM_LANES):
+        for lane in range(SUM_LANES):
+            value = np.float64(values[start + lane])
+            lanes[lane] += value * value
+    for lane in range(values.size - whole):
+        value = np.float64(values[whole + lane])
+        lanes[lane] += value * value
+    width = SUM_LANES // 2
+    while width:
+        for lane in range(width):
+            lanes[lane] += lanes[lane + width]
+        width //= 2
+    return lanes[0]
+
+
+def sum_squares(values: Floats) -> float:
+    """Sum of the squares of float32[n] ``values``, in float64.
+
+    The order is fixed: element i is added to lane i % SUM_LANES, in ascending order; then the upper half of the lanes
+    is added to the lower half until one is left. (The square of a float32 is exact in float64.)
+    """
+    check_vector("values", values, DTYPES["float32"], values.size)
+    return float(_sum_squares(values))
+
+
+@kernel(OUT, FLOAT)
+def _scale(values: Any, factor: Any) -> None:
+    for i in range(values.size):
+        values[i] = values[i] * factor
+
+
+def scale(values: Floats, factor: float | np.float32) -> None:
+    """Multiplies float32[n] ``values`` in place by ``factor``, rounded to float32 first."""
+    check_vector("values", values, DTYPES["float32"], values.size)
+    check_output("values", values)
+    _scale(values, np.float32(factor))
+
+
+@kernel(IN_BITS32, types.uint32, result=types.boolean)
+def _all_finite32(bits: Any, exponent: Any) -> Any:
+    for start in range(0, bits.size, BLOCK):
+        block = bits[start : start + BLOCK]
+        bad = _U(0)
+        for i in range(block.size):
+            bad |= _U(_U(block[i] & exponent) == exponent)
+        if bad:
+            return False
+    return True
+
+
+@kernel(IN_BITS16, types.uint16, result=types.boolean)
+def _all_finite16(bits: Any, exponent: Any) -> Any:
+    for start in range(0, bits.size, BLOCK):
+        block = bits[start : start + BLOCK]
+        bad = np.uint16(0)
+        for i in range(block.size):
+            bad |= np.uint16(np.uint16(block[i] & exponent) == exponent)
+        if bad:
+            return False
+    return True
+
+
+def all_finite(values: AnyArray) -> bool:
+    """Whether no element of ``values`` (float32[n], float16[n] or bfloat16[n]) is NaN or infinite.
+
+    Stops at the first block of 4096 elements that holds one. Raises DTypeMismatchError.
+    """
+    check_vector("values", values, values.dtype, values.size)
+    code = CODES.get(values.dtype)
+    if code is None:
+        raise DTypeMismatchError(f"values have dtype {values.dtype}: use one of {', '.join(DTYPES)}")
+    if code == _FLOAT32:
+        return bool(_all_finite32(values.view(np.uint32), INFINITY))
+    return bool(_all_finite16(values.view(np.uint16), np.uint16(0x7C00 if code == _FLOAT16 else 0x7F80)))
+
+
+def warm_up() -> None:
+    """Compiles everything in this module but the update kernels. Takes seconds once per machine; run it in a thread."""
+    for one in (_combine, _sum_squares, _scale, _all_finite32, _all_finite16):
+        one.compile()
+    casts.warm_up()
+
+
+# --- updates ----------------------------------------------------------------------------------------------------------
+# In place, one pass over memory: w weights, g gradient, then the state; scalars are float32 and computed once per step
+# by psdist_server.kernels.optimizers. Weight decay 0 is no special case: the loops wait for memory anyway.
+
+
+@kernel(OUT, IN, FLOAT, FLOAT)
+def sgd(w: Any, g: Any, rate: Any, decay: Any) -> None:
+    """Plain stochastic gradient descent."""
+    for i in range(w.size):
+        w[i] = w[i] - rate * (g[i] + decay * w[i])
+
+
+@kernel(OUT, OUT, IN, FLOAT, FLOAT, FLOAT, FLOAT)
+def sgd_momentum(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any) -> None:
+    """Heavy ball: buffer = keep * buffer + take * gradient."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        velocity = keep * buffer[i] + take * gradient
+        buffer[i] = velocity
+        w[i] = w[i] - rate * velocity
+
+
+@kernel(OUT, OUT, IN, FLOAT, FLOAT, FLOAT, FLOAT)
+def sgd_nesterov(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any) -> None:
+    """Nesterov's momentum in torch's form."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        velocity = keep * buffer[i] + take * gradient
+        buffer[i] = velocity
+        w[i] = w[i] - rate * (gradient + keep * velocity)
+
+
+@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 7)
+def adam(
+    w: Any, m: Any, v: Any, g: Any, decay: Any, take1: Any, keep2: Any, take2: Any, size: Any, root: Any, eps: Any
+) -> None:
+    """Adam, with L2 weight decay."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        mean = m[i] + take1 * (gradient - m[i])
+        square = keep2 * v[i] + take2 * gradient * gradient
+        m[i] = mean
+        v[i] = square
+        w[i] = w[i] - size * mean / (np.sqrt(square) * root + eps)
+
+
+@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 7)
+def adamw(
+    w: Any, m: Any, v: Any, g: Any, shrink: Any, take1: Any, keep2: Any, take2: Any, size: Any, root: Any, eps: Any
+) -> None:
+    """Adam with decoupled weight decay: the weights shrink first."""
+    for i in range(w.size):
+        mean = m[i] + take1 * (g[i] - m[i])
+        square = keep2 * v[i] + take2 * g[i] * g[i]
+        m[i] = mean
+        v[i] = square
+        w[i] = w[i] * shrink - size * mean / (np.sqrt(square) * root + eps)
+
+
+@kernel(OUT, OUT, IN, FLOAT, FLOAT, FLOAT)
+def adagrad(w: Any, total: Any, g: Any, rate: Any, decay: Any, eps: Any) -> None:
+    """Adagrad."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        square = total[i] + gradient * gradient
+        total[i] = square
+        w[i] = w[i] - rate * gradient / (np.sqrt(square) + eps)
+
+
+@kernel(OUT, OUT, IN, *[FLOAT] * 5)
+def rmsprop(w: Any, v: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any) -> None:
+    """RMSprop without momentum."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        square = keep * v[i] + take * gradient * gradient
+        v[i] = square
+        w[i] = w[i] - rate * gradient / (np.sqrt(square) + eps)
+
+
+@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 6)
+def rmsprop_momentum(
+    w: Any, v: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any, momentum: Any
+) -> None:
+    """RMSprop with momentum."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        square = keep * v[i] + take * gradient * gradient
+        v[i] = square
+        velocity = momentum * buffer[i] + gradient / (np.sqrt(square) + eps)
+        buffer[i] = velocity
+        w[i] = w[i] - rate * velocity
+
+
+@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 5)
+def rmsprop_centered(w: Any, v: Any, mean: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any) -> None:
+    """Centered RMSprop without momentum."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        square = keep * v[i] + take * gradient * gradient
+        v[i] = square
+        average = mean[i] + take * (gradient - mean[i])
+        mean[i] = average
+        variance = square - average * average
+        variance = np.float32(0.0) if variance < np.float32(0.0) else variance
+        w[i] = w[i] - rate * gradient / (np.sqrt(variance) + eps)
+
+
+@kernel(OUT, OUT, OUT, OUT, IN, *[FLOAT] * 6)
+def rmsprop_centered_momentum(
+    w: Any, v: Any, mean: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any, momentum: Any
+) -> None:
+    """Centered RMSprop with momentum."""
+    for i in range(w.size):
+        gradient = g[i] + decay * w[i]
+        square = keep * v[i] + take * gradient * gradient
+        v[i] = square
+        average = mean[i] + take * (gradient - mean[i])
+        mean[i] = average
+        variance = square - average * average
+        variance = np.float32(0.0) if variance < np.float32(0.0) else variance
+        velocity = momentum * buffer[i] + gradient / (np.sqrt(variance) + eps)
+        buffer[i] = velocity
+        w[i] = w[i] - rate * velocity
+
+
+@kernel(OUT, OUT, IN, *[FLOAT] * 6)
+def lion(w: Any, m: Any, g: Any, rate: Any, decay: Any, keep1: Any, take1: Any, keep2: Any, take2: Any) -> None:
+    """Lion: the weights move by the sign of an interpolation, the momentum follows by another."""
+    zero, one = np.float32(0.0), np.float32(1.0)
+    for i in range(w.size):
+        mixed = keep1 * m[i] + take1 * g[i]
+        sign = (one if mixed > zero else zero) - (one if mixed < zero else zero)
+        w[i] = w[i] - rate * (sign + decay * w[i])
+        m[i] = keep2 * m[i] + take2 * g[i]
+
+
+@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 5)
+def ftrl(w: Any, residual: Any, total: Any, g: Any, scale: Any, inverse: Any, beta: Any, l1: Any, l2: Any) -> None:
+    """FTRL-Proximal in the form that ``optimizers`` derives: ``inverse`` is 1 / alpha, ``scale`` the gradient's."""
+    for i in range(w.size):
+        gradient = scale * g[i]
+        square = total[i] + gradient * gradient
+        total[i] = square
+        curvature = (beta + np.sqrt(square)) * inverse + l2
+        pull = residual[i] + gradient
+        dual = pull - curvature * w[i]
+        held = l1 if dual > l1 else (-l1 if dual < -l1 else dual)
+        residual[i] = held
+        moved = w[i] - (pull - held) / curvature if held != dual else np.float32(0.0)
+        w[i] = moved if curvature > np.float32(0.0) else w[i]  # beta 0, and no gradient so far

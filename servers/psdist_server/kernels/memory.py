@@ -1,0 +1,88 @@
+"""Memory of the server process: what is neither parameters nor messages (``psdist.wire.malloc_options``) is kept small,
+and arrays of parameters have memory only where it is used.
+
+Measured on Linux with glibc: 186 MB idle without, 118 MB with what is done here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MADV_DONTNEED: Final = 4
+_MADV_POPULATE_WRITE: Final = 23
+_MAP_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
+#: Ranges of at least so many bytes may lie in huge pages.
+_HUGE_BYTES: Final = 1 << 21
+
+
+class AnonymousMemory:
+    """float32[``elements``], zeros, whose pages take memory from when they are first written to.
+
+    In ranges that are not in use nothing is written, and they take none.
+    """
+
+    def __init__(self, elements: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        # Not from the heap, which keeps what it has.
+        self._memory = mmap.mmap(-1, max(1, elements) * 4, flags)
+        self.array: NDArray[np.float32] = np.frombuffer(self._memory, np.float32, elements)
+        self._advise("MADV_NOHUGEPAGE", 0, elements)  # One would take memory beside what is in use, too.
+
+    def use(self, start: int, stop: int) -> None:
+        """Elements [start, stop) are written to from now on."""
+        if 4 * (stop - start) >= _HUGE_BYTES:
+            self._advise("MADV_HUGEPAGE", start, stop)
+
+    def populate(self, start: int, stop: int) -> bool:
+        """Gives elements [start, stop) memory now, so that nobody waits for it later; what they hold stays. Other
+        threads go on meanwhile. False where the system cannot."""
+        begin = -(-4 * start // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = 4 * stop // mmap.PAGESIZE * mmap.PAGESIZE - begin
+        with suppress(AttributeError, OSError):
+            libc = ctypes.CDLL(None, use_errno=True)
+            address = ctypes.c_void_p(self.array.ctypes.data + begin)
+            return size <= 0 or libc.madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0
+        return False
+
+    def give_back(self, start: int, stop: int) -> None:
+        """Gives back the pages that lie in elements [start, stop), which are not used any more, and are zeros."""
+        self._advise("MADV_NOHUGEPAGE", start, stop)
+        self._advise("MADV_DONTNEED", start, stop)
+
+    def _advise(self, what: str, start: int, stop: int) -> None:
+        """Tells the kernel about the whole pages of a range. Where it does not know the advice it does without."""
+        begin, end = -(-4 * start // mmap.PAGESIZE) * mmap.PAGESIZE, 4 * stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end and hasattr(mmap, what):
+            with suppress(OSError):
+                self._memory.madvise(getattr(mmap, what), begin, end - begin)
+
+
+def leave_out() -> None:
+    """Lets numba start without scipy, which it imports where it is installed for linear algebra that no kernel uses
+    (15 MB, 85 modules), and structlog without rich, for the colors of tracebacks (5 MB, 65 modules). Call before either
+    is imported; nothing else here uses them."""
+    for name in ("scipy", "rich"):
+        # None is how Python notes a module that cannot be imported; its stubs do not know that.
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+
+
+def release_compiler() -> None:
+    """Gives back the pages of LLVM's code (about 50 MB) once the kernels are compiled.
+
+    They are read-only pages of a file: if they are needed again, the kernel reads them again.
+    """
+    with suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None, use_errno=True)
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            parts = line.split()
+            if len(parts) > 5 and parts[1] == "r-xp" and "libllvmlite" in parts[5]:
+                start, stop = (int(address, 16) for address in parts[0].split("-"))
+                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)

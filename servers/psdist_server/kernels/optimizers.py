@@ -1,0 +1,250 @@
+"""What an optimizer specification means for a slice: which state it has, and one update of it.
+
+A ``Rule`` is made once per parameters. It computes the scalars of a step (bias corrections, learning rate by schedule)
+in float64, rounds each to float32 once, and hands them with the arrays to the optimizer's kernel. What it is not: it
+holds no weights and no state, and knows no versions; its caller does. The same in plain numpy is
+``psdist_server.kernels.reference.update``, and the bytes are the same.
+
+Invariants: an element's update depends on that element alone, so how a vector is cut does not matter. What is rejected
+changes nothing.
+
+FTRL-Proximal (McMahan et al. 2013, algorithm 1) keeps z and n per coordinate and recomputes the weights from them:
+w = -(z - sign(z) l1) / D if abs(z) > l1, else 0, with D = (beta + sqrt(n)) / alpha + l2. Here the state is n and
+q = z + D w, the part of z that the weights do not tell: it is z clipped to [-l1, l1]. With the gradient g, D' after it
+and sigma = D' - D, the algorithm's z' = z + g - sigma w becomes z' = q + g - D' w. So the old D is not needed, alpha
+may follow a schedule without moving weights by itself, weights start at any value exactly, and a gradient of zero
+changes nothing. Where alpha is constant the result is the algorithm's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.compression.compiled import Kernel
+from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
+from psdist.optim import Optimizer
+from psdist_server.kernels import fused, kernels
+
+Floats = NDArray[np.float32]
+Values = Mapping[str, float]
+#: (start, stop, group): elements [start, stop) of a slice have the hyperparameters ``Optimizer.group_values(group)``.
+Run = tuple[int, int, int]
+#: Arguments of the kernel by group.
+Scalars = tuple[tuple[np.float32, ...] | None, ...]
+
+_CLIP_EPS: Final = 1e-6
+#: FTRL divides by its rate: below this the inverse is no float32, and the update is left out.
+_FTRL_RATE_MIN: Final = 1e-38
+
+
+class Rule:
+    """Carries out one optimizer specification.
+
+    state_since: the version at which the state began. The optimizer's own count of updates begins there; schedules
+        count from version 0.
+    state_names: the arrays of state that each slice has, in order; each float32 of the slice's length.
+    """
+
+    def __init__(self, spec: Optimizer, state_since: int = 0) -> None:
+        self.spec = spec
+        self.state_since = state_since
+        self.state_names = spec.state_names
+        self._kernel = _kernel_of(spec)
+        #: Updates several slices by the mean of contributions; see ``psdist_server.kernels.fused``.
+        self.fused: Kernel = fused.OF[self._kernel]
+        self._scalars = _SCALARS[spec.kind]
+        self._groups = tuple(spec.group_values(group) for group in range(len(spec.overrides) + 1))
+        self._scalars_kept: tuple[tuple[int, float], Scalars] | None = None
+
+    def initialize(self, weights: Floats, states: Sequence[Floats], runs: Sequence[Run] | None = None) -> None:
+        """Fills ``states`` with what they are before their first update, for these float32[n] ``weights``.
+
+        Zeros, but for Adagrad's ``initial_accumulator_value`` and FTRL's residual, which takes the weights as given.
+        runs: as in ``apply``. Raises as ``apply``.
+        """
+        runs = self._check(weights, states, weights, runs)
+        for state in states:
+            state.fill(0.0)
+        if self.spec.kind == "adagrad":
+            states[0].fill(self._groups[0]["initial_accumulator_value"])
+        if self.spec.kind == "ftrl":
+            for start, stop, group in runs:
+                states[0][start:stop] = np.sign(weights[start:stop]) * np.float32(-self._groups[group]["l1"])
+
+    def apply(
+        self,
+        weights: Floats,
+        states: Sequence[Floats],
+        gradient: Floats,
+        step: int,
+        lr_scale: float = 1.0,
+        runs: Sequence[Run] | None = None,
+    ) -> None:
+        """One update of a slice, in place.
+
+        weights, states: float32[n], writable, none overlapping another.
+        gradient: float32[n], only read. Clipping (``clip_factor``) is done to it before.
+        step: the slice's version, ``state_since`` or more.
+        lr_scale: multiplies the learning rate, for stale gradients; with FTRL, whose rate is a property of the whole
+            past, it multiplies the gradient.
+        runs: ranges inside the slice and their groups, without overlap; elements in none are left as they are. By
+            default the whole slice in group 0.
+
+        Raises InvalidArgumentError, ShapeMismatchError or DTypeMismatchError, and then nothing has changed.
+        """
+        if step < self.state_since:
+            raise InvalidArgumentError(f"step={step} is out of range: steps count from {self.state_since}", step=step)
+        runs = self._check(weights, states, gradient, runs)
+        scalars = self.scalars(step, lr_scale)
+        for start, stop, group in runs:
+            values = scalars[group]
+            if values is not None:
+                part = slice(start, stop)
+                self._kernel(weights[part], *(state[part] for state in states), gradient[part], *values)
+
+    def scalars(self, step: int, lr_scale: float) -> Scalars:
+        """The kernel's float32 arguments for each group at this step; None where the update is left out. The last are
+        kept, as all slices of a step have the same."""
+        known = self._scalars_kept
+        if known is not None and known[0] == (step, lr_scale):
+            return known[1]
+        factor, age = self.spec.schedule.factor(step), step - self.state_since
+        with np.errstate(over="ignore"):
+            made = tuple(
+                None if values is None else tuple(map(np.float32, values))
+                for values in (self._scalars(one, one["lr"] * factor, float(lr_scale), age) for one in self._groups)
+            )
+        self._scalars_kept = ((step, lr_scale), made)
+        return made
+
+    def warm_up(self) -> None:
+        """Compiles the fused kernel, or loads it from the cache. Up to seconds; run it in a thread."""
+        self.fused.compile()
+
+    def _check(
+        self, weights: Floats, states: Sequence[Floats], gradient: Floats, runs: Sequence[Run] | None
+    ) -> Sequence[Run]:
+        # The kernels check no bounds, so a wrong length here would write into foreign memory.
+        if len(states) != len(self.state_names):
+            raise InvalidArgumentError(
+                f"{len(states)} state arrays for {self.spec.kind}: it has {len(self.state_names)} {self.state_names}"
+            )
+        size = weights.size
+        for name, array in zip(("weights", "gradient", *self.state_names), (weights, gradient, *states), strict=True):
+            if array.dtype != np.float32:
+                raise DTypeMismatchError(f"{name} has dtype {array.dtype}, not float32", dtype=array.dtype)
+            if array.shape != (size,) or not array.flags.c_contiguous:
+                raise ShapeMismatchError(f"{name} has shape {array.shape}, not a contiguous ({size},)")
+            if array is not gradient and not array.flags.carray:
+                raise InvalidArgumentError(f"{name} cannot be updated: it must be writable and aligned")
+        if runs is None:
+            return ((0, size, 0),)
+        for start, stop, group in runs:
+            if not (0 <= start <= stop <= size and 0 <= group < len(self._groups)):
+                raise InvalidArgumentError(
+                    f"run {(start, stop, group)} is out of range: the slice has {size} elements, the optimizer "
+                    f"{len(self._groups)} groups"
+                )
+        return runs
+
+
+def clip_factor(total_norm: float, max_norm: float) -> float:
+    """What gradients of this global L2 norm are multiplied by: ``max_norm / (total_norm + 1e-6)``, at most 1.
+
+    As torch.nn.utils.clip_grad_norm_. ``max_norm`` 0 means no limit. NaN gives NaN.
+    """
+    if max_norm == 0:
+        return 1.0
+    factor = max_norm / (total_norm + _CLIP_EPS)
+    return 1.0 if factor > 1.0 else factor
+
+
+# --- which kernel -----------------------------------------------------------------------------------------------------
+
+
+def _kernel_of(spec: Optimizer) -> Kernel:
+    """The kernel of this optimizer, which takes the state in the order of ``spec.state_names``."""
+    values = spec.values()
+    if spec.kind == "sgd" and values["momentum"]:
+        return kernels.sgd_nesterov if values["nesterov"] else kernels.sgd_momentum
+    if spec.kind == "rmsprop":
+        return _RMSPROP[bool(values["centered"]), bool(values["momentum"])]
+    return _KERNELS[spec.kind]
+
+
+_KERNELS: dict[str, Kernel] = {
+    "sgd": kernels.sgd,
+    "adam": kernels.adam,
+    "adamw": kernels.adamw,
+    "adagrad": kernels.adagrad,
+    "lion": kernels.lion,
+    "ftrl": kernels.ftrl,
+}
+_RMSPROP: dict[tuple[bool, bool], Kernel] = {  # by (centered, momentum)
+    (False, False): kernels.rmsprop,
+    (False, True): kernels.rmsprop_momentum,
+    (True, False): kernels.rmsprop_centered,
+    (True, True): kernels.rmsprop_centered_momentum,
+}
+
+
+# --- the scalars of a step, in the order of the kernel's arguments ----------------------------------------------------
+# age: updates since the state began.
+
+
+def _sgd(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    if not values["momentum"]:
+        return rate * lr_scale, values["weight_decay"]
+    take = 1.0 if age == 0 else 1 - values["dampening"]  # as torch: the first gradient fills the buffer undampened
+    return rate * lr_scale, values["weight_decay"], values["momentum"], take
+
+
+def _adam(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    return values["weight_decay"], *_moments(values, rate * lr_scale, age)
+
+
+def _adamw(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    return 1 - rate * lr_scale * values["weight_decay"], *_moments(values, rate * lr_scale, age)
+
+
+def _moments(values: Values, rate: float, age: int) -> tuple[float, ...]:
+    beta1, beta2 = values["beta1"], values["beta2"]
+    size = rate / (1 - beta1 ** (age + 1))
+    root = 1 / (1 - beta2 ** (age + 1)) ** 0.5
+    return 1 - beta1, beta2, 1 - beta2, size, root, values["eps"]
+
+
+def _adagrad(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    return rate * lr_scale / (1 + age * values["lr_decay"]), values["weight_decay"], values["eps"]
+
+
+def _rmsprop(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    alpha, momentum = values["alpha"], values["momentum"]
+    scalars = (rate * lr_scale, values["weight_decay"], alpha, 1 - alpha, values["eps"])
+    return (*scalars, momentum) if momentum else scalars
+
+
+def _lion(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    beta1, beta2 = values["beta1"], values["beta2"]
+    return rate * lr_scale, values["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2
+
+
+def _ftrl(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...] | None:
+    if rate < _FTRL_RATE_MIN:
+        return None
+    return lr_scale, 1 / rate, values["beta"], values["l1"], values["l2"]
+
+
+_SCALARS: dict[str, Callable[[Values, float, float, int], tuple[Any, ...] | None]] = {
+    "sgd": _sgd,
+    "adam": _adam,
+    "adamw": _adamw,
+    "adagrad": _adagrad,
+    "rmsprop": _rmsprop,
+    "lion": _lion,
+    "ftrl": _ftrl,
+}

@@ -1,0 +1,275 @@
+"""The server's link to the scheduler: registration, the session, and what comes down it.
+
+Heartbeats with counters go up; maps, proposals and news come down and are handed to the host in the order in which they
+came. When the session breaks it is opened again with the same incarnation; the data path does not notice. A
+scheduler that no longer knows this incarnation ends the server: what it held belongs to nobody any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from random import Random
+from typing import Final
+
+import grpc
+import grpc.aio
+import structlog
+
+import psdist
+from psdist.errors import (
+    DuplicateMemberError,
+    FencedError,
+    PsdistError,
+    SchedulerUnreachableError,
+    WrongRunError,
+)
+from psdist.types import ClusterMap
+from psdist.v1 import common_pb2, scheduler_pb2_grpc
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire import auth, channels, convert, limits, status
+from psdist_server.server import Host
+from psdist_server.snapshot_loader import Loaded, LoadReport
+from psdist_server.store.replicator import Report
+
+_log = structlog.get_logger("psdist.server")
+
+_RETRY_MIN_SECONDS: Final = 0.05
+_RETRY_MAX_SECONDS: Final = 1.0
+_LEAVE_SECONDS: Final = 1.0
+
+
+class SchedulerLink:
+    """One membership of a server.
+
+    address: of the scheduler. advertise: host:port where workers reach this server. rng: for pauses between attempts.
+    """
+
+    def __init__(
+        self, address: str, token: str, advertise: str, server_id: str, run_id: str, rng: Random | None = None
+    ) -> None:
+        self._address = address
+        self._metadata = auth.metadata(token)
+        self._channel = channels.open_channel(address, limits.CONTROL_MESSAGE_BYTES)
+        self._stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
+        self._advertise = advertise
+        self.server_id = server_id
+        self.run_id = run_id
+        self.incarnation = 0
+        self.lease_seconds = 2.0
+        self._heartbeat_seconds = 0.5
+        #: Where the run's snapshots lie; empty for none.
+        self.storage = ""
+        self._rng = rng or Random()
+        self._in_session = False
+        self._leaving = False
+        #: Proposals of earlier sessions: what the first map does not confirm, nobody is left to confirm or withdraw.
+        self._stale: set[tuple[str, str]] = set()
+        #: What goes up beside heartbeats; None where there is something new to report.
+        self._up: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
+
+    async def register(self, timeout_seconds: float) -> ClusterMap:
+        """Becomes a member; the cluster map as it is. Retries while nobody answers.
+
+        Raises SchedulerUnreachableError after ``timeout_seconds``, and whatever the scheduler refuses with.
+        """
+        request = pb.RegisterRequest(
+            protocol_version=limits.PROTOCOL_VERSION,
+            psdist_version=psdist.__version__,
+            run_id=self.run_id,
+            role=pb.ROLE_SERVER,
+            member_id=self.server_id,
+            address=self._advertise,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        answer = await self._register(request, timeout_seconds)
+        self.run_id, self.server_id = answer.run_id, answer.member_id
+        self.incarnation, self.lease_seconds = answer.incarnation, answer.lease_seconds
+        self._heartbeat_seconds = answer.heartbeat_seconds
+        self.storage = answer.storage
+        return convert.map_from_proto(answer.map)
+
+    async def _register(self, request: pb.RegisterRequest, timeout_seconds: float) -> pb.RegisterResponse:
+        now = asyncio.get_running_loop().time
+        deadline, said = now() + timeout_seconds, now()
+        while True:
+            try:
+                answer: pb.RegisterResponse = await self._stub.Register(request, metadata=self._metadata, timeout=5)
+                return answer
+            except grpc.aio.AioRpcError as error:
+                known = status.from_call(error, f"scheduler {self._address}")
+                waits = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+                # A life before this one may have ended without the scheduler having noticed it yet.
+                if not waits and (not isinstance(known, DuplicateMemberError) or now() > deadline):
+                    raise known from None
+                reason = error.details()
+            if now() > deadline:
+                raise SchedulerUnreachableError(
+                    f"no scheduler answers at {self._address} after {timeout_seconds:.0f} s ({reason}): is "
+                    "psdist-scheduler "
+                    "running there, and the address (--scheduler or PSDIST_SCHEDULER) right?",
+                    address=self._address,
+                )
+            if now() - said > limits.REPORT_WAIT_SECONDS:
+                said = now()
+                _log.warning("waiting for the scheduler", address=self._address, reason=reason)
+            await asyncio.sleep(_RETRY_MIN_SECONDS * 2)
+
+    async def run(self, host: Host) -> None:
+        """Keeps the session until it is cancelled or left. Raises FencedError or WrongRunError where the scheduler
+        does not want this incarnation any more."""
+        delay, reason = _RETRY_MIN_SECONDS, ""
+        while True:
+            self._in_session = False
+            host.saver.session_ended()
+            try:
+                await self._session(host)
+            except grpc.aio.AioRpcError as error:
+                known = status.from_call(error, f"scheduler {self._address}")
+                if isinstance(known, FencedError | WrongRunError):
+                    raise known from None
+                reason = str(known)
+            if self._leaving:
+                return
+            if self._in_session:  # It stood until now; what follows are attempts, and one line is enough for them.
+                delay = _RETRY_MIN_SECONDS
+                _log.warning("session broken, trying again", scheduler=self._address, reason=reason)
+            await asyncio.sleep(delay * self._rng.uniform(0.5, 1.0))
+            delay = min(_RETRY_MAX_SECONDS, delay * 2)
+
+    async def _session(self, host: Host) -> None:
+        up = self._up = asyncio.Queue()
+        self._stale = host.proposals
+        host.report = lambda: up.put_nowait(None)
+        host.tell = lambda report: up.put_nowait(pb.SessionRequest(snapshot=report))
+        call = self._stub.Session(self._requests(host), metadata=self._metadata)
+        async for response in call:
+            await self._handle(response, host)
+
+    async def _requests(self, host: Host) -> AsyncIterator[pb.SessionRequest]:
+        hello = pb.SessionRequest.Hello(member_id=self.server_id, incarnation=self.incarnation)
+        yield pb.SessionRequest(hello=hello)
+        loop, told, beat_at = asyncio.get_running_loop(), set[Report | LoadReport](), 0.0
+        while True:
+            if loop.time() >= beat_at:
+                beat_at = loop.time() + self._heartbeat_seconds
+                yield self._heartbeat(host)
+            # All that is true is told once in each session: the scheduler may have missed what an earlier one told.
+            reports = host.reports()
+            told.intersection_update(reports)
+            for report in reports:
+                if report not in told:
+                    told.add(report)
+                    yield _report_message(report)
+            try:
+                async with asyncio.timeout_at(beat_at):
+                    request = await self._up.get()
+            except TimeoutError:
+                continue
+            if request is not None:
+                yield request  # Not inside the timeout, which would cancel whoever writes it to the stream.
+
+    @staticmethod
+    def _heartbeat(host: Host) -> pb.SessionRequest:
+        statistics = host.statistics()
+        waits = sorted({wait for part in statistics.parameters for wait in part.waiting_for})
+        beat = pb.SessionRequest.Heartbeat(
+            epoch=host.map.epoch,
+            statistics=statistics,
+            waiting_for=waits,
+            snapshot=host.snapshot_progress(),
+            heard=[
+                common_pb2.WorkerIncarnation(worker_id=worker_id, incarnation=incarnation)
+                for worker_id, incarnation in host.take_heard()
+            ],
+        )
+        return pb.SessionRequest(heartbeat=beat)
+
+    async def _handle(self, response: pb.SessionResponse, host: Host) -> None:
+        match response.WhichOneof("command"):
+            case "map":
+                await host.follow(convert.map_from_proto(response.map))
+                if not self._in_session:
+                    self._in_session = True
+                    for parameters, worker_id in self._stale:
+                        host.withdraw(parameters, worker_id)
+            case "join_proposal":
+                proposal = response.join_proposal
+                member = convert.member_from_proto(proposal.member)
+                self._stale.discard((proposal.parameters, member.worker_id))
+                accepted, version_max = host.propose(proposal.parameters, member)
+                answer = pb.SessionRequest.JoinAnswer(
+                    proposal_id=proposal.proposal_id, accepted=accepted, version_max=version_max
+                )
+                self._up.put_nowait(pb.SessionRequest(join_answer=answer))
+            case "join_withdrawn":
+                host.withdraw(response.join_withdrawn.parameters, response.join_withdrawn.worker_id)
+            case "member_lost":
+                lost = response.member_lost
+                _log.info("member lost", member=lost.member_id, reason=lost.reason)
+            case "shards_lost":
+                _log.error("shards lost", text=response.shards_lost.text)
+            case "snapshot":
+                host.saver.command(response.snapshot)
+            case "rolled_back":
+                _log.warning("rolled back", text=response.rolled_back.text)
+
+    async def drain(self, timeout_seconds: float) -> None:
+        """Has everything moved away from this server; returns when it holds nothing, when nothing can be moved, or
+        after ``timeout_seconds``. Does nothing where that is 0."""
+        if not timeout_seconds:
+            return
+        request = pb.DrainRequest(run_id=self.run_id, server_id=self.server_id)
+        try:
+            call = self._stub.Drain(request, metadata=self._metadata, timeout=timeout_seconds)
+            async for progress in call:
+                if progress.drained:
+                    return
+                _log.info("draining", shards_left=progress.shards_left, waiting_for=progress.waiting_for)
+        except (grpc.aio.AioRpcError, PsdistError) as error:
+            _log.warning("not drained", reason=str(error))
+
+    async def leave(self, reason: str) -> None:
+        """Ends the membership politely, if the scheduler answers soon."""
+        self._leaving = True
+        request = pb.LeaveRequest(member_id=self.server_id, incarnation=self.incarnation, reason=reason)
+        try:
+            await self._stub.Leave(request, metadata=self._metadata, timeout=_LEAVE_SECONDS)
+        except (grpc.aio.AioRpcError, PsdistError) as error:
+            _log.info("left without a word", reason=str(error))
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()
+
+
+def _report_message(report: Report | LoadReport) -> pb.SessionRequest:
+    if not isinstance(report, Report):
+        return pb.SessionRequest(snapshot=_load_report_message(report))
+    replica = convert.replica_to_proto(report.replica)
+    if report.kind == "filled":
+        filled = pb.ReplicaFilled(parameters=report.parameters, shard=report.shard, term=report.term, replica=replica)
+        return pb.SessionRequest(replica_filled=filled)
+    unreachable = pb.ReplicaUnreachable(
+        parameters=report.parameters, shard=report.shard, term=report.term, replica=replica, reason=report.reason
+    )
+    return pb.SessionRequest(replica_unreachable=unreachable)
+
+
+def _load_report_message(report: LoadReport) -> pb.SnapshotReport:
+    name, generation = report.parameters, report.generation
+    if isinstance(report, Loaded):
+        loaded = pb.SnapshotReport.Loaded(
+            parameters=name, generation=generation, shards=[report.shard], terms=[report.term]
+        )
+        return pb.SnapshotReport(loaded=loaded)
+    failed = pb.SnapshotReport.LoadFailed(
+        parameters=name,
+        generation=generation,
+        restore=convert.restore_to_proto(report.restore),
+        error=status.to_detail(report.error),
+    )
+    return pb.SnapshotReport(load_failed=failed)

@@ -1,0 +1,414 @@
+"""Sharing: the Share stream, by which a worker on this host pushes and pulls without sending payloads.
+
+The stream's only request attaches: the worker's gradient arena and this server's weights arena change hands
+(``psdist.wire.fd_passing``). The connection over which they did is the attachment's line
+(``psdist.wire.framed_socket``): each message on it is a call whose payloads lie in the arenas. As soon as it is read
+all of its slices are with the shard machines, and it is answered by one message when all of them are answered. Whom it
+waits for is told meanwhile.
+
+Invariants: calls are taken in the order in which they came. A call is refused before any of its slices is taken, or
+all of them are taken. What one attachment can make this server hold is bounded by the slices here. It ends with its
+stream or its line, whichever ends first; then its calls are over, but what they contributed is not: the machines hold
+views of the arena, whose mapping lasts as long.
+
+Not here: what a push does (``parameter_store``), arenas as such (``psdist.wire.shm``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from psdist.errors import (
+    InternalError,
+    InvalidArgumentError,
+    LimitExceededError,
+    PsdistError,
+    SharingUnavailableError,
+    UnknownCodecError,
+    UnknownParametersError,
+)
+from psdist.types import ITEM_BYTES, WIRE_DTYPES, Identity
+from psdist.v1 import common_pb2, server_pb2
+from psdist.wire import convert, fd_passing, frames, limits, status
+from psdist.wire.framed_socket import Line
+from psdist.wire.shm import GradientArena
+from psdist_server.server import Host
+from psdist_server.store.parameter_store import Holding
+from psdist_server.store.rpc_call import Answer, Call
+
+
+class ShareService:
+    """Serves the Share streams of ``server``."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        fd_passing.sweep()
+
+    async def serve(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        """One stream, to its end."""
+        stream: _Stream | None = None
+        try:
+            async for data in requests:
+                stream, attached = await _attach(self._host, data)
+                await context.write(attached)
+                await _until_over(stream, requests)
+                break
+        except PsdistError as error:
+            await status.abort(context, error)
+        finally:
+            if stream is not None:
+                stream.end()
+
+
+async def _until_over(stream: _Stream, requests: AsyncIterator[bytes]) -> None:
+    """Returns when the worker ended the stream or the line. Raises what is wrong with something that came on either."""
+    hung_up = asyncio.create_task(_until_hung_up(requests))
+    try:
+        ends: set[asyncio.Future[Any]] = {hung_up, stream.over}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if stream.over.done() and (error := stream.over.result()) is not None:
+            raise error
+        if hung_up.done():
+            hung_up.result()
+    finally:
+        hung_up.cancel()
+        await asyncio.gather(hung_up, return_exceptions=True)
+
+
+async def _until_hung_up(requests: AsyncIterator[bytes]) -> None:
+    async for _ in requests:
+        raise InvalidArgumentError("the only request of a Share stream is attach: calls go over the connection")
+
+
+async def _attach(host: Host, data: bytes) -> tuple[_Stream, bytes]:
+    """Carries the first request out: what is attached, and the answer."""
+    request = frames.parse(server_pb2.ShareRequest, data)
+    if request.WhichOneof("kind") != "attach" or request.call_id != 0:
+        raise InvalidArgumentError("the first request of a Share stream must be attach, with call_id 0")
+    attach = request.attach
+    identity = convert.identity_from_proto(attach.identity)
+    holding = await host.admit(identity)
+    # Who never pushes has an arena without elements.
+    reads_only = attach.dtype == common_pb2.DTYPE_UNSPECIFIED
+    dtype, elements = ("float32", 0) if reads_only else (_wire_dtype(attach.dtype), holding.entry.total)
+    weights = holding.dense.arena
+    if weights is None:
+        raise SharingUnavailableError(holding.dense.arena_error)
+    fd, connection = await fd_passing.connect(attach.socket)
+    try:
+        # In a thread, because mapping a large file takes longer than heartbeats may; once begun it closes ``fd``.
+        opening = asyncio.get_running_loop().run_in_executor(None, GradientArena.open, fd, elements, dtype)
+        arena = await asyncio.shield(opening)
+        fd_passing.give(connection, weights.fd)
+    except BaseException:
+        connection.close()
+        raise
+    stream = _Stream(host, _Attachment(identity, holding, arena, "" if reads_only else dtype))
+    await stream.open(connection)
+    attached = server_pb2.Attached(nonce=arena.nonce, weights_nonce=weights.nonce)
+    return stream, server_pb2.ShareResponse(attached=attached).SerializeToString()
+
+
+@dataclass(frozen=True, slots=True)
+class _Attachment:
+    """Who attached, and what it shares."""
+
+    identity: Identity
+    holding: Holding
+    arena: GradientArena
+    #: Of its elements; "" where it has none.
+    dtype: str
+
+
+@dataclass
+class _SharedCall(Call):
+    """A call of an attachment: it keeps its answers until all are there."""
+
+    call_id: int = 0
+    #: How many slices it named.
+    named: int = 0
+    #: Whether all of its slices were taken, or it was refused.
+    taken: bool = False
+    answers: list[Answer] = field(default_factory=list)
+    error: PsdistError | None = None
+    stream: _Stream | None = None
+    timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        pass  # No queue of answers, nor slots for payloads.
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is to be told its answers, or its error."""
+        return self.taken and (self.error is not None or not self.outstanding)
+
+    def answer(self, token: int, answer: Answer) -> None:
+        del self.outstanding[token]
+        self.answers.append(answer)
+        self._tell_if_ended()
+
+    def fail(self, error: PsdistError) -> None:
+        if self.error is None:
+            self.error = error
+            self._tell_if_ended()
+
+    def asked_all(self) -> None:
+        self.taken = True
+        self._tell_if_ended()
+
+    def _tell_if_ended(self) -> None:
+        if self.ended and self.stream is not None:
+            self.stream.tell_end(self)
+
+    def response(self) -> server_pb2.ShareResponse:
+        """What ends it."""
+        if self.error is not None:
+            return server_pb2.ShareResponse(call_id=self.call_id, error=status.to_detail(self.error))
+        versions = [answer.version for answer in self.answers]
+        staleness = [answer.staleness for answer in self.answers]
+        answers = server_pb2.SharedAnswers(
+            slices=[answer.index for answer in self.answers],
+            versions=versions if min(versions) != max(versions) else versions[:1],
+            ignored=[answer.index for answer in self.answers if answer.ignored],
+            staleness=staleness if any(staleness) else (),
+        )
+        return server_pb2.ShareResponse(call_id=self.call_id, answers=answers)
+
+
+class _Stream:
+    """What is attached: its line, and its calls under way."""
+
+    def __init__(self, host: Host, attachment: _Attachment) -> None:
+        self._host = host
+        self._attachment = attachment
+        self._line = Line(self._take, self._line_ended, waits_for_reader=True)
+        #: Done when the line ended; what was wrong, if that is why.
+        self.over: asyncio.Future[PsdistError | None] = asyncio.get_running_loop().create_future()
+        self._calls: dict[int, _SharedCall] = {}
+        self._last_id = 0
+        self._named = 0
+        #: Who was admitted last, which need not be found out again by the same map.
+        self._admitted = attachment.identity
+        #: Takes a call that has to wait until it is admitted; those after it wait too.
+        self._admitting: asyncio.Task[None] | None = None
+
+    async def open(self, connection: socket.socket) -> None:
+        """Begins to take calls."""
+        await self._line.open(connection)
+        self._attachment.holding.readers.present.append(self)
+
+    @property
+    def epoch(self) -> int:
+        """The map by which the last call was made: by then the worker reads nothing that went elsewhere before."""
+        return self._admitted.epoch
+
+    # --- taking -------------------------------------------------------------------------------------------------------
+
+    def _take(self, data: bytes) -> None:
+        """Takes a request. Raises InvalidArgumentError for what cannot be told to a call."""
+        request = frames.parse(server_pb2.ShareRequest, data)
+        self._host.heard(self._attachment.identity)
+        kind = request.WhichOneof("kind")
+        if kind == "cancel":
+            if (call := self._calls.get(request.call_id)) is not None:
+                self._forget(call)
+            return
+        if kind != "push" and kind != "pull":
+            raise InvalidArgumentError("a request of an attached worker must be push, pull or cancel")
+        if request.call_id <= self._last_id:
+            raise InvalidArgumentError(f"call_id {request.call_id} does not come after {self._last_id}")
+        self._last_id = request.call_id
+        is_push = kind == "push"
+        wants_weights = not is_push or request.push.wants_weights
+        sender = request.push.header.identity if is_push else request.pull.identity
+        call = _SharedCall(self._attachment.identity, is_push, wants_weights, call_id=request.call_id, stream=self)
+        self._calls[request.call_id] = call
+        if self._is_admitted(sender) and not (not is_push and self._needs_confirm(request.pull)):
+            self._carry_out(call, request)
+        else:
+            self._line.hold()
+            self._admitting = asyncio.create_task(self._admit(call, sender, request))
+
+    def _is_admitted(self, sender: server_pb2.Identity) -> bool:
+        """Whether ``sender`` is who was admitted last, by the map that is still the newest."""
+        before = self._admitted
+        return (
+            sender.epoch == before.epoch == self._host.map.epoch
+            and sender.incarnation == before.incarnation
+            and sender.worker_id == before.worker_id
+            and sender.parameters == before.parameters
+            and sender.run_id == before.run_id
+        )
+
+    def _needs_confirm(self, pull: server_pb2.SharedPull) -> bool:
+        return self._attachment.holding.replicator.needs_confirm(pull.slices)
+
+    async def _admit(self, call: _SharedCall, sender: server_pb2.Identity, request: server_pb2.ShareRequest) -> None:
+        """Carries a call out once its sender is admitted, which may have to wait for a newer map, and once it is sure
+        that its slices may be read."""
+        try:
+            if not self._is_admitted(sender):
+                await self._check_sender(sender)
+            if not call.is_push and self._needs_confirm(request.pull):
+                await self._attachment.holding.replicator.confirm(request.pull.slices)
+                self._host.check_live(self._admitted)
+        except PsdistError as error:
+            self._refuse(call, error)
+        except Exception as error:  # Without this the worker would wait for an answer that never comes.
+            self._refuse(call, InternalError(f"admitting the call failed: {error!r}"))
+        else:
+            if call.call_id in self._calls:  # Else it was cancelled meanwhile.
+                self._carry_out(call, request)
+        finally:
+            self._line.release()
+
+    async def _check_sender(self, sender: server_pb2.Identity) -> None:
+        identity, mine = convert.identity_from_proto(sender), self._attachment.identity
+        who = (identity.worker_id, identity.incarnation, identity.parameters)
+        if who != (mine.worker_id, mine.incarnation, mine.parameters):
+            raise InvalidArgumentError("a Share stream is for the worker and the parameters that attached it")
+        holding = await self._host.admit(identity)
+        if holding is not self._attachment.holding:
+            raise UnknownParametersError(f"{identity.parameters!r} are not those that this stream attached to")
+        self._admitted = identity
+
+    @staticmethod
+    def _refuse(call: _SharedCall, error: PsdistError) -> None:
+        call.fail(error)
+        call.asked_all()
+
+    def _carry_out(self, call: _SharedCall, request: server_pb2.ShareRequest) -> None:
+        call.identity = self._admitted
+        try:
+            self._attachment.holding.check_installed()
+            if call.is_push:
+                self._push(call, request.push)
+            else:
+                self._pull(call, request.pull)
+        except PsdistError as error:
+            call.fail(error)
+        except Exception as error:  # Without this the worker would wait for an answer that never comes.
+            call.fail(InternalError(f"taking the call failed: {error!r}"))
+        call.asked_all()
+        if not call.ended:
+            self._report_later(call)
+
+    def _push(self, call: _SharedCall, push: server_pb2.SharedPush) -> None:
+        header, holding = push.header, self._attachment.holding
+        if header.codec != common_pb2.CODEC_RAW:
+            raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
+        call.step, call.abstain, call.grad_norm = header.step, header.abstain, header.grad_norm
+        call.mark = header.mark
+        call.dtype = _wire_dtype(header.dtype)
+        if call.dtype != self._attachment.dtype:
+            held = self._attachment.dtype or "nothing"
+            raise InvalidArgumentError(f"the gradient arena holds {held}, not {call.dtype}")
+        call.pull_dtype = _wire_dtype(header.pull_dtype) if call.wants_weights else "float32"
+        holding.contributions.check_norm(call)
+        slices = self._check_slices(call, push.slices)
+        bases = _one_for_each(push.base_versions, slices, "base_versions")
+        slicing = holding.slicing
+        counters = holding.counters.of(call.identity.worker_id)
+        for index, base in zip(slices, bases, strict=True):
+            values = self._attachment.arena.part(*slicing.bounds(index))
+            counters.push_bytes += 0 if call.abstain else values.nbytes
+            holding.push_shared(call, index, base, values)
+
+    def _pull(self, call: _SharedCall, pull: server_pb2.SharedPull) -> None:
+        for index in self._check_slices(call, pull.slices):
+            self._attachment.holding.pull(call, index, pull.min_version)
+
+    def _check_slices(self, call: _SharedCall, slices: Sequence[int]) -> Sequence[int]:
+        """The slices of a call, of which all or none are taken."""
+        holding, last = self._attachment.holding, -1
+        if not slices:
+            raise InvalidArgumentError("a call must name a slice")
+        most = limits.SHARED_ROUNDS_MAX * len(holding.dense.indices)
+        if self._named + len(slices) > most:
+            raise LimitExceededError(
+                f"the calls of one worker under way name {self._named + len(slices)} slices, more than {most}: "
+                "wait for their answers"
+            )
+        for index in slices:
+            if index <= last:
+                raise InvalidArgumentError(f"slice {index} came after slice {last}: name each once, in ascending order")
+            holding.check_slice(index, call.identity.epoch)
+            last = index
+        call.named = len(slices)
+        self._named += call.named
+        return slices
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def tell_end(self, call: _SharedCall) -> None:
+        """``call`` ended."""
+        if call.call_id in self._calls:
+            self._count_pulled(call)
+            self._forget(call)
+            self._line.send(call.response().SerializeToString())
+
+    def _count_pulled(self, call: _SharedCall) -> None:
+        if call.wants_weights and call.error is None:
+            slicing = self._attachment.holding.slicing
+            elements = sum(slicing.size(answer.index) for answer in call.answers)
+            counters = self._attachment.holding.counters.of(call.identity.worker_id)
+            counters.pull_bytes += elements * ITEM_BYTES[call.pull_dtype]
+
+    def _report_later(self, call: _SharedCall) -> None:
+        loop = asyncio.get_running_loop()
+        call.timer = loop.call_later(limits.REPORT_WAIT_SECONDS, self._report, call, len(call.answers))
+
+    def _report(self, call: _SharedCall, answered: int) -> None:
+        """Says whom ``call`` waits for, unless there was progress, or the worker does not read what it is told."""
+        call.waiting_for = ""
+        if len(call.answers) == answered:
+            call.waiting_for = self._host.waiting_for(call) or "for this server to apply the update"
+            if not self._line.is_full:
+                told = server_pb2.ShareResponse(call_id=call.call_id, waiting_for=call.waiting_for)
+                self._line.send(told.SerializeToString())
+        self._report_later(call)
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def _forget(self, call: _SharedCall) -> None:
+        """Nobody is to be told of ``call`` any more."""
+        del self._calls[call.call_id]
+        self._named -= call.named
+        if call.timer is not None:
+            call.timer.cancel()
+        if call.outstanding:
+            self._host.end(call)
+
+    def _line_ended(self, error: PsdistError | None) -> None:
+        self.over.set_result(error)
+
+    def end(self) -> None:
+        """It is over, whatever the reason."""
+        self._attachment.holding.readers.present.remove(self)
+        self._line.close()
+        if self._admitting is not None:
+            self._admitting.cancel()
+        for call in list(self._calls.values()):
+            self._forget(call)
+
+
+def _one_for_each(values: Sequence[int], slices: Sequence[int], what: str) -> Sequence[int]:
+    """``values``, or the only one of them as often as there are slices."""
+    if len(values) == 1:
+        return [values[0]] * len(slices)
+    if len(values) != len(slices):
+        raise InvalidArgumentError(f"{len(values)} {what} for {len(slices)} slices: send one for each, or one for all")
+    return values
+
+
+def _wire_dtype(value: int) -> str:
+    dtype = convert.dtype_from_proto(value)
+    if dtype not in WIRE_DTYPES:
+        raise InvalidArgumentError(f"payloads cannot be {dtype}: use one of {', '.join(WIRE_DTYPES)}")
+    return dtype

@@ -1,0 +1,233 @@
+"""The loader: fills the shards that this server is the primary of from a snapshot, where the map says so.
+
+Slices are read from the files of any number of old servers, compared with the manifest's digests, and installed, a few
+at a time. A storage that does not answer is asked again, for as long as it takes, and what is waited for is said; a
+snapshot that is corrupt, or of other parameters, is reported, and what comes then is the scheduler's decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Final
+
+import structlog
+import xxhash
+
+from psdist.errors import InternalError, PsdistError, SettingsMismatchError, StorageError, UnknownSnapshotError
+from psdist.snapshots import format as layouts
+from psdist.snapshots.format import Manifest, ParametersState, corrupt
+from psdist.snapshots.reader import SliceReader
+from psdist.snapshots.storage import Storage
+from psdist.types import Restore
+from psdist.v1 import scheduler_pb2 as pb
+from psdist_server.core.async_shard import AsyncShard
+from psdist_server.core.bsp_shard import BspShard
+from psdist_server.store.parameter_store import Holding
+from psdist_server.together import together
+
+_log = structlog.get_logger("psdist.server")
+
+_AT_A_TIME: Final = 4
+_RETRY_MIN_SECONDS: Final = 0.2
+_RETRY_MAX_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The shard has its values, under this term."""
+
+    parameters: str
+    generation: int
+    shard: int
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """The values cannot be had from this snapshot."""
+
+    parameters: str
+    generation: int
+    restore: Restore
+    error: PsdistError
+
+
+LoadReport = Loaded | LoadFailed
+
+
+@dataclass(slots=True)
+class _Load:
+    """What is loaded into one holding. arrays: of each slice, in the files."""
+
+    holding: Holding
+    restore: Restore
+    arrays: int
+    task: asyncio.Task[None] | None = None
+    bytes_done: int = 0
+    waiting_for: str = ""
+    failed: LoadFailed | None = None
+
+
+class Loader:
+    """All that one server loads.
+
+    storage: opens the run's storage; may take a moment, and raise StorageError. report: called when there is something
+    new in ``reports``.
+    """
+
+    def __init__(self, storage: Callable[[], Storage], report: Callable[[], None], rng: Random) -> None:
+        self._open_storage = storage
+        self._report = report
+        self._rng = rng
+        self._loads: dict[str, _Load] = {}
+
+    # --- what the host tells and asks ---------------------------------------------------------------------------------
+
+    def follow(self, holdings: Iterable[Holding]) -> None:
+        """After each new map: begins and ends to load."""
+        wanted = {h.entry.spec.name: h for h in holdings if h.entry.restore is not None and not h.entry.ready}
+        for name in [name for name, load in self._loads.items() if wanted.get(name) is not load.holding]:
+            self._end(self._loads.pop(name))
+        for name, holding in wanted.items():
+            assert holding.entry.restore is not None
+            load = self._loads.setdefault(name, _Load(holding, holding.entry.restore, holding.dense.array_count))
+            if (load.task is None or load.task.done()) and load.failed is None and self._missing(load):
+                load.task = asyncio.create_task(self._run(load))
+                load.task.add_done_callback(partial(self._ended, load))
+
+    def reports(self) -> list[LoadReport]:
+        """All that is true now, until the parameters are ready."""
+        found: list[LoadReport] = []
+        for load in self._loads.values():
+            name, generation = load.holding.entry.spec.name, load.holding.entry.generation
+            if load.failed is not None:
+                found.append(load.failed)
+                continue
+            for number, machine in sorted(load.holding.replicator.machines.items()):
+                if number not in load.holding.unloaded:
+                    found.append(Loaded(name, generation, number, machine.term))
+        return found
+
+    def progress(self) -> pb.SnapshotProgress | None:
+        """How far it is; None where nothing is being loaded."""
+        loads = [load for load in self._loads.values() if load.task is not None and not load.task.done()]
+        if not loads:
+            return None
+        return pb.SnapshotProgress(
+            bytes_done=sum(load.bytes_done for load in loads),
+            bytes=sum(_bytes_of(load) for load in loads),
+            waiting_for=next((load.waiting_for for load in loads if load.waiting_for), ""),
+            loading=True,
+        )
+
+    async def close(self) -> None:
+        """Ends it all."""
+        loads, self._loads = list(self._loads.values()), {}
+        for load in loads:
+            self._end(load)
+        await asyncio.gather(*(load.task for load in loads if load.task is not None), return_exceptions=True)
+
+    @staticmethod
+    def _end(load: _Load) -> None:
+        if load.task is not None:
+            load.task.cancel()
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _missing(load: _Load) -> list[tuple[int, BspShard | AsyncShard]]:
+        return [(number, load.holding.shards[number]) for number in sorted(load.holding.unloaded)]
+
+    def _ended(self, load: _Load, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if not isinstance(error, PsdistError):
+            _log.error("loading failed", exc_info=error)
+            error = InternalError(f"loading from a snapshot failed: {error!r}")
+        entry = load.holding.entry
+        _log.error("cannot load", parameters=entry.spec.name, snapshot=load.restore.directory, reason=str(error))
+        load.failed = LoadFailed(entry.spec.name, entry.generation, load.restore, error)
+        self._report()
+
+    async def _run(self, load: _Load) -> None:
+        """Loads what is missing, and what is missing by then, until nothing is. Raises what is final."""
+        delay = _RETRY_MIN_SECONDS
+        while self._missing(load):
+            try:
+                await self._load(load)
+                delay = _RETRY_MIN_SECONDS
+            except StorageError as error:
+                if load.waiting_for != error.message:
+                    _log.warning("cannot load yet", parameters=load.holding.entry.spec.name, reason=str(error))
+                load.waiting_for = error.message
+                await asyncio.sleep(delay * self._rng.uniform(0.5, 1.0))
+                delay = min(_RETRY_MAX_SECONDS, delay * 2)
+
+    async def _load(self, load: _Load) -> None:
+        loop = asyncio.get_running_loop()
+        storage = await loop.run_in_executor(None, self._open_storage)
+        manifest = await _manifest(storage, load.restore)
+        state = _state(manifest, load.holding)
+        reader = SliceReader(storage, manifest)
+        load.bytes_done, load.waiting_for, load.arrays = 0, "", 1 + len(state.state_names)
+        for number, machine in self._missing(load):
+            pending = iter(machine.slices)
+            await together(_load_slices(load, reader, state, number, pending) for _ in range(_AT_A_TIME))
+            if load.holding.shards.get(number) is machine:
+                load.holding.unloaded.discard(number)
+                _log.info("loaded", parameters=state.spec.name, shard=number, snapshot=manifest.directory)
+                self._report()
+
+
+async def _load_slices(
+    load: _Load, reader: SliceReader, state: ParametersState, number: int, pending: Iterator[int]
+) -> None:
+    """Loads slices of shard ``number`` until none are pending, or the shard goes elsewhere."""
+    machine = load.holding.shards.get(number)
+    for index in pending:
+        arrays = await reader.slice(state, index)
+        if machine is None or load.holding.shards.get(number) is not machine:
+            return
+        position, shard = divmod(index, len(state.shards))
+        load.holding.load(index, arrays, state.shards[shard].versions[position])
+        load.bytes_done += sum(array.nbytes for array in arrays)
+
+
+async def _manifest(storage: Storage, restore: Restore) -> Manifest:
+    """The manifest that ``restore`` names. Raises SnapshotCorruptError where it is another."""
+    path = layouts.manifest_path(restore.directory)
+    try:
+        data = await storage.read(path)
+    except UnknownSnapshotError:
+        raise corrupt(path, "it is missing") from None
+    if xxhash.xxh3_128_digest(data) != restore.manifest_digest:
+        raise corrupt(path, "its digest is not that in its commit record")
+    return Manifest.from_bytes(data, path)
+
+
+def _state(manifest: Manifest, holding: Holding) -> ParametersState:
+    """What the snapshot has of a holding's parameters. Raises SettingsMismatchError where that does not fit them."""
+    entry = holding.entry
+    state = manifest.state(entry.spec.name)
+    if state is None:
+        raise SettingsMismatchError(f"{entry.spec.name!r} is not in snapshot {manifest.directory}")
+    names = holding.dense.rule.state_names
+    weights_only = entry.restore is not None and entry.restore.weights_only
+    for what, mine, theirs in (
+        ("elements", entry.total, state.layout.total),
+        ("elements of a slice", entry.spec.slice_elements, state.spec.slice_elements),
+        ("state arrays", ", ".join(names) or "none", ", ".join(state.state_names) or "none"),
+    ):
+        if mine != theirs and not (weights_only and what == "state arrays"):
+            raise SettingsMismatchError(
+                f"{entry.spec.name!r} has {mine} {what}, and {theirs} in snapshot {manifest.directory}"
+            )
+    return state
+
+
+def _bytes_of(load: _Load) -> int:
+    return 4 * load.arrays * sum(load.holding.slicing.size(index) for index in load.holding.indices)

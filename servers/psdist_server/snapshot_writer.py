@@ -1,0 +1,308 @@
+"""The saver: this server's part in taking snapshots, from the scheduler's commands to files that are durable.
+
+One attempt at a time. ``Prepare`` arms cuts in the holdings (``cut_controller``), ``Cut`` starts a writer for each,
+which writes one file for each shard that this server is the primary of, one after another; ``End`` drops what is left.
+What goes wrong is reported, ends the attempt here at once, and never harms training. An attempt belongs to one session
+with the scheduler: where that breaks, both give it up.
+
+Not here: when snapshots are taken, and what makes one count (the scheduler); their bytes (``psdist.snapshots``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import numpy as np
+import structlog
+import xxhash
+
+from psdist.errors import InternalError, PsdistError, SnapshotFailedError, StorageError
+from psdist.snapshots import format as layout
+from psdist.snapshots.storage import Storage, Writer
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire import status
+from psdist_server.core.cut import Cut, Room
+from psdist_server.kernels.arrays import Array
+from psdist_server.store.copy_on_write import HoldingCut
+from psdist_server.store.parameter_store import Holding
+from psdist_server.together import together
+
+_log = structlog.get_logger("psdist.server")
+
+#: Bytes of copies that a server holds for a snapshot; updates that would need more wait for the writer.
+ASIDE_BYTES_MAX: Final = 256 << 20
+#: Files of one parameters that are written at a time.
+FILES_AT_A_TIME: Final = 4
+#: Small slices are written so many bytes at a time.
+_BATCH_BYTES: Final = 1 << 20
+#: Where updates wait for copies to be written, and none was for this time or twice it, the attempt is given up.
+STALL_SECONDS: Final = 15.0
+
+
+@dataclass(slots=True)
+class _Part:
+    """One parameters of an attempt. number: their place in the attempt."""
+
+    number: int
+    holding: Holding
+    cut: HoldingCut
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class _Attempt:
+    number: int
+    directory: str
+    parts: dict[str, _Part] = field(default_factory=dict)
+    bytes: int = 0
+    bytes_done: int = 0
+    #: Training waited and nothing was written when somebody looked last.
+    stood: bool = False
+
+
+class Saver:
+    """What ``server`` does for snapshots.
+
+    holding: the holding of a name, or None. storage: opens the run's storage. tell: has a report told to the scheduler.
+    """
+
+    def __init__(
+        self,
+        holding: Callable[[str], Holding | None],
+        storage: Callable[[], Storage],
+        tell: Callable[[pb.SnapshotReport], None],
+        aside_bytes_max: int = ASIDE_BYTES_MAX,
+    ) -> None:
+        self._holding = holding
+        self._open_storage = storage
+        self._tell = tell
+        self._room_bytes = aside_bytes_max
+        self._attempt: _Attempt | None = None
+        self._newest = 0
+        #: Hashes; a thread that updates do not wait for.
+        self._thread = ThreadPoolExecutor(1, "snapshot")
+        #: Writers of attempts that are over and clean up.
+        self._ending: set[asyncio.Task[None]] = set()
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def command(self, command: pb.SnapshotCommand) -> None:
+        """Carries out what the scheduler wants."""
+        kind = command.WhichOneof("kind")
+        if kind == "prepare" and command.attempt > self._newest:
+            self._newest = command.attempt
+            self._drop()
+            self._prepare(command.attempt, command.prepare)
+        elif self._attempt is None or command.attempt != self._attempt.number:
+            return
+        elif kind == "cut":
+            self._begin(self._attempt, command.cut)
+        elif kind == "end":
+            _log.info("snapshot ended", attempt=command.attempt, committed=command.end.committed)
+            self._drop()
+
+    def session_ended(self) -> None:
+        """The session with the scheduler broke: the attempt is over."""
+        self._drop()
+
+    def _prepare(self, number: int, prepare: pb.SnapshotCommand.Prepare) -> None:
+        found = [(place, wanted, self._holding(wanted.parameters)) for place, wanted in enumerate(prepare.parameters)]
+        here = [(place, wanted, holding) for place, wanted, holding in found if holding is not None and holding.shards]
+        steps = {wanted.parameters: h.step_next for _, wanted, h in here if not h.is_asynchronous}
+        try:
+            for _, _, holding in here:
+                holding.check_installed()
+        except PsdistError as error:
+            self._report(number, _failed(error))
+            return
+        accepted = all(steps.get(wanted.parameters, 0) <= wanted.step for _, wanted, _ in here)
+        if accepted:
+            attempt = self._attempt = _Attempt(number, prepare.directory)
+            room = Room(self._room_bytes)
+            for place, wanted, holding in here:
+                machine = Cut(None if holding.is_asynchronous else wanted.step, _sizes(holding), room)
+                cut = holding.cuts.arm(number, machine, self._failer(number))
+                attempt.parts[wanted.parameters] = _Part(place, holding, cut)
+                attempt.bytes += sum(cut.machine.sizes.values())
+        prepared = pb.SnapshotReport.Prepared(accepted=accepted, steps_next=steps)
+        self._report(number, pb.SnapshotReport(prepared=prepared))
+
+    def _failer(self, number: int) -> Callable[[str], None]:
+        return lambda why: self._fail(number, SnapshotFailedError(why))
+
+    def _begin(self, attempt: _Attempt, cut: pb.SnapshotCommand.Cut) -> None:
+        for agreed in cut.parameters:
+            if (part := attempt.parts.get(agreed.parameters)) is not None:
+                following = {(p.life.worker_id, p.life.incarnation): p.next for p in agreed.producers}
+                part.holding.cuts.agree(part.cut, following)
+                if agreed.final_step:
+                    part.holding.cuts.end_steps(agreed.final_step)
+        for part in list(attempt.parts.values()):
+            if self._attempt is attempt and part.task is None:
+                part.task = asyncio.create_task(self._write(attempt, part))
+                part.task.add_done_callback(partial(self._written, attempt))
+        self._watch(attempt, -1)
+
+    def _written(self, attempt: _Attempt, task: asyncio.Task[None]) -> None:
+        """A writer ended."""
+        self._ending.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if not isinstance(error, PsdistError):
+            _log.error("writing a snapshot failed", attempt=attempt.number, exc_info=error)
+            error = InternalError(f"writing the snapshot failed: {error!r}")
+        self._fail(attempt.number, error)
+
+    def _fail(self, number: int, error: PsdistError) -> None:
+        """The attempt cannot go on here."""
+        if self._attempt is None or self._attempt.number != number:
+            return
+        _log.warning("a snapshot is given up", attempt=number, reason=str(error))
+        self._drop()
+        self._report(number, _failed(error))
+
+    def _drop(self) -> None:
+        """Nothing waits for the attempt any more; what was copied for it goes."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return
+        for part in attempt.parts.values():
+            if part.task is not None and not part.task.done():
+                self._ending.add(part.task)
+                part.task.cancel()
+            part.holding.cuts.disarm(part.cut)
+
+    def _report(self, number: int, report: pb.SnapshotReport) -> None:
+        report.attempt = number
+        self._tell(report)
+
+    # --- progress -----------------------------------------------------------------------------------------------------
+
+    def progress(self) -> pb.SnapshotProgress | None:
+        """How far the attempt is; None where there is none."""
+        attempt = self._attempt
+        if attempt is None:
+            return None
+        parts = attempt.parts.values()
+        waits = [wait for part in parts if part.task is not None and (wait := part.cut.waiting_for())]
+        return pb.SnapshotProgress(
+            attempt=attempt.number,
+            bytes_done=attempt.bytes_done,
+            bytes=attempt.bytes,
+            bytes_aside=sum(part.cut.machine.bytes_aside for part in parts),
+            waiting_for=waits[0] if waits else "",
+        )
+
+    def _watch(self, attempt: _Attempt, before: int) -> None:
+        """Gives the attempt up where training waits for a storage that takes nothing."""
+        if self._attempt is not attempt:
+            return
+        stands = attempt.bytes_done == before and any(part.cut.is_kept_back() for part in attempt.parts.values())
+        if stands and attempt.stood:
+            seconds = 2 * STALL_SECONDS
+            error = StorageError(f"the storage took nothing for {seconds:.0f} s, and training had to wait for it")
+            self._fail(attempt.number, error)
+            return
+        attempt.stood = stands
+        asyncio.get_running_loop().call_later(STALL_SECONDS, self._watch, attempt, attempt.bytes_done)
+
+    async def close(self) -> None:
+        """The server ends."""
+        self._drop()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        self._thread.shutdown(wait=False)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    async def _write(self, attempt: _Attempt, part: _Part) -> None:
+        """Writes the files of all shards of one parameters, some at a time: while one is made durable the next one is
+        written."""
+        storage = await asyncio.get_running_loop().run_in_executor(self._thread, self._open_storage)
+        pending = iter(sorted(part.holding.replicator.machines))
+
+        async def write() -> None:
+            for shard in pending:
+                await self._write_shard(attempt, part, storage, shard)
+
+        await together(write() for _ in range(FILES_AT_A_TIME))
+        part.holding.cuts.disarm(part.cut)
+
+    async def _write_shard(self, attempt: _Attempt, part: _Part, storage: Storage, shard: int) -> None:
+        """Streams one file. While a slice is written it is hashed, and the next one copied."""
+        holding, machine = part.holding, part.holding.replicator.machines[shard]
+        slices, term, state_names = machine.slices, machine.term, holding.dense.rule.state_names
+        name = layout.shard_file_name(part.number, shard, len(holding.entry.shards))
+        header = layout.shard_header(slices, [holding.slicing.size(index) for index in slices], state_names)
+        hashes = _Hashes(header)
+        for index in slices[:1]:  # No file is open while the cut is far.
+            await part.cut.take(index)
+            await part.cut.rest()
+        async with storage.writer(layout.file_path(attempt.directory, name)) as file:
+            await file.write(header)
+            batch: list[int] = []
+            arrays: list[Array] = []
+            size = 0
+            for position, index in enumerate(slices):
+                await part.cut.rest()
+                batch.append(index)
+                arrays.append(await part.cut.take(index))
+                size += arrays[-1].nbytes
+                if size >= _BATCH_BYTES or index == slices[-1]:
+                    part.cut.prefetch(slices[position + 1 : position + 2])
+                    await self._write_batch(file, hashes, arrays)
+                    for one in batch:
+                        part.cut.written(one)
+                    attempt.bytes_done += size
+                    batch, arrays, size = [], [], 0
+        written = pb.SnapshotReport.Written(
+            parameters=holding.entry.spec.name,
+            shard=shard,
+            term=term,
+            file=name,
+            length=hashes.length,
+            digest=hashes.whole.digest(),
+            versions=part.cut.versions(slices),
+            digests=b"".join(hashes.parts),
+            state_names=state_names,
+        )
+        self._report(attempt.number, pb.SnapshotReport(written=written))
+
+    async def _write_batch(self, file: Writer, hashes: _Hashes, arrays: list[Array]) -> None:
+        hashing = asyncio.get_running_loop().run_in_executor(self._thread, hashes.add, arrays)
+        whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        await together((file.write(whole.data.cast("B")), _done(hashing)))
+
+
+def _failed(error: PsdistError) -> pb.SnapshotReport:
+    return pb.SnapshotReport(failed=pb.SnapshotReport.Failed(error=status.to_detail(error)))
+
+
+async def _done(future: asyncio.Future[None]) -> None:
+    await asyncio.shield(future)  # A thread that has begun goes on.
+
+
+class _Hashes:
+    """Of a file that begins with ``header``, and of each slice in it."""
+
+    def __init__(self, header: bytes) -> None:
+        self.whole = xxhash.xxh3_128(header)
+        self.length = len(header)
+        self.parts: list[bytes] = []
+
+    def add(self, arrays: Sequence[Array]) -> None:
+        """The next slices. In a thread."""
+        for array in arrays:
+            self.whole.update(array.data)
+            self.parts.append(xxhash.xxh3_128_digest(array.data))
+            self.length += array.nbytes
+
+
+def _sizes(holding: Holding) -> dict[int, int]:
+    """Bytes of each slice's arrays together."""
+    arrays = holding.dense.array_count
+    return {index: 4 * holding.slicing.size(index) * arrays for index in holding.indices}

@@ -1,0 +1,304 @@
+"""Copies: the shards that this server holds for another primary, and what their primaries send of them.
+
+What comes for a slice is carried out in the order in which it came: arrays that replace it, updates, and comparisons
+of its digest. Updates of different slices run in the kernel threads side by side; an update is acknowledged when it and
+all before it are in the arrays. Of a server's streams only the one that was welcomed last counts: what comes late on an
+earlier one would begin a copy anew that is complete, and who waits for an answer reads the last. Not here: who may send
+what (``replication``), the stream (``service``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from psdist.consistency import BSP
+from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, ReplicaMismatchError, StaleTermError
+from psdist.types import ITEM_BYTES, ParametersEntry, ParametersSpec, Replica
+from psdist.v1 import server_pb2 as pb
+from psdist.wire import convert, status
+from psdist.wire.frames import Frame
+from psdist_server.core.records import Producer, ReplicaUpdate, SliceRecord
+from psdist_server.core.replication import BackupReplication, stale_term
+from psdist_server.kernels.arrays import Array, DenseParameters, Gradient, Update, gradient_of
+from psdist_server.store.applier import Applier
+from psdist_server.store.global_norm import NormBoard
+from psdist_server.store.statistics import Counters
+
+#: Takes an answer to a primary.
+Tell = Callable[[pb.ReplicateResponse], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """An update whose turn comes when the slice's earlier ones are done."""
+
+    number: int
+    term: int
+    update: ReplicaUpdate[Gradient]
+    sender: Replica
+
+
+class Copies:
+    """The copies in one holding. ``stop`` is told of a copy that is not what it should be."""
+
+    def __init__(
+        self,
+        spec: ParametersSpec,
+        dense: DenseParameters,
+        applier: Applier,
+        norms: NormBoard,
+        counters: Counters,
+        stop: Callable[[PsdistError], None],
+    ) -> None:
+        self.machines: dict[int, BackupReplication] = {}
+        self._dense = dense
+        self._applier = applier
+        self._norms = norms
+        self._counters = counters
+        self._asynchronous = not isinstance(spec.consistency, BSP)
+        self._clipping = spec.optimizer.max_grad_norm > 0 and not self._asynchronous
+        self._stop = stop
+        self._incoming: dict[int, list[Array]] = {}
+        self._queues: dict[int, deque[_Taken | Callable[[], None]]] = {}
+        self._busy: set[int] = set()
+        #: Shards that the map has this server copy, and that it has no memory for.
+        self.no_room: dict[int, LimitExceededError] = {}
+        #: How each server hears answers, by its id: on its newest stream.
+        self._tells: dict[str, Tell] = {}
+
+    # --- the map ------------------------------------------------------------------------------------------------------
+
+    def remove(self, number: int) -> BackupReplication:
+        """Takes nothing more for a shard. What was taken goes on: wait for ``Applier.settled``."""
+        machine = self.machines.pop(number)
+        for index in machine.slices:
+            self._incoming.pop(index, None)
+        return machine
+
+    def discard(self, indices: Iterable[int]) -> None:
+        """What waits for these slices is not wanted any more."""
+        for index in indices:
+            self._queues.pop(index, None)
+
+    def retain(self, producers: Collection[Producer]) -> None:
+        """Only these are left. What a primary with an older map still sends of others goes at the next
+        change: no primary has a newer map, as its streams wait for that (``Host.admit_primary``)."""
+        for machine in self.machines.values():
+            machine.retain(producers)
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def welcome(self, sender: Replica, tell: Tell) -> pb.ReplicateResponse:
+        """What is here of the sender's shards. From now on it is heard on the stream that ``tell`` answers, only."""
+        self._tells[sender.server_id] = tell
+        held = [
+            pb.ReplicateResponse.Held(
+                shard=number, term=machine.held.term, lsn=machine.held.lsn, complete=machine.held.complete
+            )
+            for number, machine in sorted(self.machines.items())
+            if machine.primary == sender
+        ]
+        return pb.ReplicateResponse(welcome=pb.ReplicateResponse.Welcome(held=held))
+
+    def take(self, sender: Replica, frame: Frame[pb.ReplicateRequest], entry: ParametersEntry, tell: Tell) -> None:
+        """Carries one message out. Raises InvalidArgumentError where the stream cannot go on."""
+        message = frame.header
+        if self._tells.get(sender.server_id) != tell:
+            raise InvalidArgumentError(f"{sender} opened another stream since: this one counts no more")
+        if message.WhichOneof("kind") == "confirm":
+            self._confirm(sender, message.confirm, entry, tell)
+            return
+        try:
+            self._check(sender, message.shard, message.term, entry)
+            if message.shard in self.no_room:
+                raise self.no_room[message.shard]
+            machine = self.machines.get(message.shard)
+            if machine is not None:  # Else it was taken away from here, of which the primary will hear.
+                self._take(machine, sender, frame, tell)
+        except (StaleTermError, ReplicaMismatchError, LimitExceededError) as error:
+            tell(_refused(message.shard, message.term, error))
+
+    @staticmethod
+    def _check(sender: Replica, number: int, term: int, entry: ParametersEntry) -> None:
+        if number >= len(entry.shards):
+            raise InvalidArgumentError(f"shard {number} of {len(entry.shards)}")
+        shard = entry.shards[number]
+        if shard.primary != sender or shard.term != term:
+            raise stale_term(number, sender, term, shard.primary, shard.term)
+
+    def _confirm(
+        self, sender: Replica, confirm: pb.ReplicateRequest.Confirm, entry: ParametersEntry, tell: Tell
+    ) -> None:
+        for number, term in zip(confirm.shards, confirm.terms, strict=False):
+            try:
+                self._check(sender, number, term, entry)
+            except StaleTermError as error:
+                tell(_refused(number, term, error))
+                return
+        tell(pb.ReplicateResponse(confirmed=pb.ReplicateResponse.Confirmed(number=confirm.number)))
+
+    def _take(self, machine: BackupReplication, sender: Replica, frame: Frame[pb.ReplicateRequest], tell: Tell) -> None:
+        message = frame.header
+        match message.WhichOneof("kind"):
+            case "begin":
+                for index in machine.slices:
+                    self._incoming.pop(index, None)
+                machine.begin(message.term, message.begin.lsn)
+            case "state":
+                self._take_state(machine, message.state, frame.payload)
+            case "end":
+                machine.end()
+                filled = pb.ReplicateResponse.Filled(shard=message.shard, term=message.term)
+                tell(pb.ReplicateResponse(filled=filled))
+            case "update":
+                self._take_update(machine, sender, message, frame.payload)
+            case "digest":
+                self._take_digest(machine, message, tell)
+            case kind:
+                raise InvalidArgumentError(f"a message of kind {kind} is unknown here")
+
+    # --- copies -------------------------------------------------------------------------------------------------------
+
+    def _take_state(
+        self, machine: BackupReplication, state: pb.ReplicateRequest.SliceState, payload: memoryview
+    ) -> None:
+        index = state.slice
+        self._check_slice(machine, index)
+        arrays = self._incoming.setdefault(index, [])
+        if state.array != len(arrays) or state.arrays != self._dense.array_count:
+            raise InvalidArgumentError(f"array {state.array} of {state.arrays} of slice {index} comes out of turn")
+        values = self._values(index, payload, "float32")
+        arrays.append(values)  # type: ignore[arg-type]  # float32, as asked for one line above
+        if len(arrays) < state.arrays:
+            return
+        del self._incoming[index]
+        record = SliceRecord(
+            state.version,
+            tuple((life.worker_id, life.incarnation) for life in state.contributors),
+            {(p.life.worker_id, p.life.incarnation): p.next for p in state.producers},
+        )
+        machine.state(index, record)
+        version = state.version
+        if self._clipping and version:
+            self._norms.record(version - 1, index, state.square)
+
+        def install() -> None:
+            for number, array in enumerate(arrays):
+                self._dense.install_state(index, number, array, version)
+
+        self._enqueue(index, install)
+
+    def _take_digest(self, machine: BackupReplication, message: pb.ReplicateRequest, tell: Tell) -> None:
+        index, version, digest = message.digest.slice, message.digest.version, message.digest.digest
+        self._check_slice(machine, index)
+        number, term = message.shard, message.term
+
+        def compare() -> None:
+            if self._dense.digest(index) == digest:
+                return
+            error = ReplicaMismatchError(
+                f"slice {index} of shard {number} has other bytes here than at its primary, both at version {version}: "
+                "the shard is stopped",
+                slice=index,
+            )
+            self._stop(error)
+            tell(_refused(number, term, error))
+
+        if index not in machine.awaited:
+            self._enqueue(index, compare)
+
+    # --- updates ------------------------------------------------------------------------------------------------------
+
+    def _take_update(
+        self, machine: BackupReplication, sender: Replica, message: pb.ReplicateRequest, payload: memoryview
+    ) -> None:
+        update = self._update(machine, message.update, payload)
+        number, term = message.shard, message.term
+        verdict = machine.update(term, update)
+        if verdict == "apply":
+            self._enqueue(update.index, _Taken(number, term, update, sender))
+        else:
+            self._acknowledge(machine, sender, term, update.lsn)
+
+    def _acknowledge(self, machine: BackupReplication, sender: Replica, term: int, lsn: int) -> None:
+        """An update is in the arrays. Under another term its number means something else."""
+        if term == machine.term:
+            self._tells[sender.server_id](_ack(machine.number, term, machine.applied(term, lsn)))
+
+    def _update(
+        self, machine: BackupReplication, message: pb.ReplicateRequest.Update, payload: memoryview
+    ) -> ReplicaUpdate[Gradient]:
+        self._check_slice(machine, message.slice)
+        gradient = None
+        if message.has_gradient:
+            gradient = self._values(message.slice, payload, convert.dtype_from_proto(message.dtype))
+        return ReplicaUpdate(
+            lsn=message.lsn,
+            index=message.slice,
+            version=message.version,
+            contributors=tuple((life.worker_id, life.incarnation) for life in message.contributors),
+            sequence=message.sequence if self._asynchronous else None,
+            gradient=gradient,
+            lr_scale=message.lr_scale,
+            factor=message.factor if message.HasField("factor") else None,
+            square=message.square,
+        )
+
+    def _check_slice(self, machine: BackupReplication, index: int) -> None:
+        if index not in machine.slices:
+            raise InvalidArgumentError(f"slice {index} is not in shard {machine.number}")
+
+    def _values(self, index: int, payload: memoryview, dtype: str) -> Gradient:
+        expected = self._dense.slicing.size(index) * ITEM_BYTES[dtype]
+        if len(payload) != expected:
+            raise InvalidArgumentError(f"slice {index} has {expected} bytes in {dtype}, not {len(payload)}")
+        return gradient_of(payload, dtype)
+
+    def _enqueue(self, index: int, work: _Taken | Callable[[], None]) -> None:
+        self._queues.setdefault(index, deque()).append(work)
+        self._next(index)
+
+    def _next(self, index: int) -> None:
+        """Carries out what waits for a slice, up to its next update."""
+        queue = self._queues.get(index)
+        while queue and index not in self._busy:
+            work = queue.popleft()
+            if isinstance(work, _Taken):
+                self._busy.add(index)
+                self._applier.submit(index, self._apply, work, self._applied)
+            else:
+                work()
+
+    def _apply(self, works: Sequence[tuple[int, _Taken]]) -> list[float]:
+        """Runs in a kernel thread, or on the loop."""
+        started = time.perf_counter()
+        self._dense.apply([_dense_update(work.update) for _, work in works])
+        return [(time.perf_counter() - started) / len(works)] * len(works)
+
+    def _applied(self, work: _Taken, seconds: Any) -> None:
+        update, machine = work.update, self.machines.get(work.number)
+        self._counters.apply_seconds += seconds
+        self._busy.discard(update.index)
+        if self._clipping:
+            self._norms.record(update.version, update.index, update.square)
+        if machine is not None:
+            self._acknowledge(machine, work.sender, work.term, update.lsn)
+        self._next(update.index)
+
+
+def _dense_update(update: ReplicaUpdate[Gradient]) -> Update:
+    parts = [update.gradient] if update.gradient is not None else []
+    return Update(update.index, update.version, parts, update.lr_scale, update.factor)
+
+
+def _ack(number: int, term: int, lsn: int) -> pb.ReplicateResponse:
+    return pb.ReplicateResponse(ack=pb.ReplicateResponse.Ack(shard=number, term=term, lsn=lsn))
+
+
+def _refused(number: int, term: int, error: PsdistError) -> pb.ReplicateResponse:
+    detail = status.to_detail(error)
+    return pb.ReplicateResponse(refused=pb.ReplicateResponse.Refused(shard=number, term=term, error=detail))

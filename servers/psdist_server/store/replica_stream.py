@@ -1,0 +1,310 @@
+"""The stream to one replica, seen from the primary: opened, and opened again whenever it breaks.
+
+Messages are packed when they are written, so that what waits holds no second copy of a gradient. Not here: what is sent
+(``replicator``, ``replication``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc.aio
+import structlog
+
+from psdist.errors import PsdistError, ServerUnreachableError, StaleEpochError
+from psdist.types import Replica
+from psdist.v1 import common_pb2
+from psdist.v1 import server_pb2 as pb
+from psdist.wire import frames, status
+from psdist_server.core.records import Producer, ReplicaUpdate, SliceRecord
+from psdist_server.core.replication import Held, PrimaryReplication
+from psdist_server.kernels.arrays import Array, Gradient
+
+if TYPE_CHECKING:
+    from psdist_server.store.replicator import Replicator
+
+_log = structlog.get_logger("psdist.server")
+
+METHOD: Final = "/psdist.v1.ServerService/Replicate"
+#: A slice is copied when no more than this waits to be written.
+COPY_AHEAD_BYTES: Final = 4 << 20
+_RETRY_MIN_SECONDS: Final = 0.02
+_RETRY_MAX_SECONDS: Final = 1.0
+
+Machine = PrimaryReplication[Gradient]
+
+
+@dataclass(slots=True)
+class _Confirm:
+    """Somebody waits for the word that this server is the primary of ``machines``' shards."""
+
+    machines: list[Machine]
+    done: asyncio.Future[None]
+
+
+class Link:
+    """The stream to ``replica``, for all shards that it holds copies of."""
+
+    def __init__(self, replicator: Replicator, replica: Replica) -> None:
+        self.replica = replica
+        #: Why the stream does not stand.
+        self.reason = ""
+        self._replicator = replicator
+        self._is_open = False
+        self._out: deque[tuple[pb.ReplicateRequest, Array | None]] = deque()
+        self._bytes_waiting = 0
+        self._changed = asyncio.Event()
+        self._written = asyncio.Event()
+        self._copies: asyncio.Queue[Machine] = asyncio.Queue()
+        self._numbers = itertools.count(1)
+        self._confirms: dict[int, _Confirm] = {}
+        self._call: Any = None
+        self._closed = False
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    # --- what the replicator asks -------------------------------------------------------------------------------------
+
+    def send(self, message: pb.ReplicateRequest, payload: Gradient | None = None) -> None:
+        """Writes a message when its turn comes; nothing while there is no stream."""
+        if self._is_open:
+            self._out.append((message, payload))  # type: ignore[arg-type]  # of any dtype: only its bytes are sent
+            self._bytes_waiting += payload.nbytes if payload is not None else 0
+            self._changed.set()
+
+    def add(self, machine: Machine) -> None:
+        """The replica has a role in one more shard."""
+        if self._is_open:
+            self._replicator.opened(self, machine, None)
+
+    def copy(self, machine: Machine) -> None:
+        """Copies a shard when its turn comes."""
+        self._copies.put_nowait(machine)
+
+    async def confirm(self, machines: list[Machine]) -> None:
+        """Returns when the replica has confirmed these shards. Raises StaleEpochError."""
+        # By now another map may be there, of which those who wait were told before this one did.
+        for machine in machines:
+            if self._closed or not self._is_current(machine):
+                raise not_primary(machine.number)
+        number = next(self._numbers)
+        waiting = _Confirm(machines, asyncio.get_running_loop().create_future())
+        self._confirms[number] = waiting
+        self._send_confirm(number, waiting)
+        try:
+            await waiting.done
+        finally:
+            self._confirms.pop(number, None)
+
+    def _send_confirm(self, number: int, waiting: _Confirm) -> None:
+        confirm = pb.ReplicateRequest.Confirm(
+            number=number,
+            shards=[machine.number for machine in waiting.machines],
+            terms=[machine.term for machine in waiting.machines],
+        )
+        self.send(pb.ReplicateRequest(confirm=confirm))
+
+    def refuse(self, number: int) -> None:
+        """The shard has another primary: who waits for a confirmation of it gets none."""
+        for waiting in self._confirms.values():
+            if any(machine.number == number for machine in waiting.machines) and not waiting.done.done():
+                waiting.done.set_exception(not_primary(number))
+
+    def restart(self) -> None:
+        """Opens the stream again, to hear what the replica has."""
+        if self._call is not None:
+            self._call.cancel()
+
+    def close(self) -> None:
+        """The replica has no role any more: who waits for its word asks those that have one."""
+        self._closed = True
+        for waiting in self._confirms.values():
+            if not waiting.done.done():
+                waiting.done.set_exception(not_primary(waiting.machines[0].number))
+        self.task.cancel()
+
+    # --- the stream ---------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        delay = _RETRY_MIN_SECONDS
+        while not self._closed:
+            try:
+                await self._session()
+            except grpc.aio.AioRpcError as error:
+                self.reason = str(status.from_call(error, f"server {self.replica}"))
+            except PsdistError as error:
+                self.reason = str(error)
+            except asyncio.CancelledError:
+                if self._closed:
+                    raise
+                self.reason = "the stream was opened again"
+            except asyncio.InvalidStateError:
+                self.reason = f"server {self.replica} ended the stream while it was written to"
+            except Exception as error:  # Without this the copies would fall behind and nobody would say why.
+                self.reason = f"a defect: {error!r}"
+                _log.error("the stream to a replica failed", server=str(self.replica), exc_info=error)
+            finally:
+                delay = _RETRY_MIN_SECONDS if self._end() else min(_RETRY_MAX_SECONDS, 2 * delay)
+            await asyncio.sleep(delay * self._replicator.network.rng.uniform(0.5, 1.0))
+
+    def _end(self) -> bool:
+        """The stream ended; whether it had stood."""
+        stood, self._is_open, self._call = self._is_open, False, None
+        self._out.clear()
+        self._bytes_waiting = 0
+        self._copies = asyncio.Queue()
+        for machine in self._replicator.machines.values():
+            machine.closed(self.replica, now())
+        if not self._closed:
+            self._replicator.source.has_room_again()  # Nothing is kept for a copy that broke off.
+        return stood
+
+    async def _session(self) -> None:
+        network = self._replicator.network
+        call = self._call = network.method(self.replica, METHOD)()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await call.write(network.hello(self._replicator.name).SerializeToString())
+            self._open(await self._read(call))
+            tasks = [asyncio.create_task(work(call)) for work in (self._write_all, self._read_all, self._copy_all)]
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            call.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _open(self, response: pb.ReplicateResponse) -> None:
+        if response.WhichOneof("kind") != "welcome":
+            raise ServerUnreachableError(f"server {self.replica} did not say welcome")
+        held = {held.shard: Held(held.term, held.lsn, held.complete) for held in response.welcome.held}
+        self._is_open, self.reason = True, ""
+        self.send(self._replicator.network.hello(self._replicator.name))  # There may be a newer map by now.
+        for number, machine in sorted(self._replicator.machines.items()):
+            if self.replica in machine.peers:
+                self._replicator.opened(self, machine, held.get(number))
+        for number, waiting in self._confirms.items():
+            self._send_confirm(number, waiting)
+
+    async def _read(self, call: Any) -> pb.ReplicateResponse:
+        data = await call.read()
+        if data is grpc.aio.EOF:
+            raise ServerUnreachableError(f"server {self.replica} ended the stream")
+        return frames.parse(pb.ReplicateResponse, data)
+
+    async def _read_all(self, call: Any) -> None:
+        while True:
+            response = await self._read(call)
+            if response.WhichOneof("kind") == "confirmed":
+                waiting = self._confirms.get(response.confirmed.number)
+                if waiting is not None and not waiting.done.done():
+                    waiting.done.set_result(None)
+            else:
+                self._replicator.answered(self, response)
+
+    async def _write_all(self, call: Any) -> None:
+        while True:
+            while self._out:
+                message, payload = self._out.popleft()
+                await call.write(frames.pack(message, payload.data.cast("B") if payload is not None else b""))
+                self._bytes_waiting -= payload.nbytes if payload is not None else 0
+                self._written.set()
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _copy_all(self, call: Any) -> None:
+        """Copies one shard after the other, slice by slice."""
+        del call
+        while True:
+            machine = await self._copies.get()
+            # Of a shard that went elsewhere nothing would be sent, and so there would always be a next slice.
+            while self._is_current(machine) and (index := machine.next_copy(self.replica)) is not None:
+                await self._copy_slice(machine, index)
+                while self._bytes_waiting > COPY_AHEAD_BYTES:
+                    self._written.clear()
+                    await self._written.wait()
+            if self._is_current(machine) and machine.peers[self.replica].copying:
+                self.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, end=pb.ReplicateRequest.End()))
+                machine.ended(self.replica, now())
+
+    def _is_current(self, machine: Machine) -> bool:
+        return self._replicator.machines.get(machine.number) is machine and self.replica in machine.peers
+
+    async def _copy_slice(self, machine: Machine, index: int) -> None:
+        done = asyncio.get_running_loop().create_future()
+
+        def copy() -> None:
+            """Runs while the slice stands still, so that no update comes between the copy and its place in line."""
+            if done.done():
+                return
+            try:
+                if self._is_current(machine) and machine.peers[self.replica].copying:
+                    self._replicator.copy_slice(self, machine, index)
+            except Exception as error:  # Whoever waits for the copy raises it.
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._replicator.source.at_rest(index, copy)
+        await done
+
+
+def not_primary(number: int) -> StaleEpochError:
+    """The error for a caller who takes this server for the primary of a shard."""
+    return StaleEpochError(
+        f"this server is not the primary of shard {number} any more: fetch the map, route anew and send again"
+    )
+
+
+def now() -> float:
+    """The loop's time."""
+    return asyncio.get_running_loop().time()
+
+
+def _lives(lives: Iterable[Producer]) -> list[pb.Life]:
+    return [pb.Life(worker_id=worker_id, incarnation=incarnation) for worker_id, incarnation in lives]
+
+
+def update_message(
+    machine: Machine, update: ReplicaUpdate[Gradient], whole: bool
+) -> tuple[pb.ReplicateRequest, Gradient | None]:
+    """The message that carries ``update``, and its payload if it has one."""
+    gradient = update.gradient if whole else None
+    message = pb.ReplicateRequest.Update(
+        lsn=update.lsn,
+        slice=update.index,
+        version=update.version,
+        dtype=common_pb2.DTYPE_FLOAT32,
+        has_gradient=gradient is not None,
+        lr_scale=update.lr_scale,
+        contributors=_lives(update.contributors),
+        sequence=update.sequence or 0,
+        square=update.square,
+    )
+    if update.factor is not None:
+        message.factor = update.factor
+    return pb.ReplicateRequest(shard=machine.number, term=machine.term, update=message), gradient
+
+
+def state_message(
+    record: SliceRecord, square: float, index: int, array: int, arrays: int
+) -> pb.ReplicateRequest.SliceState:
+    """The message that carries one array of a slice, whose last step had the sum of squares ``square``."""
+    return pb.ReplicateRequest.SliceState(
+        slice=index,
+        array=array,
+        arrays=arrays,
+        version=record.version,
+        contributors=_lives(record.contributors),
+        producers=[
+            pb.ReplicateRequest.Producer(life=pb.Life(worker_id=life[0], incarnation=life[1]), next=following)
+            for life, following in record.producers.items()
+        ],
+        square=square,
+    )

@@ -1,0 +1,349 @@
+"""The replicator: keeps the copies of a holding's shards at other servers in step with this one, their primary.
+
+There is one stream (``Replicate``) to each server that holds copies; what it carries, and what is still to be told when
+it breaks and is opened again, is the machines' decision (``replication``). Not here: the stream as such
+(``replica_stream``), what a replica does (``backup_shards``).
+
+Invariants: messages leave in the order of the machines' effects. What is kept for replicas is bounded: while there are
+more than KEPT_BYTES_MAX, further updates wait (``has_room``), and slices are copied one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Final, Literal, Protocol
+
+import structlog
+
+from psdist.errors import LimitExceededError, PsdistError, ReplicaMismatchError
+from psdist.types import ParametersEntry, Replica
+from psdist.v1 import server_pb2 as pb
+from psdist.wire import status
+from psdist_server.core.records import ReplicaUpdate, SliceRecord
+from psdist_server.core.replication import (
+    Held,
+    PrimaryReplication,
+    Replicated,
+    ReplicationEffect,
+    SendBegin,
+    SendUpdate,
+)
+from psdist_server.kernels.arrays import Array, Gradient
+from psdist_server.store.replica_stream import Link, Machine, now, state_message, update_message
+
+_log = structlog.get_logger("psdist.server")
+
+#: Bytes of gradients of one holding that are kept until replicas acknowledge them.
+KEPT_BYTES_MAX: Final = 32 << 20
+#: Each so many updates of a shard the bytes of a slice are compared.
+DIGEST_EVERY: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the scheduler must hear from a primary: ``replica`` is filled, or does not answer."""
+
+    kind: Literal["filled", "unreachable"]
+    parameters: str
+    shard: int
+    term: int
+    replica: Replica
+    reason: str = ""
+
+
+class Network(Protocol):
+    """What a replicator needs of its server."""
+
+    rng: Random
+    lease_seconds: float
+
+    def hello(self, parameters: str) -> pb.ReplicateRequest:
+        """Who this server is, and by which map it speaks."""
+
+    def method(self, replica: Replica, name: str) -> Callable[..., Any]:
+        """The raw bidirectional method of another server. Raises ServerUnreachableError where it is not in the map."""
+
+    def report(self) -> None:
+        """There is something new to report."""
+
+
+class Source(Protocol):
+    """The slices that are copied."""
+
+    def at_rest(self, index: int, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` as soon as slice ``index`` has its content and is not being written."""
+
+    def export(self, index: int) -> tuple[SliceRecord, list[Array]]:
+        """Record and arrays of a slice at rest; the arrays are views."""
+
+    def digest(self, index: int) -> bytes:
+        """The digest of a slice at rest."""
+
+    def square(self, index: int, step: int) -> float:
+        """The sum of squares of a slice in ``step``, as far as it is known; else 0."""
+
+    def replicated(self, index: int, lsn: int) -> None:
+        """An update is with everybody who must have it."""
+
+    def level(self, number: int) -> None:
+        """All who must have it have what this server began with as the primary of a shard."""
+
+    def has_room_again(self) -> None:
+        """Updates that wait may go on."""
+
+    def fenced(self, number: int) -> None:
+        """A shard has another primary."""
+
+    def stop(self, error: PsdistError) -> None:
+        """Copies differ."""
+
+
+class Replicator:
+    """The primary's side for the shards of one holding."""
+
+    def __init__(self, entry: ParametersEntry, me: Replica, network: Network, source: Source) -> None:
+        self.name = entry.spec.name
+        self.machines: dict[int, Machine] = {}
+        self.network = network
+        self.source = source
+        self._me = me
+        self._shard_count = max(1, len(entry.shards))
+        self._links: dict[Replica, Link] = {}
+        self._updates: Counter[int] = Counter()
+
+    # --- the map ------------------------------------------------------------------------------------------------------
+
+    def add(self, number: int, term: int, slices: Iterable[int], base: tuple[int, int] = (0, 0)) -> None:
+        """This server is the primary of a shard now; ``follow`` comes next."""
+        self.machines[number] = PrimaryReplication(number, term, slices, base)
+
+    def remove(self, number: int) -> None:
+        """It is the primary of this shard no more: who waits for the word that it is gets none."""
+        self.machines.pop(number, None)
+        for link in self._links.values():
+            link.refuse(number)
+
+    def follow(self, entry: ParametersEntry) -> None:
+        """A new map's word on who holds copies."""
+        for link in self._links.values():  # Before a copy begins by this map, which the replica may not have yet.
+            link.send(self.network.hello(self.name))
+        for number, machine in sorted(self.machines.items()):
+            before, was_fenced = dict(machine.peers), machine.fenced
+            self._carry_out(machine, machine.follow(entry.shards[number], now()))
+            for replica, peer in machine.peers.items():
+                is_new = before.get(replica) is not peer
+                if replica not in self._links:
+                    self._links[replica] = Link(self, replica)
+                elif was_fenced or (is_new and peer.in_sync):
+                    self._links[replica].restart()
+                elif is_new:
+                    self._links[replica].add(machine)
+        wanted = {replica for machine in self.machines.values() for replica in machine.peers}
+        for replica in [replica for replica in self._links if replica not in wanted]:
+            self._links.pop(replica).close()
+        self.source.has_room_again()
+
+    async def close(self) -> None:
+        """Ends all streams."""
+        links, self._links = list(self._links.values()), {}
+        for link in links:
+            link.close()
+        await asyncio.gather(*(link.task for link in links), return_exceptions=True)
+
+    def installed(self, index: int) -> None:
+        """Slice ``index`` has (other) initial values: who has it gets it again."""
+        machine = self._machine(index)
+        for replica, peer in list(machine.peers.items()) if machine is not None else ():
+            if machine is not None and peer.is_open and index not in peer.missing:
+                self._carry_out(machine, machine.copy_again(replica, index))
+
+    # --- updates ------------------------------------------------------------------------------------------------------
+
+    def _machine(self, index: int) -> Machine | None:
+        return self.machines.get(index % self._shard_count)
+
+    def needs_gradient(self, index: int) -> bool:
+        """See Replicas."""
+        machine = self._machine(index)
+        return machine is not None and bool(machine.peers) and machine.needs_gradient(index)
+
+    def next_lsn(self, index: int) -> int | None:
+        """See Replicas."""
+        machine = self._machine(index)
+        return machine.lsn + 1 if machine is not None and machine.peers else None
+
+    def has_room(self) -> bool:
+        """See Replicas."""
+        return sum(machine.log_bytes for machine in self.machines.values()) < KEPT_BYTES_MAX
+
+    def update(self, update: ReplicaUpdate[Gradient]) -> None:
+        """See Replicas."""
+        machine = self._machine(update.index)
+        assert machine is not None
+        self._carry_out(machine, machine.update(update, now()))
+
+    def is_level(self, number: int) -> bool:
+        """Whether workers may hear of what this server began with as the primary of a shard."""
+        machine = self.machines.get(number)
+        return machine is None or machine.is_level
+
+    def behind(self, index: int) -> str:
+        """Names of the replicas that have not acknowledged all updates of the slice's shard."""
+        machine = self._machine(index)
+        peers = machine.peers.values() if machine is not None else ()
+        return ", ".join(sorted(str(p.replica) for p in peers if p.required and p.waiting_since is not None))
+
+    def applied(self, index: int) -> None:
+        """The slice's update is done and nothing of it is under way: now and then its bytes are compared."""
+        machine = self._machine(index)
+        if machine is None or not machine.peers:
+            return
+        self._updates[machine.number] += 1
+        if self._updates[machine.number] % DIGEST_EVERY == 0:
+            for replica, peer in machine.peers.items():
+                if peer.is_open and index not in peer.missing:
+                    self._compare(machine, self._links[replica], index)
+
+    def _compare(self, machine: Machine, link: Link, index: int) -> None:
+        record, _ = self.source.export(index)
+        digest = pb.ReplicateRequest.Digest(slice=index, version=record.version, digest=self.source.digest(index))
+        link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, digest=digest))
+        machine.peers[link.replica].digests += 1
+
+    def _carry_out(self, machine: Machine, effects: Sequence[ReplicationEffect[Gradient]]) -> None:
+        for effect in effects:
+            match effect:
+                case SendUpdate(replica, update, whole):
+                    self._links[replica].send(*update_message(machine, update, whole))
+                case SendBegin(replica, lsn):
+                    begin = pb.ReplicateRequest.Begin(lsn=lsn)
+                    link = self._links[replica]
+                    link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, begin=begin))
+                    link.copy(machine)
+                case Replicated(index, lsn):
+                    self.source.replicated(index, lsn)
+        if machine.is_level:
+            self.source.level(machine.number)
+
+    # --- what links tell ----------------------------------------------------------------------------------------------
+
+    def opened(self, link: Link, machine: Machine, held: Held | None) -> None:
+        """The stream of ``scheduler_session`` stands."""
+        self._carry_out(machine, machine.opened(link.replica, held, now()))
+
+    def copy_slice(self, link: Link, machine: Machine, index: int) -> None:
+        """Sends a slice at rest."""
+        record, arrays = self.source.export(index)
+        square = self.source.square(index, record.version - 1)
+        for number, array in enumerate(arrays):
+            state = state_message(record, square, index, number, len(arrays))
+            link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, state=state), array.copy())
+        machine.copied(link.replica, index)
+        self._compare(machine, link, index)
+
+    def answered(self, link: Link, response: pb.ReplicateResponse) -> None:
+        """Carries out what a replica said."""
+        match response.WhichOneof("kind"):
+            case "ack":
+                if (machine := self._current(response.ack.shard, response.ack.term)) is not None:
+                    peer = machine.peers.get(link.replica)
+                    waited = peer is not None and not peer.complete
+                    self._carry_out(machine, machine.acknowledged(link.replica, response.ack.lsn, now()))
+                    self.source.has_room_again()
+                    if waited and peer is not None and peer.complete:
+                        self.network.report()
+            case "filled":
+                if (machine := self._current(response.filled.shard, response.filled.term)) is not None:
+                    self._carry_out(machine, machine.filled(link.replica, now()))
+                    self.source.has_room_again()
+                    self.network.report()
+            case "refused":
+                self._refused(link, response.refused)
+
+    def _refused(self, link: Link, refused: pb.ReplicateResponse.Refused) -> None:
+        machine = self._current(refused.shard, refused.term)
+        if machine is None:
+            return
+        error = status.from_detail(refused.error)
+        if isinstance(error, ReplicaMismatchError):
+            self.source.stop(error)
+            return
+        if isinstance(error, LimitExceededError):
+            if peer := machine.peers.get(link.replica):
+                peer.refusal = str(error)
+                self.network.report()
+            return
+        _log.warning("refused by a replica", parameters=self.name, server=str(link.replica), reason=str(error))
+        if int(error.details.get("term", machine.term)) < machine.term:  # Only its map is older: asked again, it waits.
+            link.restart()
+            return
+        machine.refused(refused.term)
+        for other in self._links.values():
+            other.refuse(machine.number)
+        self.source.fenced(machine.number)
+
+    def _current(self, number: int, term: int) -> Machine | None:
+        machine = self.machines.get(number)
+        return machine if machine is not None and machine.term == term else None
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def needs_confirm(self, indices: Iterable[int]) -> bool:
+        """Whether somebody must be asked before these slices are read."""
+        return any(
+            machine is not None and any(peer.required for peer in machine.peers.values())
+            for machine in map(self._machine, indices)
+        )
+
+    async def confirm(self, indices: Iterable[int]) -> None:
+        """Returns when the backups have said that this server is still the primary of these slices' shards. Raises
+        StaleEpochError where it is not."""
+        by_link: dict[Replica, list[Machine]] = {}
+        for number in sorted({index % self._shard_count for index in indices}):
+            machine = self.machines.get(number)
+            for replica, peer in machine.peers.items() if machine is not None else ():
+                if machine is not None and peer.required:
+                    by_link.setdefault(replica, []).append(machine)
+        links = [(self._links[replica], machines) for replica, machines in by_link.items()]
+        await asyncio.gather(*(link.confirm(machines) for link, machines in links))
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def reports(self, entry: ParametersEntry) -> list[Report]:
+        """What is true now and not yet in the map."""
+        found: list[Report] = []
+        for number, machine in sorted(self.machines.items()):
+            shard = entry.shards[number]
+            for replica, peer in machine.peers.items():
+                if peer.complete and replica in shard.filling:
+                    found.append(Report("filled", self.name, number, machine.term, replica))
+            for replica in machine.unreachable(now(), self.network.lease_seconds):
+                reason = machine.peers[replica].refusal or self._links[replica].reason or "it does not answer"
+                found.append(Report("unreachable", self.name, number, machine.term, replica, reason))
+        return found
+
+    def statistics(self) -> list[pb.ReplicaStatistics]:
+        """How far each replica is behind."""
+        told = []
+        for number, machine in sorted(self.machines.items()):
+            unreachable = machine.unreachable(now(), self.network.lease_seconds)
+            for replica, peer in machine.peers.items():
+                updates, size = machine.lag(replica)
+                state = "filling" if peer.copying or not peer.required else "in sync"
+                told.append(
+                    pb.ReplicaStatistics(
+                        shard=number,
+                        server_id=replica.server_id,
+                        state="unreachable" if replica in unreachable else state,
+                        lag_updates=updates,
+                        lag_bytes=size,
+                        slices_filled=len(machine.slices) - len(peer.missing) if peer.copying or peer.required else 0,
+                        slices=len(machine.slices),
+                        digests=peer.digests,
+                    )
+                )
+        return told

@@ -1,0 +1,50 @@
+"""Readers: workers on this host that may read a server's weights in place, and what that means for weights that went
+elsewhere.
+
+A worker reads what it was given until its next calls, so the weights of slices that another server has now stay for a
+while: until every worker that shares memory made a call by the map by which they went, or a newer one. By then it reads
+nothing of them (``psdist.client.transport.shm.attachment``). A minute at least, for those whose stream broke.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from psdist_server.kernels.arrays import DenseParameters
+
+RECLAIM_SECONDS: Final = 60.0
+
+
+class Reader(Protocol):
+    """Who can read the weights in place, and by which map it made its last call."""
+
+    @property
+    def epoch(self) -> int: ...
+
+
+class Readers:
+    """Those of one holding, whose arrays are ``arrays``."""
+
+    def __init__(self, dense: DenseParameters) -> None:
+        self.present: list[Reader] = []
+        self._dense = dense
+        #: By which map a slice went elsewhere last.
+        self._released: dict[int, int] = {}
+
+    def release(self, indices: Sequence[int], epoch: int) -> None:
+        """These slices went elsewhere by the map of ``epoch``: gives their state back now, and their weights in
+        time."""
+        self._dense.release(indices)
+        self._released.update(dict.fromkeys(indices, epoch))
+        self._reclaim_later(indices, epoch)
+
+    def _reclaim_later(self, indices: Sequence[int], epoch: int) -> None:
+        asyncio.get_running_loop().call_later(RECLAIM_SECONDS, self._reclaim, indices, epoch)
+
+    def _reclaim(self, indices: Sequence[int], epoch: int) -> None:
+        if any(reader.epoch < epoch for reader in self.present):
+            self._reclaim_later(indices, epoch)
+        else:
+            self._dense.reclaim(index for index in indices if self._released.get(index) == epoch)
