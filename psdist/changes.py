@@ -26,7 +26,7 @@ _INITIAL: Final = ("initial_accumulator_value",)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SettingChange:
     """A setting that is another now. needs_reset: the optimizer's state of before is of no use with it."""
 
     name: str
@@ -38,7 +38,7 @@ class Change:
         return f"{self.name} {self.before} -> {self.after}"
 
 
-def changes(before: ParametersSpec, after: ParametersSpec) -> tuple[Change, ...]:
+def changes(before: ParametersSpec, after: ParametersSpec) -> tuple[SettingChange, ...]:
     """What ``after`` has set otherwise, name and cut of the parameters excepted; what needs a reset comes first."""
     old, new = before.optimizer, after.optimizer
     pairs = {
@@ -48,17 +48,19 @@ def changes(before: ParametersSpec, after: ParametersSpec) -> tuple[Change, ...]
         "consistency": (before.consistency, after.consistency),
         "non_finite": (before.non_finite, after.non_finite),
     }
-    others = [Change(name, _brief(mine), _brief(theirs)) for name, (mine, theirs) in pairs.items() if mine != theirs]
+    others = [
+        SettingChange(name, _brief(mine), _brief(theirs)) for name, (mine, theirs) in pairs.items() if mine != theirs
+    ]
     return tuple(sorted([*_optimizer_changes(old, new), *others], key=lambda change: not change.needs_reset))
 
 
-def _optimizer_changes(old: Optimizer, new: Optimizer) -> list[Change]:
+def _optimizer_changes(old: Optimizer, new: Optimizer) -> list[SettingChange]:
     if old.kind != new.kind:
-        return [Change("optimizer", _brief(_alone(old)), _brief(_alone(new)), needs_reset=True)]
+        return [SettingChange("optimizer", _brief(_alone(old)), _brief(_alone(new)), needs_reset=True)]
     own = [field.name for field in fields(old) if field.name not in _SHARED]
     pairs = {name: (getattr(old, name), getattr(new, name)) for name in own}
     return [
-        Change(name, _brief(mine), _brief(theirs), _is_of_state(name, mine, theirs))
+        SettingChange(name, _brief(mine), _brief(theirs), _is_of_state(name, mine, theirs))
         for name, (mine, theirs) in pairs.items()
         if mine != theirs
     ]

@@ -22,13 +22,13 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from psdist.chaos.faults import Network
+from psdist.chaos.faults import WorkerNetwork
 from psdist.chaos.proxy import FaultProxy
 from psdist.chaos.workload import WorkloadSettings
 from psdist.config import WORKER_TIMEOUT_SECONDS, read_address
 from psdist.errors import InternalError, SchedulerUnreachableError
-from psdist.launch.plan import SchedulerLink, ServicesPlan
-from psdist.launch.process import Guard
+from psdist.launch.plan import SchedulerAddress, ServicesPlan
+from psdist.launch.process import ReaperProcess
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, limits
 from psdist.wire.channels import open_channel
@@ -41,7 +41,7 @@ _SETTINGS_FILE: Final = "workload.json"
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterSettings:
+class ChaosClusterSettings:
     """What a chaos run consists of. lease_seconds, worker_lease_seconds: the scheduler's ``--failure-timeout`` and
     ``--worker-timeout``.
 
@@ -91,20 +91,20 @@ class Proxies:
 class ChaosCluster:
     """The processes of one run. Made by ``start``; ``close`` ends them all."""
 
-    def __init__(self, settings: ClusterSettings, directory: Path, rng: random.Random) -> None:
+    def __init__(self, settings: ChaosClusterSettings, directory: Path, rng: random.Random) -> None:
         self.settings = settings
         self.directory = directory
         self.processes: dict[str, Process] = {}
         self.proxies: dict[str, Proxies] = {}
-        self.network: Network | None = None
+        self.network: WorkerNetwork | None = None
         self._rng = rng
         self._token = secrets.token_urlsafe(32)
         self._lifeline, self._lifeline_end = os.pipe()
-        self._guard = Guard()
+        self._guard = ReaperProcess()
         self._channel: grpc.aio.Channel | None = None
         host = _LOOPBACK
         if settings.reach == "namespace":
-            self.network = Network(settings.servers)
+            self.network = WorkerNetwork(settings.servers)
             host = self.network.gateway
         self.address = f"{host}:{_free_port(host)}"
 
@@ -154,7 +154,7 @@ class ChaosCluster:
     def _plan(self) -> ServicesPlan:
         return ServicesPlan(
             directory=self.directory,
-            link=SchedulerLink(file=self.directory / "scheduler", run_id="chaos"),
+            link=SchedulerAddress(file=self.directory / "scheduler", run_id="chaos"),
             servers=self.settings.servers,
             workers=self.settings.workers,
             lifeline=self._lifeline,

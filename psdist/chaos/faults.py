@@ -54,7 +54,7 @@ def namespaces_missing() -> str:
         if shutil.which(program) is None:
             return f"there is no program {program!r}"
     try:
-        with Network(1) as network:
+        with WorkerNetwork(1) as network:
             network.cut(0)
             network.heal(0)
     except ConfigurationError as error:
@@ -62,7 +62,7 @@ def namespaces_missing() -> str:
     return ""
 
 
-class Network:
+class WorkerNetwork:
     """``hosts`` namespaces behind one bridge; this process's own namespace is at ``gateway``.
 
     The bridge is in a namespace too, where no filter of this machine's own can be in the way.
@@ -89,7 +89,7 @@ class Network:
             self.close()
             raise
 
-    def __enter__(self) -> Network:
+    def __enter__(self) -> WorkerNetwork:
         return self
 
     def __exit__(self, *_: object) -> None:

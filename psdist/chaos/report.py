@@ -14,7 +14,7 @@ from psdist.chaos.oracle import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """One fault. at: monotonic seconds. recovery_seconds: see ``Report``; None where nobody had to recover.
+    """One fault. at: monotonic seconds. recovery_seconds: see ``ChaosReport``; None where nobody had to recover.
 
     pause_seconds: the longest time between two acknowledgements of one worker while the fault lasted and after it.
     """
@@ -27,7 +27,7 @@ class Injected:
 
 
 @dataclass(slots=True)
-class Report:
+class ChaosReport:
     """One run.
 
     Recovery is the time from a fault to the first acknowledged push that was begun after it, of that worker for which
@@ -99,7 +99,7 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def table(report: Report) -> str:
+def table(report: ChaosReport) -> str:
     """The report for people."""
     shown = report.as_json()
     rows = [("case", report.what), ("faults", f"{len(report.faults)} in {report.seconds:.0f} s")]

@@ -21,9 +21,9 @@ from typing import Final
 import numpy as np
 
 from psdist.chaos import oracle
-from psdist.chaos.cluster import ChaosCluster, ClusterSettings
+from psdist.chaos.cluster import ChaosCluster, ChaosClusterSettings
 from psdist.chaos.oracle import Push, Verdict
-from psdist.chaos.report import Injected, Report
+from psdist.chaos.report import ChaosReport, Injected
 from psdist.chaos.workload import EventReader, Mode, WorkloadSettings
 from psdist.cli.exit_codes import INFRASTRUCTURE
 from psdist.config import WORKER_TIMEOUT_SECONDS, Transport
@@ -94,7 +94,7 @@ class ChaosRun:
         self.settings = settings
         self.rng = random.Random(settings.seed)
         self.directory = Path(tempfile.mkdtemp(prefix="psdist-chaos-"))
-        self.report = Report(
+        self.report = ChaosReport(
             f"{settings.fault} x {settings.kills}, {settings.mode}, replicas={settings.replicas}", asdict(settings)
         )
         self.cluster: ChaosCluster = ChaosCluster(self._cluster_settings(), self.directory, self.rng)
@@ -102,11 +102,11 @@ class ChaosRun:
         self.readers = [EventReader(self.workload.log(rank)) for rank in range(settings.workers)]
         self._progress = progress
 
-    def _cluster_settings(self) -> ClusterSettings:
+    def _cluster_settings(self) -> ChaosClusterSettings:
         from psdist.chaos.injections import FAULTS
 
         settings = self.settings
-        return ClusterSettings(
+        return ChaosClusterSettings(
             settings.servers,
             settings.workers,
             settings.replicas,
@@ -131,7 +131,7 @@ class ChaosRun:
 
     # --- the story ---
 
-    async def run(self) -> Report:
+    async def run(self) -> ChaosReport:
         """Runs to the end; what went wrong is in the report. All processes are gone then."""
         begin = time.monotonic()
         try:
@@ -196,7 +196,7 @@ class ChaosRun:
 
     async def _compare(self) -> bool:
         """Makes as many steps without faults, on one server without replicas, and compares every byte."""
-        settings = ClusterSettings(1, self.settings.workers, 1)
+        settings = ChaosClusterSettings(1, self.settings.workers, 1)
         directory = self.directory / "undisturbed"
         directory.mkdir()
         cluster = ChaosCluster(settings, directory, self.rng)

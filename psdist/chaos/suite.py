@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from psdist.chaos import faults
-from psdist.chaos.report import Report
+from psdist.chaos.report import ChaosReport
 from psdist.chaos.run import ChaosSettings
 
 
@@ -24,7 +24,7 @@ class Case:
     name: str
     target: str
     changes: tuple[tuple[str, Any], ...]
-    met: Callable[[Report], bool]
+    met: Callable[[ChaosReport], bool]
     kills_max: int = 100
 
     def settings(self, given: ChaosSettings) -> ChaosSettings:
@@ -41,7 +41,7 @@ class Result:
     """What a case came to."""
 
     case: Case
-    report: Report
+    report: ChaosReport
     met: bool
 
     def as_json(self) -> dict[str, Any]:
@@ -67,30 +67,30 @@ class Result:
         return "; ".join([*parts, *report.ended[:1], *report.problems[:1]])
 
 
-def judge(case: Case, report: Report) -> Result:
+def judge(case: Case, report: ChaosReport) -> Result:
     """Whether the promise was kept."""
     return Result(case, report, report.good and case.met(report))
 
 
-def _within(**limits: float) -> Callable[[Report], bool]:
+def _within(**limits: float) -> Callable[[ChaosReport], bool]:
     """Percentiles of the recovery in seconds."""
 
-    def met(report: Report) -> bool:
+    def met(report: ChaosReport) -> bool:
         times = report.as_json()["recovery_seconds"]
         return all(times[name] is not None and times[name] <= limit for name, limit in limits.items())
 
     return met
 
 
-def _pauses(seconds: float) -> Callable[[Report], bool]:
+def _pauses(seconds: float) -> Callable[[ChaosReport], bool]:
     return lambda report: report.as_json()["pause_seconds_max"] <= seconds
 
 
-def _good(report: Report) -> bool:
+def _good(report: ChaosReport) -> bool:
     return report.good
 
 
-def _case(name: str, target: str, met: Callable[[Report], bool], kills_max: int = 100, **changes: Any) -> Case:
+def _case(name: str, target: str, met: Callable[[ChaosReport], bool], kills_max: int = 100, **changes: Any) -> Case:
     return Case(name, target, tuple(changes.items()), met, kills_max)
 
 

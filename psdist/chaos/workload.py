@@ -169,14 +169,14 @@ def main(argv: list[str]) -> int:
 
     try:
         with Client(settings.scheduler, worker_id=f"worker-{rank}", rank=rank, transport=settings.transport) as client:
-            _Worker(settings, rank, client, log).run()
+            _ChaosWorker(settings, rank, client, log).run()
     except PsdistError as error:
         log.write("E", f"{error.code} {error.message}")
         return INFRASTRUCTURE if isinstance(error, ServerLostError) else FAILURE
     return OK
 
 
-class _Worker:
+class _ChaosWorker:
     def __init__(self, settings: WorkloadSettings, rank: int, client: Client, log: EventLog) -> None:
         self._settings, self._rank, self._client, self._log = settings, rank, client, log
         self._synchronous = settings.mode == "bsp"

@@ -20,7 +20,7 @@ from psdist.config import Transport
 from psdist.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from psdist.chaos.report import Report
+    from psdist.chaos.report import ChaosReport
     from psdist.chaos.run import ChaosSettings
 
 _PROGRAM = "psdist chaos"
@@ -92,12 +92,12 @@ def _suite(given: Namespace) -> int:
     return OK if all(result.met for result in results) else FAILURE
 
 
-def _run(settings: ChaosSettings) -> Report:
+def _run(settings: ChaosSettings) -> ChaosReport:
     import asyncio
 
     from psdist.chaos.run import ChaosRun
 
-    async def run() -> Report:
+    async def run() -> ChaosReport:
         # So that its processes and its network go with it.
         task = asyncio.create_task(ChaosRun(settings, _say).run())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from psdist.cli.exit_codes import FAILURE, OK
 from psdist.cli.flags import CommandLine, fail
-from psdist.cli.target import Target, ask, find_target, or_fail, target_flags
+from psdist.cli.target import SchedulerChoice, ask, find_target, or_fail, target_flags
 
 if TYPE_CHECKING:
     from psdist.v1.scheduler_pb2 import DrainResponse
@@ -39,7 +39,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     target = or_fail(line.program, lambda: find_target(given.scheduler, given.run_id, given.token_file, environ))
     json_wanted = given.format == "json"
     say = (lambda text: None) if json_wanted else _say
-    last = or_fail(line.program, lambda: drain(target, server, given.timeout, Progress(server, say)))
+    last = or_fail(line.program, lambda: drain(target, server, given.timeout, DrainProgress(server, say)))
     if last is None or not last.drained:
         fail(line.program, f"the scheduler ended the call before {server} was drained: try again", FAILURE)
     if json_wanted:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
 
 
 def drain(
-    target: Target, server: str, timeout_seconds: float, heard: Callable[[DrainResponse], None]
+    target: SchedulerChoice, server: str, timeout_seconds: float, heard: Callable[[DrainResponse], None]
 ) -> DrainResponse | None:
     """Has a server drained; the scheduler's last answer, None where there was none. ``heard`` gets each."""
     from psdist.v1 import scheduler_pb2
@@ -63,7 +63,7 @@ def drain(
     return ask(target, timeout_seconds, talk)
 
 
-class Progress:
+class DrainProgress:
     """Says how far it is, whenever that has changed."""
 
     def __init__(self, server: str, say: Callable[[str], None]) -> None:

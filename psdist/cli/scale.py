@@ -13,7 +13,7 @@ from typing import Any
 
 from psdist.cli.exit_codes import OK
 from psdist.cli.flags import CommandLine, fail, integer
-from psdist.cli.target import Target, ask, find_target, or_fail, target_flags
+from psdist.cli.target import SchedulerChoice, ask, find_target, or_fail, target_flags
 
 
 def command_line() -> CommandLine:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     return OK
 
 
-def scale(target: Target, servers: int, timeout_seconds: float) -> dict[str, Any]:
+def scale(target: SchedulerChoice, servers: int, timeout_seconds: float) -> dict[str, Any]:
     """Tells the scheduler; its answer with stable keys."""
     from psdist.v1 import scheduler_pb2
 
@@ -64,7 +64,7 @@ def scale(target: Target, servers: int, timeout_seconds: float) -> dict[str, Any
     }
 
 
-def sentences(report: Mapping[str, Any], target: Target) -> str:
+def sentences(report: Mapping[str, Any], target: SchedulerChoice) -> str:
     """The report for people."""
     wanted, drained, missing = report["servers_wanted"], ", ".join(report["drained"]), report["missing"]
     lines = [f"servers: {report['servers_before']} before, {wanted} wanted"]

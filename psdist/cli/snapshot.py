@@ -24,7 +24,7 @@ from psdist.cli.target import ask, find_target, or_fail, target_flags
 from psdist.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from psdist.snapshots.reader import Found
+    from psdist.snapshots.reader import CommittedSnapshot
     from psdist.snapshots.storage import Storage
     from psdist.v1.scheduler_pb2 import SaveSnapshotResponse
 
@@ -165,7 +165,7 @@ def _save(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     target = or_fail(line.program, lambda: find_target(given.scheduler, given.run_id, given.token_file, environ))
 
     with progress_bar("saving") as bar:
-        tell = final_snapshot.Progress(lambda text: print(text, file=sys.stderr, flush=True))
+        tell = final_snapshot.SaveProgress(lambda text: print(text, file=sys.stderr, flush=True))
 
         def heard(answer: SaveSnapshotResponse) -> None:
             bar(answer.bytes_done, answer.bytes)
@@ -330,7 +330,7 @@ async def _records(storage: Storage, given: Namespace) -> list[Any]:
     return chosen[:1] if given.step is not None else chosen
 
 
-async def _choose(storage: Storage, given: Namespace) -> Found:
+async def _choose(storage: Storage, given: Namespace) -> CommittedSnapshot:
     """The newest snapshot that the flags name and that is complete; newer ones that are not are told."""
     from psdist.snapshots import reader
 

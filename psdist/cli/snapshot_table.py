@@ -12,8 +12,8 @@ from rich.text import Text
 
 from psdist.cli.status_table import column_table, moment, steps
 from psdist.launch.final_snapshot import size
-from psdist.snapshots.format import Commit
-from psdist.snapshots.reader import Found, Unreadable
+from psdist.snapshots.format import CommitRecord
+from psdist.snapshots.reader import CommittedSnapshot, Unreadable
 
 _SHOWN_TENSORS = 40
 
@@ -21,7 +21,7 @@ _SHOWN_TENSORS = 40
 # --- the JSON forms ---------------------------------------------------------------------------------------------------
 
 
-def record(one: Commit | Unreadable) -> dict[str, Any]:
+def record(one: CommitRecord | Unreadable) -> dict[str, Any]:
     """A commit record; ``error`` says why it cannot be used, empty where it can. Times in seconds, sizes in bytes."""
     if isinstance(one, Unreadable):
         return {"sequence": one.sequence, "path": one.path, "error": one.error.message}
@@ -41,7 +41,7 @@ def record(one: Commit | Unreadable) -> dict[str, Any]:
     }
 
 
-def described(found: Found) -> dict[str, Any]:
+def described(found: CommittedSnapshot) -> dict[str, Any]:
     """A snapshot and what is in it."""
     manifest = found.manifest
     return record(found.commit) | {

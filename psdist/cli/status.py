@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from psdist.cli.exit_codes import OK
 from psdist.cli.flags import CommandLine
-from psdist.cli.target import Target, ask, find_target, or_fail, target_flags
+from psdist.cli.target import SchedulerChoice, ask, find_target, or_fail, target_flags
 
 if TYPE_CHECKING:
     from psdist.v1 import common_pb2, scheduler_pb2, server_pb2
@@ -45,7 +45,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     return OK
 
 
-def fetch(target: Target, timeout_seconds: float) -> scheduler_pb2.GetStatusResponse:
+def fetch(target: SchedulerChoice, timeout_seconds: float) -> scheduler_pb2.GetStatusResponse:
     """The scheduler's answer. Raises SchedulerUnreachableError, which says what was tried, and what it answers."""
     from psdist.v1 import scheduler_pb2
 

@@ -11,13 +11,13 @@ from psdist.cli.exit_codes import FAILURE, UNAVAILABLE, USAGE
 from psdist.cli.flags import Flag, fail, one_of, seconds
 from psdist.config import address_text, check_run_id, find_scheduler, find_token, read_address
 from psdist.errors import InvalidArgumentError, PsdistError, SchedulerUnreachableError
-from psdist.launch.run_record import RunNote, RunRegistry, notes_directory
+from psdist.launch.run_record import RunRecord, RunRegistry, notes_directory
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class SchedulerChoice:
     """Whom to ask. ``origin`` says how it was found, for messages."""
 
     address: str
@@ -36,19 +36,19 @@ def target_flags() -> tuple[Flag, ...]:
     )
 
 
-def find_target(scheduler: str, run_id: str, token_file: Path | None, environ: Mapping[str, str]) -> Target:
+def find_target(scheduler: str, run_id: str, token_file: Path | None, environ: Mapping[str, str]) -> SchedulerChoice:
     """The scheduler to ask. Raises InvalidArgumentError, or SchedulerUnreachableError where there is no run."""
     address = scheduler or find_scheduler(environ)
     if not address and environ.get("PSDIST_SCHEDULER_FILE") and not run_id:
         address = read_address(Path(environ["PSDIST_SCHEDULER_FILE"]))
     if address:
-        return Target(address, find_token(environ, token_file=token_file), "--scheduler or PSDIST_SCHEDULER")
+        return SchedulerChoice(address, find_token(environ, token_file=token_file), "--scheduler or PSDIST_SCHEDULER")
     note = _choose(RunRegistry(notes_directory(environ)).live(), run_id)
     token = find_token({"PSDIST_TOKEN_FILE": note.token_file}, token_file=token_file)
-    return Target(note.address, token, f"run {note.run_id} on this machine, pid {note.pid}")
+    return SchedulerChoice(note.address, token, f"run {note.run_id} on this machine, pid {note.pid}")
 
 
-def _choose(notes: list[RunNote], run_id: str) -> RunNote:
+def _choose(notes: list[RunRecord], run_id: str) -> RunRecord:
     names = ", ".join(note.run_id for note in notes)
     matching = [note for note in notes if run_id in ("", note.run_id)]
     if not matching:
@@ -62,7 +62,7 @@ def _choose(notes: list[RunNote], run_id: str) -> RunNote:
     return matching[0]
 
 
-def ask(target: Target, timeout_seconds: float, talk: Callable[[Any, Any], Awaitable[T]]) -> T:
+def ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[[Any, Any], Awaitable[T]]) -> T:
     """What ``talk(stub, metadata)`` returns. Raises SchedulerUnreachableError, which says what was tried, and what the
     scheduler answers."""
     import asyncio
@@ -70,7 +70,7 @@ def ask(target: Target, timeout_seconds: float, talk: Callable[[Any, Any], Await
     return asyncio.run(_ask(target, timeout_seconds, talk))
 
 
-async def _ask(target: Target, timeout_seconds: float, talk: Callable[[Any, Any], Awaitable[T]]) -> T:
+async def _ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[[Any, Any], Awaitable[T]]) -> T:
     import grpc
 
     from psdist.v1 import scheduler_pb2_grpc

@@ -28,8 +28,8 @@ from psdist.client.parameters import AsyncParameters
 from psdist.client.session import snapshot_request
 from psdist.client.session.barriers import Barrier
 from psdist.client.session.drops import OnDrop, check_on_drop
-from psdist.client.session.registration import Registration, Target
-from psdist.client.session.scheduler_session import SchedulerLink
+from psdist.client.session.registration import Registration, SchedulerTarget
+from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.session.snapshot_request import SnapshotInfo
 from psdist.client.transport import creation
 from psdist.client.transport.data_path import DataPath
@@ -96,7 +96,7 @@ class AsyncClient:
         self._rng = random.Random()
         self._connect_timeout = _positive("connect_timeout", connect_timeout)
         self._request_timeout = None if request_timeout is None else _positive("request_timeout", request_timeout)
-        self._link: SchedulerLink | None = None
+        self._link: WorkerSession | None = None
         self._data: DataPath | None = None
         self._handles: dict[str, AsyncParameters] = {}
         #: All there ever were: one opened for reading may have been replaced.
@@ -122,7 +122,7 @@ class AsyncClient:
         loop.claim(self)
         try:
             target = await self._find_target()
-            self._link = SchedulerLink(target, __version__, self._rng, rejoins=self._rejoin)
+            self._link = WorkerSession(target, __version__, self._rng, rejoins=self._rejoin)
             self._link.activities.is_alone = self._is_alone
             self._data = DataPath(self._link)
             await self._link.connect(self._connect_timeout)
@@ -131,7 +131,7 @@ class AsyncClient:
             raise
         return self
 
-    async def _find_target(self) -> Target:
+    async def _find_target(self) -> SchedulerTarget:
         scheduler, token, run_id, worker_id, rank = self._arguments
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
             raise InvalidArgumentError(f"rank={rank!r} is out of range: use a whole number of 0 or more")
@@ -149,7 +149,7 @@ class AsyncClient:
                 "or pass psdist.Client('HOST:PORT'); psdist.init() starts a cluster of its own where there is none"
             )
         self.local_rank, self._transport = settings.local_rank, settings.transport
-        return Target(
+        return SchedulerTarget(
             address,
             source,
             settings.token,
@@ -384,7 +384,7 @@ class AsyncClient:
         except TimeoutError:
             raise WaitTimeoutError(f"no snapshot was committed within {timeout:g} s") from None
 
-    async def _snapshot(self, link: SchedulerLink, reason: str, *, patient: bool = True) -> SnapshotInfo:
+    async def _snapshot(self, link: WorkerSession, reason: str, *, patient: bool = True) -> SnapshotInfo:
         """A snapshot that has all pushes of this worker, which makes none meanwhile."""
         async with AsyncExitStack() as stack:
             for name in sorted(self._handles):
@@ -404,7 +404,7 @@ class AsyncClient:
             with link.waits.open(f"for {link.peer} to take a snapshot") as waiting:
                 return await snapshot_request.save(link, request, waiting, patient=patient)
 
-    async def _save_what_is_kept(self, link: SchedulerLink) -> None:
+    async def _save_what_is_kept(self, link: WorkerSession) -> None:
         """What this worker keeps for itself is in no snapshot that is taken when it has left: one is taken before.
         Where all workers end together, that was done."""
         if not link.states.names or not link.is_heard or link.stopping.together:
@@ -417,7 +417,7 @@ class AsyncClient:
         except (PsdistError, TimeoutError) as error:
             logger.warning("what this worker keeps is in no snapshot at the end: %s", error)
 
-    async def _snapshot_begun(self, link: SchedulerLink, timeout: float | None) -> None:
+    async def _snapshot_begun(self, link: WorkerSession, timeout: float | None) -> None:
         """Has a snapshot taken in a task of its own. Returns when the scheduler has said something about it."""
         request = scheduler_pb2.SaveSnapshotRequest(run_id=link.registration.run_id, reason="on demand")
         heard = asyncio.Event()
@@ -488,7 +488,7 @@ class AsyncClient:
         link, _ = self._opened()
         return _as_dict(await link.call(link.stub.GetStatus, scheduler_pb2.GetStatusRequest()))
 
-    def _opened(self) -> tuple[SchedulerLink, DataPath]:
+    def _opened(self) -> tuple[WorkerSession, DataPath]:
         if self._pid != os.getpid():
             raise ClosedError(
                 f"this client belongs to process {self._pid} and does not survive a fork: start processes by "

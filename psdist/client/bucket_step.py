@@ -14,11 +14,11 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, NoReturn
 
 from psdist.client.core import partition
-from psdist.client.core.buckets import Cut, Ready, StepPlan
+from psdist.client.core.buckets import ReadySlices, SliceIndex, StepPlan
 from psdist.client.core.partition import Arrays, Flat
-from psdist.client.core.push_sequence import Request
+from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.session.cluster_view import again
-from psdist.client.transport.buffer_pool import Arrival
+from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.data_path import all_or_first_error
 from psdist.client.transport.exchange import Exchange
 from psdist.errors import (
@@ -78,11 +78,11 @@ class BucketStep:
     def __init__(
         self,
         exchange: Exchange,
-        cut: Cut,
+        cut: SliceIndex,
         vector: Flat,
-        arrival: Arrival,
+        arrival: PullTarget,
         converted: Arrays,
-        on_finished: Callable[[Request, bool], None],
+        on_finished: Callable[[PendingRequest, bool], None],
         *,
         whole: bool,
     ) -> None:
@@ -142,7 +142,7 @@ class BucketStep:
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
 
-    async def _send(self, bucket: AsyncBucket, numbers: tuple[int, ...], ready: Ready) -> None:
+    async def _send(self, bucket: AsyncBucket, numbers: tuple[int, ...], ready: ReadySlices) -> None:
         parts = [(self._request.part(slices), flat) for slices, flat in self._loads(ready)]
         try:
             self.lost = not await self._until_answered(parts) or self.lost
@@ -163,7 +163,7 @@ class BucketStep:
                 self._tell_session()
             self._notice()
 
-    async def _until_answered(self, parts: Sequence[tuple[Request, Flat | None]]) -> bool:
+    async def _until_answered(self, parts: Sequence[tuple[PendingRequest, Flat | None]]) -> bool:
         """Sends ``parts``, again in another incarnation if the step goes on there. Returns whether it does."""
         while any(part.pending for part, _ in parts):
             incarnation = self._exchange.incarnation
@@ -176,7 +176,7 @@ class BucketStep:
                     return False
         return True
 
-    def _loads(self, ready: Ready) -> list[tuple[tuple[int, ...], Flat | None]]:
+    def _loads(self, ready: ReadySlices) -> list[tuple[tuple[int, ...], Flat | None]]:
         """Slices, and the vector that their gradient is in (None: they abstain)."""
         loads: list[tuple[tuple[int, ...], Flat | None]] = [(ready.valued, self._vector), (ready.abstaining, None)]
         return [load for load in loads if load[0]]

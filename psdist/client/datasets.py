@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from psdist.client import loop
 from psdist.client.session.registration import Registration
-from psdist.client.session.scheduler_session import SchedulerLink
+from psdist.client.session.scheduler_session import WorkerSession
 from psdist.data import RangeOrder
 from psdist.errors import PsdistError, SchedulerUnreachableError, SettingsMismatchError
 from psdist.types import DataPosition, DatasetSpec
@@ -65,7 +65,7 @@ class AsyncDataset:
     data_epoch: of the range that was given last.
     """
 
-    def __init__(self, link: SchedulerLink, spec: DatasetSpec) -> None:
+    def __init__(self, link: WorkerSession, spec: DatasetSpec) -> None:
         self.spec = spec
         self.repeated = 0
         self.failed = 0

@@ -29,14 +29,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from psdist.client.bucket_step import AsyncBucket, BucketStep
 from psdist.client.core import partition
-from psdist.client.core.buckets import Cut
+from psdist.client.core.buckets import SliceIndex
 from psdist.client.core.partition import Arrays, Flat
-from psdist.client.core.push_sequence import Request, Session
-from psdist.client.session.drops import Drops, OnDrop
-from psdist.client.session.scheduler_session import SchedulerLink
+from psdist.client.core.push_sequence import PendingRequest, PushSequence
+from psdist.client.session.drops import DropCounter, OnDrop
+from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.session.worker_state import Restore, Save
-from psdist.client.transport.buffer_pool import Arrival, Vectors
-from psdist.client.transport.creation import Ready
+from psdist.client.transport.buffer_pool import BufferPool, PullTarget
+from psdist.client.transport.creation import CreatedParameters
 from psdist.client.transport.data_path import DataPath
 from psdist.client.transport.exchange import Exchange, Options
 from psdist.consistency import SSP
@@ -85,9 +85,9 @@ class AsyncParameters:
 
     def __init__(
         self,
-        link: SchedulerLink,
+        link: WorkerSession,
         data: DataPath,
-        ready: Ready,
+        ready: CreatedParameters,
         options: Options,
         *,
         member: bool,
@@ -100,21 +100,21 @@ class AsyncParameters:
         self.member = member
         self._exchange = Exchange(link, data, ready, options, member=member)
         self._codec_dtype = options.codec.dtype
-        self._cut = Cut(self.layout, self._exchange.slicing)
-        self._vectors = Vectors(self.layout)
+        self._cut = SliceIndex(self.layout, self._exchange.slicing)
+        self._vectors = BufferPool(self.layout)
         self._buffers: dict[str, NDArray[np.float32]] = {}
         #: What the last result without a copy was made of, and that result: mostly the next one too.
         self._viewed: tuple[Flat, Arrays] | None = None
         #: The step that is given in buckets, or was, until the next call.
         self._step: BucketStep | None = None
         self._turn = asyncio.Lock()
-        self._drops = Drops(on_drop)
+        self._drops = DropCounter(on_drop)
         self._pushes = self._pulls = self._abstained = self._ignored = 0
         self._staleness = (0.0, 0)
         self._generation = ready.entry.generation
 
     @property
-    def _session(self) -> Session:
+    def _session(self) -> PushSequence:
         return self._exchange.session
 
     # --- what there is to know ---
@@ -327,8 +327,8 @@ class AsyncParameters:
                 await self._rejoin(error, incarnation)
 
     async def _push(
-        self, gradients: Mapping[str, ArrayLike], arrive: Callable[[], Arrival] | None = None
-    ) -> Arrival | None:
+        self, gradients: Mapping[str, ArrayLike], arrive: Callable[[], PullTarget] | None = None
+    ) -> PullTarget | None:
         """Makes one push, again in another incarnation where it goes on there.
 
         arrive: says where the new weights arrive, if they are wanted. Returns where they are, None if the push was
@@ -350,7 +350,7 @@ class AsyncParameters:
                     self._drop(number)
                     return None
 
-    async def _send(self, checked: tuple[Flat | None, float], arrival: Arrival | None) -> None:
+    async def _send(self, checked: tuple[Flat | None, float], arrival: PullTarget | None) -> None:
         flat, norm = checked
         request = self._session.begin_push()
         with self._exchange.guarding(), self._exchange.waiting(push=True, reads=arrival is not None):
@@ -476,7 +476,7 @@ class AsyncParameters:
     def _clips(self) -> bool:
         return self.spec.optimizer.max_grad_norm > 0
 
-    async def _pull_into(self, arrival: Arrival) -> None:
+    async def _pull_into(self, arrival: PullTarget) -> None:
         with self._exchange.waiting(push=False, reads=True):
             await self._exchange.pull(arrival)
         self._pulls += 1
@@ -486,7 +486,7 @@ class AsyncParameters:
         if self._session.before_first_step:
             await self._pull_into(self._arrival(None, copy=False))
 
-    def _pushed(self, request: Request, *, seen: bool, abstained: bool) -> None:
+    def _pushed(self, request: PendingRequest, *, seen: bool, abstained: bool) -> None:
         self._exchange.end_push(request, seen=seen)
         self._exchange.sharing.settle()
         self._drops.not_dropped()
@@ -498,7 +498,7 @@ class AsyncParameters:
 
     # --- where weights arrive ---
 
-    def _arrival(self, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrival:
+    def _arrival(self, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> PullTarget:
         """Where the weights of a call with these arguments arrive."""
         slicing = self._exchange.slicing
         if out is not None:
@@ -506,17 +506,17 @@ class AsyncParameters:
                 raise InvalidArgumentError("out and copy=False exclude each other: pass one of them")
             mine = partition.check_out(self.layout, out)
             if mine is not None:
-                return Arrival(slicing, mine)
+                return PullTarget(slicing, mine)
         elif copy:
-            return Arrival(slicing, self._vectors.fresh())
+            return PullTarget(slicing, self._vectors.fresh())
         # Weights that are asked for in fewer bits are rounded, so they cannot be read where they lie.
         shared = self._exchange.sharing.weights if self._exchange.options.pull_dtype == "float32" else None
-        return Arrival(slicing, self._vectors.kept, shared)
+        return PullTarget(slicing, self._vectors.kept, shared)
 
-    async def _result(self, arrival: Arrival, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
+    async def _result(self, arrival: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
         return await self._off_loop(lambda: self._arrays(arrival, out, copy))
 
-    def _arrays(self, arrival: Arrival, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
+    def _arrays(self, arrival: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
         if out is None and copy:
             return partition.unflatten(self.layout, arrival.target)
         vector = arrival.vector(range(self._exchange.slicing.count))
@@ -564,7 +564,7 @@ class AsyncParameters:
             self._bucket_step_finished, whole=whole,
         )  # fmt: skip
 
-    def _bucket_step_finished(self, request: Request, abstained: bool) -> None:
+    def _bucket_step_finished(self, request: PendingRequest, abstained: bool) -> None:
         self._pushed(request, seen=True, abstained=abstained)
 
     def _choose(self, step: BucketStep, gradients: Mapping[str, ArrayLike] | Iterable[str]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ AGAIN_SECONDS: Final = 10.0
 _READ_BYTES: Final = 4096
 
 
-class Client(Protocol):
+class StoppableClient(Protocol):
     """What is needed of an open client."""
 
     async def request_stop(self) -> None:
@@ -54,7 +54,7 @@ class SigtermHandler:
         self._raised_by_call = False
         self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._clients: Callable[[], Sequence[Client]] = tuple
+        self._clients: Callable[[], Sequence[StoppableClient]] = tuple
         self._give_up: Callable[[], None] = lambda: None
         self._pipe = -1
         #: By thread, the signals that were blocked before it forked.
@@ -64,7 +64,7 @@ class SigtermHandler:
     def install(
         self,
         loop: asyncio.AbstractEventLoop,
-        clients: Callable[[], Sequence[Client]],
+        clients: Callable[[], Sequence[StoppableClient]],
         give_up: Callable[[], None],
     ) -> None:
         """Has SIGTERM end the script, where nobody else has a say in that.

@@ -24,9 +24,9 @@ from psdist.config import START_TIMEOUT_SECONDS, await_address, parse_address
 from psdist.errors import BY_CODE, InternalError
 from psdist.launch.local import SIGNALS, announce, open_output, plural
 from psdist.launch.output import Routing
-from psdist.launch.plan import SchedulerLink, WorkersPlan, python_command
+from psdist.launch.plan import SchedulerAddress, WorkersPlan, python_command
 from psdist.launch.process import spawn
-from psdist.launch.rendezvous import Place, Request
+from psdist.launch.rendezvous import Place, RankRequest
 from psdist.launch.run_record import DIRECTORY_PREFIX
 from psdist.launch.runner import Crew, Runner
 from psdist.launch.script import check_script
@@ -70,7 +70,7 @@ def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -
     address = options.scheduler
     if not address and options.scheduler_file is not None:
         address = await_address(options.scheduler_file, options.start_timeout_seconds)
-    link = SchedulerLink(address=address, token_file=options.token_file, run_id=options.run_id)
+    link = SchedulerAddress(address=address, token_file=options.token_file, run_id=options.run_id)
     place = _place(options, link, environ)
     directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
     try:
@@ -100,12 +100,12 @@ def _exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
-def _place(options: AgentOptions, link: SchedulerLink, environ: Mapping[str, str]) -> Place:
+def _place(options: AgentOptions, link: SchedulerAddress, environ: Mapping[str, str]) -> Place:
     if options.node_rank is not None:
         world = options.nodes_max * options.processes
         return Place(options.node_rank, options.nodes_max, options.node_rank * options.processes, world)
     host = options.local_address or socket.gethostname()
-    request = Request(
+    request = RankRequest(
         scheduler=link.address,
         run_id=options.run_id,
         agent_id=f"{host}-{os.getpid()}-{secrets.token_hex(4)}",
@@ -118,7 +118,7 @@ def _place(options: AgentOptions, link: SchedulerLink, environ: Mapping[str, str
     return ask_for_place(request, link.environment(environ))
 
 
-def ask_for_place(request: Request, environment: Mapping[str, str]) -> Place:
+def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place:
     """Has a process ask the scheduler, and tells whom it waits for. Raises the error that the scheduler answers."""
     argv = (sys.executable, "-P", "-m", "psdist.launch.rendezvous", json.dumps(asdict(request)))
     process = spawn(argv, environment, stderr=None)

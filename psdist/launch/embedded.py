@@ -19,7 +19,7 @@ from typing import Final
 
 from psdist.config import START_TIMEOUT_SECONDS, WORKER_TIMEOUT_SECONDS, await_address, check_run_id, storage_text
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
-from psdist.launch.plan import SchedulerLink, ServicesPlan, SnapshotPlan
+from psdist.launch.plan import SchedulerAddress, ServicesPlan, SnapshotPlan
 from psdist.launch.process import ProcessSpec
 from psdist.launch.run_record import DIRECTORY_PREFIX
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
@@ -83,7 +83,7 @@ class EmbeddedCluster:
     def _plan(self, servers: int, lifeline: int) -> ServicesPlan:
         return ServicesPlan(
             directory=self._directory,
-            link=SchedulerLink(file=self._directory / "scheduler", run_id=self.run_id),
+            link=SchedulerAddress(file=self._directory / "scheduler", run_id=self.run_id),
             servers=servers,
             workers=1,
             lifeline=lifeline,

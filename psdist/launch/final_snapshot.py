@@ -67,7 +67,7 @@ def size(count: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
-class Progress:
+class SaveProgress:
     """Says how far it is, now and then. ``moved`` is called whenever that has changed, ``last`` is what was heard."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -106,7 +106,7 @@ async def _save(address: str, run_id: str, token: str, reason: str) -> int:
             known = await stub.GetStatus(scheduler_pb2.GetStatusRequest(), metadata=metadata)
             if not known.HasField("snapshots") or all(one.state != "ready" for one in known.parameters):
                 return 0
-            progress = Progress(_say)
+            progress = SaveProgress(_say)
             async with asyncio.timeout(_STILL_SECONDS) as limit:
                 progress.moved = lambda: limit.reschedule(asyncio.get_running_loop().time() + _STILL_SECONDS)
                 answer = await request(stub, metadata, run_id, reason, progress)

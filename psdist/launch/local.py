@@ -32,7 +32,7 @@ from psdist.config import (
 from psdist.errors import ConfigurationError
 from psdist.launch.output import STDOUT, Output, Routing
 from psdist.launch.plan import (
-    SchedulerLink,
+    SchedulerAddress,
     ServicesPlan,
     SnapshotPlan,
     WorkersPlan,
@@ -41,11 +41,18 @@ from psdist.launch.plan import (
     server_number,
 )
 from psdist.launch.process import Child, ProcessSpec
-from psdist.launch.run_record import DIRECTORY_PREFIX, RunNote, RunRegistry, notes_directory
+from psdist.launch.run_record import DIRECTORY_PREFIX, RunRecord, RunRegistry, notes_directory
 from psdist.launch.runner import Crew, Runner
-from psdist.launch.scale_watch import Wish
+from psdist.launch.scale_watch import ScaleRequest
 from psdist.launch.script import check_script
-from psdist.launch.supervisor import INFRASTRUCTURE_STATUS, STOP_TIMEOUT_SECONDS, Event, Failed, ProcessKey, Scaled
+from psdist.launch.supervisor import (
+    INFRASTRUCTURE_STATUS,
+    STOP_TIMEOUT_SECONDS,
+    Event,
+    ProcessKey,
+    RunFailed,
+    ServersWanted,
+)
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 from psdist.wire import fd_passing
 
@@ -107,7 +114,7 @@ def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -
     directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
     try:
         link = make_link(directory, token, run_id)
-        registration = Registration(RunRegistry(notes_directory(environ)), link, directory)
+        registration = RunClaim(RunRegistry(notes_directory(environ)), link, directory)
         try:
             return asyncio.run(_run(options, environ, link, directory, registration))
         finally:
@@ -122,23 +129,23 @@ def make_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
-def make_link(directory: Path, token: str, run_id: str) -> SchedulerLink:
+def make_link(directory: Path, token: str, run_id: str) -> SchedulerAddress:
     """Fills a run's private directory, and says how its processes find each other there."""
     (directory / "connected").mkdir(mode=0o700)
     token_file = directory / "token"
     descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(token + "\n")
-    return SchedulerLink(file=directory / "scheduler", token_file=token_file, run_id=run_id)
+    return SchedulerAddress(file=directory / "scheduler", token_file=token_file, run_id=run_id)
 
 
-class Registration:
+class RunClaim:
     """The note of this run. A state directory that cannot be written only costs ``psdist status`` its shortcut."""
 
-    def __init__(self, registry: RunRegistry, link: SchedulerLink, directory: Path) -> None:
+    def __init__(self, registry: RunRegistry, link: SchedulerAddress, directory: Path) -> None:
         assert link.token_file is not None
         self._registry = registry
-        self._note: RunNote | None = None
+        self._note: RunRecord | None = None
         try:
             self._note = registry.claim(link.run_id, link.token_file, directory)
         except OSError:
@@ -156,7 +163,7 @@ class Registration:
 
 
 async def _run(
-    options: LocalOptions, environ: Mapping[str, str], link: SchedulerLink, directory: Path, registration: Registration
+    options: LocalOptions, environ: Mapping[str, str], link: SchedulerAddress, directory: Path, registration: RunClaim
 ) -> int:
     workers = WorkersPlan(
         command=python_command(list(options.script), module=options.module, no_python=options.no_python),
@@ -196,7 +203,7 @@ async def _supervise(
     environ: Mapping[str, str],
     workers: WorkersPlan,
     services: ServicesPlan,
-    registration: Registration,
+    registration: RunClaim,
 ) -> int:
     routing, run_id = options.routing, workers.link.run_id
     if routing.directory is not None:
@@ -302,14 +309,16 @@ class _Wishes:
             self.start(address)
 
     def _heard(self, stream: int, lines: list[str]) -> None:
-        for wish in (Wish.from_line(line) for line in lines if stream == STDOUT):
+        for wish in (ScaleRequest.from_line(line) for line in lines if stream == STDOUT):
             if wish is None:
                 continue
             if wish.lost:
-                self._happened(Failed(wish.lost, INFRASTRUCTURE_STATUS))
+                self._happened(RunFailed(wish.lost, INFRASTRUCTURE_STATUS))
             else:
                 # Where nobody said a number, it is the one that the run began with.
-                self._happened(Scaled(wish.servers or self._servers, _numbers(wish.draining), _numbers(wish.stop)))
+                self._happened(
+                    ServersWanted(wish.servers or self._servers, _numbers(wish.draining), _numbers(wish.stop))
+                )
 
 
 def _numbers(server_ids: list[str]) -> tuple[int, ...]:
@@ -319,7 +328,7 @@ def _numbers(server_ids: list[str]) -> tuple[int, ...]:
 class _AddressWatch:
     """Waits for the scheduler's address, and notes it."""
 
-    def __init__(self, services: ServicesPlan, registration: Registration) -> None:
+    def __init__(self, services: ServicesPlan, registration: RunClaim) -> None:
         self._services = services
         self._registration = registration
         self._deadline: float | None = None
@@ -328,7 +337,7 @@ class _AddressWatch:
         self.port = 0
         self.on_found: Callable[[str], None] = lambda address: None
 
-    def tick(self, now: float) -> Failed | None:
+    def tick(self, now: float) -> RunFailed | None:
         if self._found:
             return None
         if self._deadline is None:
@@ -344,7 +353,7 @@ class _AddressWatch:
             self._found = True
             waited = f"{self._services.start_timeout_seconds:g} s"
             message = f"the scheduler did not come up within {waited} (--start-timeout)"
-            return Failed(message, INFRASTRUCTURE_STATUS, ProcessKey("scheduler", 0))
+            return RunFailed(message, INFRASTRUCTURE_STATUS, ProcessKey("scheduler", 0))
         return None
 
 

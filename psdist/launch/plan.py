@@ -45,7 +45,7 @@ _OWNED: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerLink:
+class SchedulerAddress:
     """How processes find the scheduler: by address, or by the file in which it leaves it. And how they prove
     themselves: by a token file, or by the token that is in their environment already."""
 
@@ -75,7 +75,7 @@ class WorkersPlan:
 
     command: tuple[str, ...]
     processes: int
-    link: SchedulerLink
+    link: SchedulerAddress
     connected_directory: Path
     master: tuple[str, int]
     start_timeout_seconds: float
@@ -152,7 +152,7 @@ class ServicesPlan:
     """The scheduler and the servers of a run on this machine."""
 
     directory: Path
-    link: SchedulerLink
+    link: SchedulerAddress
     servers: int
     workers: int
     lifeline: int

@@ -166,7 +166,7 @@ def spawn(
     )
 
 
-class Guard:
+class ReaperProcess:
     """The launcher's end of the guard process: it is told which process groups exist."""
 
     def __init__(self) -> None:

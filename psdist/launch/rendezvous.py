@@ -1,8 +1,8 @@
 """Asks the scheduler for this node's ranks. A short-lived process of its own, because the agent must not import grpc.
 
-``python -m psdist.launch.rendezvous REQUEST``, where REQUEST is a JSON object (see ``Request``); the token comes from
-the environment. Prints one JSON object per line: ``{"waiting_for": ...}`` as often as needed, then the ``Place``, or
-``{"error": ..., "code": ...}``. A scheduler that does not answer is tried again until the request's time is over.
+``python -m psdist.launch.rendezvous REQUEST``, where REQUEST is a JSON object (see ``RankRequest``); the token comes
+from the environment. Prints one JSON object per line: ``{"waiting_for": ...}`` as often as needed, then the ``Place``,
+or ``{"error": ..., "code": ...}``. A scheduler that does not answer is tried again until the request's time is over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RETRY_SECONDS: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RankRequest:
     """One agent's wish: ``processes`` ranks in a world of ``nodes_min`` to ``nodes_max`` nodes."""
 
     scheduler: str
@@ -46,7 +46,7 @@ def _print(values: dict[str, Any]) -> None:
     print(json.dumps(values), flush=True)
 
 
-async def _ask(request: Request, token: str) -> Place:
+async def _ask(request: RankRequest, token: str) -> Place:
     from psdist.errors import SchedulerUnreachableError
     from psdist.wire.channels import open_channel
 
@@ -61,7 +61,7 @@ async def _ask(request: Request, token: str) -> Place:
             await asyncio.sleep(_RETRY_SECONDS)
 
 
-async def _rendezvous(channel: Any, request: Request, token: str) -> Place:
+async def _rendezvous(channel: Any, request: RankRequest, token: str) -> Place:
     import grpc
 
     from psdist.errors import InternalError, SchedulerUnreachableError
@@ -96,7 +96,7 @@ def main() -> None:
     from psdist.config import find_token
     from psdist.errors import PsdistError
 
-    request = Request(**json.loads(sys.argv[1]))
+    request = RankRequest(**json.loads(sys.argv[1]))
     try:
         _print(asdict(asyncio.run(_ask(request, find_token(os.environ)))))
     except PsdistError as error:

@@ -24,7 +24,7 @@ _NOTE_BYTES_MAX: Final = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class RunNote:
+class RunRecord:
     """A run on this machine. ``address`` is empty until the scheduler listens."""
 
     run_id: str
@@ -48,7 +48,7 @@ class RunRegistry:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def claim(self, run_id: str, token_file: Path, directory: Path) -> RunNote:
+    def claim(self, run_id: str, token_file: Path, directory: Path) -> RunRecord:
         """Notes a run of this process. Raises ConfigurationError if a live one on this machine has the name."""
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for other in self.live():
@@ -57,11 +57,11 @@ class RunRegistry:
                     f"--run-id {run_id}: a run of this name is running on this machine (pid {other.pid}): stop it or "
                     "choose another name"
                 )
-        note = RunNote(run_id, "", str(token_file), str(directory), os.getpid(), _started(os.getpid()))
+        note = RunRecord(run_id, "", str(token_file), str(directory), os.getpid(), _started(os.getpid()))
         self._write(note)
         return note
 
-    def listening(self, note: RunNote, address: str) -> RunNote:
+    def listening(self, note: RunRecord, address: str) -> RunRecord:
         """Adds the scheduler's address."""
         noted = replace(note, address=address)
         self._write(noted)
@@ -71,7 +71,7 @@ class RunRegistry:
         """Takes a note away."""
         self._path(run_id).unlink(missing_ok=True)
 
-    def live(self) -> list[RunNote]:
+    def live(self) -> list[RunRecord]:
         """Runs whose launcher lives, by name; stale notes are swept."""
         found = []
         for path, note in self._notes():
@@ -81,12 +81,12 @@ class RunRegistry:
                 _sweep(path, note)
         return sorted(found, key=lambda note: note.run_id)
 
-    def _notes(self) -> Iterator[tuple[Path, RunNote | None]]:
+    def _notes(self) -> Iterator[tuple[Path, RunRecord | None]]:
         for path in self._directory.glob("*.json"):
             try:
                 with path.open("rb") as file:
                     values = json.loads(file.read(_NOTE_BYTES_MAX))
-                note = RunNote(**values)
+                note = RunRecord(**values)
                 well_formed = all(type(getattr(note, f)) is type(v) for f, v in _SAMPLE.items())
                 yield path, note if well_formed and path.stem == note.run_id else None
             except FileNotFoundError:
@@ -97,7 +97,7 @@ class RunRegistry:
     def _path(self, run_id: str) -> Path:
         return self._directory / f"{run_id}.json"
 
-    def _write(self, note: RunNote) -> None:
+    def _write(self, note: RunRecord) -> None:
         draft = self._directory / f".{note.run_id}.{os.getpid()}.draft"
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -105,10 +105,10 @@ class RunRegistry:
         draft.replace(self._path(note.run_id))
 
 
-_SAMPLE: Final = asdict(RunNote("", "", "", "", 0, 0))
+_SAMPLE: Final = asdict(RunRecord("", "", "", "", 0, 0))
 
 
-def _sweep(path: Path, note: RunNote | None) -> None:
+def _sweep(path: Path, note: RunRecord | None) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
     if note is None:

@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from psdist.launch.output import Output
-from psdist.launch.process import Child, Guard, ProcessSpec
+from psdist.launch.process import Child, ProcessSpec, ReaperProcess
 from psdist.launch.supervisor import (
     STOP_TIMEOUT_SECONDS,
     Connected,
     Event,
     Exited,
-    Failed,
     Finish,
     Interrupted,
     Kill,
     ProcessKey,
+    RunFailed,
     Say,
     Start,
     Supervisor,
-    Tick,
+    TimePassed,
 )
 
 
@@ -68,7 +68,7 @@ class Runner:
         restarts_max: int,
         interval_seconds: float,
         signals: Iterable[int],
-        on_tick: Callable[[float], Failed | None] = lambda now: None,
+        on_tick: Callable[[float], RunFailed | None] = lambda now: None,
     ) -> None:
         self._crew = crew
         self._output = output
@@ -98,7 +98,7 @@ class Runner:
             unsaved_status=crew.unsaved_status,
             now=self._loop.time(),
         )
-        self._guard = Guard()
+        self._guard = ReaperProcess()
         try:
             for key in crew.keys:
                 self._start(crew.spec(key, 0))
@@ -180,7 +180,7 @@ class Runner:
             if self._crew.connected(key.number, attempt):
                 self.happened(Connected(key))
         failure = self._on_tick(self._loop.time())
-        self.happened(failure if failure is not None else Tick())
+        self.happened(failure if failure is not None else TimePassed())
 
     def _kill_all(self) -> None:
         # Only after a defect of the launcher itself is anybody left.

@@ -1,8 +1,8 @@
 """Hears what the scheduler wants of its launcher. A process of its own, because the launcher must not import grpc.
 
 ``python -m psdist.launch.scale_watch SCHEDULER RUN_ID``; the token comes from the environment. Prints one JSON object
-per line, at once and after every change: a ``Wish``. A scheduler that does not answer is asked again, until somebody
-ends this process.
+per line, at once and after every change: a ``ScaleRequest``. A scheduler that does not answer is asked again, until
+somebody ends this process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RETRY_SECONDS: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ScaleRequest:
     """What the scheduler wants.
 
     servers: how many there shall be. draining: ids of those that everything is moved away from, which do not count.
@@ -32,7 +32,7 @@ class Wish:
     lost: str
 
     @classmethod
-    def from_line(cls, line: str) -> Wish | None:
+    def from_line(cls, line: str) -> ScaleRequest | None:
         """What a line of this process says; None for one that says something else."""
         try:
             return cls(**json.loads(line))
@@ -47,14 +47,14 @@ async def _follow(scheduler: str, run_id: str, token: str) -> None:
     from psdist.wire import auth
     from psdist.wire.channels import open_channel
 
-    said: Wish | None = None
+    said: ScaleRequest | None = None
     async with open_channel(scheduler) as channel:
         stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         while True:
             try:
                 request = scheduler_pb2.WatchScaleRequest(run_id=run_id)
                 async for answer in stub.WatchScale(request, metadata=auth.metadata(token)):
-                    wish = Wish(answer.servers_wanted, list(answer.draining), list(answer.stop), answer.lost)
+                    wish = ScaleRequest(answer.servers_wanted, list(answer.draining), list(answer.stop), answer.lost)
                     if wish != said:
                         said = wish
                         print(json.dumps(asdict(wish)), flush=True)

@@ -11,7 +11,8 @@ process has its turn, where there is a storage: the ``snapshot``, which saves wh
   (``durable``). Whoever ends by its own doing ``QUICK_DEATHS_MAX`` times in a row, each time soon after its start, is
   the cause. Where there is no copy, a server that ends badly is the cause; one that ends well has handed over what it
   held. A scheduler that refuses its settings, or cannot begin with them, is the cause at once.
-* Servers are started, and those that were drained are stopped, as the scheduler wishes (``Scaled``). The number of a
+* Servers are started, and those that were drained are stopped, as the scheduler wishes (``ServersWanted``). The number
+of a
   server that was stopped is not given again.
 * When all workers ended well, the servers and then the scheduler are stopped, and the run ends well.
 
@@ -84,7 +85,7 @@ class Interrupted:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RunFailed:
     """The run cannot go on for a reason that is no exit, such as a scheduler that does not come up."""
 
     message: str
@@ -93,7 +94,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class ServersWanted:
     """The scheduler wants so many servers besides those it is ``draining``, and that those in ``stop`` are stopped."""
 
     servers: int
@@ -102,11 +103,11 @@ class Scaled:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class TimePassed:
     """Time passed."""
 
 
-Event = Exited | Connected | Interrupted | Failed | Scaled | Tick
+Event = Exited | Connected | Interrupted | RunFailed | ServersWanted | TimePassed
 
 
 # --- effects ----------------------------------------------------------------------------------------------------------
@@ -219,9 +220,9 @@ class Supervisor:
             return self._connected(event, now)
         if isinstance(event, Interrupted):
             return self._interrupted(event, now)
-        if isinstance(event, Failed):
+        if isinstance(event, RunFailed):
             return [] if self.stopping else self._give_up(Finish(event.status, event.message, event.key), now)
-        if isinstance(event, Scaled):
+        if isinstance(event, ServersWanted):
             return [] if self.stopping else self._scaled(event, now)
         return self._tick(now)
 
@@ -259,7 +260,7 @@ class Supervisor:
         self._alive[key] = _Process(now, process.attempt + 1, quick_deaths=deaths)
         return [Say(f"{how}; the run goes on, and it is started again"), Start(key, process.attempt + 1)]
 
-    def _scaled(self, event: Scaled, now: float) -> list[Effect]:
+    def _scaled(self, event: ServersWanted, now: float) -> list[Effect]:
         effects: list[Effect] = []
         for key in (ProcessKey("server", number) for number in event.stop):
             if key in self._alive and key not in self._retired:

@@ -27,7 +27,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedEr
 from obstore.store import MemoryStore, from_url
 
 from psdist.errors import ConfigurationError, StorageError, UnknownSnapshotError
-from psdist.snapshots.storage import Buffer, Stored, check_path
+from psdist.snapshots.storage import Buffer, StoredFile, check_path
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class BucketStorage:
         with self._errors("read", check_path(path)):
             return await _in_thread(partial(self._read, path, start, length))
 
-    async def list(self, prefix: str = "") -> list[Stored]:
+    async def list(self, prefix: str = "") -> list[StoredFile]:
         with self._errors("list", check_path(prefix) if prefix else "."):
             return [*await _in_thread(partial(self._list, prefix))]
 
@@ -126,9 +126,9 @@ class BucketStorage:
     def _size(self, path: str) -> int:
         return obstore.head(self._store, path)["size"]
 
-    def _list(self, prefix: str) -> Sequence[Stored]:
+    def _list(self, prefix: str) -> Sequence[StoredFile]:
         found = [
-            Stored(meta["path"], meta["size"], meta["last_modified"].timestamp())
+            StoredFile(meta["path"], meta["size"], meta["last_modified"].timestamp())
             for chunk in obstore.list(self._store, prefix=prefix or None)
             for meta in chunk
         ]

@@ -51,7 +51,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 _NUMBER_MAX: Final = (1 << 63) - 1
 _TEXT_MAX: Final = 4096
 
-F = TypeVar("F", "Commit", "Manifest")
+F = TypeVar("F", "CommitRecord", "Manifest")
 #: The type, in classes that have something else of this name.
 _Bytes = bytes
 
@@ -390,7 +390,7 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Commit:
+class CommitRecord:
     """A commit record: with it the snapshot in ``directory`` exists.
 
     sequence: its own number. manifest_length, manifest_digest: bytes of the manifest, and its xxh3_128.
@@ -436,7 +436,7 @@ class Commit:
         return _canonical(values | {"digest": digest_of(_canonical(values))})
 
     @classmethod
-    def from_bytes(cls, data: _Bytes, file: str) -> Commit:
+    def from_bytes(cls, data: _Bytes, file: str) -> CommitRecord:
         """What ``to_bytes`` gave. Raises SnapshotCorruptError, which names ``file``, and StorageError where the format
         is a newer one."""
         values = _parse(data, file)

@@ -26,8 +26,8 @@ from psdist.errors import (
     UnknownTensorError,
 )
 from psdist.snapshots import reader
-from psdist.snapshots.format import Commit, ParametersState
-from psdist.snapshots.reader import Found, SliceReader, Unreadable
+from psdist.snapshots.format import CommitRecord, ParametersState
+from psdist.snapshots.reader import CommittedSnapshot, SliceReader, Unreadable
 from psdist.snapshots.storage import Storage, open_storage
 
 AnyArray = NDArray[Any]
@@ -44,7 +44,9 @@ class Snapshot(Mapping[str, AnyArray]):
     skipped: one sentence for each newer snapshot that could not be used.
     """
 
-    def __init__(self, arrays: Mapping[str, AnyArray], found: Found, states: tuple[ParametersState, ...]) -> None:
+    def __init__(
+        self, arrays: Mapping[str, AnyArray], found: CommittedSnapshot, states: tuple[ParametersState, ...]
+    ) -> None:
         self._arrays = dict(arrays)
         self.run_id = found.manifest.run_id
         self.directory = found.manifest.directory
@@ -107,7 +109,7 @@ def load_snapshot(
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
-_Loaded = tuple[Found, tuple[ParametersState, ...], dict[str, AnyArray]]
+_Loaded = tuple[CommittedSnapshot, tuple[ParametersState, ...], dict[str, AnyArray]]
 
 
 def _wait(load: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -134,7 +136,7 @@ def _wait(load: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 async def _load(storage: Storage, step: int | None, parameters: str | None) -> _Loaded:
-    def wanted(commit: Commit) -> bool:
+    def wanted(commit: CommitRecord) -> bool:
         return step is None or step in [n for name, n in commit.steps.items() if parameters in (None, name)]
 
     corrupt: list[str] = []
@@ -146,7 +148,7 @@ async def _load(storage: Storage, step: int | None, parameters: str | None) -> _
             if await reader.is_committed(storage, found.commit):
                 corrupt.append(error.message)
             continue
-        return Found(found.commit, found.manifest, (*found.skipped, *corrupt)), states, arrays
+        return CommittedSnapshot(found.commit, found.manifest, (*found.skipped, *corrupt)), states, arrays
     if corrupt:
         raise SnapshotCorruptError(f"no snapshot in {storage.url} can be used: {'; '.join(corrupt)[:2000]}")
     raise await _unknown(storage, step)
@@ -160,7 +162,7 @@ async def _unknown(storage: Storage, step: int | None) -> UnknownSnapshotError:
     return UnknownSnapshotError(f"there is no snapshot of step {step} in {storage.url}; the newest are of {steps}")
 
 
-def _states(found: Found, parameters: str | None) -> tuple[ParametersState, ...]:
+def _states(found: CommittedSnapshot, parameters: str | None) -> tuple[ParametersState, ...]:
     states = found.manifest.parameters
     if parameters is not None:
         state = found.manifest.state(parameters)
@@ -180,7 +182,7 @@ def _states(found: Found, parameters: str | None) -> tuple[ParametersState, ...]
     return states
 
 
-async def _read(storage: Storage, found: Found, states: tuple[ParametersState, ...]) -> dict[str, AnyArray]:
+async def _read(storage: Storage, found: CommittedSnapshot, states: tuple[ParametersState, ...]) -> dict[str, AnyArray]:
     """All tensors as float32, views of one vector for each parameters."""
     slices, arrays = SliceReader(storage, found.manifest), {}
     for state in states:

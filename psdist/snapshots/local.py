@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 
 from psdist.errors import InvalidNameError, StorageError, UnknownSnapshotError
-from psdist.snapshots.storage import Buffer, Stored, check_path
+from psdist.snapshots.storage import Buffer, StoredFile, check_path
 from psdist.types import check_directory
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -53,7 +53,7 @@ class LocalStorage:
     async def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
         return await asyncio.to_thread(self._read, check_path(path), start, length)
 
-    async def list(self, prefix: str = "") -> list[Stored]:
+    async def list(self, prefix: str = "") -> list[StoredFile]:
         return [*await asyncio.to_thread(self._list, check_path(prefix) if prefix else "")]
 
     async def create(self, path: str, data: bytes) -> None:
@@ -82,8 +82,8 @@ class LocalStorage:
             finally:
                 os.close(file)
 
-    def _list(self, prefix: str) -> Sequence[Stored]:
-        found: list[Stored] = []
+    def _list(self, prefix: str) -> Sequence[StoredFile]:
+        found: list[StoredFile] = []
         with self._errors("list", prefix or "."):
             try:
                 with self._opened(prefix.split("/") if prefix else []) as top:
@@ -389,7 +389,7 @@ def _link(parent: int, draft: str, name: str, data: bytes) -> None:
         _write_new(parent, name, data)
 
 
-def _collect(directory: int, prefix: str, found: list[Stored]) -> None:
+def _collect(directory: int, prefix: str, found: list[StoredFile]) -> None:
     """Adds the regular files in and below an open directory whose names a storage allows."""
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -397,7 +397,7 @@ def _collect(directory: int, prefix: str, found: list[Stored]) -> None:
                 check_directory(entry.name)
                 status = os.stat(entry.name, dir_fd=directory, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
-                    found.append(Stored(prefix + entry.name, status.st_size, status.st_mtime))
+                    found.append(StoredFile(prefix + entry.name, status.st_size, status.st_mtime))
                 elif stat.S_ISDIR(status.st_mode):
                     below = os.open(entry.name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
                     try:

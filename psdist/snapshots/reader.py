@@ -18,7 +18,7 @@ import xxhash
 
 from psdist.errors import PsdistError, SnapshotCorruptError, UnknownSnapshotError
 from psdist.snapshots import format as layouts
-from psdist.snapshots.format import Commit, Manifest, ParametersState, WorkerState, corrupt
+from psdist.snapshots.format import CommitRecord, Manifest, ParametersState, WorkerState, corrupt
 from psdist.snapshots.storage import Storage
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ class Unreadable:
 
 
 @dataclass(frozen=True)
-class Found:
+class CommittedSnapshot:
     """A snapshot that can be used. skipped: one sentence for each newer one that cannot."""
 
-    commit: Commit
+    commit: CommitRecord
     manifest: Manifest
     skipped: tuple[str, ...] = ()
 
@@ -61,7 +61,7 @@ class Found:
 # --- what is committed ------------------------------------------------------------------------------------------------
 
 
-async def commits(storage: Storage) -> list[Commit | Unreadable]:
+async def commits(storage: Storage) -> list[CommitRecord | Unreadable]:
     """All commit records, the newest first. Raises StorageError where they cannot be listed."""
     numbered = [
         (sequence, stored.path)
@@ -70,7 +70,7 @@ async def commits(storage: Storage) -> list[Commit | Unreadable]:
     ]
     gate = asyncio.Semaphore(_AT_A_TIME)
 
-    async def read(path: str) -> Commit | Unreadable | None:
+    async def read(path: str) -> CommitRecord | Unreadable | None:
         async with gate:
             return await _read_commit(storage, path)
 
@@ -78,13 +78,13 @@ async def commits(storage: Storage) -> list[Commit | Unreadable]:
     return [record for record in found if record is not None]
 
 
-async def _read_commit(storage: Storage, path: str) -> Commit | Unreadable | None:
+async def _read_commit(storage: Storage, path: str) -> CommitRecord | Unreadable | None:
     """None where it was deleted meanwhile."""
     try:
         data = await storage.read(path, 0, layouts.COMMIT_BYTES_MAX + 1)
         if len(data) > layouts.COMMIT_BYTES_MAX:
             raise corrupt(path, f"it is longer than {layouts.COMMIT_BYTES_MAX} bytes")
-        commit = Commit.from_bytes(data, path)
+        commit = CommitRecord.from_bytes(data, path)
         if commit.path != path:
             raise corrupt(path, f"its number is {commit.sequence}")
         return commit
@@ -94,7 +94,7 @@ async def _read_commit(storage: Storage, path: str) -> Commit | Unreadable | Non
         return Unreadable(path, error)
 
 
-async def is_committed(storage: Storage, commit: Commit) -> bool:
+async def is_committed(storage: Storage, commit: CommitRecord) -> bool:
     """Whether the record is still there: what is missing of a snapshot that was deleted meanwhile is no damage."""
     try:
         await storage.read(commit.path, 0, 1)
@@ -103,7 +103,7 @@ async def is_committed(storage: Storage, commit: Commit) -> bool:
     return True
 
 
-async def load_manifest(storage: Storage, commit: Commit) -> Manifest:
+async def load_manifest(storage: Storage, commit: CommitRecord) -> Manifest:
     """The manifest that ``commit`` names. Raises SnapshotCorruptError where it is not what was committed."""
     path = layouts.manifest_path(commit.directory)
     data = await _read(storage, path, 0, commit.manifest_length + 1)
@@ -132,8 +132,8 @@ async def check_files(storage: Storage, manifest: Manifest) -> None:
 
 
 async def usable(
-    storage: Storage, without: Collection[str] = (), where: Callable[[Commit], bool] = lambda commit: True
-) -> AsyncIterator[Found]:
+    storage: Storage, without: Collection[str] = (), where: Callable[[CommitRecord], bool] = lambda commit: True
+) -> AsyncIterator[CommittedSnapshot]:
     """Snapshots whose files are all there, the newest first, each with what was skipped before it.
 
     without: directories that are passed over, because they are known to be corrupt. where: which are wanted.
@@ -157,7 +157,7 @@ async def usable(
                 skipped.append(error.message)
             continue
         found = True
-        yield Found(record, manifest, tuple(skipped))
+        yield CommittedSnapshot(record, manifest, tuple(skipped))
     if skipped and not found:
         raise SnapshotCorruptError(
             f"none of the {len(skipped)} snapshots in {storage.url} can be used: {'; '.join(skipped)[:2000]}. Bring "
@@ -165,7 +165,7 @@ async def usable(
         )
 
 
-async def newest(storage: Storage, without: Collection[str] = ()) -> Found | None:
+async def newest(storage: Storage, without: Collection[str] = ()) -> CommittedSnapshot | None:
     """The newest snapshot whose record, manifest and lengths are as they should be; None where none was ever committed.
     The content is checked as it is read. See ``usable`` for ``without`` and errors."""
     async for found in usable(storage, without):

@@ -25,7 +25,7 @@ _BUCKETS: Final = ("s3", "gs", "az", "memory")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredFile:
     """A file in a storage. size: bytes. modified: seconds since 1970."""
 
     path: str
@@ -54,7 +54,7 @@ class Storage(Protocol):
         """Bytes of a file from ``start`` on, up to its end or ``length`` of them: fewer where it ends before. Raises
         UnknownSnapshotError where there is no such file."""
 
-    async def list(self, prefix: str = "") -> list[Stored]:
+    async def list(self, prefix: str = "") -> list[StoredFile]:
         """All files in and below the directory ``prefix``, by path; none where there is no such directory."""
 
     async def create(self, path: str, data: bytes) -> None:

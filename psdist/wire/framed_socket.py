@@ -23,7 +23,7 @@ from psdist.wire import limits
 _LENGTH_BYTES: Final = 4
 
 
-class Line(asyncio.Protocol):
+class FramedSocket(asyncio.Protocol):
     """One end of a line.
 
     receive: gets each message; a PsdistError from it ends the line.

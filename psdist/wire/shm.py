@@ -5,8 +5,8 @@
 * ``WeightsArena``: one page of header, a table of sequence numbers (uint64, one per slice of the vector, padded to a
   page), then the whole float32 vector, of which a server's own slices have memory (``allocate``) and the others are
   holes, so that slices come and go without a new file. The server creates and writes it, the worker gets a descriptor
-  that can only be read by, and ``Stitched`` shows it the slices of several servers as one vector. A hole that is read
-  takes memory, too: a worker reads no slices but those that the server answered for.
+  that can only be read by, and ``MappedVector`` shows it the slices of several servers as one vector. A hole that is
+  read takes memory, too: a worker reads no slices but those that the server answered for.
 
 A header is 16 bytes that name the kind and 16 random ones, the nonce: who can tell it, has the file. The bytes are
 those of the host's processor; nothing of them travels.
@@ -264,7 +264,7 @@ class Piece:
     size: int
 
 
-class Stitched:
+class MappedVector:
     """One read-only vector of ``total`` elements whose memory is that of arenas. It stays where it is when parts of it
     become those of other arenas, and who reads it meanwhile sees the one or the other."""
 

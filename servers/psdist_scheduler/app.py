@@ -30,7 +30,7 @@ from psdist.errors import ConfigurationError, PsdistError, StorageError
 from psdist.wire import channels, limits
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import Done, Stop
-from psdist_scheduler.events.records import ClusterSettings, Stored
+from psdist_scheduler.events.records import ClusterSettings, StoredState
 from psdist_scheduler.events.snapshot_events import History
 from psdist_scheduler.service import SERVICE, Scheduler, Service
 from psdist_scheduler.store import Store, open_store
@@ -152,7 +152,7 @@ class _Opened:
     unwritable: str = ""
 
 
-async def _open_storage(settings: SchedulerSettings, run_id: str, stored: Stored | None) -> _Opened:
+async def _open_storage(settings: SchedulerSettings, run_id: str, stored: StoredState | None) -> _Opened:
     """The run's storage, read, and tried whether it can be written, both at a time. A scheduler that was started again
     goes on where that fails; one that begins does not, unless the storage is one that nobody asked for.
 

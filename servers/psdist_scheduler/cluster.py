@@ -20,17 +20,17 @@ from psdist.types import ClusterMap, ServerEntry, WorkerEntry
 from psdist.wire.limits import REPORT_WAIT_SECONDS
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses
 from psdist_scheduler.coordination.mutual_waits import MutualWaits
-from psdist_scheduler.coordination.rollback import GoingBack
-from psdist_scheduler.coordination.shutdown import Leaving
+from psdist_scheduler.coordination.rollback import Rollback
+from psdist_scheduler.coordination.shutdown import GracefulShutdown
 from psdist_scheduler.coordination.stops import Stops
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events.cluster_events import (
-    Announce,
     Answer,
     Attach,
+    Broadcast,
     CallEnded,
     Close,
-    Commit,
+    CommitParameters,
     Create,
     Describe,
     Done,
@@ -43,8 +43,8 @@ from psdist_scheduler.events.cluster_events import (
     Heartbeat,
     JoinAnswered,
     Leave,
+    LogEvent,
     MemberLost,
-    Note,
     Persist,
     Publish,
     Refuse,
@@ -63,11 +63,10 @@ from psdist_scheduler.events.cluster_events import (
     WatchScale,
 )
 from psdist_scheduler.events.data_events import DataEvent, EndRanges, GetPosition, LeaseRange, OpenDataset, SetPosition
-from psdist_scheduler.events.records import ClusterSettings, Member, Stored
+from psdist_scheduler.events.records import ClusterSettings, Member, StoredState
 from psdist_scheduler.events.snapshot_events import (
     CommitFailed,
     Committed,
-    Failed,
     GetState,
     HandedIn,
     HandIn,
@@ -77,6 +76,7 @@ from psdist_scheduler.events.snapshot_events import (
     Loaded,
     LoadFailed,
     Marked,
+    PartFailed,
     Prepared,
     Pruned,
     Save,
@@ -88,10 +88,10 @@ from psdist_scheduler.members.barriers import Barriers
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.members.rendezvous import Rendezvous
 from psdist_scheduler.placement.registry import Registry
-from psdist_scheduler.placement.replica_manager import Keeper
+from psdist_scheduler.placement.replica_manager import ReplicaManager
 from psdist_scheduler.placement.restore_point import Resume
 from psdist_scheduler.placement.scaling import Scaling
-from psdist_scheduler.snapshots.schedule import Snapshots
+from psdist_scheduler.snapshots.schedule import SnapshotSchedule
 
 #: A call that waits hears its reason again after so long, so that its peer can tell a wait from a dead connection.
 REPEAT_SECONDS = 2.0
@@ -124,9 +124,9 @@ class Cluster:
     run's storage holds, None where it was not read."""
 
     def __init__(
-        self, settings: ClusterSettings, stored: Stored | None, now: float, history: History | None = None
+        self, settings: ClusterSettings, stored: StoredState | None, now: float, history: History | None = None
     ) -> None:
-        begun, stored = stored is not None, stored or Stored(settings.run_id, 0)
+        begun, stored = stored is not None, stored or StoredState(settings.run_id, 0)
         self.settings = settings
         # A run that goes on from a snapshot has higher epochs than whoever took it.
         self.epoch = max(stored.epoch, *(commit.epoch for commit in history.commits), 0) if history else stored.epoch
@@ -139,13 +139,13 @@ class Cluster:
                 resume.go_to(history.newest, 0, self.epoch + 1, None)
             self.members.incarnations_given = resume.incarnations
         self.registry = Registry(settings, stored.parameters, self.epoch + 1, now, resume)
-        self._keeper = Keeper(settings, self.registry, self.members)
+        self._keeper = ReplicaManager(settings, self.registry, self.members)
         self._scaling = Scaling(settings, self.registry, self.members)
         self.datasets = Datasets(stored.datasets, resume)
-        self.snapshots = Snapshots(settings, self.registry, self.members, self.datasets, history, now)
+        self.snapshots = SnapshotSchedule(settings, self.registry, self.members, self.datasets, history, now)
         self._deferred = DeferredLosses(self.registry, self.members, self.snapshots)
-        self._going_back = GoingBack(self.registry, self.members, self.datasets, self.snapshots)
-        self._leaving = Leaving(settings, self.registry, self.members, self.snapshots, self._scaling)
+        self._going_back = Rollback(self.registry, self.members, self.datasets, self.snapshots)
+        self._leaving = GracefulShutdown(settings, self.registry, self.members, self.snapshots, self._scaling)
         self._stops = Stops(self.members, self.registry, self.snapshots, self.epoch << _COMMANDS_BITS)
         self._barriers = Barriers(stored.barriers)
         self._mutual_waits = MutualWaits(self.members, self.registry, self._barriers)
@@ -284,7 +284,7 @@ class Cluster:
                 return self._scaling.scale(event)
             case WatchScale():
                 return self._scaling.watch(event)
-            case Commit():
+            case CommitParameters():
                 worker = self.members.check_caller(event.caller)
                 return self.registry.commit(event, worker, now)
             case OpenDataset() | LeaseRange() | EndRanges() | GetPosition() | SetPosition():
@@ -301,7 +301,7 @@ class Cluster:
                 return self.snapshots.keepers.on(event, self.snapshots.attempt, now)
             case GetState():
                 return self.snapshots.keepers.get(event, self.registry.resume.found)
-            case Prepared() | Marked() | Written() | Failed():
+            case Prepared() | Marked() | Written() | PartFailed():
                 return self.snapshots.heard(event, now)
             case Committed():
                 return self._going_back.committed(event, self.epoch + 1, now)
@@ -373,7 +373,7 @@ class Cluster:
         settings = self.settings
         registered = Registered(member, world_size, settings.lease_of(member.role), settings.heartbeat_seconds)
         return [
-            Note(f"{member} registered{where}{life}"),
+            LogEvent(f"{member} registered{where}{life}"),
             *self._replace_at_address(member, now),
             Answer(event.call, registered),
         ]
@@ -402,7 +402,9 @@ class Cluster:
         # Members hang up on a scheduler that stands still. They are alive, and will be back.
         if now < self._forgiving_until or now - self._ticked > self.tick_seconds + self._stall_seconds:
             self.members.detach(event.call, now)
-            return [Note(f"the session of {member_id} ended while the scheduler stood still: waiting for its return")]
+            return [
+                LogEvent(f"the session of {member_id} ended while the scheduler stood still: waiting for its return")
+            ]
         return self._lose([(member_id, event.reason)], now)
 
     def _heartbeat(self, event: Heartbeat, now: float) -> list[Effect]:
@@ -430,7 +432,7 @@ class Cluster:
         if not counts:
             return [*effects, Answer(event.call, Done())]
         gone, session = self.members.end(member.member_id, "left", event.reason or "done")
-        effects = [Note(f"{gone} left: {gone.reason}"), Answer(event.call, Done())]
+        effects = [LogEvent(f"{gone} left: {gone.reason}"), Answer(event.call, Done())]
         return [*effects, Close(session)] if session else effects
 
     def _lose(self, gone: list[tuple[str, str]], now: float) -> list[Effect]:
@@ -443,8 +445,8 @@ class Cluster:
         news: list[Effect] = []
         for member_id, reason in gone:
             member, session = self.members.end(member_id, "lost", reason)
-            notes.append(Note(f"{member} is lost: {reason}", "warning"))
-            news.append(Announce(MemberLost(member_id, member.role, reason)))
+            notes.append(LogEvent(f"{member} is lost: {reason}", "warning"))
+            news.append(Broadcast(MemberLost(member_id, member.role, reason)))
             if session:
                 news.append(Close(session))
         return [*notes, *news]
@@ -492,8 +494,8 @@ class Cluster:
         self.epoch += changed
         self._keeper.published(self.epoch)
         first = [self._take_changes()] if changed or self.datasets.changed or self._barriers.changed else []
-        news = [effect for effect in effects if isinstance(effect, Announce)]
-        rest: list[Effect] = [effect for effect in effects if not isinstance(effect, Announce)]
+        news = [effect for effect in effects if isinstance(effect, Broadcast)]
+        rest: list[Effect] = [effect for effect in effects if not isinstance(effect, Broadcast)]
         published = [Publish(self.map)] if changed else []
         self._settle(rest)
         return [*first, *news, *published, *rest, *self._report(now)]
@@ -563,7 +565,7 @@ class Cluster:
             wait.text = text
             if now - wait.since >= REPORT_WAIT_SECONDS and wait.reported != text:
                 wait.reported = text
-                effects.append(Note(f"{key}: waiting {text}, {now - wait.since:.0f} s so far", "wait"))
+                effects.append(LogEvent(f"{key}: waiting {text}, {now - wait.since:.0f} s so far", "wait"))
             for call in calls:
                 told = self._told.get(call)
                 if told is None or told.text != text or now - told.at >= REPEAT_SECONDS:

@@ -27,10 +27,9 @@ from psdist_scheduler.events.cluster_events import (
     Formed,
     Heartbeat,
     JoinProposal,
-    JoinWithdrawn,
     MemberLost,
     News,
-    Ready,
+    ParametersReady,
     Register,
     Registered,
     ReplicaFilled,
@@ -41,11 +40,12 @@ from psdist_scheduler.events.cluster_events import (
     Upload,
     Value,
     Waiting,
+    WithdrawJoin,
     Withdrawn,
 )
 from psdist_scheduler.events.data_events import DatasetStanding, RangeGiven
 from psdist_scheduler.events.records import Role
-from psdist_scheduler.events.snapshot_events import Cut, End, Mark, Prepare, RolledBack
+from psdist_scheduler.events.snapshot_events import End, Mark, Prepare, RolledBack, TakeCut
 from psdist_scheduler.events.worker_events import Activity, Caller, MutualWait, ResumePush, StopCommand, StopReported
 
 TEXT_CHARACTERS_MAX = 1024
@@ -236,7 +236,7 @@ def created(value: Value, maps: MapCache) -> tuple[pb.CreateParametersResponse, 
             return states(state=states.STATE_WAITING, waiting_for=text), False
         case Upload():
             return states(state=states.STATE_UPLOAD, map=maps.message), False
-        case Ready(first_step, resumed, notice):
+        case ParametersReady(first_step, resumed, notice):
             ready = states(state=states.STATE_READY, map=maps.message, first_step=first_step, resumed=resumed)
             ready.notice = notice
             return ready, True
@@ -338,7 +338,7 @@ def command(value: Value | News) -> pb.SessionResponse:
                 proposal_id=proposal_id, parameters=parameters, member=convert.member_to_proto(member)
             )
             return pb.SessionResponse(join_proposal=proposal)
-        case JoinWithdrawn(proposal_id, parameters, worker_id):
+        case WithdrawJoin(proposal_id, parameters, worker_id):
             withdrawn = pb.SessionResponse.JoinWithdrawn(
                 proposal_id=proposal_id, parameters=parameters, worker_id=worker_id
             )
@@ -363,7 +363,7 @@ def command(value: Value | News) -> pb.SessionResponse:
         case MutualWait(sequence, error):
             mutual_wait = pb.MutualWait(sequence=sequence, error=status.to_detail(error))
             return pb.SessionResponse(mutual_wait=mutual_wait)
-        case Prepare() | Mark() | Cut() | End():
+        case Prepare() | Mark() | TakeCut() | End():
             return pb.SessionResponse(snapshot=snapshot_messages.command(value))
     raise AssertionError(f"{value} is no command of a session")
 

@@ -34,12 +34,12 @@ from psdist.wire import status as wire_status
 from psdist_scheduler import messages, report, snapshot_messages, worker_state_io
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import (
-    Announce,
     Answer,
     Attach,
+    Broadcast,
     CallEnded,
     Close,
-    Commit,
+    CommitParameters,
     Create,
     Describe,
     Drain,
@@ -47,9 +47,9 @@ from psdist_scheduler.events.cluster_events import (
     Event,
     JoinAnswered,
     Leave,
+    LogEvent,
     MemberLost,
     News,
-    Note,
     Persist,
     Publish,
     Refuse,
@@ -212,7 +212,7 @@ class Scheduler:
                 if number in self._sessions:
                     self._attached.add(number)
                     self._sessions[number].put(pb.SessionResponse(map=self.maps.message), "map")
-            case Announce(news):
+            case Broadcast(news):
                 self._announce(news)
             case Answer(number, value):
                 self._answer(number, value)
@@ -223,7 +223,7 @@ class Scheduler:
             case Close(number):
                 if number in self._sessions:
                     self._sessions[number].close()
-            case Note():
+            case LogEvent():
                 self._note(effect)
             case WriteCommit() | RemoveDirectory() | Prune() | ReadHistory():
                 if self._storage is not None:
@@ -245,7 +245,7 @@ class Scheduler:
         for number in sorted(self._attached):
             self._sessions[number].put(message, kind)
 
-    def _note(self, note: Note) -> None:
+    def _note(self, note: LogEvent) -> None:
         log.log(logging.INFO if note.level == "info" else logging.WARNING, note.text)
         if note.level != "wait":
             self.events.append((time.time(), note.text))
@@ -365,7 +365,9 @@ class Service:
         self, request: pb.CommitParametersRequest, context: grpc.aio.ServicerContext
     ) -> pb.CommitParametersResponse:
         """The values are uploaded."""
-        await self._ask(lambda call: Commit(call, messages.caller(request), request.parameters, request.epoch))
+        await self._ask(
+            lambda call: CommitParameters(call, messages.caller(request), request.parameters, request.epoch)
+        )
         return pb.CommitParametersResponse(epoch=self._scheduler.maps.message.epoch)
 
     @_typed

@@ -25,12 +25,12 @@ from psdist import __version__
 from psdist.errors import ConfigurationError, PsdistError, SnapshotCorruptError, StorageError, UnknownSnapshotError
 from psdist.snapshots import format as layout
 from psdist.snapshots import reader
-from psdist.snapshots.format import Commit
+from psdist.snapshots.format import CommitRecord
 from psdist.snapshots.storage import Storage
 from psdist_scheduler.events.snapshot_events import (
     CommitFailed,
+    CommitFound,
     Committed,
-    Found,
     History,
     HistoryRead,
     Prune,
@@ -61,7 +61,7 @@ async def read_history(storage: Storage, run_id: str = "", base: str = "", bad: 
     Raises ConfigurationError where the storage is another run's, and StorageError.
     """
     records = await reader.commits(storage)
-    commits = tuple(record for record in records if isinstance(record, Commit))
+    commits = tuple(record for record in records if isinstance(record, CommitRecord))
     for commit in commits:
         if run_id and commit.run_id != run_id:
             raise ConfigurationError(
@@ -70,9 +70,9 @@ async def read_history(storage: Storage, run_id: str = "", base: str = "", bad: 
                 run_id=commit.run_id,
             )
     for record in records:
-        if not isinstance(record, Commit) and not isinstance(record.error, SnapshotCorruptError):
+        if not isinstance(record, CommitRecord) and not isinstance(record.error, SnapshotCorruptError):
             raise record.error  # Not readable now, or of a newer format: no reason to go on from an older one.
-    skipped = [f"{record.path}: {record.error}" for record in records if not isinstance(record, Commit)]
+    skipped = [f"{record.path}: {record.error}" for record in records if not isinstance(record, CommitRecord)]
     highest = max((layout.commit_sequence(r.path) or 0 for r in records), default=0)
     newest = None
     for commit in commits:
@@ -93,10 +93,10 @@ async def read_history(storage: Storage, run_id: str = "", base: str = "", bad: 
     return History(commits, highest, newest, tuple(dict.fromkeys(skipped)), found_base)
 
 
-async def _load(storage: Storage, commit: Commit) -> Found:
+async def _load(storage: Storage, commit: CommitRecord) -> CommitFound:
     manifest = await reader.load_manifest(storage, commit)
     await reader.check_files(storage, manifest)
-    return Found(commit, manifest)
+    return CommitFound(commit, manifest)
 
 
 def check_fresh(history: History, url: str) -> None:
@@ -186,7 +186,7 @@ class SnapshotIo:
         except (PsdistError, FileExistsError) as error:
             await self._abandon(manifest.directory)
             return CommitFailed(effect.attempt, f"the manifest cannot be written: {error}")
-        commit = Commit(
+        commit = CommitRecord(
             sequence=effect.sequence,
             run_id=manifest.run_id,
             directory=manifest.directory,
@@ -208,7 +208,7 @@ class SnapshotIo:
             return CommitFailed(effect.attempt, f"the commit record cannot be written: {error}", unsure=True)
         return Committed(effect.attempt, commit, manifest)
 
-    async def _record(self, commit: Commit) -> Commit:
+    async def _record(self, commit: CommitRecord) -> CommitRecord:
         """Creates the record. Where its number is taken by a record of this life, whose answer never came, that one's
         snapshot exists, and the next number is free. Raises FileExistsError where it is another's, and StorageError."""
         while True:
@@ -270,7 +270,7 @@ class SnapshotIo:
         """Removes directories that no record names, where every record could be read: those that this life gave up,
         and what others left long ago."""
         records = await reader.commits(self._storage)
-        named = {record.directory for record in records if isinstance(record, Commit)}
+        named = {record.directory for record in records if isinstance(record, CommitRecord)}
         if len(named) != len(records):
             return
         newest: dict[str, float] = {}

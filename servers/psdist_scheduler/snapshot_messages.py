@@ -8,15 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from psdist.errors import InvalidArgumentError, LimitExceededError
-from psdist.snapshots.format import Commit, ShardFile
+from psdist.snapshots.format import CommitRecord, ShardFile
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert
 from psdist.wire.limits import LEASES_MAX
 from psdist_scheduler.events.snapshot_events import (
-    Cut,
+    AttemptProgress,
     End,
-    Failed,
     GetState,
     HandIn,
     Keeps,
@@ -25,15 +24,16 @@ from psdist_scheduler.events.snapshot_events import (
     Mark,
     Marked,
     Numbers,
+    PartFailed,
     Prepare,
     Prepared,
-    Progress,
     RolledBack,
     Save,
     Saved,
     Saving,
     SnapshotCommand,
     SnapshotEvent,
+    TakeCut,
     Written,
 )
 
@@ -65,7 +65,7 @@ def report_event(call: int, report: pb.SnapshotReport) -> SnapshotEvent:
             file, names = _file(written), tuple(written.state_names)
             return Written(call, report.attempt, written.parameters, written.shard, written.term, file, names)
         case "failed":
-            return Failed(call, report.attempt, report.failed.error.message[:TEXT_CHARACTERS_MAX])
+            return PartFailed(call, report.attempt, report.failed.error.message[:TEXT_CHARACTERS_MAX])
         case "loaded":
             loaded = report.loaded
             shards, terms = tuple(loaded.shards), tuple(loaded.terms)
@@ -90,9 +90,9 @@ def get_state_event(call: int, request: pb.GetStateRequest) -> GetState:
     return GetState(call, request.run_id, request.worker_id, request.incarnation, request.parameters)
 
 
-def progress(message: pb.SnapshotProgress) -> Progress:
+def progress(message: pb.SnapshotProgress) -> AttemptProgress:
     """How far a server is."""
-    return Progress(
+    return AttemptProgress(
         message.attempt,
         message.bytes_done,
         message.bytes,
@@ -112,7 +112,7 @@ def command(value: SnapshotCommand) -> pb.SnapshotCommand:
             return commands(attempt=attempt, prepare=prepare)
         case Mark(attempt, steps):
             return commands(attempt=attempt, mark=commands.Mark(steps=dict(steps)))
-        case Cut(attempt, next_pushes, final):
+        case TakeCut(attempt, next_pushes, final):
             cut = commands.Cut()
             for name, step in final:
                 cut.parameters.add(parameters=name, final_step=step)
@@ -152,7 +152,7 @@ def next_pushes(request: pb.LeaseRangeRequest | pb.EndRangesRequest) -> dict[str
     return {"done_at": tuple(_numbers(at.next) for at in request.done_at), "now": _numbers(request.now.next)}
 
 
-def info(commit: Commit) -> pb.SnapshotInfo:
+def info(commit: CommitRecord) -> pb.SnapshotInfo:
     """A committed snapshot."""
     return pb.SnapshotInfo(
         directory=commit.directory,

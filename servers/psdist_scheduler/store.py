@@ -25,13 +25,13 @@ from psdist.wire import convert
 from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.events.records import (
     BarrierRecord,
-    Base,
     DataLease,
     DatasetRecord,
     Member,
     Node,
     ParametersRecord,
-    Stored,
+    RestorePoint,
+    StoredState,
 )
 from psdist_scheduler.members.barriers import NAMES_KEPT
 
@@ -71,7 +71,7 @@ _FORGET_BARRIERS = (
 class Store(Protocol):
     """Where the scheduler's memory lies. Calls block; only one is made at a time."""
 
-    def load(self) -> Stored | None:
+    def load(self) -> StoredState | None:
         """What was kept; None where there is nothing yet."""
 
     def write(self, changes: Persist) -> None:
@@ -84,7 +84,7 @@ class Store(Protocol):
 class MemoryStore:
     """Keeps nothing."""
 
-    def load(self) -> Stored | None:
+    def load(self) -> StoredState | None:
         """None."""
         return None
 
@@ -113,7 +113,7 @@ class SqliteStore:
             self.close()
             raise
 
-    def load(self) -> Stored | None:
+    def load(self) -> StoredState | None:
         """What was kept; None in a new file. Raises ConfigurationError where it can't be read."""
         epoch, servers_wanted, *base = self._db.execute(
             "SELECT epoch, servers_wanted, base_directory, base_digest, generation, term, base_epoch, began FROM run"
@@ -121,7 +121,7 @@ class SqliteStore:
         if epoch == 0:
             return None
         try:
-            return Stored(
+            return StoredState(
                 run_id=self.run_id,
                 epoch=epoch,
                 members=tuple(_member(*row) for row in self._rows("members", Member)),
@@ -258,14 +258,14 @@ def _upsert(table: str, cls: type) -> str:
     return f"INSERT INTO {table} ({_columns(cls)}) VALUES ({marks}) ON CONFLICT ({key}) DO UPDATE SET {updates}"
 
 
-def _base_row(base: Base) -> tuple[str, bytes, int, int, int, int]:
+def _base_row(base: RestorePoint) -> tuple[str, bytes, int, int, int, int]:
     restore = base.restore
     directory, digest = (restore.directory, restore.manifest_digest) if restore is not None else ("", b"")
     return directory, digest, base.generation, base.term, base.epoch, base.began
 
 
-def _base(directory: str, digest: bytes, *numbers: int) -> Base:
-    return Base(Restore(check_directory(directory), digest) if directory else None, *numbers)
+def _base(directory: str, digest: bytes, *numbers: int) -> RestorePoint:
+    return RestorePoint(Restore(check_directory(directory), digest) if directory else None, *numbers)
 
 
 def _dataset_row(record: DatasetRecord) -> tuple[str, bytes, str]:

@@ -26,8 +26,8 @@ from psdist.config import ServerSettings, parse_address
 from psdist.errors import PsdistError
 from psdist.types import ClusterMap
 from psdist.wire import channels, malloc_options
-from psdist_server.scheduler_session import SchedulerLink
-from psdist_server.server import Host, compile_kernels
+from psdist_server.scheduler_session import ServerSession
+from psdist_server.server import ParameterServer, compile_kernels
 from psdist_server.service import SERVICE, ServerService
 
 _log = structlog.get_logger("psdist.server")
@@ -71,13 +71,13 @@ async def _serve(settings: ServerSettings, scheduler: str) -> int:
     server = channels.make_server(settings.token)
     port = channels.bind(server, settings.host, settings.port, settings.insecure)
     advertise = settings.advertise or f"{_reachable_host(settings.host, scheduler)}:{port}"
-    link = SchedulerLink(scheduler, settings.token, advertise, settings.server_id, settings.run_id)
+    link = ServerSession(scheduler, settings.token, advertise, settings.server_id, settings.run_id)
     try:
         first_map = await _unless(stop, link.register(settings.start_timeout_seconds))
         if first_map is None:
             return 0
         threads = settings.kernel_threads or default_kernel_threads(first_map, advertise)
-        host = Host(
+        host = ParameterServer(
             link.server_id,
             link.run_id,
             settings.token,
@@ -97,7 +97,7 @@ async def _serve(settings: ServerSettings, scheduler: str) -> int:
         await link.close()
 
 
-async def _start(server: grpc.aio.Server, host: Host) -> health.HealthServicer:
+async def _start(server: grpc.aio.Server, host: ParameterServer) -> health.HealthServicer:
     server.add_generic_rpc_handlers((ServerService(host).handler(),))
     probe = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
@@ -109,8 +109,8 @@ async def _start(server: grpc.aio.Server, host: Host) -> health.HealthServicer:
 
 async def _until_stopped(
     stop: asyncio.Event,
-    link: SchedulerLink,
-    host: Host,
+    link: ServerSession,
+    host: ParameterServer,
     server: grpc.aio.Server,
     probe: health.HealthServicer,
     drain_timeout_seconds: float,

@@ -30,9 +30,9 @@ from psdist.types import ClusterMap
 from psdist.v1 import common_pb2, scheduler_pb2_grpc
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import auth, channels, convert, limits, status
-from psdist_server.server import Host
-from psdist_server.snapshot_loader import Loaded, LoadReport
-from psdist_server.store.replicator import Report
+from psdist_server.server import ParameterServer
+from psdist_server.snapshot_loader import LoadReport, ShardLoaded
+from psdist_server.store.replicator import ReplicaReport
 
 _log = structlog.get_logger("psdist.server")
 
@@ -41,7 +41,7 @@ _RETRY_MAX_SECONDS: Final = 1.0
 _LEAVE_SECONDS: Final = 1.0
 
 
-class SchedulerLink:
+class ServerSession:
     """One membership of a server.
 
     address: of the scheduler. advertise: host:port where workers reach this server. rng: for pauses between attempts.
@@ -118,7 +118,7 @@ class SchedulerLink:
                 _log.warning("waiting for the scheduler", address=self._address, reason=reason)
             await asyncio.sleep(_RETRY_MIN_SECONDS * 2)
 
-    async def run(self, host: Host) -> None:
+    async def run(self, host: ParameterServer) -> None:
         """Keeps the session until it is cancelled or left. Raises FencedError or WrongRunError where the scheduler
         does not want this incarnation any more."""
         delay, reason = _RETRY_MIN_SECONDS, ""
@@ -140,7 +140,7 @@ class SchedulerLink:
             await asyncio.sleep(delay * self._rng.uniform(0.5, 1.0))
             delay = min(_RETRY_MAX_SECONDS, delay * 2)
 
-    async def _session(self, host: Host) -> None:
+    async def _session(self, host: ParameterServer) -> None:
         up = self._up = asyncio.Queue()
         self._stale = host.proposals
         host.report = lambda: up.put_nowait(None)
@@ -149,10 +149,10 @@ class SchedulerLink:
         async for response in call:
             await self._handle(response, host)
 
-    async def _requests(self, host: Host) -> AsyncIterator[pb.SessionRequest]:
+    async def _requests(self, host: ParameterServer) -> AsyncIterator[pb.SessionRequest]:
         hello = pb.SessionRequest.Hello(member_id=self.server_id, incarnation=self.incarnation)
         yield pb.SessionRequest(hello=hello)
-        loop, told, beat_at = asyncio.get_running_loop(), set[Report | LoadReport](), 0.0
+        loop, told, beat_at = asyncio.get_running_loop(), set[ReplicaReport | LoadReport](), 0.0
         while True:
             if loop.time() >= beat_at:
                 beat_at = loop.time() + self._heartbeat_seconds
@@ -173,7 +173,7 @@ class SchedulerLink:
                 yield request  # Not inside the timeout, which would cancel whoever writes it to the stream.
 
     @staticmethod
-    def _heartbeat(host: Host) -> pb.SessionRequest:
+    def _heartbeat(host: ParameterServer) -> pb.SessionRequest:
         statistics = host.statistics()
         waits = sorted({wait for part in statistics.parameters for wait in part.waiting_for})
         beat = pb.SessionRequest.Heartbeat(
@@ -188,7 +188,7 @@ class SchedulerLink:
         )
         return pb.SessionRequest(heartbeat=beat)
 
-    async def _handle(self, response: pb.SessionResponse, host: Host) -> None:
+    async def _handle(self, response: pb.SessionResponse, host: ParameterServer) -> None:
         match response.WhichOneof("command"):
             case "map":
                 await host.follow(convert.map_from_proto(response.map))
@@ -246,8 +246,8 @@ class SchedulerLink:
         await self._channel.close()
 
 
-def _report_message(report: Report | LoadReport) -> pb.SessionRequest:
-    if not isinstance(report, Report):
+def _report_message(report: ReplicaReport | LoadReport) -> pb.SessionRequest:
+    if not isinstance(report, ReplicaReport):
         return pb.SessionRequest(snapshot=_load_report_message(report))
     replica = convert.replica_to_proto(report.replica)
     if report.kind == "filled":
@@ -261,7 +261,7 @@ def _report_message(report: Report | LoadReport) -> pb.SessionRequest:
 
 def _load_report_message(report: LoadReport) -> pb.SnapshotReport:
     name, generation = report.parameters, report.generation
-    if isinstance(report, Loaded):
+    if isinstance(report, ShardLoaded):
         loaded = pb.SnapshotReport.Loaded(
             parameters=name, generation=generation, shards=[report.shard], terms=[report.term]
         )

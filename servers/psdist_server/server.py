@@ -33,11 +33,11 @@ from psdist.v1 import scheduler_pb2, server_pb2, server_pb2_grpc
 from psdist.wire import auth, channels
 from psdist_server.kernels import kernels, memory
 from psdist_server.kernels.pool import KernelPool
-from psdist_server.snapshot_loader import Loader, LoadReport
-from psdist_server.snapshot_writer import Saver
+from psdist_server.snapshot_loader import LoadReport, SnapshotLoader
+from psdist_server.snapshot_writer import SnapshotWriter
 from psdist_server.store.global_norm import global_norm
-from psdist_server.store.parameter_store import Holding
-from psdist_server.store.replicator import Report
+from psdist_server.store.parameter_store import ParameterStore
+from psdist_server.store.replicator import ReplicaReport
 from psdist_server.store.rpc_call import Call, fenced
 
 _log = structlog.get_logger("psdist.server")
@@ -53,7 +53,7 @@ def compile_kernels() -> None:
     memory.release_compiler()
 
 
-class Host:
+class ParameterServer:
     """What this server holds.
 
     server_id, run_id, token, incarnation, lease_seconds, storage: as registered. kernel_threads: threads that apply
@@ -83,7 +83,7 @@ class Host:
         self._token = token
         self._pool: KernelPool[Any, Any] = KernelPool(kernel_threads)
         self._kernels_ready = self._pool.prepare(compile_kernels)
-        self._holdings: dict[str, Holding] = {}
+        self._holdings: dict[str, ParameterStore] = {}
         #: The map that is being taken over, or was last.
         self._newest = self.map
         #: Incarnation of each live worker.
@@ -100,8 +100,8 @@ class Host:
         self._storage: Storage | None = None
         #: Has a report about a snapshot told to the scheduler, in the session that stands.
         self.tell: Callable[[scheduler_pb2.SnapshotReport], None] = lambda report: None
-        self.saver = Saver(self._holdings.get, self._open_storage, lambda report: self.tell(report))
-        self.loader = Loader(self._open_storage, lambda: self.report(), self.rng)
+        self.saver = SnapshotWriter(self._holdings.get, self._open_storage, lambda report: self.tell(report))
+        self.loader = SnapshotLoader(self._open_storage, lambda: self.report(), self.rng)
 
     # --- the cluster map ----------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class Host:
             if name in self._holdings and _begins_anew(self._holdings[name].entry, entry):
                 await self._close_holding(name)
             if name not in self._holdings and any(self.me in shard.replicas for shard in entry.shards):
-                self._holdings[name] = Holding(entry, self.me, self._pool, self, self._share_norm)
+                self._holdings[name] = ParameterStore(entry, self.me, self._pool, self, self._share_norm)
             if name in self._holdings:
                 # First, since the end of a membership ends what its worker waits for too: it would read past the bound.
                 self._holdings[name].fence(self._live)
@@ -133,7 +133,7 @@ class Host:
             self._tasks.pop(key).cancel()
         await self._holdings.pop(name).close()
 
-    async def admit(self, identity: Identity) -> Holding:
+    async def admit(self, identity: Identity) -> ParameterStore:
         """The holding that ``identity`` may use. Raises WrongRunError, FencedError, StaleEpochError or
         UnknownParametersError, in this order."""
         self._check_run(identity.run_id)
@@ -169,7 +169,7 @@ class Host:
         heard, self._heard = list(self._heard), {}
         return heard
 
-    async def admit_server(self, run_id: str, epoch: int, parameters: str) -> Holding:
+    async def admit_server(self, run_id: str, epoch: int, parameters: str) -> ParameterStore:
         """The holding that another server asks about."""
         self._check_run(run_id)
         await self._wait_for_epoch(epoch)
@@ -178,7 +178,7 @@ class Host:
             await asyncio.wrap_future(compiled)
         return holding
 
-    async def admit_primary(self, hello: server_pb2.ReplicateRequest.Hello) -> tuple[Replica, Holding]:
+    async def admit_primary(self, hello: server_pb2.ReplicateRequest.Hello) -> tuple[Replica, ParameterStore]:
         """Who says ``hello``, and the holding that it may send updates for. Raises StaleTermError for a life of a
         server that is over."""
         sender = Replica(hello.server_id, hello.incarnation)
@@ -188,7 +188,7 @@ class Host:
             raise StaleTermError(f"{sender} (incarnation {sender.incarnation}) is not a live server of this run")
         return sender, holding
 
-    def holding(self, parameters: str) -> Holding:
+    def holding(self, parameters: str) -> ParameterStore:
         """The holding of this name. Raises UnknownParametersError."""
         if parameters not in self._holdings:
             raise UnknownParametersError(
@@ -249,7 +249,7 @@ class Host:
 
     # --- clipping by the global norm ----------------------------------------------------------------------------------
 
-    def _share_norm(self, holding: Holding, step: int) -> None:
+    def _share_norm(self, holding: ParameterStore, step: int) -> None:
         key = (holding.entry.spec.name, step)
 
         def done(task: asyncio.Task[None]) -> None:
@@ -262,7 +262,7 @@ class Host:
             task = self._tasks[key] = asyncio.get_running_loop().create_task(self._find_norm(holding, step))
             task.add_done_callback(done)
 
-    async def _find_norm(self, holding: Holding, step: int) -> None:
+    async def _find_norm(self, holding: ParameterStore, step: int) -> None:
         """Asks the other servers for their squares, then lets the step be applied."""
         name = holding.entry.spec.name
         while self._holdings.get(name) is holding:
@@ -274,7 +274,7 @@ class Host:
                 return
             await self._gather_squares(holding, step)
 
-    async def _gather_squares(self, holding: Holding, step: int) -> None:
+    async def _gather_squares(self, holding: ParameterStore, step: int) -> None:
         """Asks everybody who holds something, once, unless there is another map meanwhile."""
         shards = holding.entry.shards
         others = sorted({replica for shard in shards for replica in shard.replicas} - {self.me}, key=str)
@@ -291,7 +291,7 @@ class Host:
                 waiting.cancel()
             await asyncio.gather(asking, changed, return_exceptions=True)
 
-    async def _fetch_squares(self, server: Replica, holding: Holding, step: int) -> None:
+    async def _fetch_squares(self, server: Replica, holding: ParameterStore, step: int) -> None:
         """Asks until the server answers. Shows as a wait of the workers."""
         name, said = holding.entry.spec.name, ""
         while True:
@@ -334,7 +334,7 @@ class Host:
         )
         return server_pb2.ReplicateRequest(hello=hello)
 
-    def reports(self) -> list[Report | LoadReport]:
+    def reports(self) -> list[ReplicaReport | LoadReport]:
         """What the scheduler must hear about replicas, and about values that are loaded."""
         replicas = [told for holding in self._holdings.values() for told in holding.replicator.reports(holding.entry)]
         return [*replicas, *self.loader.reports()]

@@ -18,10 +18,10 @@ from psdist.errors import InternalError, InvalidArgumentError, PsdistError, Unkn
 from psdist.types import WIRE_DTYPES, Identity, Replica
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, frames, status
-from psdist_server.server import Host
+from psdist_server.server import ParameterServer
 from psdist_server.shm_service import ShareService
-from psdist_server.store.parameter_store import Holding
-from psdist_server.store.rpc_call import Answer, Call
+from psdist_server.store.parameter_store import ParameterStore
+from psdist_server.store.rpc_call import Call, SliceAnswer
 
 SERVICE: Final = "psdist.v1.ServerService"
 _NORMS_PER_MESSAGE: Final = 1 << 17
@@ -32,7 +32,7 @@ _NOBODY: Final = Identity(run_id="", worker_id="", incarnation=0, epoch=0, param
 class ServerService:
     """Carries the calls of workers and other servers to ``server``."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ParameterServer) -> None:
         self._host = host
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -63,14 +63,14 @@ class ServerService:
     ) -> AsyncIterator[bytes]:
         call = Call(_NOBODY, is_push=True, wants_weights=True)
 
-        async def weights(answer: Answer, holding: Holding) -> bytes:
+        async def weights(answer: SliceAnswer, holding: ParameterStore) -> bytes:
             return await holding.encode(answer, call)
 
         async for message in self._serve_push(call, server_pb2.PushPullRequest, requests, context, weights):
             yield message
 
     async def _push(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        async def acknowledgement(answer: Answer, holding: Holding) -> bytes:
+        async def acknowledgement(answer: SliceAnswer, holding: ParameterStore) -> bytes:
             return server_pb2.PushResponse(
                 slice=answer.index, version=answer.version, ignored=answer.ignored, staleness=answer.staleness
             ).SerializeToString()
@@ -85,11 +85,11 @@ class ServerService:
         cls: type[server_pb2.PushPullRequest] | type[server_pb2.PushRequest],
         requests: AsyncIterator[bytes],
         context: grpc.aio.ServicerContext,
-        encode: Callable[[Answer, Holding], Awaitable[bytes]],
+        encode: Callable[[SliceAnswer, ParameterStore], Awaitable[bytes]],
     ) -> AsyncIterator[bytes]:
         """Reads slices in a task of its own while answers are written: both directions are busy at once."""
         reader = asyncio.create_task(self._read_pushes(call, cls, requests))
-        holding: Holding | None = None
+        holding: ParameterStore | None = None
         try:
             async for answer in self._answers(call):
                 if isinstance(answer, str):
@@ -110,7 +110,7 @@ class ServerService:
         requests: AsyncIterator[bytes],
     ) -> None:
         try:
-            holding: Holding | None = None
+            holding: ParameterStore | None = None
             last = -1
             await call.slots.acquire()
             async for data in requests:
@@ -127,7 +127,9 @@ class ServerService:
         except Exception as error:  # Without this the stream would wait for a reader that is gone.
             call.fail(InternalError(f"reading the stream failed: {error!r}"))
 
-    async def _open_push(self, call: Call, message: server_pb2.PushPullRequest | server_pb2.PushRequest) -> Holding:
+    async def _open_push(
+        self, call: Call, message: server_pb2.PushPullRequest | server_pb2.PushRequest
+    ) -> ParameterStore:
         header = message.header
         call.identity = convert.identity_from_proto(header.identity)
         holding = await self._host.admit(call.identity)
@@ -172,7 +174,7 @@ class ServerService:
         finally:
             self._host.end(call)
 
-    async def _answers(self, call: Call) -> AsyncIterator[Answer | str]:
+    async def _answers(self, call: Call) -> AsyncIterator[SliceAnswer | str]:
         """Answers, and between them whom the call is waiting for."""
         while True:
             try:
@@ -190,7 +192,7 @@ class ServerService:
     async def _install(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> server_pb2.InstallResponse:
-        holding: Holding | None = None
+        holding: ParameterStore | None = None
         identity = None
         count = 0
         try:
@@ -246,7 +248,7 @@ class ServerService:
         answers: asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None],
     ) -> None:
         sender: Replica | None = None
-        holding: Holding | None = None
+        holding: ParameterStore | None = None
         try:
             async for data in requests:
                 frame = frames.unpack(server_pb2.ReplicateRequest, data)

@@ -36,17 +36,17 @@ from psdist.errors import (
 from psdist.types import ITEM_BYTES, WIRE_DTYPES, Identity
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, fd_passing, frames, limits, status
-from psdist.wire.framed_socket import Line
+from psdist.wire.framed_socket import FramedSocket
 from psdist.wire.shm import GradientArena
-from psdist_server.server import Host
-from psdist_server.store.parameter_store import Holding
-from psdist_server.store.rpc_call import Answer, Call
+from psdist_server.server import ParameterServer
+from psdist_server.store.parameter_store import ParameterStore
+from psdist_server.store.rpc_call import Call, SliceAnswer
 
 
 class ShareService:
     """Serves the Share streams of ``server``."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ParameterServer) -> None:
         self._host = host
         fd_passing.sweep()
 
@@ -86,7 +86,7 @@ async def _until_hung_up(requests: AsyncIterator[bytes]) -> None:
         raise InvalidArgumentError("the only request of a Share stream is attach: calls go over the connection")
 
 
-async def _attach(host: Host, data: bytes) -> tuple[_Stream, bytes]:
+async def _attach(host: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
     """Carries the first request out: what is attached, and the answer."""
     request = frames.parse(server_pb2.ShareRequest, data)
     if request.WhichOneof("kind") != "attach" or request.call_id != 0:
@@ -120,7 +120,7 @@ class _Attachment:
     """Who attached, and what it shares."""
 
     identity: Identity
-    holding: Holding
+    holding: ParameterStore
     arena: GradientArena
     #: Of its elements; "" where it has none.
     dtype: str
@@ -135,7 +135,7 @@ class _SharedCall(Call):
     named: int = 0
     #: Whether all of its slices were taken, or it was refused.
     taken: bool = False
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[SliceAnswer] = field(default_factory=list)
     error: PsdistError | None = None
     stream: _Stream | None = None
     timer: asyncio.TimerHandle | None = None
@@ -148,7 +148,7 @@ class _SharedCall(Call):
         """Whether it is to be told its answers, or its error."""
         return self.taken and (self.error is not None or not self.outstanding)
 
-    def answer(self, token: int, answer: Answer) -> None:
+    def answer(self, token: int, answer: SliceAnswer) -> None:
         del self.outstanding[token]
         self.answers.append(answer)
         self._tell_if_ended()
@@ -184,10 +184,10 @@ class _SharedCall(Call):
 class _Stream:
     """What is attached: its line, and its calls under way."""
 
-    def __init__(self, host: Host, attachment: _Attachment) -> None:
+    def __init__(self, host: ParameterServer, attachment: _Attachment) -> None:
         self._host = host
         self._attachment = attachment
-        self._line = Line(self._take, self._line_ended, waits_for_reader=True)
+        self._line = FramedSocket(self._take, self._line_ended, waits_for_reader=True)
         #: Done when the line ended; what was wrong, if that is why.
         self.over: asyncio.Future[PsdistError | None] = asyncio.get_running_loop().create_future()
         self._calls: dict[int, _SharedCall] = {}

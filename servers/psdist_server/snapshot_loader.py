@@ -26,7 +26,7 @@ from psdist.types import Restore
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
-from psdist_server.store.parameter_store import Holding
+from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.together import together
 
 _log = structlog.get_logger("psdist.server")
@@ -37,7 +37,7 @@ _RETRY_MAX_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class ShardLoaded:
     """The shard has its values, under this term."""
 
     parameters: str
@@ -47,7 +47,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadFailed:
+class ShardLoadFailed:
     """The values cannot be had from this snapshot."""
 
     parameters: str
@@ -56,23 +56,23 @@ class LoadFailed:
     error: PsdistError
 
 
-LoadReport = Loaded | LoadFailed
+LoadReport = ShardLoaded | ShardLoadFailed
 
 
 @dataclass(slots=True)
 class _Load:
     """What is loaded into one holding. arrays: of each slice, in the files."""
 
-    holding: Holding
+    holding: ParameterStore
     restore: Restore
     arrays: int
     task: asyncio.Task[None] | None = None
     bytes_done: int = 0
     waiting_for: str = ""
-    failed: LoadFailed | None = None
+    failed: ShardLoadFailed | None = None
 
 
-class Loader:
+class SnapshotLoader:
     """All that one server loads.
 
     storage: opens the run's storage; may take a moment, and raise StorageError. report: called when there is something
@@ -87,7 +87,7 @@ class Loader:
 
     # --- what the host tells and asks ---------------------------------------------------------------------------------
 
-    def follow(self, holdings: Iterable[Holding]) -> None:
+    def follow(self, holdings: Iterable[ParameterStore]) -> None:
         """After each new map: begins and ends to load."""
         wanted = {h.entry.spec.name: h for h in holdings if h.entry.restore is not None and not h.entry.ready}
         for name in [name for name, load in self._loads.items() if wanted.get(name) is not load.holding]:
@@ -109,7 +109,7 @@ class Loader:
                 continue
             for number, machine in sorted(load.holding.replicator.machines.items()):
                 if number not in load.holding.unloaded:
-                    found.append(Loaded(name, generation, number, machine.term))
+                    found.append(ShardLoaded(name, generation, number, machine.term))
         return found
 
     def progress(self) -> pb.SnapshotProgress | None:
@@ -150,7 +150,7 @@ class Loader:
             error = InternalError(f"loading from a snapshot failed: {error!r}")
         entry = load.holding.entry
         _log.error("cannot load", parameters=entry.spec.name, snapshot=load.restore.directory, reason=str(error))
-        load.failed = LoadFailed(entry.spec.name, entry.generation, load.restore, error)
+        load.failed = ShardLoadFailed(entry.spec.name, entry.generation, load.restore, error)
         self._report()
 
     async def _run(self, load: _Load) -> None:
@@ -209,7 +209,7 @@ async def _manifest(storage: Storage, restore: Restore) -> Manifest:
     return Manifest.from_bytes(data, path)
 
 
-def _state(manifest: Manifest, holding: Holding) -> ParametersState:
+def _state(manifest: Manifest, holding: ParameterStore) -> ParametersState:
     """What the snapshot has of a holding's parameters. Raises SettingsMismatchError where that does not fit them."""
     entry = holding.entry
     state = manifest.state(entry.spec.name)

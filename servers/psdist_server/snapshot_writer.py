@@ -1,9 +1,9 @@
 """The saver: this server's part in taking snapshots, from the scheduler's commands to files that are durable.
 
-One attempt at a time. ``Prepare`` arms cuts in the holdings (``cut_controller``), ``Cut`` starts a writer for each,
-which writes one file for each shard that this server is the primary of, one after another; ``End`` drops what is left.
-What goes wrong is reported, ends the attempt here at once, and never harms training. An attempt belongs to one session
-with the scheduler: where that breaks, both give it up.
+One attempt at a time. ``Prepare`` arms cuts in the holdings (``cut_controller``), ``SnapshotCut`` starts a writer for
+each, which writes one file for each shard that this server is the primary of, one after another; ``End`` drops what is
+left. What goes wrong is reported, ends the attempt here at once, and never harms training. An attempt belongs to one
+session with the scheduler: where that breaks, both give it up.
 
 Not here: when snapshots are taken, and what makes one count (the scheduler); their bytes (``psdist.snapshots``).
 """
@@ -26,10 +26,10 @@ from psdist.snapshots import format as layout
 from psdist.snapshots.storage import Storage, Writer
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status
-from psdist_server.core.cut import Cut, Room
+from psdist_server.core.cut import CopyBudget, SnapshotCut
 from psdist_server.kernels.arrays import Array
-from psdist_server.store.copy_on_write import HoldingCut
-from psdist_server.store.parameter_store import Holding
+from psdist_server.store.copy_on_write import CutState
+from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.together import together
 
 _log = structlog.get_logger("psdist.server")
@@ -49,8 +49,8 @@ class _Part:
     """One parameters of an attempt. number: their place in the attempt."""
 
     number: int
-    holding: Holding
-    cut: HoldingCut
+    holding: ParameterStore
+    cut: CutState
     task: asyncio.Task[None] | None = None
 
 
@@ -65,7 +65,7 @@ class _Attempt:
     stood: bool = False
 
 
-class Saver:
+class SnapshotWriter:
     """What ``server`` does for snapshots.
 
     holding: the holding of a name, or None. storage: opens the run's storage. tell: has a report told to the scheduler.
@@ -73,7 +73,7 @@ class Saver:
 
     def __init__(
         self,
-        holding: Callable[[str], Holding | None],
+        holding: Callable[[str], ParameterStore | None],
         storage: Callable[[], Storage],
         tell: Callable[[pb.SnapshotReport], None],
         aside_bytes_max: int = ASIDE_BYTES_MAX,
@@ -123,9 +123,9 @@ class Saver:
         accepted = all(steps.get(wanted.parameters, 0) <= wanted.step for _, wanted, _ in here)
         if accepted:
             attempt = self._attempt = _Attempt(number, prepare.directory)
-            room = Room(self._room_bytes)
+            room = CopyBudget(self._room_bytes)
             for place, wanted, holding in here:
-                machine = Cut(None if holding.is_asynchronous else wanted.step, _sizes(holding), room)
+                machine = SnapshotCut(None if holding.is_asynchronous else wanted.step, _sizes(holding), room)
                 cut = holding.cuts.arm(number, machine, self._failer(number))
                 attempt.parts[wanted.parameters] = _Part(place, holding, cut)
                 attempt.bytes += sum(cut.machine.sizes.values())
@@ -302,7 +302,7 @@ class _Hashes:
             self.length += array.nbytes
 
 
-def _sizes(holding: Holding) -> dict[int, int]:
+def _sizes(holding: ParameterStore) -> dict[int, int]:
     """Bytes of each slice's arrays together."""
     arrays = holding.dense.array_count
     return {index: 4 * holding.slicing.size(index) * arrays for index in holding.indices}

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from psdist.chaos.oracle import Outcome, Push, Verdict, judge, place
-from psdist.chaos.report import Injected, Report, percentile, table
+from psdist.chaos.report import ChaosReport, Injected, percentile, table
 from psdist.chaos.workload import EventLog, EventReader
 
 _SLICES, _SLOTS, _WORKERS = 3, 40, 2
@@ -184,7 +184,7 @@ def test_percentile(count: int, part: float, rank: int) -> None:
 
 
 def test_a_loss_makes_a_bad_report() -> None:
-    report = Report("x", {}, [Injected("server-kill", "server-0", 1.0, 0.25, 0.3)], Verdict(5, 0, 0, 0, 0))
+    report = ChaosReport("x", {}, [Injected("server-kill", "server-0", 1.0, 0.25, 0.3)], Verdict(5, 0, 0, 0, 0))
     assert report.good and "as promised" in table(report) and "250 ms" in table(report)
     for bad in (Verdict(5, 0, 0, 1, 0), Verdict(5, 0, 0, 0, 1)):
         report.verdict = bad

@@ -37,7 +37,7 @@ from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.v1 import server_pb2_grpc
 from psdist.wire import auth, channels, frames, status
-from psdist_server.server import Host
+from psdist_server.server import ParameterServer
 from psdist_server.service import ServerService
 
 TOKEN = "secret"
@@ -62,7 +62,7 @@ def cluster_map(epoch: int, what: ParametersEntry, address: str = "", live: int 
 class Bench:
     """One server on a free port and what a test says to it."""
 
-    def __init__(self, host: Host, channel: grpc.aio.Channel) -> None:
+    def __init__(self, host: ParameterServer, channel: grpc.aio.Channel) -> None:
         self.host = host
         self.channel = channel
         self.stub = server_pb2_grpc.ServerServiceStub(channel)
@@ -125,7 +125,7 @@ def payloads(values: np.ndarray) -> list[bytes]:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    host = Host("server-0", "run", TOKEN, kernel_threads=1)
+    host = ParameterServer("server-0", "run", TOKEN, kernel_threads=1)
     server = channels.make_server(TOKEN)
     port = channels.bind(server, "127.0.0.1", 0, insecure=False)
     server.add_generic_rpc_handlers((ServerService(host).handler(),))

@@ -27,7 +27,7 @@ from psdist.errors import SnapshotCorruptError, StorageError, UnknownSnapshotErr
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.snapshots import bucket, reader
 from psdist.snapshots import format as layouts
-from psdist.snapshots.format import Commit, Manifest, ParametersState, ShardFile
+from psdist.snapshots.format import CommitRecord, Manifest, ParametersState, ShardFile
 from psdist.snapshots.storage import Storage, open_storage
 from psdist.types import Layout, ParametersSpec, TensorSpec
 
@@ -76,7 +76,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBucket]:
         yield bucket
 
 
-async def write_snapshot(storage: Storage, step: int) -> tuple[Commit, bytes]:
+async def write_snapshot(storage: Storage, step: int) -> tuple[CommitRecord, bytes]:
     """A committed snapshot whose weights are ``step`` and up, and the path of its one file."""
     directory = layouts.directory_name(step, 1, step, "abcdef")
     spec = ParametersSpec("net", optim.SGD(), BSP(), slice_elements=1 << 16)
@@ -89,7 +89,9 @@ async def write_snapshot(storage: Storage, step: int) -> tuple[Commit, bytes]:
     data = manifest.to_bytes()
     await storage.create(layouts.manifest_path(directory), data)
     digest = layouts.digest_of(data)
-    commit = Commit(step, "run", directory, 1, 1.0, 1.0, "test", len(data), digest, manifest.steps, manifest.bytes)
+    commit = CommitRecord(
+        step, "run", directory, 1, 1.0, 1.0, "test", len(data), digest, manifest.steps, manifest.bytes
+    )
     await storage.create(commit.path, commit.to_bytes())
     return commit, layouts.file_path(directory, state.shards[0].file)
 

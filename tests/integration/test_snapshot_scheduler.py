@@ -21,7 +21,7 @@ from psdist.config import await_address
 from psdist.consistency import BSP
 from psdist.errors import SnapshotFailedError
 from psdist.snapshots import reader
-from psdist.snapshots.format import Commit
+from psdist.snapshots.format import CommitRecord
 from psdist.snapshots.storage import open_storage
 
 _SECONDS = 60
@@ -53,11 +53,11 @@ class Programs:
         self.started.append(subprocess.Popen(command, env=self.environ, stdin=subprocess.DEVNULL))
         return self.started[-1]
 
-    async def commits(self) -> list[Commit]:
+    async def commits(self) -> list[CommitRecord]:
         """What is committed, the oldest first."""
         found = await reader.commits(open_storage(str(self.storage)))
-        assert all(isinstance(commit, Commit) for commit in found)
-        return [commit for commit in reversed(found) if isinstance(commit, Commit)]
+        assert all(isinstance(commit, CommitRecord) for commit in found)
+        return [commit for commit in reversed(found) if isinstance(commit, CommitRecord)]
 
 
 @pytest.fixture

@@ -30,9 +30,9 @@ from psdist.v1 import server_pb2 as pb
 from psdist.v1 import server_pb2_grpc
 from psdist.wire import auth, channels, status
 from psdist_server.kernels.arrays import DenseParameters
-from psdist_server.server import Host
+from psdist_server.server import ParameterServer
 from psdist_server.service import ServerService
-from psdist_server.store.replicator import Report
+from psdist_server.store.replicator import ReplicaReport
 
 TOKEN, SIZE = "secret", 4096
 A, B = Replica("server-0", 1), Replica("server-1", 1)
@@ -46,7 +46,7 @@ class Server:
 
     def __init__(self, replica: Replica) -> None:
         # Nobody is slow here: not on a busy machine either.
-        self.host = Host(replica.server_id, "run", TOKEN, kernel_threads=1, lease_seconds=60.0)
+        self.host = ParameterServer(replica.server_id, "run", TOKEN, kernel_threads=1, lease_seconds=60.0)
         self.reported = asyncio.Event()
         self.host.report = self.reported.set
         self._server = channels.make_server(TOKEN)
@@ -108,7 +108,7 @@ class Pair:
         for server in (self.b, self.a):
             await server.host.follow(self.map_of(epoch, shard, ready=ready))
 
-    async def reports(self) -> list[Report]:
+    async def reports(self) -> list[ReplicaReport]:
         """What the primary has to report, as soon as there is something."""
         async with asyncio.timeout(60):
             while not (found := self.a.host.reports()):

@@ -21,7 +21,7 @@ from psdist.wire.limits import PROTOCOL_VERSION
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import ClusterSettings, Member, Stored
+from psdist_scheduler.events.records import ClusterSettings, Member, StoredState
 
 LAYOUTS = (Layout((TensorSpec("w", (50, 999)),)), Layout((TensorSpec("w", (50, 998)),)), Layout(()))
 NAMES = ("bsp", "asp")
@@ -36,7 +36,7 @@ class Scheduling(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.calls = 0
-        self.kept = Stored("run", 0)
+        self.kept = StoredState("run", 0)
         self.settings = ClusterSettings("run", workers_min=2, servers_min=1, replicas=self.replicas)
         self.durable: dict[str, Any] = {"members": {}, "parameters": {}, "nodes": {}}
         self.servers_wanted = 0
@@ -122,7 +122,11 @@ class Scheduling(RuleBasedStateMachine):
             self._post(ev.Create(self._call(), _caller(member), spec, LAYOUTS[0]))
 
     @precondition(lambda self: self._live())
-    @rule(data=st.data(), kind=st.sampled_from((ev.Describe, ev.Commit, ev.EnterBarrier)), name=st.sampled_from(NAMES))
+    @rule(
+        data=st.data(),
+        kind=st.sampled_from((ev.Describe, ev.CommitParameters, ev.EnterBarrier)),
+        name=st.sampled_from(NAMES),
+    )
     def ask(self, data: st.DataObject, kind: Any, name: str) -> None:
         member = data.draw(st.sampled_from(self._live()))
         self._post(kind(self._call(), _caller(member), name))
@@ -130,7 +134,7 @@ class Scheduling(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def all_commit(self, name: str) -> None:
         for member in self._live():
-            self._post(ev.Commit(self._call(), _caller(member), name))
+            self._post(ev.CommitParameters(self._call(), _caller(member), name))
 
     @rule(agent=st.sampled_from(("a", "b", "c", "worker-0")), processes=st.integers(0, 2))
     def rendezvous(self, agent: str, processes: int) -> None:
@@ -255,7 +259,7 @@ class Scheduling(RuleBasedStateMachine):
     def restart(self) -> None:
         """Only what was made durable is left."""
         kept = {name: tuple(items.values()) for name, items in self.durable.items()}
-        stored = Stored("run", self.map.epoch, servers_wanted=self.servers_wanted, **kept)
+        stored = StoredState("run", self.map.epoch, servers_wanted=self.servers_wanted, **kept)
         self.cluster = Cluster(self.settings, stored, self.now)
         self.sessions.clear()
         self.waiting.clear()
@@ -320,7 +324,7 @@ class Scheduling(RuleBasedStateMachine):
             assert member.incarnation == self.incarnations.get(member.member_id, 0) + 1
             self.incarnations[member.member_id] = member.incarnation
             assert self.durable["members"][member.member_id] == member, "registered, and not durable"
-        elif not isinstance(value, ev.Waiting | ev.Upload | ev.JoinWithdrawn | ev.Draining | ev.ScaleNews):
+        elif not isinstance(value, ev.Waiting | ev.Upload | ev.WithdrawJoin | ev.Draining | ev.ScaleNews):
             self._end(call)
 
     def _end(self, call: int) -> None:

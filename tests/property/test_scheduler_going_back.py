@@ -34,7 +34,7 @@ class Storage:
     """What it has, and which of it the scheduler that lives now does not know of."""
 
     def __init__(self) -> None:
-        self.found: dict[int, sn.Found] = {}
+        self.found: dict[int, sn.CommitFound] = {}
         self.unsure: set[int] = set()
 
     @property
@@ -57,7 +57,7 @@ class Storage:
             assert number in self.unsure, "the scheduler takes a number again"
             number += 1
         commit = commit_of(work.manifest, number)
-        self.found[number] = sn.Found(commit, work.manifest)
+        self.found[number] = sn.CommitFound(commit, work.manifest)
         return sn.Committed(work.attempt, commit, work.manifest)
 
 
@@ -77,7 +77,7 @@ class Run(RuleBasedStateMachine):
         for _ in range(WORKERS):
             self.come()
         (uploader,) = [w for w in self.d.cluster.members.workers if w.rank == 0]
-        self.d.ask(ev.Commit, uploader)
+        self.d.ask(ev.CommitParameters, uploader)
         self.train_and_save(1, "done")
         assert self.storage.found
 

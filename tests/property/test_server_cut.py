@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from psdist.consistency import ASP
 from psdist.types import ParametersMember
-from psdist_server.core.cut import Cut, Room
+from psdist_server.core.cut import CopyBudget, SnapshotCut
 from psdist_server.core.events import Apply, CutArmed, CutEnded, Effect, Reply, SliceApplied, SliceCut, SlicePushed
 from psdist_server.core.shards import make_shard
 
@@ -43,8 +43,8 @@ class Server(RuleBasedStateMachine):
         #: Updates that were asked for, and those that wait for the cut.
         self.asked: dict[int, Apply] = {}
         self.attempt = 0
-        self.cut: Cut | None = None
-        self.room = Room(1)
+        self.cut: SnapshotCut | None = None
+        self.room = CopyBudget(1)
         self.following: dict[int, int] = {}
         self.copies: dict[int, Counter[Push]] = {}
 
@@ -122,7 +122,7 @@ class Server(RuleBasedStateMachine):
     @rule()
     def prepare(self) -> None:
         self.attempt += 1
-        self.cut, self.following, self.copies = Cut(None, dict.fromkeys(range(SLICES), 1), self.room), {}, {}
+        self.cut, self.following, self.copies = SnapshotCut(None, dict.fromkeys(range(SLICES), 1), self.room), {}, {}
         self.carry_out(self.shard.on(CutArmed(self.attempt)))
 
     @precondition(lambda self: self.cut is not None and len(self.following) < WORKERS)

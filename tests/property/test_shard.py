@@ -24,7 +24,7 @@ from psdist_server.core.events import (
     Forget,
     JoinProposed,
     MembersChanged,
-    Refuse,
+    RefuseSlice,
     Reply,
     SliceApplied,
     SlicePushed,
@@ -70,7 +70,7 @@ class Cluster(RuleBasedStateMachine):
                     self.use(index, step, parts)
                 case Reply(token, index, _, ignored):
                     self.answer(token, index, ignored)
-                case Refuse(_, error):
+                case RefuseSlice(_, error):
                     raise AssertionError(error)
                 case Forget(token):
                     self.held.remove(token)

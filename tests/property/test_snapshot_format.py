@@ -17,7 +17,7 @@ from psdist import optim
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import SnapshotCorruptError, StorageError
 from psdist.snapshots import format as layouts
-from psdist.snapshots.format import Commit, DatasetState, Manifest, ParametersState, WorkerState
+from psdist.snapshots.format import CommitRecord, DatasetState, Manifest, ParametersState, WorkerState
 from psdist.snapshots.reader import SliceReader
 from psdist.types import DataPosition, DatasetSpec, Layout, ParametersSpec, TensorSpec
 
@@ -114,13 +114,13 @@ def test_manifests_and_records_come_back(manifest: Manifest, sequence: int) -> N
     data = manifest.to_bytes()
     assert Manifest.from_bytes(data, "m") == manifest
     commit = commit_of(manifest, data, sequence)
-    assert Commit.from_bytes(commit.to_bytes(), "c") == commit
+    assert CommitRecord.from_bytes(commit.to_bytes(), "c") == commit
 
 
 @given(st.one_of(st.binary(max_size=64), JSON.map(lambda values: json.dumps(values).encode())))
 @settings(max_examples=80)
 def test_any_bytes_are_a_value_or_a_typed_error(data: bytes) -> None:
-    for kind in (Manifest, Commit):
+    for kind in (Manifest, CommitRecord):
         with suppress(SnapshotCorruptError, StorageError):
             assert kind.from_bytes(data, "f").to_bytes() == data
 

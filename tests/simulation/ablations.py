@@ -209,7 +209,7 @@ def _no_agreement(put: Put) -> None:
     def propose(self: Any, member: Any) -> bool:
         return True
 
-    put(parameter_store.Holding, "propose", propose)
+    put(parameter_store.ParameterStore, "propose", propose)
 
 
 @_ablation("weights are not read while they are written", consistency=ASP(), optimizer=SGD(lr=1.0), workers=4, lives=8)
@@ -217,7 +217,7 @@ def _torn_reads(put: Put) -> None:
     async def read(self: Any, index: int, dtype: str) -> Any:
         return self._shard(index).slices[index].version, self.dense.read(index, dtype)
 
-    put(parameter_store.Holding, "read", read)
+    put(parameter_store.ParameterStore, "read", read)
 
 
 # --- lives and epochs -------------------------------------------------------------------------------------------------
@@ -234,8 +234,8 @@ def _no_fence(put: Put) -> None:
         refusal(self, event)
 
     put(shard.ShardMachine, "_refusal", lenient)
-    put(server.Host, "check_live", lambda *_: None)
-    put(parameter_store.Holding, "fence", lambda *_: None)
+    put(server.ParameterServer, "check_live", lambda *_: None)
+    put(parameter_store.ParameterStore, "fence", lambda *_: None)
 
 
 @_ablation(
@@ -243,7 +243,7 @@ def _no_fence(put: Put) -> None:
     faults=("break session of worker",), fault_count=5, fault_seconds=1.5, pulls=0.5, bare_pushes=0.5,
 )  # fmt: skip
 def _no_end_of_reads(put: Put) -> None:
-    put(parameter_store.Holding, "fence", lambda *_: None)
+    put(parameter_store.ParameterStore, "fence", lambda *_: None)
 
 
 @_ablation(
@@ -300,7 +300,7 @@ def _impatient(put: Put) -> None:
 
 @_ablation("a replica refuses an old term", **_STALE, faults=("cut server and worker from scheduler",))
 def _any_term(put: Put) -> None:
-    put(backup_shards.Copies, "_check", staticmethod(lambda *_: None))
+    put(backup_shards.BackupShards, "_check", staticmethod(lambda *_: None))
 
 
 @_ablation("reads are confirmed", **_STALE, faults=("split off server and worker",))
@@ -375,7 +375,7 @@ def _gaps(put: Put) -> None:
 
 @_ablation("a slice is copied while it stands still", consistency=ASP(), optimizer=SGD(lr=1.0), **_LOSSES, steps=6)
 def _copy_at_once(put: Put) -> None:
-    put(parameter_store.Holding, "at_rest", lambda self, index, callback: callback())
+    put(parameter_store.ParameterStore, "at_rest", lambda self, index, callback: callback())
 
 
 @_ablation("a copy ends with its last slice", **_LOSSES, slices=6, steps=6, think_seconds=0.02)

@@ -25,10 +25,10 @@ from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.service import Scheduler, Service
 from psdist_server.core.records import SliceRecord
 from psdist_server.core.replication import BackupReplication
-from psdist_server.scheduler_session import SchedulerLink
-from psdist_server.server import Host
+from psdist_server.scheduler_session import ServerSession
+from psdist_server.server import ParameterServer
 from psdist_server.service import ServerService
-from psdist_server.store.parameter_store import Holding
+from psdist_server.store.parameter_store import ParameterStore
 from tests.simulation import rpc
 from tests.simulation.disk import Disk, DiskStore
 from tests.simulation.environment import RunLoop
@@ -66,7 +66,7 @@ class World:
         self.scheduler: Scheduler | None = None
         self.scheduler_node: Node | None = None
         self.server_nodes: dict[int, Node] = {}
-        self.hosts: dict[int, Host] = {}
+        self.hosts: dict[int, ParameterServer] = {}
         #: Servers that were drained and stopped.
         self.stopped_servers: set[int] = set()
         self.worker_nodes: dict[int, Node] = {}
@@ -132,7 +132,7 @@ class World:
     async def _serve(self, node: Node, number: int) -> None:
         self.counts["server lives"] += 1
         address = f"10.0.1.{number}:{7000 + self.counts['server lives']}"
-        link = SchedulerLink(SCHEDULER, "", address, f"server-{number}" if self.options.replicas == 1 else "", RUN)
+        link = ServerSession(SCHEDULER, "", address, f"server-{number}" if self.options.replicas == 1 else "", RUN)
         try:
             first_map = await link.register(60.0)
             host = self.make_host(link)
@@ -148,9 +148,9 @@ class World:
             await self.loop.after(0.3)
             self.loop.world_soon(self.server_ended, number, node)
 
-    def make_host(self, link: SchedulerLink) -> Host:
+    def make_host(self, link: ServerSession) -> ParameterServer:
         """The host of a registered server."""
-        return Host(
+        return ParameterServer(
             link.server_id,
             link.run_id,
             "",
@@ -451,7 +451,7 @@ class World:
                         index, primary.shards[number].record(index), copy.copies.machines[number], entry
                     )
 
-    def check_tables(self, primary: Holding, index: int) -> None:
+    def check_tables(self, primary: ParameterStore, index: int) -> None:
         """While workers are there: what a copy knows of a slice that stands still is what its primary knows, where
         both have the same updates of it, by the same members."""
         number = index % len(primary.entry.shards)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from psdist_scheduler.events.cluster_events import Persist
-from psdist_scheduler.events.records import Stored
+from psdist_scheduler.events.records import StoredState
 from psdist_scheduler.store import SqliteStore
 from tests.simulation.loop import Node, SimLoop
 
@@ -71,7 +71,7 @@ class DiskStore:
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
 
-    def load(self) -> Stored | None:
+    def load(self) -> StoredState | None:
         """What is durable, read by the real store."""
         store = SqliteStore(Path(":memory:"), self._disk.run_id)
         try:

@@ -38,7 +38,7 @@ from psdist_server.core.bsp_shard import BspShard
 from psdist_server.core.events import Forget, SlicePushed
 from psdist_server.core.replication import BackupReplication, PrimaryReplication
 from psdist_server.kernels.pool import KernelPool
-from psdist_server.store.parameter_store import Holding
+from psdist_server.store.parameter_store import ParameterStore
 from tests.simulation.loop import SimLoop
 from tests.simulation.network import Network
 from tests.simulation.oracle import Oracle
@@ -62,7 +62,7 @@ class RunLoop(SimLoop):
     #: Chance for how long kernels take.
     kernels: random.Random
     #: Told of each answer of a primary: its holding, and the slice.
-    answered: Callable[[Holding, int], None]
+    answered: Callable[[ParameterStore, int], None]
     #: Told of each worker that the scheduler lets pass a barrier, and of workers that it says wait for each other.
     barrier_opened: Callable[[str, Any], None] = staticmethod(lambda name, arrival: None)
     circle_found: Callable[[Sequence[Any]], None] = staticmethod(lambda circle: None)
@@ -229,7 +229,7 @@ def _watch(machine: Any) -> Any:
 
 
 def _watch_reply(reply: Any) -> Any:
-    """``Holding._reply``, of which the oracle hears."""
+    """``ParameterStore._reply``, of which the oracle hears."""
 
     def watched(self: Any, effect: Any) -> None:
         number = effect.index % max(1, len(self.entry.shards))
@@ -292,8 +292,8 @@ _PATHS: tuple[tuple[Any, str, str, Callable[[Any, Any], bool]], ...] = (
     (PrimaryReplication, "filled", "a copy was complete", lambda args, effects: True),
     (PrimaryReplication, "refused", "a primary heard that it is none", lambda args, result: True),
     (BackupReplication, "update", "an update came again", lambda args, verdict: verdict == "repeat"),
-    (Holding, "_become_primary", "promoted", lambda args, result: args[2] is not None),
-    (Holding, "_demote", "demoted", lambda args, result: True),
+    (ParameterStore, "_become_primary", "promoted", lambda args, result: args[2] is not None),
+    (ParameterStore, "_demote", "demoted", lambda args, result: True),
     (Joins, "_again", "a first step was refused", lambda args, result: True),
     (Joins, "reroute", "a join met a new primary", lambda args, result: True),
     (DeferredLosses, "defer", "a loss was put off", lambda args, result: bool(result[1])),
@@ -327,7 +327,7 @@ def install() -> None:
     put(convert, "map_from_proto", _MapReader(convert.map_from_proto))
     for machine in (BspShard, AsyncShard):
         put(machine, "_pushed", _watch(machine))
-    put(Holding, "_reply", _watch_reply(Holding._reply))
+    put(ParameterStore, "_reply", _watch_reply(ParameterStore._reply))
     put(Barriers, "_pass", _watch_barriers(Barriers._pass))
     put(mutual_waits, "_text", _watch_circles(mutual_waits._text))
     for owner, name, text, happened in _PATHS:

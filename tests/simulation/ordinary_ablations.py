@@ -16,7 +16,7 @@ from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.members import barriers as scheduler_barriers
 from psdist_scheduler.placement import parameters
 from psdist_scheduler.snapshots.end_snapshot import EndSnapshot
-from psdist_scheduler.snapshots.schedule import Snapshots
+from psdist_scheduler.snapshots.schedule import SnapshotSchedule
 from tests.simulation import ordinary
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 from tests.simulation.scripts import Handler
@@ -61,7 +61,7 @@ def _never_resumed(put: Put) -> None:
 
 @_ablation("servers keep the duplicate tables of workers that were lost", **_ASP, **_EXPELLED)
 def _nobody_departed(put: Put) -> None:
-    put(parameters.Parameters, "departed", lambda self, members: ())
+    put(parameters.ParameterSet, "departed", lambda self, members: ())
 
 
 # --- barriers ---------------------------------------------------------------------------------------------------------
@@ -143,8 +143,8 @@ def _as_told(put: Put) -> None:
             self.end_snapshot.commit = newest.commit
         return effects
 
-    for_the_end = Snapshots.save_for_the_end
-    put(Snapshots, "save_for_the_end", save)
+    for_the_end = SnapshotSchedule.save_for_the_end
+    put(SnapshotSchedule, "save_for_the_end", save)
 
 
 # --- workers that wait for each other ---------------------------------------------------------------------------------

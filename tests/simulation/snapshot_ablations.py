@@ -58,13 +58,13 @@ def _held_by_nobody(put: Put) -> None:
         return all(record.producers.get(life, 0) >= following for life, following in self.following.items())
 
     put(AsyncShard, "_on_cut", lenient)
-    put(cuts.Cut, "_is_ripe", is_ripe)
+    put(cuts.SnapshotCut, "_is_ripe", is_ripe)
 
 
 @_ablation("a slice is copied before it is overwritten", **_BUSY, storage_seconds=(0.01, 0.1))
 def _overwritten(put: Put) -> None:
-    put(copy_on_write.HoldingCut, "copy_for_update", lambda self, index: None)
-    put(copy_on_write.HoldingCut, "must_wait", lambda self, index: False)
+    put(copy_on_write.CutState, "copy_for_update", lambda self, index: None)
+    put(copy_on_write.CutState, "must_wait", lambda self, index: False)
 
 
 # --- the commit -------------------------------------------------------------------------------------------------------

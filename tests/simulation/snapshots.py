@@ -26,8 +26,8 @@ from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.service import Scheduler
 from psdist_scheduler.snapshot_io import read_history
-from psdist_server.scheduler_session import SchedulerLink
-from psdist_server.server import Host
+from psdist_server.scheduler_session import ServerSession
+from psdist_server.server import ParameterServer
 from tests.simulation import scenario
 from tests.simulation.cluster import KERNEL_THREADS, NAME, RUN, World
 from tests.simulation.disk import Disk, DiskStore
@@ -163,9 +163,9 @@ class SnapshotWorld(World):
                 await self.loop.after(0.3)
         return Scheduler(Cluster(self.settings, stored, self.loop.time(), history), store, storage)
 
-    def make_host(self, link: SchedulerLink) -> Host:
+    def make_host(self, link: ServerSession) -> ParameterServer:
         """See World."""
-        return Host(
+        return ParameterServer(
             link.server_id,
             link.run_id,
             "",

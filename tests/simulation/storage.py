@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from psdist.errors import StorageError, UnknownSnapshotError
-from psdist.snapshots.storage import Stored
+from psdist.snapshots.storage import StoredFile
 from tests.simulation.loop import Node, SimLoop
 
 #: What may go wrong with an operation. Reads are not torn.
@@ -89,11 +89,11 @@ class SimStorage:
             data = self._bucket.files[path][0]
             return data[start:] if length is None else data[start : start + length]
 
-    async def list(self, prefix: str = "") -> list[Stored]:
+    async def list(self, prefix: str = "") -> list[StoredFile]:
         """See Storage."""
         async with self._operation("list", prefix):
             return [
-                Stored(path, len(data), modified)
+                StoredFile(path, len(data), modified)
                 for path, (data, modified) in sorted(self._bucket.files.items())
                 if not prefix or path.startswith(f"{prefix}/")
             ]

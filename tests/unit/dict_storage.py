@@ -13,8 +13,8 @@ from psdist import optim
 from psdist.consistency import BSP
 from psdist.errors import StorageError, UnknownSnapshotError
 from psdist.snapshots import format as layouts
-from psdist.snapshots.format import Commit, DatasetState, Manifest, ParametersState, ShardFile, WorkerState
-from psdist.snapshots.storage import Buffer, Storage, Stored
+from psdist.snapshots.format import CommitRecord, DatasetState, Manifest, ParametersState, ShardFile, WorkerState
+from psdist.snapshots.storage import Buffer, Storage, StoredFile
 from psdist.types import DataPosition, DatasetSpec, Layout, ParametersSpec, Slicing, TensorSpec
 
 Floats = NDArray[np.float32]
@@ -53,9 +53,9 @@ class DictStorage:
             raise UnknownSnapshotError(f"there is no {path}")
         return self.files[path][start : None if length is None else start + length]
 
-    async def list(self, prefix: str = "") -> list[Stored]:
+    async def list(self, prefix: str = "") -> list[StoredFile]:
         below = f"{prefix}/" if prefix else ""
-        return [Stored(path, len(data), 0.0) for path, data in sorted(self.files.items()) if path.startswith(below)]
+        return [StoredFile(path, len(data), 0.0) for path, data in sorted(self.files.items()) if path.startswith(below)]
 
     async def create(self, path: str, data: bytes) -> None:
         if path in self.files:
@@ -100,7 +100,7 @@ async def write_snapshot(
     run_id: str = "run",
     datasets: tuple[DatasetState, ...] = (DATASET,),
     own: bytes = b"",
-) -> tuple[Commit, Manifest]:
+) -> tuple[CommitRecord, Manifest]:
     """Writes and commits what ``tables`` has by parameters, each in so many shards, and what the worker of rank 0
     handed in of its ``own`` for the first of them."""
     step = max((state.step for state in states), default=0)
@@ -124,9 +124,9 @@ async def write_snapshot(
     return commit, manifest
 
 
-def commit_of(manifest: Manifest, data: bytes, sequence: int) -> Commit:
+def commit_of(manifest: Manifest, data: bytes, sequence: int) -> CommitRecord:
     """The record that commits ``manifest``, whose bytes are ``data``."""
-    return Commit(
+    return CommitRecord(
         *(sequence, manifest.run_id, manifest.directory, 3, 2.5, 0.25, "test"),
         *(len(data), layouts.digest_of(data), manifest.steps, manifest.bytes),
     )

@@ -14,7 +14,7 @@ from psdist.wire.limits import PROTOCOL_VERSION
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import Base, ClusterSettings, Member, Node, ParametersRecord, Stored
+from psdist_scheduler.events.records import ClusterSettings, Member, Node, ParametersRecord, RestorePoint, StoredState
 from psdist_scheduler.events.snapshot_events import History
 
 LAYOUT = Layout((TensorSpec("w", (100, 100)), TensorSpec("b", (100,))))
@@ -30,7 +30,7 @@ class Driver:
     """One cluster under test. ``told[call]`` has what a call was told, ``errors[call]`` how it was refused."""
 
     def __init__(
-        self, stored: Stored | None = None, now: float = 100.0, history: History | None = None, **settings: Any
+        self, stored: StoredState | None = None, now: float = 100.0, history: History | None = None, **settings: Any
     ) -> None:
         self.now = now
         self.settings = ClusterSettings("run", **settings)
@@ -49,7 +49,7 @@ class Driver:
         for record in stored.parameters if stored else ():
             self._parameters[record.entry.spec.name] = record
         self._servers_wanted = stored.servers_wanted if stored else 0
-        self._base = stored.base if stored else Base()
+        self._base = stored.base if stored else RestorePoint()
         self._nodes: dict[str, Node] = {n.agent_id: n for n in (stored.nodes if stored else ())}
         self._barriers = {(r.worker_id, r.name): r for r in (stored.barriers if stored else ())}
         self._datasets = {record.spec.name: record for record in (stored.datasets if stored else ())}
@@ -122,7 +122,7 @@ class Driver:
     def ask(self, kind: Any, member: Member, name: str = "mlp") -> int:
         """Calls Describe, Commit or EnterBarrier."""
         call = self.number()
-        self.on(kind(call, caller(member), name, *((self.map.epoch,) if kind is ev.Commit else ())))
+        self.on(kind(call, caller(member), name, *((self.map.epoch,) if kind is ev.CommitParameters else ())))
         return call
 
     def beat(self, *sessions: int) -> None:
@@ -155,9 +155,9 @@ class Driver:
     # --- effects ------------------------------------------------------------------------------------------------------
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> StoredState:
         """What a store would have kept."""
-        return Stored(
+        return StoredState(
             "run",
             self.map.epoch,
             tuple(self._members.values()),
@@ -187,9 +187,9 @@ class Driver:
                     self.map = cluster
                 case ev.Attach(call):
                     self.attached.append(call)
-                case ev.Announce(ev.ShardsLost() as news):
+                case ev.Broadcast(ev.ShardsLost() as news):
                     self.shards_lost.append(news)
-                case ev.Announce(ev.MemberLost() as news):
+                case ev.Broadcast(ev.MemberLost() as news):
                     self.lost.append(news)
                 case ev.Answer(call, value):
                     assert call not in self.errors, "an answer after the end"
@@ -198,7 +198,7 @@ class Driver:
                     self.errors[call] = error
                 case ev.Close(call):
                     self.closed.append(call)
-                case ev.Note():
+                case ev.LogEvent():
                     self.notes.append(effect.text)
 
 

@@ -33,7 +33,7 @@ from psdist.types import (
 )
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
-from psdist_server.server import Host
+from psdist_server.server import ParameterServer
 from psdist_server.store.rpc_call import Call
 
 ME = Replica("server-0", 1)
@@ -66,7 +66,7 @@ class Driver:
 
     def __init__(self, storage: Storage, threads: int = 2) -> None:
         self.storage = storage
-        self.host = Host("server-0", RUN, "", threads, storage=storage.url, opener=lambda url: storage)
+        self.host = ParameterServer("server-0", RUN, "", threads, storage=storage.url, opener=lambda url: storage)
         self.reports: asyncio.Queue[pb.SnapshotReport] = asyncio.Queue()
         self.host.tell = self.reports.put_nowait
         self.epoch = 0

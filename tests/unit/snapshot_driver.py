@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from psdist.consistency import BSP, Consistency
-from psdist.snapshots.format import Commit, Manifest, ShardFile, digest_of
+from psdist.snapshots.format import CommitRecord, Manifest, ShardFile, digest_of
 from psdist.types import ParametersEntry
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events.records import Member, Stored
+from psdist_scheduler.events.records import Member, StoredState
 from psdist_scheduler.snapshots.attempt import Attempt
 from tests.unit.scheduler_driver import Driver
 
@@ -21,7 +21,7 @@ class SnapshotDriver(Driver):
     """Servers accept what no slice has passed, as ``versions`` has it, and write what is reached at once; the storage
     takes everything. Each of that can be turned off."""
 
-    def __init__(self, stored: Stored | None = None, now: float = 100.0, **settings: Any) -> None:
+    def __init__(self, stored: StoredState | None = None, now: float = 100.0, **settings: Any) -> None:
         history = settings.pop("history", sn.History())
         self.versions: dict[str, int] = {}
         self.history: sn.History | None = history
@@ -49,7 +49,7 @@ class SnapshotDriver(Driver):
         for worker in members:
             self.create(worker, **settings)
         if self.map.parameters and self.map.parameters[-1].restore is None:
-            self.ask(ev.Commit, members[0], settings.get("name", "mlp"))
+            self.ask(ev.CommitParameters, members[0], settings.get("name", "mlp"))
         return members
 
     def train(self, version: int, name: str = "mlp") -> None:
@@ -71,7 +71,7 @@ class SnapshotDriver(Driver):
         self.go_on()
         return call
 
-    def saved(self, call: int) -> Commit:
+    def saved(self, call: int) -> CommitRecord:
         """The snapshot that a call was answered with."""
         answer = self.state(call)
         assert isinstance(answer, sn.Saved), answer
@@ -124,7 +124,7 @@ class SnapshotDriver(Driver):
                 self.on(sn.Prepared(session, attempt, accepted, tuple(stepped.items())))
             case sn.Mark(attempt):
                 self.on(sn.Marked(session, attempt, tuple((n, v) for n, v in self.versions.items())))
-            case sn.Cut(attempt, _, final):
+            case sn.TakeCut(attempt, _, final):
                 self.finals.append(dict(final))
                 self.cuts[attempt] = replace(self.cuts[attempt], directory="cut")
             case sn.End(attempt):
@@ -180,11 +180,11 @@ class SnapshotDriver(Driver):
         super()._carry_out(effects)
         for effect in effects:
             match effect:
-                case ev.Answer(call, sn.Prepare() | sn.Mark() | sn.Cut() | sn.End() as command):
+                case ev.Answer(call, sn.Prepare() | sn.Mark() | sn.TakeCut() | sn.End() as command):
                     self.commands.append((call, command))
                 case sn.WriteCommit() | sn.RemoveDirectory() | sn.Prune() | sn.ReadHistory():
                     self.works.append(effect)
-                case ev.Announce(sn.RolledBack() as news):
+                case ev.Broadcast(sn.RolledBack() as news):
                     self.rolled_back.append(news)
 
 
@@ -197,10 +197,10 @@ def written(session: int, attempt: int, entry: ParametersEntry, number: int, ver
     return sn.Written(session, attempt, entry.spec.name, number, entry.shards[number].term, file, names)
 
 
-def commit_of(manifest: Manifest, sequence: int, epoch: int | None = None) -> Commit:
+def commit_of(manifest: Manifest, sequence: int, epoch: int | None = None) -> CommitRecord:
     """The record of a manifest."""
     data = manifest.to_bytes()
-    return Commit(
+    return CommitRecord(
         sequence=sequence,
         run_id=manifest.run_id,
         directory=manifest.directory,

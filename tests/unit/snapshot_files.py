@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from psdist import BSP
 from psdist.optim import Adam
 from psdist.snapshots import format as layout
-from psdist.snapshots.format import Commit, Manifest, ParametersState, ShardFile
+from psdist.snapshots.format import CommitRecord, Manifest, ParametersState, ShardFile
 from psdist.snapshots.storage import open_storage
 from psdist.types import DType, Layout, ParametersSpec, TensorSpec
 
@@ -53,7 +53,7 @@ def write(
     run_id: str = "digits",
     shards: int = 2,
     size: int = 5,
-) -> Commit:
+) -> CommitRecord:
     """Commits a snapshot of parameters by name, each of tensors by name: (declared dtype, values)."""
     states: list[ParametersState] = []
     contents: dict[str, bytes] = {}
@@ -75,7 +75,7 @@ def write(
         psdist_version="0.1.0",
     )
     data = manifest.to_bytes()
-    commit = Commit(
+    commit = CommitRecord(
         sequence=sequence,
         run_id=run_id,
         directory=directory,

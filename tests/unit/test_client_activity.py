@@ -16,8 +16,8 @@ from client_fakes import Break, Setup, gradient, waits_for
 
 import psdist
 from psdist import errors
-from psdist.client.core.push_sequence import Session
-from psdist.client.core.snapshot_marks import Pushes
+from psdist.client.core.push_sequence import PushSequence
+from psdist.client.core.snapshot_marks import SnapshotMarks
 from psdist.client.session.activity import Activities
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status
@@ -32,8 +32,8 @@ class Worker:
     """A worker with one parameters, whose script calls from one thread."""
 
     def __init__(self) -> None:
-        self.session = Session(1, psdist.BSP())
-        pushes = Pushes()
+        self.session = PushSequence(1, psdist.BSP())
+        pushes = SnapshotMarks()
         pushes.enter("p", self.session)
         self.activities = Activities(pushes)
         self.activities.is_alone = lambda: True

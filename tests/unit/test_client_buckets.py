@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psdist.client.core import partition
-from psdist.client.core.buckets import Cut, StepPlan
+from psdist.client.core.buckets import SliceIndex, StepPlan
 from psdist.errors import InvalidArgumentError, UnknownTensorError
 from psdist.types import Slicing
 
 
-def make_cut(sizes: list[int], slice_elements: int) -> Cut:
+def make_cut(sizes: list[int], slice_elements: int) -> SliceIndex:
     layout = partition.layout_of({f"t{number}": np.zeros(size, np.float32) for number, size in enumerate(sizes)})
-    return Cut(layout, Slicing(layout.total, slice_elements))
+    return SliceIndex(layout, Slicing(layout.total, slice_elements))
 
 
 def names(numbers: list[int]) -> list[str]:

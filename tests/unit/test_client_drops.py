@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from psdist.client.session.drops import IN_A_ROW_MAX, Drops, OnDrop, check_on_drop
+from psdist.client.session.drops import IN_A_ROW_MAX, DropCounter, OnDrop, check_on_drop
 from psdist.client.session.scheduler_session import Expulsion
 from psdist.errors import InvalidArgumentError, PushDroppedError
 
@@ -21,7 +21,7 @@ def levels(caplog: pytest.LogCaptureFixture) -> list[int]:
     return [record.levelno for record in caplog.records]
 
 
-def raises(drops: Drops, expulsion: Expulsion = SILENT) -> str:
+def raises(drops: DropCounter, expulsion: Expulsion = SILENT) -> str:
     """Drops a push: the error's text, empty if there is none."""
     try:
         drops.add(TEXT, expulsion)
@@ -31,7 +31,7 @@ def raises(drops: Drops, expulsion: Expulsion = SILENT) -> str:
 
 
 def test_the_third_in_a_row_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    drops = Drops("warn")
+    drops = DropCounter("warn")
     texts = [raises(drops) for _ in range(IN_A_ROW_MAX)]
     assert texts[:-1] == ["", ""] and IN_A_ROW_MAX == 3
     for words in (TEXT, "So were the 2 before it.", "--worker-timeout", "on_drop='ignore'"):
@@ -43,7 +43,7 @@ def test_the_third_in_a_row_is_an_error(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_push_that_counts_ends_the_row(caplog: pytest.LogCaptureFixture) -> None:
-    drops = Drops("warn")
+    drops = DropCounter("warn")
     for _ in range(3):
         assert not raises(drops) and not raises(drops)
         drops.not_dropped()
@@ -51,7 +51,7 @@ def test_a_push_that_counts_ends_the_row(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_raise_raises_the_first(caplog: pytest.LogCaptureFixture) -> None:
-    drops = Drops("raise")
+    drops = DropCounter("raise")
     for count in (1, 2):
         text = raises(drops)
         assert text.startswith(TEXT) and "before it" not in text
@@ -61,19 +61,19 @@ def test_raise_raises_the_first(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_ignore_only_counts(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "psdist")
-    drops = Drops("ignore")
+    drops = DropCounter("ignore")
     assert [raises(drops) for _ in range(9)] == [""] * 9
     assert drops.count == 9 and levels(caplog) == [logging.INFO] * 9
 
 
 @pytest.mark.parametrize("on_drop", ["warn", "raise", "ignore"])
 def test_a_run_that_goes_back_is_nobodys_fault(on_drop: OnDrop, caplog: pytest.LogCaptureFixture) -> None:
-    drops = Drops(on_drop)
+    drops = DropCounter(on_drop)
     for _ in range(5):
         assert not raises(drops, BACK)
     assert drops.count == 5 and levels(caplog) == [logging.WARNING] * 5
     # Nor does it make a row, or end one.
-    drops = Drops("warn")
+    drops = DropCounter("warn")
     assert [bool(raises(drops, why)) for why in (SILENT, BACK, SILENT, BACK, SILENT)] == [False] * 4 + [True]
 
 

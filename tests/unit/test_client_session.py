@@ -7,7 +7,7 @@ import random
 import pytest
 
 from psdist.client.core import routing
-from psdist.client.core.push_sequence import Request, Session
+from psdist.client.core.push_sequence import PendingRequest, PushSequence
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import InternalError, ServerLostError, UnknownParametersError
 from psdist.optim import SGD
@@ -15,13 +15,13 @@ from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, S
 from psdist.wire.backoff import LONGEST_SECONDS, Backoff
 
 
-def _answer_all(request: Request, version: int, **more: int) -> None:
+def _answer_all(request: PendingRequest, version: int, **more: int) -> None:
     for index in sorted(request.pending):
         request.answer(index, version, **more)
 
 
 def test_steps_follow_each_other() -> None:
-    session = Session(3, BSP())
+    session = PushSequence(3, BSP())
     for step in range(4):
         push = session.begin_push()
         assert push.number == session.step == step
@@ -31,7 +31,7 @@ def test_steps_follow_each_other() -> None:
 
 
 def test_a_failed_push_keeps_its_number() -> None:
-    session = Session(3, BSP())
+    session = PushSequence(3, BSP())
     first = session.begin_push()
     first.answer(0, 1)
     again = session.begin_push()
@@ -40,7 +40,7 @@ def test_a_failed_push_keeps_its_number() -> None:
 
 
 def test_unanswered_slices_are_sent_again_in_order() -> None:
-    push = Session(5, ASP()).begin_push()
+    push = PushSequence(5, ASP()).begin_push()
     push.answer(1, 7)
     push.answer(3, 7)
     assert push.unanswered((0, 1, 2, 3, 4)) == (0, 2, 4)
@@ -48,7 +48,7 @@ def test_unanswered_slices_are_sent_again_in_order() -> None:
 
 
 def test_an_answer_nobody_asked_for_is_an_error() -> None:
-    push = Session(2, BSP()).begin_push()
+    push = PushSequence(2, BSP()).begin_push()
     push.answer(1, 1)
     for index in (1, 2):
         with pytest.raises(InternalError):
@@ -56,13 +56,13 @@ def test_an_answer_nobody_asked_for_is_an_error() -> None:
 
 
 def test_joiners_start_at_their_first_step() -> None:
-    session = Session(2, BSP(), first_step=12)
+    session = PushSequence(2, BSP(), first_step=12)
     assert session.step == session.first_step == session.begin_pull().number == 12
 
 
 def test_asynchronous_modes_count_from_zero_and_pull_what_is_there() -> None:
     for consistency in (SSP(2), ASP()):
-        session = Session(2, consistency, first_step=12)
+        session = PushSequence(2, consistency, first_step=12)
         assert session.step == 0
         push = session.begin_push()
         _answer_all(push, 40, staleness=3)
@@ -72,7 +72,7 @@ def test_asynchronous_modes_count_from_zero_and_pull_what_is_there() -> None:
 
 
 def test_late_workers_go_on_at_the_first_open_step() -> None:
-    session = Session(3, BSP(backup_workers=1))
+    session = PushSequence(3, BSP(backup_workers=1))
     push = session.begin_push()
     for index, version in enumerate((4, 3, 5)):
         push.answer(index, version, ignored=True)
@@ -82,7 +82,7 @@ def test_late_workers_go_on_at_the_first_open_step() -> None:
 
 
 def test_a_pull_that_shows_a_later_version_moves_the_step() -> None:
-    session = Session(2, BSP())
+    session = PushSequence(2, BSP())
     pull = session.begin_pull()
     _answer_all(pull, 2)
     session.end_pull(pull)
@@ -90,7 +90,7 @@ def test_a_pull_that_shows_a_later_version_moves_the_step() -> None:
 
 
 def test_no_slices() -> None:
-    session = Session(0, BSP())
+    session = PushSequence(0, BSP())
     push = session.begin_push()
     assert push.finished
     session.end_push(push, seen=True)
@@ -132,20 +132,20 @@ def test_slices_of_a_server_that_is_gone_wait_for_a_newer_map(servers: tuple[Ser
 
 
 def test_news_of_a_loss_come_before_the_map() -> None:
-    news = routing.News(gone={Replica("a", 1): "its process was killed"})
+    news = routing.ServerNews(gone={Replica("a", 1): "its process was killed"})
     plan = routing.plan(_cluster(A, B), "p", [0, 1, 2], news)
     assert [route.slices for route in plan.routes] == [(1,)] and plan.orphans == (0, 2)
     assert plan.reason == "for a new primary of shards 0, 2 of 'p' in place of a (lost: its process was killed)"
     # Of another life of that server.
-    assert routing.plan(_cluster(A, B), "p", news=routing.News(gone={Replica("b", 1): "old"})).orphans == ()
+    assert routing.plan(_cluster(A, B), "p", news=routing.ServerNews(gone={Replica("b", 1): "old"})).orphans == ()
 
 
 def test_only_the_scheduler_says_that_a_shard_is_lost() -> None:
     with pytest.raises(ServerLostError, match=r"shard 1 of 'p' is lost: b, which held it.*Restart the run"):
         routing.plan(_cluster(A, lost=True), "p")
     with pytest.raises(ServerLostError, match="by the scheduler's word"):
-        routing.plan(_cluster(A, B), "p", news=routing.News(lost={"p": "by the scheduler's word"}))
-    assert routing.plan(_cluster(A, B), "p", news=routing.News(lost={"q": "another's"})).routes
+        routing.plan(_cluster(A, B), "p", news=routing.ServerNews(lost={"p": "by the scheduler's word"}))
+    assert routing.plan(_cluster(A, B), "p", news=routing.ServerNews(lost={"q": "another's"})).routes
 
 
 def test_unknown_parameters() -> None:
@@ -155,17 +155,17 @@ def test_unknown_parameters() -> None:
 
 @pytest.mark.parametrize("consistency", [BSP(), ASP()])
 def test_a_session_that_goes_on_counts_the_push_that_was_begun(consistency: BSP | ASP) -> None:
-    before = Session(2, consistency)
+    before = PushSequence(2, consistency)
     before.send(3)
-    after = Session(2, consistency, first_step=0, before=before)
+    after = PushSequence(2, consistency, first_step=0, before=before)
     assert (after.next, after.next_whole, after.send(7)) == (1, 1, 0), "it is below each mark to come"
     assert not after.before_first_step
     if isinstance(consistency, BSP):
-        joiner = Session(2, consistency, first_step=5)
-        assert joiner.before_first_step and Session(2, consistency, first_step=5, before=joiner).before_first_step
+        joiner = PushSequence(2, consistency, first_step=5)
+        assert joiner.before_first_step and PushSequence(2, consistency, first_step=5, before=joiner).before_first_step
     before.partial = True
-    assert Session(2, consistency, before=before).next_whole == 0
+    assert PushSequence(2, consistency, before=before).next_whole == 0
     before.partial, before.given = False, True
-    assert Session(2, consistency, before=before).given
-    nothing = Session(2, consistency, before=Session(2, consistency))
+    assert PushSequence(2, consistency, before=before).given
+    nothing = PushSequence(2, consistency, before=PushSequence(2, consistency))
     assert (nothing.next, nothing.send(7)) == (0, 7)

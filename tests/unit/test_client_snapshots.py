@@ -14,9 +14,9 @@ from client_fakes import ELEMENTS, Break, Setup, flat, gradient, waits_for
 
 import psdist
 from psdist import errors
-from psdist.client.core.push_sequence import Request, Session
-from psdist.client.core.snapshot_marks import Answer, Pushes
-from psdist.client.session.worker_state import States
+from psdist.client.core.push_sequence import PendingRequest, PushSequence
+from psdist.client.core.snapshot_marks import MarkAnswer, SnapshotMarks
+from psdist.client.session.worker_state import WorkerStates
 from psdist.consistency import ASP, BSP
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -54,33 +54,33 @@ def saved(unchanged: bool = False) -> Any:
 # --- the pure part ----------------------------------------------------------------------------------------------------
 
 
-def answer(request: Request, version: int) -> None:
+def answer(request: PendingRequest, version: int) -> None:
     for index in sorted(request.pending):
         request.answer(index, version)
 
 
 async def test_a_push_keeps_its_mark_until_it_is_answered() -> None:
-    pushes, session = Pushes(), Session(2, ASP())
+    pushes, session = SnapshotMarks(), PushSequence(2, ASP())
     pushes.enter("p", session)
     assert pushes.next() == {"p": 0} and not session.unfinished
     push = session.begin_push()
     assert session.send(pushes.mark) == 0
-    assert pushes.answer(7) == Answer({"p": 1}, {})
+    assert pushes.answer(7) == MarkAnswer({"p": 1}, {})
     assert session.send(pushes.mark) == 0 and session.unfinished
     answer(push, 1)
     session.end_push(push, seen=False)
     assert pushes.next() == {"p": 1}
     assert session.send(pushes.mark) == 7
     # Asked again about the same attempt, the answer is the same; a newer one asks anew, an older one comes late.
-    assert pushes.answer(7) == Answer({"p": 1}, {})
-    assert pushes.answer(8, lambda: {"p": 2}) == Answer({"p": 2}, {"p": 2}) and pushes.answer(7) is None
+    assert pushes.answer(7) == MarkAnswer({"p": 1}, {})
+    assert pushes.answer(8, lambda: {"p": 2}) == MarkAnswer({"p": 2}, {"p": 2}) and pushes.answer(7) is None
 
 
 async def test_an_attempt_that_is_over_is_not_told_again() -> None:
-    pushes = Pushes()
+    pushes = SnapshotMarks()
     pushes.answer(7)
     pushes.end(6)
-    assert pushes.unheard == (7, Answer({}, {}))
+    assert pushes.unheard == (7, MarkAnswer({}, {}))
     pushes.end(7)
     assert pushes.unheard is None and pushes.answer(7) is None
     pushes.answer(8)
@@ -89,7 +89,7 @@ async def test_an_attempt_that_is_over_is_not_told_again() -> None:
 
 
 async def test_a_step_that_the_others_made_alone_is_not_unfinished() -> None:
-    session = Session(1, BSP(backup_workers=1))
+    session = PushSequence(1, BSP(backup_workers=1))
     session.send(0)
     pull = session.begin_pull()
     answer(pull, 4)
@@ -101,11 +101,11 @@ class Kept:
     """A state that counts the pushes that were encoded, and what is handed in of it."""
 
     def __init__(self, consistency: psdist.BSP | psdist.ASP) -> None:
-        self.session, self.pushes, self.encoded = Session(2, consistency), Pushes(), 0
+        self.session, self.pushes, self.encoded = PushSequence(2, consistency), SnapshotMarks(), 0
         self.pushes.enter("p", self.session)
         self.taken: list[tuple[int, int, int]] = []
         self.failed: list[int] = []
-        self.states = States(self._take, lambda attempt, error: self.failed.append(attempt))
+        self.states = WorkerStates(self._take, lambda attempt, error: self.failed.append(attempt))
         self.states.keep("p", lambda: {"encoded": np.array([self.encoded])}, lambda state: None, self.session)
 
     def _take(self, attempt: int, name: str, before: int, state: dict[str, Any]) -> None:
@@ -114,13 +114,13 @@ class Kept:
     def mark(self, attempt: int, **steps: int) -> dict[str, int]:
         return self.states.mark(attempt, self.pushes.sessions, steps)
 
-    def begin(self) -> Request:
+    def begin(self) -> PendingRequest:
         self.states.begins("p")
         self.session.send(0)
         self.encoded += 1
         return self.session.begin_push()
 
-    def end(self, push: Request) -> None:
+    def end(self, push: PendingRequest) -> None:
         answer(push, push.number + 1)
         self.session.end_push(push, seen=False)
         self.states.ended("p")

@@ -13,8 +13,8 @@ import pytest_asyncio
 from client_fakes import Break, Setup, flat, gradient
 
 import psdist
-from psdist.client.core.push_sequence import Session
-from psdist.client.core.snapshot_marks import Pushes
+from psdist.client.core.push_sequence import PushSequence
+from psdist.client.core.snapshot_marks import SnapshotMarks
 from psdist.client.session import stopping
 from psdist.client.session.stopping import Stopping
 from psdist.v1 import scheduler_pb2 as pb
@@ -33,13 +33,13 @@ class Worker:
     """A worker with two parameters, of which nothing is pushed, and a scheduler that is heard."""
 
     def __init__(self) -> None:
-        self.sessions = {"a": Session(1, psdist.BSP()), "b": Session(1, psdist.ASP())}
+        self.sessions = {"a": PushSequence(1, psdist.BSP()), "b": PushSequence(1, psdist.ASP())}
         self.told: list[pb.StopReport] = []
         self.heard = True
         #: How often somebody asked whether the scheduler answers.
         self.asked = 0
         self.enough = asyncio.Event()
-        pushes = Pushes()
+        pushes = SnapshotMarks()
         for name, session in self.sessions.items():
             pushes.enter(name, session)
         self.stopping = Stopping(pushes, self.told.append, self._is_heard)

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from psdist.client.transport import write_queue
-from psdist.client.transport.write_queue import Turns
+from psdist.client.transport.write_queue import WriteQueue
 
 
-async def write(turns: Turns, slices: list[int], written: list[int]) -> None:
+async def write(turns: WriteQueue, slices: list[int], written: list[int]) -> None:
     for index in slices:
         turn = await turns.take(index)
         await asyncio.sleep(0)
@@ -19,19 +19,19 @@ async def write(turns: Turns, slices: list[int], written: list[int]) -> None:
 
 
 async def test_lower_slices_are_written_first() -> None:
-    ours, written = Turns(), list[int]()
+    ours, written = WriteQueue(), list[int]()
     await asyncio.gather(*(write(ours, slices, written) for slices in ([6, 7], [4, 5], [0, 1, 2])))
     assert written == [6, 0, 1, 2, 4, 5, 7]
 
 
 async def test_a_writer_alone_does_not_wait() -> None:
-    ours, written = Turns(), list[int]()
+    ours, written = WriteQueue(), list[int]()
     await write(ours, [3, 1, 2], written)
     assert written == [3, 1, 2]
 
 
 async def test_nobody_waits_for_a_write_that_is_stuck() -> None:
-    ours, written = Turns(), list[int]()
+    ours, written = WriteQueue(), list[int]()
     stuck = await ours.take(0)
     async with asyncio.timeout(60):
         await asyncio.gather(write(ours, [5, 6], written), write(ours, [1], written))
@@ -44,7 +44,7 @@ async def test_nobody_waits_for_a_write_that_is_stuck() -> None:
 @pytest.mark.parametrize("come", [False, True])
 async def test_a_cancelled_writer_holds_nobody_up(come: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_queue, "PATIENCE_SECONDS", 60)
-    ours, written = Turns(), list[int]()
+    ours, written = WriteQueue(), list[int]()
     first = await ours.take(0)
     cancelled = asyncio.create_task(write(ours, [1], written))
     other = asyncio.create_task(write(ours, [2], written))

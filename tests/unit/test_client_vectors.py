@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from psdist.client.core import partition
-from psdist.client.transport.buffer_pool import Arrival, Vectors
+from psdist.client.transport.buffer_pool import BufferPool, PullTarget
 from psdist.types import Slicing
 
 LAYOUT = partition.layout_of({"a": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.float32)})
 
 
 def test_a_vector_is_used_again_when_the_last_array_of_it_is_gone() -> None:
-    vectors = Vectors(LAYOUT)
+    vectors = BufferPool(LAYOUT)
     arrays = partition.unflatten(LAYOUT, vectors.fresh())
     address = arrays["a"].ctypes.data
     part = arrays["a"][0][1:]  # a view of a view keeps it, too
@@ -24,7 +24,7 @@ def test_a_vector_is_used_again_when_the_last_array_of_it_is_gone() -> None:
 
 
 def test_a_loop_that_assigns_its_result_alternates_between_two() -> None:
-    vectors = Vectors(LAYOUT)
+    vectors = BufferPool(LAYOUT)
     addresses = set()
     for _ in range(10):
         values = partition.unflatten(LAYOUT, vectors.fresh())
@@ -33,7 +33,7 @@ def test_a_loop_that_assigns_its_result_alternates_between_two() -> None:
 
 
 def test_results_that_are_kept_stay_as_they_are() -> None:
-    vectors = Vectors(LAYOUT)
+    vectors = BufferPool(LAYOUT)
     kept = []
     for number in range(6):
         vector = vectors.fresh()
@@ -46,12 +46,12 @@ def test_results_that_are_kept_stay_as_they_are() -> None:
 
 
 def test_no_elements() -> None:
-    assert Vectors(partition.layout_of({"e": np.zeros(0)})).fresh().size == 0
+    assert BufferPool(partition.layout_of({"e": np.zeros(0)})).fresh().size == 0
 
 
 def test_weights_that_lie_in_two_places_are_brought_together() -> None:
     shared, target = np.arange(10, dtype=np.float32), np.full(10, -1, np.float32)
-    arrival = Arrival(Slicing(10, 4), target, shared)
+    arrival = PullTarget(Slicing(10, 4), target, shared)
     assert arrival.vector(range(3)) is shared
     target[4:8] = [40, 50, 60, 70]
     arrival.received.add(1)
@@ -59,4 +59,4 @@ def test_weights_that_lie_in_two_places_are_brought_together() -> None:
     assert arrival.vector([1]) is target
     assert arrival.vector([0, 1]).tolist() == [0, 1, 2, 3, 40, 50, 60, 70, -1, -1]
     assert arrival.vector(range(3)).tolist() == [0, 1, 2, 3, 40, 50, 60, 70, 8, 9]
-    assert Arrival(Slicing(10, 4), target).vector(range(3)) is target
+    assert PullTarget(Slicing(10, 4), target).vector(range(3)) is target

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from psdist.client.session.wait_tracker import Waits
+from psdist.client.session.wait_tracker import WaitTracker
 from psdist.wire import limits
 
 
 async def test_lasting_waits_are_listed_once_per_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = Waits()
+    waits = WaitTracker()
     with waits.open("for server-0"), waits.open("for server-0") as second, waits.open("for worker-1"):
         assert waits.sentences() == []
         monkeypatch.setattr(limits, "REPORT_WAIT_SECONDS", 0.0)

@@ -18,7 +18,7 @@ from psdist.wire.frames import Frame
 from psdist_server.core.replication import BackupReplication
 from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.store.applier import Applier
-from psdist_server.store.backup_shards import Copies
+from psdist_server.store.backup_shards import BackupShards
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.statistics import Counters
 
@@ -51,7 +51,7 @@ class Backup:
         self.kernels, self.norms = Kernels(), NormBoard()
         self.stopped: list[PsdistError] = []
         applier = cast(Applier, self.kernels)
-        self.copies = Copies(SPEC, self.dense, applier, self.norms, Counters(), self.stopped.append)
+        self.copies = BackupShards(SPEC, self.dense, applier, self.norms, Counters(), self.stopped.append)
         self.machine = self.copies.machines[0] = BackupReplication(0, range(SLICES), ENTRY.shards[0])
 
     def open(self) -> list[pb.ReplicateResponse]:

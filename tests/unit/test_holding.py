@@ -12,8 +12,8 @@ from psdist.errors import UnknownParametersError
 from psdist.types import ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard
 from psdist_server.core.records import ReplicaUpdate, SliceRecord
 from psdist_server.kernels.pool import KernelPool
-from psdist_server.store.parameter_store import Holding
-from psdist_server.store.replicator import Network
+from psdist_server.store.parameter_store import ParameterStore
+from psdist_server.store.replicator import ReplicaNetwork
 
 ME, OTHER = Replica("server-0", 1), Replica("server-1", 1)
 
@@ -23,7 +23,7 @@ async def test_before_it_is_ready_one_that_was_being_filled_may_get_the_place_of
     spec = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=4096)
     entry = ParametersEntry(spec=spec, total=4096, shards=(Shard(OTHER, 1, (), (ME,)),))
     pool: KernelPool[Any, Any] = KernelPool(1)
-    holding = Holding(entry, ME, pool, cast(Network, None), lambda *_: None)
+    holding = ParameterStore(entry, ME, pool, cast(ReplicaNetwork, None), lambda *_: None)
     await holding.update(entry, 1)
     await holding.update(replace(entry, shards=(Shard(ME, 2),)), 2)
     with pytest.raises(UnknownParametersError, match="0 of 1 slices"):
@@ -41,7 +41,7 @@ async def test_a_copy_keeps_no_entry_of_a_life_that_is_over_even_where_its_updat
     shards = (Shard(OTHER, 1, (ME,)),)
     entry = ParametersEntry(spec=spec, total=4096, shards=shards, ready=True, members=(first,))
     pool: KernelPool[Any, Any] = KernelPool(1)
-    holding = Holding(entry, ME, pool, cast(Network, None), lambda *_: None)
+    holding = ParameterStore(entry, ME, pool, cast(ReplicaNetwork, None), lambda *_: None)
     await holding.update(entry, 1)
     machine = holding.copies.machines[0]
     machine.begin(1, 0)

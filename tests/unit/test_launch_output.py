@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from psdist.errors import ConfigurationError
 from psdist.launch import reaper
 from psdist.launch.output import STDERR, STDOUT, Output, Routing, last_words, parse_streams
-from psdist.launch.plan import SchedulerLink, WorkersPlan
+from psdist.launch.plan import SchedulerAddress, WorkersPlan
 from psdist.launch.process import LINE_BYTES_MAX, LineSplitter
 from psdist.launch.run_record import RunRegistry
 from psdist.launch.supervisor import ProcessKey
@@ -85,7 +85,7 @@ def test_lines_go_to_their_stream_and_file(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_worker_gets_torchruns_environment_and_nothing_of_an_outer_run(tmp_path: Path) -> None:
-    link = SchedulerLink(file=tmp_path / "scheduler", token_file=tmp_path / "token", run_id="inner")
+    link = SchedulerAddress(file=tmp_path / "scheduler", token_file=tmp_path / "token", run_id="inner")
     plan = WorkersPlan(
         command=("true",),
         processes=2,

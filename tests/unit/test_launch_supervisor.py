@@ -11,16 +11,16 @@ from psdist.launch.supervisor import (
     Connected,
     Event,
     Exited,
-    Failed,
     Finish,
     Interrupted,
     Kill,
     ProcessKey,
+    RunFailed,
     Say,
-    Scaled,
+    ServersWanted,
     Start,
     Supervisor,
-    Tick,
+    TimePassed,
     describe,
     status_of,
 )
@@ -63,7 +63,7 @@ def test_a_snapshot_is_taken_between_the_workers_and_the_servers_end() -> None:
         machine.on(Exited(W0, 0, True), 1.0)
         assert machine.on(Exited(W1, -15, True) if interrupted else Exited(W1, 0, True), 2.0) == [Start(SNAPSHOT, 0)]
         # It has all the time that it needs.
-        assert machine.on(Tick(), 3600.0) == []
+        assert machine.on(TimePassed(), 3600.0) == []
         assert machine.on(Exited(SNAPSHOT, 0), 3600.0) == [Kill(S0, signal.SIGTERM), Kill(S1, signal.SIGTERM)]
         assert finish(machine, {S0, S1, SCHEDULER}).status == (143 if interrupted else 0)
 
@@ -82,7 +82,7 @@ def test_a_snapshot_that_fails_is_told_and_makes_a_good_end_a_bad_one() -> None:
 def test_no_snapshot_of_what_is_lost_or_was_never_used() -> None:
     cases: list[tuple[Event, set[ProcessKey]]] = [
         (Exited(S0, -9), {W0, W1, S1, SCHEDULER}),
-        (Failed("lost: server-1", 70), {W0, W1, S0, S1, SCHEDULER}),
+        (RunFailed("lost: server-1", 70), {W0, W1, S0, S1, SCHEDULER}),
         (Exited(SCHEDULER, 2), {W0, W1, S0, S1}),
     ]
     for event, alive in cases:
@@ -213,36 +213,36 @@ def test_a_longer_life_or_a_kill_from_outside_starts_the_count_anew() -> None:
 
 def test_missing_servers_are_started_under_numbers_that_are_never_given_again() -> None:
     machine = supervisor()
-    assert [e for e in machine.on(Scaled(3), 1.0) if isinstance(e, Start)] == [Start(S2, 0)]
-    assert machine.on(Scaled(3), 1.1) == []
-    assert machine.on(Scaled(2, (2,)), 2.0) == []
-    assert machine.on(Scaled(2, (2,), (2,)), 3.0)[1:] == [Kill(S2, signal.SIGTERM)]
-    assert machine.on(Scaled(2, (2,), (2,)), 3.1) == []
+    assert [e for e in machine.on(ServersWanted(3), 1.0) if isinstance(e, Start)] == [Start(S2, 0)]
+    assert machine.on(ServersWanted(3), 1.1) == []
+    assert machine.on(ServersWanted(2, (2,)), 2.0) == []
+    assert machine.on(ServersWanted(2, (2,), (2,)), 3.0)[1:] == [Kill(S2, signal.SIGTERM)]
+    assert machine.on(ServersWanted(2, (2,), (2,)), 3.1) == []
     assert machine.on(Exited(S2, 0), 3.2) == []
-    assert machine.on(Scaled(2), 3.3) == [] and not machine.stopping
-    assert [e for e in machine.on(Scaled(3), 4.0) if isinstance(e, Start)] == [Start(S3, 0)]
+    assert machine.on(ServersWanted(2), 3.3) == [] and not machine.stopping
+    assert [e for e in machine.on(ServersWanted(3), 4.0) if isinstance(e, Start)] == [Start(S3, 0)]
 
 
 def test_a_server_that_is_drained_while_as_many_are_wanted_is_replaced_at_once() -> None:
     machine = supervisor()
-    assert [e for e in machine.on(Scaled(2, (1,)), 1.0) if isinstance(e, Start)] == [Start(S2, 0)]
-    assert machine.on(Scaled(2, (1,), (1,)), 2.0)[1:] == [Kill(S1, signal.SIGTERM)]
+    assert [e for e in machine.on(ServersWanted(2, (1,)), 1.0) if isinstance(e, Start)] == [Start(S2, 0)]
+    assert machine.on(ServersWanted(2, (1,), (1,)), 2.0)[1:] == [Kill(S1, signal.SIGTERM)]
     assert machine.on(Exited(S1, 0), 2.1) == []
 
 
 def test_a_drained_server_that_does_not_stop_is_killed() -> None:
     machine = supervisor()
-    machine.on(Scaled(1, (1,), (1,)), 1.0)
-    assert machine.on(Tick(), 5.9) == []
-    assert machine.on(Tick(), 6.0) == [Kill(S1, signal.SIGKILL)]
-    assert machine.on(Tick(), 7.0) == []
+    machine.on(ServersWanted(1, (1,), (1,)), 1.0)
+    assert machine.on(TimePassed(), 5.9) == []
+    assert machine.on(TimePassed(), 6.0) == [Kill(S1, signal.SIGKILL)]
+    assert machine.on(TimePassed(), 7.0) == []
     assert machine.on(Exited(S1, -9), 7.1) == [] and not machine.stopping
 
 
 def test_nothing_is_scaled_at_the_end() -> None:
     machine = supervisor()
     machine.on(Interrupted(signal.SIGTERM), 1.0)
-    assert machine.on(Scaled(4, (), (1,)), 1.1) == []
+    assert machine.on(ServersWanted(4, (), (1,)), 1.1) == []
 
 
 def finish(machine: Supervisor, alive: set[ProcessKey]) -> Finish:
@@ -259,18 +259,18 @@ def test_who_ignores_sigterm_is_killed_after_the_grace() -> None:
     machine = supervisor()
     machine.on(Interrupted(signal.SIGTERM), 10.0)
     machine.on(Exited(W0, 0), 10.1)
-    assert machine.on(Tick(), 14.9) == []
+    assert machine.on(TimePassed(), 14.9) == []
     # Workers end in agreement: they are given longer, and it is told who is waited for.
-    assert machine.on(Tick(), 15.0) == [Say("waiting for worker 1 to end; killed in 25 s")]
-    assert machine.on(Tick(), 39.9) == []
-    said, kill = machine.on(Tick(), 40.0)
+    assert machine.on(TimePassed(), 15.0) == [Say("waiting for worker 1 to end; killed in 25 s")]
+    assert machine.on(TimePassed(), 39.9) == []
+    said, kill = machine.on(TimePassed(), 40.0)
     assert kill == Kill(W1, signal.SIGKILL)
     assert said == Say("worker 1 did not end within 30 s of SIGTERM: killed")
-    assert machine.on(Tick(), 50.0) == []
+    assert machine.on(TimePassed(), 50.0) == []
     machine.on(Exited(W1, -9), 50.0)
     # The next group has its own grace.
-    assert machine.on(Tick(), 54.9) == []
-    assert machine.on(Tick(), 55.0)[1:] == [Kill(S0, signal.SIGKILL), Kill(S1, signal.SIGKILL)]
+    assert machine.on(TimePassed(), 54.9) == []
+    assert machine.on(TimePassed(), 55.0)[1:] == [Kill(S0, signal.SIGKILL), Kill(S1, signal.SIGKILL)]
 
 
 def test_a_second_signal_kills_at_once() -> None:
@@ -315,7 +315,7 @@ def test_an_attempt_that_never_connects_is_told_from_one_that_did() -> None:
 
 def test_a_failure_that_is_no_exit() -> None:
     machine = supervisor()
-    assert machine.on(Failed("no scheduler", 70, SCHEDULER), 1.0)[0] == Kill(W0, signal.SIGTERM)
+    assert machine.on(RunFailed("no scheduler", 70, SCHEDULER), 1.0)[0] == Kill(W0, signal.SIGTERM)
     assert finish(machine, {W0, W1, S0, S1, SCHEDULER}) == Finish(70, "no scheduler", SCHEDULER)
 
 
@@ -341,8 +341,8 @@ NUMBERS = st.lists(st.integers(0, 3), max_size=2).map(tuple)
             st.builds(Exited, st.sampled_from((*ALL, SNAPSHOT)), st.sampled_from([0, 1, -9]), st.booleans()),
             st.builds(Connected, st.sampled_from(ALL[:2])),
             st.just(Interrupted(signal.SIGTERM)),
-            st.builds(Scaled, st.integers(1, 4), NUMBERS, NUMBERS),
-            st.just(Tick()),
+            st.builds(ServersWanted, st.integers(1, 4), NUMBERS, NUMBERS),
+            st.just(TimePassed()),
         ),
         max_size=30,
     ),

@@ -13,7 +13,7 @@ from psdist import BSP, optim
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.store import shm_readers
-from psdist_server.store.shm_readers import Readers
+from psdist_server.store.shm_readers import ShmReaders
 
 SLICE = 4096
 
@@ -42,7 +42,7 @@ async def turns() -> None:
 
 
 async def test_weights_stay_until_every_reader_called_by_the_map_by_which_they_went(dense: DenseParameters) -> None:
-    mine = Readers(dense)
+    mine = ShmReaders(dense)
     first, second = Reader(4), Reader(5)
     mine.present += [first, second]
     mine.release([1], epoch=5)
@@ -54,7 +54,7 @@ async def test_weights_stay_until_every_reader_called_by_the_map_by_which_they_w
 
 
 async def test_a_slice_that_came_back_and_went_again_stays_for_its_later_readers(dense: DenseParameters) -> None:
-    mine = Readers(dense)
+    mine = ShmReaders(dense)
     mine.release([1], epoch=5)
     dense.hold([1])
     mine.present.append(Reader(6))

@@ -9,8 +9,8 @@ from psdist.types import Replica, Shard
 from psdist_server.core.records import ReplicaUpdate, SliceRecord
 from psdist_server.core.replication import (
     BackupReplication,
-    Held,
     PrimaryReplication,
+    ReplicaState,
     Replicated,
     SendBegin,
     SendUpdate,
@@ -67,7 +67,7 @@ def test_a_replica_that_is_only_being_filled_holds_nobody_up_and_gets_no_gradien
 
 def test_what_is_under_way_when_a_replica_is_filled_waits_for_it() -> None:
     machine = primary(Shard(P, 1, (C,), (B,)))
-    machine.opened(C, Held(0, 0, True), 0.0)
+    machine.opened(C, ReplicaState(0, 0, True), 0.0)
     machine.opened(B, None, 0.0)
     for index in range(2):
         machine.copied(B, index)
@@ -89,7 +89,7 @@ def test_what_was_not_acknowledged_is_sent_again_on_a_new_stream() -> None:
     machine.update(update(1), 0.0)
     machine.update(update(2, 1), 0.0)
     machine.closed(B, 0.0)
-    assert machine.opened(B, Held(1, 1, True), 0.0) == [SendUpdate(B, update(2, 1), True), Replicated(0, 1)]
+    assert machine.opened(B, ReplicaState(1, 1, True), 0.0) == [SendUpdate(B, update(2, 1), True), Replicated(0, 1)]
 
 
 def test_a_copy_that_broke_off_begins_anew() -> None:
@@ -97,12 +97,12 @@ def test_a_copy_that_broke_off_begins_anew() -> None:
     machine.opened(B, None, 0.0)
     machine.copied(B, 0)
     machine.closed(B, 0.0)
-    assert machine.opened(B, Held(1, 0, True), 0.0) == [SendBegin(B, 0)]
+    assert machine.opened(B, ReplicaState(1, 0, True), 0.0) == [SendBegin(B, 0)]
     assert machine.next_copy(B) == 0
 
 
-@pytest.mark.parametrize(("held", "adopted"), [(Held(1, 7, True), True), (Held(1, 8, True), False)])
-def test_a_promoted_primary_goes_on_with_backups_that_hold_the_same(held: Held, adopted: bool) -> None:
+@pytest.mark.parametrize(("held", "adopted"), [(ReplicaState(1, 7, True), True), (ReplicaState(1, 8, True), False)])
+def test_a_promoted_primary_goes_on_with_backups_that_hold_the_same(held: ReplicaState, adopted: bool) -> None:
     machine = primary(Shard(B, 2, (C,)), base=(1, 7))
     effects = machine.opened(C, held, 0.0)
     assert effects == ([] if adopted else [SendBegin(C, 7)])

@@ -7,7 +7,7 @@ import pytest
 from psdist.errors import InvalidArgumentError
 from psdist.types import Replica, Shard
 from psdist_server.core.records import ReplicaUpdate, SliceRecord
-from psdist_server.core.replication import BackupReplication, Held, PrimaryReplication, Replicated, SendBegin
+from psdist_server.core.replication import BackupReplication, PrimaryReplication, ReplicaState, Replicated, SendBegin
 
 OLD, NEW = Replica("server-0", 1), Replica("server-1", 1)
 
@@ -41,7 +41,7 @@ def test_one_that_is_copied_again_is_not_reported() -> None:
     machine.filled(NEW, 0.0)
     assert machine.peers[NEW].complete
     machine.closed(NEW, 1.0)
-    machine.opened(NEW, Held(0, 0, False), 1.0)
+    machine.opened(NEW, ReplicaState(0, 0, False), 1.0)
     assert not machine.peers[NEW].complete
 
 
@@ -50,7 +50,7 @@ def test_a_backup_that_was_removed_and_is_to_be_filled_by_the_next_map_seen_is_c
     and has nothing any more; without a copy it would be sent updates without gradients."""
     machine: PrimaryReplication[None] = PrimaryReplication(0, 2, [0], base=(1, 5))
     machine.follow(Shard(OLD, 2, backups=(NEW,)), 0.0)
-    machine.opened(NEW, Held(1, 5, True), 0.0)
+    machine.opened(NEW, ReplicaState(1, 5, True), 0.0)
     machine.follow(Shard(OLD, 2, filling=(NEW,)), 1.0)
     assert not machine.peers[NEW].is_open
     assert machine.opened(NEW, None, 1.0) == [SendBegin(NEW, 5)]
@@ -69,7 +69,7 @@ def test_what_is_promoted_while_it_is_copied_again_is_like_nobody_else() -> None
     machine.state(0, SliceRecord(3))
     heir: PrimaryReplication[None] = PrimaryReplication(0, 3, [0, 1], machine.base)
     heir.follow(Shard(NEW, 3, (OLD,)), 0.0)
-    assert heir.opened(OLD, Held(2, 6, True), 0.0) == [SendBegin(OLD, 6)]
+    assert heir.opened(OLD, ReplicaState(2, 6, True), 0.0) == [SendBegin(OLD, 6)]
 
 
 def test_a_copy_of_which_the_beginning_was_not_heard_is_not_complete() -> None:

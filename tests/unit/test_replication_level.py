@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from psdist.types import Replica, Shard
-from psdist_server.core.replication import Held, PrimaryReplication, SendBegin
+from psdist_server.core.replication import PrimaryReplication, ReplicaState, SendBegin
 
 _ME, _BACKUP, _NEW = Replica("server-2", 2), Replica("server-1", 1), Replica("server-0", 1)
 
@@ -20,13 +20,13 @@ def _promoted() -> PrimaryReplication[Any]:
 def test_a_backup_with_the_same_is_level_at_once() -> None:
     machine = _promoted()
     assert not machine.is_level
-    assert machine.opened(_BACKUP, Held(1, 188, True), 1.0) == []
+    assert machine.opened(_BACKUP, ReplicaState(1, 188, True), 1.0) == []
     assert machine.is_level
 
 
 def test_a_backup_with_less_is_copied_before_anybody_hears() -> None:
     machine = _promoted()
-    assert machine.opened(_BACKUP, Held(1, 186, True), 1.0) == [SendBegin(_BACKUP, 188)]
+    assert machine.opened(_BACKUP, ReplicaState(1, 186, True), 1.0) == [SendBegin(_BACKUP, 188)]
     while (index := machine.next_copy(_BACKUP)) is not None:
         assert not machine.is_level
         machine.copied(_BACKUP, index)
@@ -43,7 +43,7 @@ def test_a_backup_that_the_map_took_away_is_not_waited_for() -> None:
 
 def test_one_that_is_being_filled_is_not_waited_for() -> None:
     machine = _promoted()
-    machine.opened(_BACKUP, Held(1, 188, True), 1.0)
+    machine.opened(_BACKUP, ReplicaState(1, 188, True), 1.0)
     machine.follow(Shard(_ME, 2, backups=(_BACKUP,), filling=(_NEW,)), 1.0)
     assert machine.is_level
     machine.opened(_NEW, None, 1.0)
@@ -52,8 +52,8 @@ def test_one_that_is_being_filled_is_not_waited_for() -> None:
 
 def test_while_a_backup_is_copied_again_nobody_hears_of_what_it_has_not() -> None:
     machine = _promoted()
-    machine.opened(_BACKUP, Held(1, 188, True), 1.0)
+    machine.opened(_BACKUP, ReplicaState(1, 188, True), 1.0)
     machine.closed(_BACKUP, 2.0)
     assert machine.is_level
-    assert machine.opened(_BACKUP, Held(0, 0, False), 3.0) == [SendBegin(_BACKUP, 188)]
+    assert machine.opened(_BACKUP, ReplicaState(0, 0, False), 3.0) == [SendBegin(_BACKUP, 188)]
     assert not machine.is_level

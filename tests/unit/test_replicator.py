@@ -16,7 +16,7 @@ from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
 from psdist_server.store.replica_stream import Link
-from psdist_server.store.replicator import Replicator, Report, Source
+from psdist_server.store.replicator import ReplicaReport, Replicator, Source
 
 P, B, C = Replica("server-0", 1), Replica("server-1", 1), Replica("server-2", 1)
 SPEC = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=4096)
@@ -102,7 +102,7 @@ async def test_a_replica_that_has_no_room_is_reported_with_its_reason(primary: P
     assert primary.replicator.reports(primary.entry) == []
     primary.hear_refusal(LimitExceededError("no room"))
     assert primary.told.fenced_shards == [] and primary.network.reports == 1
-    assert primary.replicator.reports(primary.entry) == [Report("unreachable", "p", 0, 3, B, "no room")]
+    assert primary.replicator.reports(primary.entry) == [ReplicaReport("unreachable", "p", 0, 3, B, "no room")]
     primary.follow(Shard(P, 3, (), (C,)), ENTRY.shards[1])
     assert primary.replicator.reports(primary.entry) == []
 

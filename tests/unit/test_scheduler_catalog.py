@@ -66,7 +66,7 @@ def run_of_two() -> tuple[SnapshotDriver, Member]:
     before = SnapshotDriver()
     (worker,) = before.begin()
     before.create(worker, name="b")
-    before.ask(ev.Commit, worker, "b")
+    before.ask(ev.CommitParameters, worker, "b")
     before.train(5)
     before.train(5, "b")
     before.go_on()

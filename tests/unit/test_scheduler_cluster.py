@@ -28,7 +28,7 @@ def trained(workers: int = 2, **settings: object) -> tuple[Driver, list[Member],
     d, members, sessions, server_sessions = started(workers)
     for worker in members:
         d.create(worker, **settings)
-    d.ask(ev.Commit, members[0])
+    d.ask(ev.CommitParameters, members[0])
     return d, members, sessions, server_sessions
 
 
@@ -245,12 +245,12 @@ def test_parameters_wait_for_everybody_in_any_order() -> None:
     assert entry.total == LAYOUT.total
     assert entry.layout_digest == LAYOUT.digest
     assert set(entry.primaries) == {"server-0", "server-1"}
-    commit = d.ask(ev.Commit, zero)
+    commit = d.ask(ev.CommitParameters, zero)
     assert d.state(commit) == ev.Done()
-    assert d.state(call) == d.state(upload) == ev.Ready(0)
+    assert d.state(call) == d.state(upload) == ev.ParametersReady(0)
     assert d.map.parameters[0].ready
     assert d.cluster.phase == "training 'mlp' at version 0"
-    assert d.state(d.create(one)) == ev.Ready(0)
+    assert d.state(d.create(one)) == ev.ParametersReady(0)
 
 
 def test_waiting_is_told_again_while_it_lasts_and_noted_once() -> None:
@@ -285,7 +285,7 @@ def test_other_settings_are_refused_before_and_after_creation() -> None:
     assert isinstance(d.errors[refused], errors.SettingsMismatchError)
     assert "consistency is ASP" in str(d.errors[refused])
     d.create(workers[1])
-    d.ask(ev.Commit, workers[0])
+    d.ask(ev.CommitParameters, workers[0])
     late, _ = d.join()
     refused = d.create(late, non_finite="skip")
     assert "non_finite is 'skip'" in str(d.errors[refused])
@@ -300,9 +300,9 @@ def test_the_next_uploader_follows_a_lost_one() -> None:
     d.on(ev.SessionClosed(sessions[0], "its session broke"))
     assert d.state(second) == ev.Upload()
     assert isinstance(d.errors[first], errors.FencedError)
-    assert isinstance(d.errors[d.ask(ev.Commit, workers[0])], errors.FencedError)
-    d.ask(ev.Commit, workers[1])
-    assert d.state(second) == ev.Ready(0)
+    assert isinstance(d.errors[d.ask(ev.CommitParameters, workers[0])], errors.FencedError)
+    d.ask(ev.CommitParameters, workers[1])
+    assert d.state(second) == ev.ParametersReady(0)
 
 
 def test_a_creator_that_gives_up_is_waited_for() -> None:
@@ -316,13 +316,13 @@ def test_a_creator_that_gives_up_is_waited_for() -> None:
 
 def test_commit_is_for_the_uploader_and_may_be_repeated() -> None:
     d, workers, _, _ = started()
-    assert isinstance(d.errors[d.ask(ev.Commit, workers[0])], errors.UnknownParametersError)
+    assert isinstance(d.errors[d.ask(ev.CommitParameters, workers[0])], errors.UnknownParametersError)
     for worker in workers:
         d.create(worker)
-    assert isinstance(d.errors[d.ask(ev.Commit, workers[1])], errors.NotMemberError)
-    assert d.state(d.ask(ev.Commit, workers[0])) == ev.Done()
+    assert isinstance(d.errors[d.ask(ev.CommitParameters, workers[1])], errors.NotMemberError)
+    assert d.state(d.ask(ev.CommitParameters, workers[0])) == ev.Done()
     epoch = d.map.epoch
-    assert d.state(d.ask(ev.Commit, workers[0])) == ev.Done()
+    assert d.state(d.ask(ev.CommitParameters, workers[0])) == ev.Done()
     assert d.map.epoch == epoch
 
 
@@ -332,7 +332,7 @@ def test_describing_waits_and_makes_no_member() -> None:
     assert d.state(reader) == ev.Waiting("for worker-0 (rank 0) to create 'mlp'")
     assert d.state(d.create(workers[0])) == ev.Upload()
     assert d.state(reader) == ev.Waiting("for worker-0 to upload the initial values of 'mlp'")
-    d.ask(ev.Commit, workers[0])
+    d.ask(ev.CommitParameters, workers[0])
     described = d.state(reader)
     assert described.layout == LAYOUT
     assert described.spec.slice_elements > 0
@@ -343,10 +343,10 @@ def test_an_empty_vector_has_no_shards() -> None:
     d, workers, _, _ = started(workers=1)
     call = d.create(workers[0], layout=Layout(()))
     assert d.state(call) == ev.Upload()
-    d.ask(ev.Commit, workers[0])
-    assert d.state(call) == ev.Ready(0)
+    d.ask(ev.CommitParameters, workers[0])
+    assert d.state(call) == ev.ParametersReady(0)
     assert d.map.parameters[0].shards == ()
-    assert d.state(d.create(d.join()[0], layout=Layout(()))) == ev.Ready(0)
+    assert d.state(d.create(d.join()[0], layout=Layout(()))) == ev.ParametersReady(0)
 
 
 def test_unregistered_and_fenced_callers_are_refused() -> None:
@@ -439,7 +439,7 @@ def test_a_joiner_begins_where_all_servers_agree() -> None:
     answer(d, s0, True, 41)
     assert len(d.map.parameters[0].members) == 2
     answer(d, s1, True, 42)
-    assert d.state(call) == ev.Ready(43)
+    assert d.state(call) == ev.ParametersReady(43)
     assert d.map.parameters[0].members[-1] == ParametersMember("worker-2", 1, 2, 43)
     assert d.cluster.phase == "training 'mlp' at version 41"
 
@@ -450,7 +450,7 @@ def test_a_refusal_leads_to_a_later_step() -> None:
     call = d.create(late)
     answer(d, s0, True)
     answer(d, s1, False, 50)
-    assert isinstance(d.told[s0][-2], ev.JoinWithdrawn)
+    assert isinstance(d.told[s0][-2], ev.WithdrawJoin)
     first, second = proposals(d, s0)
     assert second.proposal_id != first.proposal_id
     assert second.member.first_step == 52
@@ -459,7 +459,7 @@ def test_a_refusal_leads_to_a_later_step() -> None:
     assert proposals(d, s1)[-1].member.first_step == 64
     answer(d, s0, True)
     answer(d, s1, True)
-    assert d.state(call) == ev.Ready(64)
+    assert d.state(call) == ev.ParametersReady(64)
 
 
 def test_a_distance_grows_only_so_far() -> None:
@@ -485,7 +485,7 @@ def test_a_joiner_that_goes_away_is_withdrawn(how: str) -> None:
         d.on(ev.CallEnded(call))
     for server in (s0, s1):
         withdrawn = d.told[server][-1]
-        assert isinstance(withdrawn, ev.JoinWithdrawn)
+        assert isinstance(withdrawn, ev.WithdrawJoin)
         assert withdrawn.proposal_id == proposals(d, server)[-1].proposal_id
     answer(d, s1, True)
     assert len(d.map.parameters[0].members) == 2
@@ -494,7 +494,7 @@ def test_a_joiner_that_goes_away_is_withdrawn(how: str) -> None:
 def test_asynchronous_joins_are_at_once() -> None:
     d, _, _, _ = trained(consistency=ASP())
     call = d.create(d.join()[0], consistency=ASP())
-    assert d.state(call) == ev.Ready(0)
+    assert d.state(call) == ev.ParametersReady(0)
 
 
 def test_a_worker_restarted_alone_begins_as_early_as_it_can() -> None:
@@ -505,7 +505,7 @@ def test_a_worker_restarted_alone_begins_as_early_as_it_can() -> None:
     assert proposals(d, s0)[-1].member == ParametersMember("worker-0", 2, 0, 10)
     answer(d, s0, True)
     answer(d, s1, True)
-    assert d.state(call) == ev.Ready(10)
+    assert d.state(call) == ev.ParametersReady(10)
 
 
 def test_a_server_that_came_back_is_asked_again() -> None:
@@ -516,7 +516,7 @@ def test_a_server_that_came_back_is_asked_again() -> None:
     sessions = [again.open(server) for server in again.cluster.members.servers]
     for session in sessions:
         answer(again, session, True)
-    assert again.state(call) == ev.Ready(2)
+    assert again.state(call) == ev.ParametersReady(2)
     assert proposals(again, sessions[0])[0].proposal_id > d.map.epoch
 
 

@@ -58,7 +58,7 @@ def answer(d: SnapshotDriver, **failure: Any) -> sn.WriteCommit:
 def with_newer(d: SnapshotDriver, work: sn.WriteCommit) -> sn.History:
     """The storage when it has committed what it had in hand."""
     commit = commit_of(work.manifest, work.sequence)
-    return sn.History((commit, *history_of(d).commits), commit.sequence, sn.Found(commit, work.manifest))
+    return sn.History((commit, *history_of(d).commits), commit.sequence, sn.CommitFound(commit, work.manifest))
 
 
 def goes_on(d: SnapshotDriver, step: int, server: str = "server-1") -> None:
@@ -369,6 +369,6 @@ def test_without_a_storage_nothing_waits() -> None:
     servers = [d.join("server")[0] for _ in range(2)]
     worker, _ = d.join()
     d.create(worker)
-    d.ask(ev.Commit, worker)
+    d.ask(ev.CommitParameters, worker)
     d.on(ev.SessionClosed(d.cluster.members.session_of(servers[1].member_id), "its session broke"))
     assert [loss.member_id for loss in d.lost] == ["server-1"] and d.shards_lost

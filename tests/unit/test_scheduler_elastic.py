@@ -20,7 +20,7 @@ def elastic(nodes: tuple[int, int] = (2, 4)) -> tuple[Driver, list[int]]:
     workers = [run.join(rank=rank, world_size=2, host="h") for rank in range(2)]
     calls = [run.create(worker) for worker, _ in workers]
     uploading = next(i for i, call in enumerate(calls) if isinstance(run.state(call), ev.Upload))
-    run.ask(ev.Commit, workers[uploading][0])
+    run.ask(ev.CommitParameters, workers[uploading][0])
     run.fill()
     assert run.map.parameters[0].ready
     return run, [session for _, session in workers]

@@ -25,7 +25,7 @@ class Run(Driver):
         self.sessions = [session for _, session in joined]
         for worker in self.workers:
             self.create(worker, consistency=consistency or BSP())
-        self.ask(ev.Commit, self.workers[0])
+        self.ask(ev.CommitParameters, self.workers[0])
         self._reports = 0
 
     def report(self, kind: Any, step: int = 0, **next_pushes: int) -> Activity:
@@ -74,7 +74,7 @@ def test_a_circle_of_three() -> None:
     for name in ("p", "q", "r"):
         for worker in run.workers:
             run.create(worker, name=name)
-        run.ask(ev.Commit, run.workers[0], name)
+        run.ask(ev.CommitParameters, run.workers[0], name)
     for number, (waits, behind) in enumerate((("p", "q"), ("q", "r"), ("r", "p"))):
         next_pushes = dict.fromkeys(("p", "q", "r"), 4) | {behind: 3}
         run.beat_with(number, replace(run.report("step", 3, **next_pushes), parameters=waits))

@@ -22,7 +22,7 @@ def started(consistency: Consistency, workers: int = 2) -> Started:
     joined = [d.join() for _ in range(workers)]
     for worker, _ in joined:
         d.create(worker, consistency=consistency)
-    d.ask(ev.Commit, joined[0][0])
+    d.ask(ev.CommitParameters, joined[0][0])
     return d, [worker for worker, _ in joined], [session for _, session in joined], servers
 
 
@@ -53,7 +53,7 @@ def test_bsp_goes_on_at_the_same_step_where_all_servers_accept() -> None:
     assert proposed(d, servers[0]) == member
     assert d.state(call) == ev.Waiting("for server-0, server-1 to agree on step 7 of 'mlp'")
     answer(d, servers, True, True)
-    assert d.state(call) == ev.Ready(7, resumed=True)
+    assert d.state(call) == ev.ParametersReady(7, resumed=True)
     assert d.map.parameters[0].members[1] == member and not d.map.parameters[0].departed
 
 
@@ -62,10 +62,10 @@ def test_bsp_begins_later_where_a_slice_went_on_without_it() -> None:
     again = expel(d, workers[1], sessions[1])
     call = d.create(again, resume=ev.ResumePush(1, 7))
     answer(d, servers, True, False, version_max=9)
-    assert isinstance(d.told[servers[0]][-2], ev.JoinWithdrawn)
+    assert isinstance(d.told[servers[0]][-2], ev.WithdrawJoin)
     assert proposed(d, servers[1]) == ParametersMember("worker-1", 2, 1, first_step=11)
     answer(d, servers, True, True)
-    assert d.state(call) == ev.Ready(11, resumed=False)
+    assert d.state(call) == ev.ParametersReady(11, resumed=False)
 
 
 def test_bsp_asks_the_new_primary_about_the_same_step() -> None:
@@ -73,7 +73,7 @@ def test_bsp_asks_the_new_primary_about_the_same_step() -> None:
     servers = [d.join("server")[1] for _ in range(3)]
     worker, session = d.join()
     d.create(worker)
-    d.ask(ev.Commit, worker)
+    d.ask(ev.CommitParameters, worker)
     d.fill()
     again = expel(d, worker, session)
     call = d.create(again, resume=ev.ResumePush(1, 4))
@@ -81,7 +81,7 @@ def test_bsp_asks_the_new_primary_about_the_same_step() -> None:
     d.on(ev.SessionClosed(servers[0], "killed"))
     assert proposed(d, servers[1]).first_step == 4 and proposed(d, servers[1]).origin == 1
     answer(d, servers[1:], True, True)
-    assert d.state(call) == ev.Ready(4, resumed=True)
+    assert d.state(call) == ev.ParametersReady(4, resumed=True)
 
 
 @pytest.mark.parametrize("consistency", [BSP(), ASP()])
@@ -92,7 +92,7 @@ def test_a_push_from_before_a_roll_back_does_not_go_on(consistency: Consistency)
     if isinstance(consistency, BSP):
         assert not proposed(d, servers[0]).origin
     else:
-        assert d.state(call) == ev.Ready(0, resumed=False)
+        assert d.state(call) == ev.ParametersReady(0, resumed=False)
 
 
 def test_asp_goes_on_at_once() -> None:
@@ -101,7 +101,9 @@ def test_asp_goes_on_at_once() -> None:
     d.on(ev.SessionClosed(sessions[1], "its session broke"))
     assert d.map.parameters[0].departed == (departed,)
     again, _ = d.join(member_id="worker-1", rank=1)
-    assert d.state(d.create(again, consistency=ASP(), resume=ev.ResumePush(1, 3))) == ev.Ready(0, resumed=True)
+    assert d.state(d.create(again, consistency=ASP(), resume=ev.ResumePush(1, 3))) == ev.ParametersReady(
+        0, resumed=True
+    )
     entry = d.map.parameters[0]
     assert entry.members[1] == ParametersMember("worker-1", 2, 1, origin=1, first_push=3) and not entry.departed
     assert entry.members[1].producer == ("worker-1", 1)
@@ -114,7 +116,7 @@ def test_ssp_goes_on_from_a_clock_that_servers_agree_on() -> None:
     answer(d, servers, True, False, version_max=40)
     assert proposed(d, servers[0]) == ParametersMember("worker-1", 2, 1, first_step=42, origin=1, first_push=3)
     answer(d, servers, True, True)
-    assert d.state(call) == ev.Ready(42, resumed=True)
+    assert d.state(call) == ev.ParametersReady(42, resumed=True)
 
 
 @pytest.mark.parametrize("consistency", [SSP(1), ASP()])
@@ -134,11 +136,11 @@ def test_a_chain_of_incarnations_is_one_producer(consistency: Consistency) -> No
 def test_a_process_that_was_started_again_begins_anew() -> None:
     d, workers, sessions, _ = started(ASP())
     again = expel(d, workers[1], sessions[1])
-    assert d.state(d.create(again, consistency=ASP())) == ev.Ready(0)
+    assert d.state(d.create(again, consistency=ASP())) == ev.ParametersReady(0)
     entry = d.map.parameters[0]
     assert entry.members[1].producer == ("worker-1", 2) and not entry.departed, "nobody can go on with what it pushed"
     late = expel(d, again, d.cluster.members.session_of("worker-1"))
-    assert d.state(d.create(late, consistency=ASP(), resume=ev.ResumePush(1, 3))) == ev.Ready(0)
+    assert d.state(d.create(late, consistency=ASP(), resume=ev.ResumePush(1, 3))) == ev.ParametersReady(0)
 
 
 def test_who_leaves_has_finished_its_pushes() -> None:

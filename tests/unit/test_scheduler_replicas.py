@@ -23,7 +23,7 @@ class Run:
         self.beats = [session for _, session in joined]
         self.calls = [self.d.create(worker, slice_elements=400) for worker in self.workers]
         if ready:
-            self.d.ask(ev.Commit, self.workers[0])
+            self.d.ask(ev.CommitParameters, self.workers[0])
             self.d.fill()
             assert self.d.map.parameters[0].ready
 
@@ -82,7 +82,7 @@ def whole(shards: tuple[Shard, ...], copies: int = 2) -> bool:
 def test_backups_are_filled_before_anything_is_ready() -> None:
     run = Run(servers=2, ready=False)
     assert run.load() == {"server-0": (4, 4), "server-1": (4, 4)}
-    run.d.ask(ev.Commit, run.workers[0])
+    run.d.ask(ev.CommitParameters, run.workers[0])
     assert all(shard.filling and not shard.backups for shard in run.shards)
     assert all(shard.filling[0].server_id != shard.primary.server_id for shard in run.shards)
     assert run.d.map.parameters[0].ready is False
@@ -90,7 +90,7 @@ def test_backups_are_filled_before_anything_is_ready() -> None:
     assert "to hold a copy of shard" in run.d.state(run.calls[0]).text
     run.d.fill()
     assert run.d.map.parameters[0].ready
-    assert run.d.state(run.calls[0]) == ev.Ready(0)
+    assert run.d.state(run.calls[0]) == ev.ParametersReady(0)
     assert run.load() == {"server-0": (4, 8), "server-1": (4, 8)}
 
 
@@ -109,7 +109,7 @@ def test_copies_are_spread_evenly_and_over_hosts() -> None:
     hosts = {d.join("server", host=host)[0].member_id: host for host in ("a", "a", "a", "b")}
     worker, _ = d.join()
     d.create(worker, slice_elements=400)
-    d.ask(ev.Commit, worker)
+    d.ask(ev.CommitParameters, worker)
     (entry,) = d.map.parameters
     assert all(hosts[s.primary.server_id] != hosts[s.filling[0].server_id] for s in entry.shards)
 
@@ -124,14 +124,14 @@ def test_three_copies_work_as_well() -> None:
 
 def test_a_commit_outlives_the_scheduler() -> None:
     run = Run(servers=2, ready=False)
-    run.d.ask(ev.Commit, run.workers[0])
+    run.d.ask(ev.CommitParameters, run.workers[0])
     again = Driver(run.d.stored, workers_min=1, replicas=2)
     for server in again.cluster.members.servers:
         again.open(server)
     call = again.create(run.workers[0], slice_elements=400)
     assert "to hold a copy" in again.state(call).text
     again.fill()
-    assert again.state(call) == ev.Ready(0)
+    assert again.state(call) == ev.ParametersReady(0)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -144,19 +144,19 @@ def test_values_that_went_with_a_server_are_uploaded_again(replicas: int) -> Non
     moved = [shard for shard in run.shards if shard.term == 2]
     assert len(moved) == 4 and all(shard.primary.server_id != "server-0" for shard in run.shards)
     late = run.d.number()
-    run.d.on(ev.Commit(late, caller(run.workers[0]), "mlp", stale))
+    run.d.on(ev.CommitParameters(late, caller(run.workers[0]), "mlp", stale))
     assert isinstance(run.d.errors[late], errors.StaleEpochError)
     assert run.d.told[run.calls[0]].count(ev.Upload()) == 3
-    assert run.d.state(run.d.ask(ev.Commit, run.workers[0])) == ev.Done()
+    assert run.d.state(run.d.ask(ev.CommitParameters, run.workers[0])) == ev.Done()
     run.d.fill()
-    assert run.d.state(run.calls[0]) == ev.Ready(0)
+    assert run.d.state(run.calls[0]) == ev.ParametersReady(0)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_values_that_went_with_all_servers_are_uploaded_when_there_are_others(replicas: int) -> None:
     run = Run(servers=2, replicas=replicas, ready=False)
     if replicas > 1:
-        run.d.ask(ev.Commit, run.workers[0])
+        run.d.ask(ev.CommitParameters, run.workers[0])
     for server in ("server-0", "server-1"):
         run.kill(server)
     assert "register" in run.d.state(run.calls[0]).text
@@ -166,20 +166,20 @@ def test_values_that_went_with_all_servers_are_uploaded_when_there_are_others(re
     assert run.d.map.epoch == epoch
     for _ in range(2):
         run.server()
-    run.d.ask(ev.Commit, run.workers[0])
+    run.d.ask(ev.CommitParameters, run.workers[0])
     run.d.fill()
-    assert run.d.state(run.calls[0]) == ev.Ready(0) and whole(run.shards, replicas)
+    assert run.d.state(run.calls[0]) == ev.ParametersReady(0) and whole(run.shards, replicas)
 
 
 def test_values_are_uploaded_again_while_they_are_copied() -> None:
     run = Run(servers=3, ready=False)
-    run.d.ask(ev.Commit, run.workers[0])
+    run.d.ask(ev.CommitParameters, run.workers[0])
     run.kill("server-0")
     assert run.d.told[run.calls[0]].count(ev.Upload()) == 2
     assert all(not shard.filling for shard in run.shards)
-    run.d.ask(ev.Commit, run.workers[0])
+    run.d.ask(ev.CommitParameters, run.workers[0])
     run.d.fill()
-    assert run.d.state(run.calls[0]) == ev.Ready(0)
+    assert run.d.state(run.calls[0]) == ev.ParametersReady(0)
     assert whole(run.shards)
 
 
@@ -187,9 +187,9 @@ def test_after_a_restart_only_a_commit_by_the_last_map_counts() -> None:
     run = Run(servers=2, ready=False)
     again = Driver(run.d.stored, workers_min=1, replicas=2)
     call = again.number()
-    again.on(ev.Commit(call, caller(run.workers[0]), "mlp", run.d.map.epoch - 1))
+    again.on(ev.CommitParameters(call, caller(run.workers[0]), "mlp", run.d.map.epoch - 1))
     assert isinstance(again.errors[call], errors.StaleEpochError)
-    again.on(ev.Commit(again.number(), caller(run.workers[0]), "mlp", run.d.map.epoch))
+    again.on(ev.CommitParameters(again.number(), caller(run.workers[0]), "mlp", run.d.map.epoch))
     assert all(shard.filling for shard in again.map.parameters[0].shards)
 
 
@@ -504,8 +504,8 @@ def test_a_join_begins_anew_with_the_promoted_primaries() -> None:
     assert second["server-1"].member.first_step >= first["server-1"].member.first_step
     for server in ("server-1", "server-2"):
         values = run.d.told[run.sessions[server]]
-        withdrawn = [v for v in values if isinstance(v, ev.JoinWithdrawn)]
+        withdrawn = [v for v in values if isinstance(v, ev.WithdrawJoin)]
         assert [w.proposal_id for w in withdrawn] == [first[server].proposal_id]
         assert values.index(withdrawn[0]) < values.index(second[server])
         run.d.on(ev.JoinAnswered(run.sessions[server], second[server].proposal_id, True, 0))
-    assert run.d.state(call) == ev.Ready(second["server-1"].member.first_step)
+    assert run.d.state(call) == ev.ParametersReady(second["server-1"].member.first_step)

@@ -15,7 +15,7 @@ from psdist.types import DataPosition, DatasetSpec, Layout, TensorSpec
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events.records import Base, Member
+from psdist_scheduler.events.records import Member, RestorePoint
 from tests.unit.scheduler_driver import caller
 from tests.unit.snapshot_driver import SnapshotDriver, history_of
 
@@ -69,7 +69,10 @@ def test_an_empty_store_goes_on_from_the_newest(servers: int) -> None:
     assert len(entry.shards) == min(4 * servers, 3)
     d.go_on()
     assert d.entry().ready and d.cluster.registry.get("mlp").version == 7  # type: ignore[union-attr]
-    assert [d.state(call) for call in d.told if isinstance(d.state(call), ev.Ready)] == [ev.Ready(7), ev.Ready(7)]
+    assert [d.state(call) for call in d.told if isinstance(d.state(call), ev.ParametersReady)] == [
+        ev.ParametersReady(7),
+        ev.ParametersReady(7),
+    ]
     assert not any(isinstance(told, ev.Upload) for answers in d.told.values() for told in answers)
 
 
@@ -140,7 +143,7 @@ def test_a_worker_that_comes_while_values_are_loaded_begins_at_the_cut() -> None
     assert d.state(call).text == "for server-0 to load shards 0, 2 of 'mlp' from the snapshot"
     d.loading = True
     d.go_on()
-    assert d.state(call) == ev.Ready(7) and [m.first_step for m in d.entry().members] == [7, 7]
+    assert d.state(call) == ev.ParametersReady(7) and [m.first_step for m in d.entry().members] == [7, 7]
 
 
 def test_a_server_lost_while_it_loads_is_replaced() -> None:
@@ -192,7 +195,7 @@ def test_a_scheduler_that_is_started_again_while_values_are_loaded_goes_on() -> 
         again.open(member)
     call = again.create(d.cluster.members.workers[0])
     again.go_on()
-    assert again.entry().ready and again.state(call) == ev.Ready(7)
+    assert again.entry().ready and again.state(call) == ev.ParametersReady(7)
 
 
 def test_a_scheduler_without_its_storage_makes_nothing_anew() -> None:
@@ -212,7 +215,7 @@ def test_a_scheduler_without_its_storage_makes_nothing_anew() -> None:
     assert isinstance(again.errors[dataset], errors.StorageError)
     again.storing = True
     again.go_on()
-    assert again.state(call) == ev.Ready(7)
+    assert again.state(call) == ev.ParametersReady(7)
 
 
 # --- going back -------------------------------------------------------------------------------------------------------
@@ -277,7 +280,7 @@ def test_a_snapshot_that_lacks_parameters_is_not_gone_back_to() -> None:
     d = saved_run(7)
     (worker,) = d.cluster.members.workers
     d.create(worker, name="other")
-    d.ask(ev.Commit, worker, "other")
+    d.ask(ev.CommitParameters, worker, "other")
     lose(d, "server-1")
     assert not d.rolled_back and d.shards_lost
 
@@ -571,4 +574,4 @@ def test_what_is_still_to_be_loaded_is_not_deleted() -> None:
 def test_the_base_is_kept_by_the_store() -> None:
     d = resumed(saved_run(7))
     restore = d.stored.base.restore
-    assert restore is not None and d.stored.base == Base(restore, 0, 1, 7, 7)
+    assert restore is not None and d.stored.base == RestorePoint(restore, 0, 1, 7, 7)

@@ -31,7 +31,7 @@ def noted(d: SnapshotDriver) -> list[str]:
 
 def told(d: SnapshotDriver) -> list[str]:
     """What workers were told when their parameters were ready."""
-    return [d.state(call).notice for call in list(d.told) if isinstance(d.state(call), ev.Ready)]
+    return [d.state(call).notice for call in list(d.told) if isinstance(d.state(call), ev.ParametersReady)]
 
 
 def refused(d: SnapshotDriver, **settings: Any) -> PsdistError:
@@ -123,7 +123,7 @@ def uneven(d: SnapshotDriver) -> SnapshotDriver:
     first = state.shards[0]
     shards = (replace(first, versions=(first.versions[0] - 2, *first.versions[1:])), *state.shards[1:])
     manifest = replace(history.newest.manifest, parameters=(replace(state, shards=shards),))
-    found = sn.Found(commit_of(manifest, 1), manifest)
+    found = sn.CommitFound(commit_of(manifest, 1), manifest)
     return SnapshotDriver(None, d.now, history=replace(history, commits=(found.commit,), newest=found))
 
 
@@ -210,7 +210,7 @@ def test_all_workers_agree_on_a_reset(first: bool) -> None:
     assert text in error.value.message
     d.create(other, optimizer=ADAM, reset_optimizer=first)
     d.go_on()
-    assert isinstance(d.state(call), ev.Ready) and d.entry().state_since == (7 if first else 0)
+    assert isinstance(d.state(call), ev.ParametersReady) and d.entry().state_since == (7 if first else 0)
     error_of_joiner = refused(d, optimizer=ADAM, reset_optimizer=not first)
     assert "as it exists: reset_optimizer is" in error_of_joiner.message
 

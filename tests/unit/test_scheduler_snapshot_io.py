@@ -14,7 +14,7 @@ from psdist.consistency import BSP
 from psdist.errors import ConfigurationError, StorageError, UnknownSnapshotError
 from psdist.optim import SGD
 from psdist.snapshots.format import Manifest, ParametersState, ShardFile, commit_path, digest_of, manifest_path
-from psdist.snapshots.storage import Stored
+from psdist.snapshots.storage import StoredFile
 from psdist.types import Layout, ParametersSpec, TensorSpec
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.snapshot_io import GARBAGE_SECONDS, SnapshotIo, check_fresh, check_writable, read_history
@@ -48,10 +48,10 @@ class Memory:
             raise UnknownSnapshotError(f"there is no {path}")
         return self.files[path][start : None if length is None else start + length]
 
-    async def list(self, prefix: str = "") -> list[Stored]:
+    async def list(self, prefix: str = "") -> list[StoredFile]:
         self._fault("list", prefix, "before")
         return [
-            Stored(path, len(data), time.time() - (2 * GARBAGE_SECONDS if path in self.old else 0))
+            StoredFile(path, len(data), time.time() - (2 * GARBAGE_SECONDS if path in self.old else 0))
             for path, data in sorted(self.files.items())
             if path.startswith(prefix)
         ]
@@ -129,7 +129,7 @@ def test_the_record_comes_last() -> None:
     assert storage.log == [f"create {manifest_path('dir-1-salt')}", f"create {commit_path(1)}"]
     assert event.manifest.time > 1e9 and event.manifest.psdist_version
     found = history(storage).newest
-    assert found == sn.Found(event.commit, event.manifest)
+    assert found == sn.CommitFound(event.commit, event.manifest)
 
 
 @pytest.mark.parametrize("which", ["create snapshots/dir-1-salt/manifest.json", f"create {commit_path(1)}"])

@@ -161,7 +161,7 @@ def two_parameters(**settings: Any) -> Ready:
     d = ready(**settings)
     (worker,) = d.members
     d.create(worker, layout=OTHER, name="other")
-    d.ask(ev.Commit, worker, "other")
+    d.ask(ev.CommitParameters, worker, "other")
     return d
 
 
@@ -187,7 +187,7 @@ def test_who_waits_does_not_stop_what_others_train() -> None:
     one, two = d.members
     d.create(two, layout=OTHER, name="other")
     d.ask(ev.Describe, one, "other")
-    d.ask(ev.Commit, two, "other")
+    d.ask(ev.CommitParameters, two, "other")
     d.versions = {"mlp": 5, "other": 1}
     d.answering = False
     call = d.save(one, mlp=5)
@@ -352,7 +352,7 @@ def test_marked_attempts_are_given_up_when_pushes_could_wait_for_ever(change: st
         d.create(worker, consistency=ASP())
     else:
         sessions = [d.cluster.members.session_of(m) for m in ("worker-0", "worker-1", "server-0", "server-1")]
-        held = sn.Progress(number, 0, 100, 0, "for slice 0 to reach the cut")
+        held = sn.AttemptProgress(number, 0, 100, 0, "for slice 0 to reach the cut")
         for _ in range(12):
             d.beat(*sessions)
             d.on(ev.Heartbeat(sessions[2], d.map.epoch, progress=held))
@@ -469,7 +469,7 @@ def test_a_failure_is_told_and_the_next_one_works() -> None:
     d.writing = False
     call = d.save()
     number = d.attempt.number
-    d.on(sn.Failed(d.cluster.members.session_of("server-0"), number, "no space is left"))
+    d.on(sn.PartFailed(d.cluster.members.session_of("server-0"), number, "no space is left"))
     assert isinstance(d.errors[call], errors.SnapshotFailedError) and "server-0: no space is left" in str(
         d.errors[call]
     )
@@ -485,7 +485,7 @@ def test_an_interval_goes_on_after_a_failure_at_the_next_step() -> None:
     d.writing = False
     d.train(10)
     number = d.attempt.number
-    d.on(sn.Failed(d.cluster.members.session_of("server-0"), number, "no space is left"))
+    d.on(sn.PartFailed(d.cluster.members.session_of("server-0"), number, "no space is left"))
     d.writing = True
     d.go_on()
     d.train(20)
@@ -514,7 +514,7 @@ def test_nothing_stops_what_is_being_committed() -> None:
     d.storing = False
     call = d.save()
     number = d.attempt.number
-    d.on(sn.Failed(d.cluster.members.session_of("server-0"), number, "no space"))
+    d.on(sn.PartFailed(d.cluster.members.session_of("server-0"), number, "no space"))
     d.on(ev.SessionClosed(d.cluster.members.session_of("server-0"), "its session broke"))
     d.save()
     assert d.attempt.number == number and [type(work) for work in d.works] == [sn.WriteCommit]

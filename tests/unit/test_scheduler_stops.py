@@ -105,7 +105,7 @@ def test_several_parameters_are_cut_where_the_same_worker_stands() -> None:
     run = Run()
     for worker in run.workers:
         run.create(worker, name="b")
-    run.ask(ev.Commit, run.workers[0], "b")
+    run.ask(ev.CommitParameters, run.workers[0], "b")
     run.train(5)
     run.train(5, "b")
     run.asked(*run.workers)
@@ -161,7 +161,7 @@ def test_a_step_of_some_is_not_saved_where_the_last_snapshot_fails(trains: bool)
     attempt = run.cluster.snapshots.attempt
     run.go_on()
     server = run.cluster.members.session_of("server-0")
-    run.on(sn.Failed(server, attempt.number, "the disk is full"))
+    run.on(sn.PartFailed(server, attempt.number, "the disk is full"))
     run.writing = True
     for worker in run.workers:
         run.leaves(worker)
@@ -303,7 +303,7 @@ def test_a_snapshot_that_fails_keeps_nobody() -> None:
     for worker in run.workers:
         run.holds(worker, mlp=3)
     attempt = run.cluster.snapshots.attempt
-    run.on(sn.Failed(run._sessions()[0], attempt.number, "the disk is full"))
+    run.on(sn.PartFailed(run._sessions()[0], attempt.number, "the disk is full"))
     assert run.last(run.workers[0]).kind == "leave"
 
 

@@ -24,7 +24,7 @@ from psdist.types import (
 )
 from psdist.wire.limits import BARRIERS_PASSED_MAX
 from psdist_scheduler.events.cluster_events import Persist
-from psdist_scheduler.events.records import BarrierRecord, Base, Member, Node, ParametersRecord, Stored
+from psdist_scheduler.events.records import BarrierRecord, Member, Node, ParametersRecord, RestorePoint, StoredState
 from psdist_scheduler.service import _merge
 from psdist_scheduler.store import MemoryStore, SqliteStore, open_store
 
@@ -54,45 +54,45 @@ def test_what_was_written_is_loaded(tmp_path: Path) -> None:
     store.close()
     store = SqliteStore(tmp_path / "s", "")
     assert store.run_id == "run"
-    assert store.load() == Stored("run", 2, (gone, replace(MEMBER, member_id="w2", rank=1)), (changed,), (NODE,))
+    assert store.load() == StoredState("run", 2, (gone, replace(MEMBER, member_id="w2", rank=1)), (changed,), (NODE,))
     store.close()
 
 
 def test_what_is_to_be_loaded_anew_is_forgotten(tmp_path: Path) -> None:
     """The run went back to a snapshot: what was placed is not, in the same write."""
-    base = Base(Restore("000000000007-3-0-abc", b"\1" * 16), 2, 9, 4)
+    base = RestorePoint(Restore("000000000007-3-0-abc", b"\1" * 16), 2, 9, 4)
     other = replace(RECORD, entry=replace(ENTRY, spec=replace(ENTRY.spec, name="other")))
     store = SqliteStore(tmp_path / "s", "run")
     store.write(Persist(1, parameters=(RECORD, other)))
     store.write(Persist(2, forgotten=("mlp",), base=base))
-    assert store.load() == Stored("run", 2, parameters=(other,), base=base)
+    assert store.load() == StoredState("run", 2, parameters=(other,), base=base)
     restored = replace(RECORD, entry=replace(ENTRY, restore=base.restore, generation=2), uploader="")
     store.write(Persist(3, parameters=(restored,)))
     store.write(Persist(4, parameters=(RECORD,), forgotten=("mlp",)))
     store.close()
     store = SqliteStore(tmp_path / "s", "")
-    assert store.load() == Stored("run", 4, parameters=(other, RECORD), base=base)
+    assert store.load() == StoredState("run", 4, parameters=(other, RECORD), base=base)
     store.close()
 
 
 def test_what_was_reset_is_loaded(tmp_path: Path) -> None:
-    base = Base(Restore("000000000007-3-0-abc", b"\1" * 16), 0, 1, 8, 8)
+    base = RestorePoint(Restore("000000000007-3-0-abc", b"\1" * 16), 0, 1, 8, 8)
     spec = replace(ENTRY.spec, reset_optimizer=True)
     restore = Restore("000000000007-3-0-abc", b"\1" * 16, weights_only=True)
     record = replace(RECORD, entry=replace(ENTRY, spec=spec, restore=restore, state_since=7))
     store = SqliteStore(tmp_path / "s", "run")
     store.write(Persist(8, parameters=(record,), base=base))
-    assert store.load() == Stored("run", 8, parameters=(record,), base=base)
+    assert store.load() == StoredState("run", 8, parameters=(record,), base=base)
     store.close()
 
 
 def test_the_base_of_the_run_is_kept(tmp_path: Path) -> None:
-    base = Base(Restore("000000000007-3-0-abc", b"\1" * 16), 2, 9, 4, began=3)
+    base = RestorePoint(Restore("000000000007-3-0-abc", b"\1" * 16), 2, 9, 4, began=3)
     store = SqliteStore(tmp_path / "s", "run")
     store.write(Persist(2, parameters=(RECORD,), base=base))
     store.close()
     store = SqliteStore(tmp_path / "s", "run")
-    assert store.load() == Stored("run", 2, parameters=(RECORD,), base=base)
+    assert store.load() == StoredState("run", 2, parameters=(RECORD,), base=base)
     store.close()
 
 
@@ -104,14 +104,14 @@ def test_what_workers_have_passed_is_loaded(tmp_path: Path) -> None:
     renamed = BarrierRecord("worker-0", "end", 2, BARRIERS_PASSED_MAX)
     store = SqliteStore(tmp_path / "s", "run")
     store.write(Persist(1, (MEMBER,), (RECORD,), barriers=(first, other)))
-    assert store.load() == Stored("run", 1, (MEMBER,), (RECORD,), barriers=(first, other))
+    assert store.load() == StoredState("run", 1, (MEMBER,), (RECORD,), barriers=(first, other))
     store.write(Persist(1, barriers=(last, renamed)))
     store.write(Persist(2, forgotten=("mlp",)))
     store.close()
     store = SqliteStore(tmp_path / "s", "")
     loaded = store.load()
     assert loaded is not None and set(loaded.barriers) == {other, last, renamed}
-    assert replace(loaded, barriers=()) == Stored("run", 2, (MEMBER,))
+    assert replace(loaded, barriers=()) == StoredState("run", 2, (MEMBER,))
     store.close()
 
 
@@ -142,7 +142,7 @@ def test_a_barrier_that_cannot_be_kept_changes_nothing(tmp_path: Path) -> None:
 
 def test_several_changes_are_one(tmp_path: Path) -> None:
     """Whatever order parameters come and go in, and come back."""
-    base = Base(Restore("000000000007-3-0-abc", b"\1" * 16), 1, 2, 2)
+    base = RestorePoint(Restore("000000000007-3-0-abc", b"\1" * 16), 1, 2, 2)
     changes = [Persist(1, parameters=(RECORD,)), Persist(2, forgotten=("mlp",), base=base), Persist(3)]
     for last in ((), (Persist(4, parameters=(replace(RECORD, uploader=""),)),)):
         one, each = (SqliteStore(tmp_path / f"{name}{len(last)}", "run") for name in ("one", "each"))
@@ -160,7 +160,7 @@ def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
     broken = replace(MEMBER, member_id="x", rank=None)  # type: ignore[arg-type]
     with pytest.raises(sqlite3.IntegrityError):
         store.write(Persist(2, (replace(MEMBER, rank=9), broken)))
-    assert store.load() == Stored("run", 1, (MEMBER,))
+    assert store.load() == StoredState("run", 1, (MEMBER,))
     store.close()
 
 

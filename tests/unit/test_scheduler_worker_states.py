@@ -156,7 +156,7 @@ def test_a_state_that_cannot_be_had_fails_the_snapshot() -> None:
     driver.train(5)
     call = driver.save()
     session = driver.cluster.members.session_of("worker-0")
-    driver.on(sn.Failed(session, driver.attempt, "the state of 'mlp' cannot be had"))
+    driver.on(sn.PartFailed(session, driver.attempt, "the state of 'mlp' cannot be had"))
     assert isinstance(driver.errors[call], SnapshotFailedError) and "cannot be had" in driver.errors[call].message
     assert not driver.steps
 

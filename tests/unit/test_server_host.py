@@ -23,15 +23,15 @@ from psdist.types import (
     Slicing,
     WorkerEntry,
 )
-from psdist_server.server import Host
+from psdist_server.server import ParameterServer
 from psdist_server.store.global_norm import NormBoard
-from psdist_server.store.parameter_store import Holding
+from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call
 
 
 async def test_a_slice_that_is_aggregated_as_the_norm_becomes_known_is_not_forgotten() -> None:
     """After a promotion the squares of a step are known already, so each of its slices asks for the norm."""
-    host = Host("server-0", "run", "", kernel_threads=1)
+    host = ParameterServer("server-0", "run", "", kernel_threads=1)
     loop, told = asyncio.get_running_loop(), list[float]()
 
     def norm_known(step: int, norm: float) -> None:
@@ -43,7 +43,7 @@ async def test_a_slice_that_is_aggregated_as_the_norm_becomes_known_is_not_forgo
     norms.merge(3, {0: 9.0, 1: 16.0})
     entry = SimpleNamespace(spec=SimpleNamespace(name="p"))
     made = SimpleNamespace(entry=entry, slicing=Slicing(2, 1), norms=norms, norm_known=norm_known)
-    holding = cast(Holding, made)
+    holding = cast(ParameterStore, made)
     host._holdings["p"] = holding
     host._share_norm(holding, 3)
     for _ in range(5):
@@ -63,7 +63,7 @@ def _map(epoch: int, ready: bool, *workers: int) -> ClusterMap:
 
 async def test_a_read_that_waits_for_the_bound_is_refused_when_its_worker_is_expelled() -> None:
     """With its membership ends what it waited for: it would be served weights that are too old."""
-    host = Host("server-0", "run", "", kernel_threads=1)
+    host = ParameterServer("server-0", "run", "", kernel_threads=1)
     await host.follow(_map(1, False, 0, 1))
     zeros = np.zeros(16, np.float32)
     host.holding("p").install(0, memoryview(zeros).cast("B"), 1)

@@ -21,7 +21,7 @@ from psdist.types import ParametersEntry, Restore
 from psdist_server import snapshot_writer
 from psdist_server.kernels import reference
 from psdist_server.kernels.optimizers import Rule
-from psdist_server.snapshot_loader import Loaded, LoadFailed
+from psdist_server.snapshot_loader import ShardLoaded, ShardLoadFailed
 from psdist_server.store import cut_controller
 from tests.unit.server_driver import Driver, Floats, answered, entry_of, memory
 
@@ -237,7 +237,7 @@ async def test_updates_wait_where_there_is_no_room_for_copies() -> None:
     storage = Gated(memory())
     driver = Driver(storage)
     room = 4 * 4096 * 3 * 5
-    driver.host.saver = snapshot_writer.Saver(
+    driver.host.saver = snapshot_writer.SnapshotWriter(
         driver.host._holdings.get, lambda: storage, driver.reports.put_nowait, room
     )
     entry = await driver.create(entry_of(), noise())
@@ -261,7 +261,7 @@ async def test_updates_wait_where_there_is_no_room_for_copies() -> None:
 async def test_many_small_slices(room: int) -> None:
     """What follows from each other is no chain of calls within calls."""
     driver = Driver(memory())
-    driver.host.saver = snapshot_writer.Saver(
+    driver.host.saver = snapshot_writer.SnapshotWriter(
         driver.host._holdings.get, lambda: driver.storage, driver.reports.put_nowait, room
     )
     entry = await driver.create(entry_of(slice_elements=100), noise())
@@ -281,7 +281,7 @@ async def test_a_storage_that_takes_nothing_does_not_stop_training(monkeypatch: 
     storage = Gated(memory())
     driver = Driver(storage)
     room = 4 * 4096 * 3 * 5
-    driver.host.saver = snapshot_writer.Saver(
+    driver.host.saver = snapshot_writer.SnapshotWriter(
         driver.host._holdings.get, lambda: storage, driver.reports.put_nowait, room
     )
     entry = await driver.create(entry_of(), noise())
@@ -323,7 +323,7 @@ async def test_values_come_back_on_another_number_of_shards(driver: Driver) -> N
     entry = loading(restore, 3, shards=5)
     await other.follow(entry)
     await until(other, lambda: len(other.host.reports()) == 5)
-    assert set(other.host.reports()) == {Loaded("p", 0, shard, 1) for shard in range(5)}
+    assert set(other.host.reports()) == {ShardLoaded("p", 0, shard, 1) for shard in range(5)}
     assert other.arrays() == wanted
     await other.follow(replace(entry, ready=True))
     assert other.host.reports() == []
@@ -375,10 +375,11 @@ async def test_a_state_of_other_arrays_is_not_loaded(driver: Driver) -> None:
     _, restore = await save(driver, entry, 0)
     other = Driver(driver.storage)
     await other.follow(loading(restore, 0, optimizer=optim.Lion()))
-    await until(other, lambda: any(isinstance(report, LoadFailed) for report in other.host.reports()))
+    await until(other, lambda: any(isinstance(report, ShardLoadFailed) for report in other.host.reports()))
     (failed,) = other.host.reports()
     assert (
-        isinstance(failed, LoadFailed) and "has exp_avg state arrays, and exp_avg, exp_avg_sq" in failed.error.message
+        isinstance(failed, ShardLoadFailed)
+        and "has exp_avg state arrays, and exp_avg, exp_avg_sq" in failed.error.message
     )
     await other.close()
 
@@ -415,9 +416,9 @@ async def test_a_corrupt_file_is_reported_by_its_name(driver: Driver) -> None:
     await driver.storage.create(path, bytes(data))
     other = Driver(driver.storage)
     await other.follow(loading(restore, 0))
-    await until(other, lambda: any(isinstance(report, LoadFailed) for report in other.host.reports()))
+    await until(other, lambda: any(isinstance(report, ShardLoadFailed) for report in other.host.reports()))
     (failed,) = other.host.reports()
-    assert isinstance(failed, LoadFailed)
+    assert isinstance(failed, ShardLoadFailed)
     assert failed.error.code == "snapshot_corrupt" and name in failed.error.message
     assert failed.restore == restore
     await other.close()
@@ -428,9 +429,9 @@ async def test_other_parameters_are_not_loaded(driver: Driver) -> None:
     _, restore = await save(driver, entry, 0)
     other = Driver(driver.storage)
     await other.follow(loading(restore, 0, total=TOTAL + 1))
-    await until(other, lambda: any(isinstance(report, LoadFailed) for report in other.host.reports()))
+    await until(other, lambda: any(isinstance(report, ShardLoadFailed) for report in other.host.reports()))
     (failed,) = other.host.reports()
-    assert isinstance(failed, LoadFailed) and str(TOTAL + 1) in failed.error.message
+    assert isinstance(failed, ShardLoadFailed) and str(TOTAL + 1) in failed.error.message
     await other.close()
 
 

@@ -22,7 +22,7 @@ from psdist_server.core.events import (
     MembersChanged,
     NormKnown,
     PullRequested,
-    Refuse,
+    RefuseSlice,
     Reply,
     SliceAggregated,
     SliceApplied,
@@ -104,7 +104,7 @@ def test_bsp_step_from_the_future_is_refused_and_changes_nothing() -> None:
     shard = bsp()
     future = push(0, 1)
     (refusal,) = shard.on(future)
-    assert isinstance(refusal, Refuse) and isinstance(refusal.error, FutureStepError)
+    assert isinstance(refusal, RefuseSlice) and isinstance(refusal.error, FutureStepError)
     assert "step 0" in str(refusal.error)
     assert shard.on(push(0, 0)) == []
 
@@ -413,7 +413,7 @@ def test_an_old_incarnation_is_refused_although_its_pushes_go_on() -> None:
         shard.on(MembersChanged((TWO[0], again(1, 0))))
         stale = push(1, 0)
         [refusal] = shard.on(stale)
-        assert isinstance(refusal, Refuse) and isinstance(refusal.error, FencedError)
+        assert isinstance(refusal, RefuseSlice) and isinstance(refusal.error, FencedError)
 
 
 def test_asynchronous_what_departed_workers_pushed_is_known_when_they_go_on() -> None:

@@ -15,14 +15,14 @@ from snapshot_files import write
 
 from psdist.cli import snapshot
 from psdist.launch import final_snapshot
-from psdist.snapshots.format import Commit
+from psdist.snapshots.format import CommitRecord
 from psdist.v1 import scheduler_pb2 as pb
 
 Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def commits(tmp_path: Path) -> list[Commit]:
+def commits(tmp_path: Path) -> list[CommitRecord]:
     """Snapshots of the steps 10, 20 and 30 in the storage ``runs/digits``, whose weights are their step."""
     return [
         write(
@@ -36,7 +36,7 @@ def commits(tmp_path: Path) -> list[Commit]:
 
 
 @pytest.fixture
-def storage(tmp_path: Path, commits: list[Commit]) -> str:
+def storage(tmp_path: Path, commits: list[CommitRecord]) -> str:
     return str(tmp_path / "runs" / "digits")
 
 
@@ -55,7 +55,7 @@ def loaded(*argv: str, output: Output, status: int = 0) -> Any:
     return json.loads(output.readouterr().out)
 
 
-def spoil(storage: str, commit: Commit) -> str:
+def spoil(storage: str, commit: CommitRecord) -> str:
     """Flips a bit in a file of the snapshot; the file's name."""
     file = sorted((Path(storage) / "snapshots" / commit.directory).glob("*.safetensors"))[0]
     data = bytearray(file.read_bytes())
@@ -64,7 +64,7 @@ def spoil(storage: str, commit: Commit) -> str:
     return file.name
 
 
-def test_list(storage: str, commits: list[Commit], capsys: Output) -> None:
+def test_list(storage: str, commits: list[CommitRecord], capsys: Output) -> None:
     assert call("list", storage) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:]] == [
@@ -75,7 +75,9 @@ def test_list(storage: str, commits: list[Commit], capsys: Output) -> None:
     assert newest["run_id"] == "digits" and newest["bytes"] == commits[-1].bytes
 
 
-def test_a_commit_record_that_cannot_be_read_is_listed(storage: str, commits: list[Commit], capsys: Output) -> None:
+def test_a_commit_record_that_cannot_be_read_is_listed(
+    storage: str, commits: list[CommitRecord], capsys: Output
+) -> None:
     path = Path(storage) / commits[1].path
     path.write_bytes(path.read_bytes()[:-7])
     second = loaded("list", storage, "--format", "json", output=capsys)[1]
@@ -84,7 +86,7 @@ def test_a_commit_record_that_cannot_be_read_is_listed(storage: str, commits: li
     assert commits[1].path in capsys.readouterr().out
 
 
-def test_show(storage: str, commits: list[Commit], capsys: Output) -> None:
+def test_show(storage: str, commits: list[CommitRecord], capsys: Output) -> None:
     assert call("show", storage, "--step", "20") == 0
     text = capsys.readouterr().out
     for word in (commits[1].directory, "digits", "step 20", "replicas 1", "adam", "bsp", "w ", "4x6", "float32"):
@@ -96,7 +98,7 @@ def test_show(storage: str, commits: list[Commit], capsys: Output) -> None:
     assert len(model["files"]) == 2 and model["state_arrays"] == ["exp_avg", "exp_avg_sq"]
 
 
-def test_verify_reads_every_snapshot(storage: str, commits: list[Commit], capsys: Output) -> None:
+def test_verify_reads_every_snapshot(storage: str, commits: list[CommitRecord], capsys: Output) -> None:
     report = loaded("verify", storage, "--format", "json", output=capsys)
     assert report["ok"] and [one["name"] for one in report["snapshots"]] == [c.directory for c in reversed(commits)]
     file = spoil(storage, commits[0])
@@ -121,7 +123,7 @@ def test_export_takes_the_newest_or_the_one_that_is_named(storage: str, tmp_path
 
 
 def test_a_newest_snapshot_that_is_not_whole_is_passed_over_aloud(
-    storage: str, commits: list[Commit], tmp_path: Path, capsys: Output
+    storage: str, commits: list[CommitRecord], tmp_path: Path, capsys: Output
 ) -> None:
     manifest = Path(storage) / "snapshots" / commits[2].directory / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-1])
@@ -132,7 +134,7 @@ def test_a_newest_snapshot_that_is_not_whole_is_passed_over_aloud(
 
 
 def test_export_of_what_is_corrupt_names_the_file(
-    storage: str, commits: list[Commit], tmp_path: Path, capsys: Output
+    storage: str, commits: list[CommitRecord], tmp_path: Path, capsys: Output
 ) -> None:
     file = spoil(storage, commits[2])
     assert call("export", storage, "--out", str(tmp_path / "model")) == 1
@@ -140,7 +142,7 @@ def test_export_of_what_is_corrupt_names_the_file(
     assert not (tmp_path / "model").exists()
 
 
-def test_delete(storage: str, commits: list[Commit], monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+def test_delete(storage: str, commits: list[CommitRecord], monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     def left() -> list[int]:
         return [one["sequence"] for one in loaded("list", storage, "--format", "json", output=capsys)]
 
@@ -167,7 +169,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_record_that_cannot_be_read_can_be_deleted(storage: str, commits: list[Commit], capsys: Output) -> None:
+def test_a_record_that_cannot_be_read_can_be_deleted(storage: str, commits: list[CommitRecord], capsys: Output) -> None:
     (Path(storage) / commits[1].path).write_bytes(b"{}")
     assert call("delete", storage, "--snapshot", "2", "--yes") == 0
     capsys.readouterr()
@@ -193,7 +195,7 @@ def test_a_record_that_cannot_be_read_can_be_deleted(storage: str, commits: list
     ],
 )
 def test_wrong_use_says_what_is_wrong(
-    argv: list[str], status: int, words: list[str], tmp_path: Path, commits: list[Commit], capsys: Output
+    argv: list[str], status: int, words: list[str], tmp_path: Path, commits: list[CommitRecord], capsys: Output
 ) -> None:
     assert call(*(word.replace("RUNS", str(tmp_path / "runs")) for word in argv)) == status
     message = capsys.readouterr().err
@@ -204,7 +206,7 @@ def test_what_is_said_while_a_snapshot_is_taken() -> None:
     said: list[str] = []
     moved: list[float] = []
     clock = [0.0]
-    progress = final_snapshot.Progress(said.append, lambda: clock[0])
+    progress = final_snapshot.SaveProgress(said.append, lambda: clock[0])
     progress.moved = lambda: moved.append(clock[0])
     for clock[0], done in ((0.5, 1), (1.5, 2), (2.5, 3), (3.0, 4), (5.0, 4)):
         progress(pb.SaveSnapshotResponse(bytes_done=done << 20, bytes=4 << 20, waiting_for="for the disk"))

@@ -16,7 +16,7 @@ from psdist import optim
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import InvalidArgumentError, InvalidNameError, SnapshotCorruptError, StorageError
 from psdist.snapshots import format as layouts
-from psdist.snapshots.format import Commit, Manifest, ShardFile, shard_header, slice_offset
+from psdist.snapshots.format import CommitRecord, Manifest, ShardFile, shard_header, slice_offset
 from psdist.types import Layout, ParametersSpec, TensorSpec
 
 OPTIMIZERS = [
@@ -40,7 +40,7 @@ def manifest_of(*specs: ParametersSpec) -> Manifest:
     return Manifest("run", "000000000007-1-1-abcdef", 3, 1.5, "on demand", settings, tuple(states), (DATASET,))
 
 
-def commit() -> Commit:
+def commit() -> CommitRecord:
     """The record of ``manifest_of()``."""
     manifest = manifest_of()
     return commit_of(manifest, manifest.to_bytes(), 12)
@@ -77,7 +77,7 @@ def test_a_manifest_says_what_is_in_the_snapshot() -> None:
 
 def test_a_commit_record_comes_back_as_it_was() -> None:
     record = commit()
-    assert Commit.from_bytes(record.to_bytes(), record.path) == record
+    assert CommitRecord.from_bytes(record.to_bytes(), record.path) == record
     assert record.path == "commits/000000000012.json"
 
 
@@ -145,7 +145,7 @@ def test_what_says_nothing_is_not_written() -> None:
     ids=lambda data: repr(data[:12]),
 )
 def test_other_bytes_are_no_record_and_no_manifest(data: bytes) -> None:
-    for kind in (Commit, Manifest):
+    for kind in (CommitRecord, Manifest):
         with pytest.raises(SnapshotCorruptError, match=r"^some/file is not what was written") as caught:
             kind.from_bytes(data, "some/file")
         assert caught.value.details["file"] == "some/file"
@@ -176,7 +176,7 @@ def test_a_newer_format_names_the_remedy() -> None:
         Manifest.from_bytes(as_json(values), "m")
     record = {"format": 2, "anything": "else"}
     with pytest.raises(StorageError, match="format 2"):
-        Commit.from_bytes(as_json(record | {"digest": layouts.digest_of(as_json(record))}), "c")
+        CommitRecord.from_bytes(as_json(record | {"digest": layouts.digest_of(as_json(record))}), "c")
     with pytest.raises(SnapshotCorruptError, match="format is 0"):
         Manifest.from_bytes(as_json(values | {"format": 0}), "m")
 

@@ -14,12 +14,12 @@ from dict_storage import DictStorage, state_of, table_of, write_snapshot
 from psdist.errors import SnapshotCorruptError, StorageError, UnknownSnapshotError
 from psdist.snapshots import format as layouts
 from psdist.snapshots import reader
-from psdist.snapshots.format import Commit
-from psdist.snapshots.reader import Found, SliceReader, Unreadable
+from psdist.snapshots.format import CommitRecord
+from psdist.snapshots.reader import CommittedSnapshot, SliceReader, Unreadable
 from psdist.types import Layout, TensorSpec
 
 
-async def two_snapshots() -> tuple[DictStorage, Commit, Commit]:
+async def two_snapshots() -> tuple[DictStorage, CommitRecord, CommitRecord]:
     """A storage with a snapshot of step 7 and one of step 8 after it."""
     storage, state = DictStorage(), state_of()
     old, _ = await write_snapshot(storage, [state], {"net": table_of(state, 1)})
@@ -28,7 +28,7 @@ async def two_snapshots() -> tuple[DictStorage, Commit, Commit]:
     return storage, old, new
 
 
-async def restored(storage: DictStorage, found: Found) -> list[bytes]:
+async def restored(storage: DictStorage, found: CommittedSnapshot) -> list[bytes]:
     """All bytes of the parameters "net", as a server would load them, and of the workers' own states."""
     state = found.manifest.state("net")
     assert state is not None
@@ -62,20 +62,20 @@ def damages(data: bytes) -> Iterator[bytes]:
     yield data + b"\0"
 
 
-async def verified(storage: DictStorage, record: Commit | Unreadable) -> None:
+async def verified(storage: DictStorage, record: CommitRecord | Unreadable) -> None:
     if isinstance(record, Unreadable):
         raise record.error
     await reader.verify(storage, await reader.load_manifest(storage, record))
 
 
-def files_of(storage: DictStorage, commit: Commit) -> dict[str, bytes]:
+def files_of(storage: DictStorage, commit: CommitRecord) -> dict[str, bytes]:
     """All that belongs to one snapshot."""
     return {p: data for p, data in storage.files.items() if p == commit.path or f"/{commit.directory}/" in p}
 
 
 async def test_every_flipped_bit_and_every_truncation_is_told_by_the_files_name() -> None:
     storage, _, new = await two_snapshots()
-    found = Found(new, await reader.load_manifest(storage, new))
+    found = CommittedSnapshot(new, await reader.load_manifest(storage, new))
     for path, data in files_of(storage, new).items():
         for damaged in damages(data):
             storage.files[path] = damaged
@@ -99,7 +99,7 @@ async def test_every_flipped_bit_and_every_truncation_is_told_by_the_files_name(
 @pytest.mark.parametrize("every", [89, pytest.param(1, marks=pytest.mark.long)])
 async def test_what_is_restored_after_any_damage_is_the_snapshot_before(every: int) -> None:
     storage, old, new = await two_snapshots()
-    wanted = old.directory, await restored(storage, Found(old, await reader.load_manifest(storage, old)))
+    wanted = old.directory, await restored(storage, CommittedSnapshot(old, await reader.load_manifest(storage, old)))
     for path, data in files_of(storage, new).items():
         for damaged in list(damages(data))[::every]:
             storage.files[path] = damaged
@@ -217,10 +217,10 @@ async def test_missing_swapped_and_extra_files_are_told() -> None:
     with pytest.raises(SnapshotCorruptError, match=r"00000-of-00002.safetensors is not.*missing"):
         await reader.check_files(storage, manifest)
     with pytest.raises(SnapshotCorruptError, match="missing"):
-        await restored(storage, Found(new, manifest))
+        await restored(storage, CommittedSnapshot(new, manifest))
     storage.files = kept | {first: kept[second], second: kept[first]}
     with pytest.raises(SnapshotCorruptError, match="header"):
-        await restored(storage, Found(new, manifest))
+        await restored(storage, CommittedSnapshot(new, manifest))
     stranger = layouts.file_path(new.directory, "stranger.bin")
     storage.files = kept | {stranger: b""}
     with pytest.raises(SnapshotCorruptError, match=r"stranger.bin.*no file of this name"):
@@ -235,7 +235,7 @@ async def test_a_file_of_another_snapshot_with_the_same_name_is_told() -> None:
     file = next(iter(manifest.files))
     storage.files[layouts.file_path(new.directory, file)] = storage.files[layouts.file_path(old.directory, file)]
     with pytest.raises(SnapshotCorruptError, match="slice 0 has another digest"):
-        await restored(storage, Found(new, manifest))
+        await restored(storage, CommittedSnapshot(new, manifest))
 
 
 async def test_a_header_with_overlaps_holes_or_of_a_huge_size_is_refused() -> None:
@@ -250,7 +250,7 @@ async def test_a_header_with_overlaps_holes_or_of_a_huge_size_is_refused() -> No
         assert changed != data and len(changed) == len(data)
         storage.files[path] = changed
         with pytest.raises(SnapshotCorruptError, match="its header is not that of its slices"):
-            await restored(storage, Found(new, manifest))
+            await restored(storage, CommittedSnapshot(new, manifest))
 
 
 async def test_a_length_that_its_slices_do_not_need_is_refused() -> None:
@@ -290,7 +290,7 @@ async def test_a_header_is_read_once_for_all_slices_of_its_file() -> None:
     storage, _, new = await two_snapshots()
     manifest = await reader.load_manifest(storage, new)
     storage.reads.clear()
-    await restored(storage, Found(new, manifest))
+    await restored(storage, CommittedSnapshot(new, manifest))
     assert len(storage.reads) == 2 + 3 + 1
 
 

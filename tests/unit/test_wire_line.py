@@ -13,7 +13,7 @@ import uvloop
 
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError
 from psdist.wire import limits
-from psdist.wire.framed_socket import Line
+from psdist.wire.framed_socket import FramedSocket
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]
 
@@ -25,7 +25,7 @@ class End:
         self.messages: list[bytes] = []
         self.ends: list[PsdistError | None] = []
         self.changed = asyncio.Event()
-        self.line = Line(self.take, self.ended, **options)
+        self.line = FramedSocket(self.take, self.ended, **options)
 
     def take(self, message: bytes) -> None:
         if message == b"bad":

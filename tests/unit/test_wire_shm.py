@@ -21,7 +21,7 @@ import pytest
 
 from psdist.errors import SharingUnavailableError
 from psdist.wire import fd_passing, shm
-from psdist.wire.shm import GradientArena, Piece, Stitched, WeightsArena
+from psdist.wire.shm import GradientArena, MappedVector, Piece, WeightsArena
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -266,7 +266,7 @@ def test_slices_of_several_servers_are_one_vector(servers: int) -> None:
     sizes = [4096, 4096, 4096, 4096, 100]
     theirs = [WeightsArena.create(5, sum(sizes)) for _ in range(servers)]
     mine = [WeightsArena.open(os.dup(arena.fd), 5, sum(sizes)) for arena in theirs]
-    stitched = Stitched(sum(sizes))
+    stitched = MappedVector(sum(sizes))
     vector = stitched.vector
     assert stitched.show(pieces(mine, sizes)) and vector.size == sum(sizes) and not vector.flags.writeable
     for number, piece in enumerate(pieces(theirs, sizes)):
@@ -282,7 +282,7 @@ def test_a_slice_that_moved_is_shown_where_it_is_now() -> None:
     first, second = WeightsArena.create(3, sum(sizes)), WeightsArena.create(3, sum(sizes))
     first.weights[...] = 1.0
     second.weights[4096:8192] = 2.0
-    stitched = Stitched(sum(sizes))
+    stitched = MappedVector(sum(sizes))
     assert stitched.show(pieces([first], sizes))
     view = stitched.vector[4000:8200]
     assert stitched.show([Piece(4096, second, 4096)])
@@ -297,7 +297,7 @@ def test_a_slice_that_moved_is_shown_where_it_is_now() -> None:
 
 def test_slices_that_do_not_begin_on_a_page_are_not_stitched() -> None:
     arenas = [WeightsArena.create(3, 2500), WeightsArena.create(3, 2500)]
-    stitched = Stitched(2500)
+    stitched = MappedVector(2500)
     assert not stitched.show(pieces(arenas, [1000, 1000, 500]))
     assert stitched.show(pieces(arenas[:1], [1000, 1000, 500]))  # One range of one file.
 

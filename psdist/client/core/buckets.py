@@ -20,7 +20,7 @@ from psdist.types import Layout, Slicing
 
 
 @dataclass(frozen=True)
-class Cut:
+class SliceIndex:
     """Which tensors touch which slices."""
 
     layout: Layout
@@ -60,7 +60,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadySlices:
     """Slices to be sent now, ascending: with their values, and without (one of their tensors abstains)."""
 
     valued: tuple[int, ...]
@@ -74,7 +74,7 @@ class StepPlan:
         needs all tensors.
     """
 
-    def __init__(self, cut: Cut, *, whole: bool) -> None:
+    def __init__(self, cut: SliceIndex, *, whole: bool) -> None:
         self._cut = cut
         self._whole = whole
         #: Tensors that were given, and whether they abstain.
@@ -105,7 +105,7 @@ class StepPlan:
             chosen.add(number)
         return tuple(sorted(chosen))
 
-    def give(self, numbers: Iterable[int], *, abstain: bool) -> Ready:
+    def give(self, numbers: Iterable[int], *, abstain: bool) -> ReadySlices:
         """These tensors are there (``choose`` let them pass). What can be sent now is under way."""
         ready = []
         for number in numbers:
@@ -116,7 +116,7 @@ class StepPlan:
                     ready.append(index)
         self._under_way.update(ready)
         abstaining = {index for index in ready if self._abstains(index)}
-        return Ready(tuple(sorted(set(ready) - abstaining)), tuple(sorted(abstaining)))
+        return ReadySlices(tuple(sorted(set(ready) - abstaining)), tuple(sorted(abstaining)))
 
     def answer(self, slices: Iterable[int]) -> None:
         """These slices are answered."""

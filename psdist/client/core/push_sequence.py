@@ -3,7 +3,7 @@
 Pure: events are method calls, nothing waits. This is what makes a push exactly-once together with the servers'
 duplicate tables: a push keeps its number until every slice of it is answered, and what is sent again carries it.
 
-Invariants, checked by ``Request.answer`` and the tests:
+Invariants, checked by ``PendingRequest.answer`` and the tests:
 
 * A step (BSP) or sequence number (SSP, ASP) is used by one finished push, never by two.
 * The number grows only when a push is finished: after an error or a cancelled call the next push has the same number,
@@ -23,7 +23,7 @@ from psdist.errors import InternalError
 
 
 @dataclass(slots=True)
-class Request:
+class PendingRequest:
     """One push or pull under way: what was asked for and has not been answered."""
 
     #: BSP: the step; SSP and ASP: the sequence number. Pulls: the least version wanted.
@@ -53,11 +53,11 @@ class Request:
         self.staleness_sum += staleness
         self.staleness_max = max(self.staleness_max, staleness)
 
-    def part(self, slices: Iterable[int]) -> Request:
+    def part(self, slices: Iterable[int]) -> PendingRequest:
         """A request of the same number for those of ``slices`` that are unanswered; ``absorb`` brings it back."""
-        return Request(self.number, self.pending.intersection(slices))
+        return PendingRequest(self.number, self.pending.intersection(slices))
 
-    def absorb(self, part: Request) -> None:
+    def absorb(self, part: PendingRequest) -> None:
         """Counts what was answered to ``part`` as answered here."""
         self.pending.difference_update(part.versions)
         self.versions.update(part.versions)
@@ -71,7 +71,7 @@ class Request:
         return self.staleness_sum / len(self.versions) if self.versions else 0.0
 
 
-class Session:
+class PushSequence:
     """Steps and versions of one worker in one parameters of ``slices`` slices.
 
     consistency: None for a reader, which never pushes.
@@ -80,7 +80,7 @@ class Session:
     """
 
     def __init__(
-        self, slices: int, consistency: Consistency | None, first_step: int = 0, before: Session | None = None
+        self, slices: int, consistency: Consistency | None, first_step: int = 0, before: PushSequence | None = None
     ) -> None:
         self.consistency = consistency
         self.first_step = first_step if self.synchronous else 0
@@ -134,15 +134,15 @@ class Session:
             self._mark = mark
         return self._mark
 
-    def begin_push(self) -> Request:
+    def begin_push(self) -> PendingRequest:
         """The next push, with all slices unanswered. Beginning it again after a failure gives the same number."""
-        return Request(self.step, set(range(len(self.versions))))
+        return PendingRequest(self.step, set(range(len(self.versions))))
 
-    def begin_pull(self) -> Request:
+    def begin_pull(self) -> PendingRequest:
         """A pull of all slices. BSP members wait for the step they are at; others take what is there."""
-        return Request(self.step if self.synchronous else 0, set(range(len(self.versions))))
+        return PendingRequest(self.step if self.synchronous else 0, set(range(len(self.versions))))
 
-    def end_push(self, push: Request, *, seen: bool) -> None:
+    def end_push(self, push: PendingRequest, *, seen: bool) -> None:
         """All of ``push`` is answered: its number is used up.
 
         seen: the answers carried the weights, so that the next gradient is computed on their versions.
@@ -156,7 +156,7 @@ class Session:
         if self.synchronous:
             self._go_to(min(push.versions.values(), default=0))
 
-    def end_pull(self, pull: Request) -> None:
+    def end_pull(self, pull: PendingRequest) -> None:
         """All of ``pull`` is answered. BSP: a step that is over everywhere is not this worker's next one any more."""
         assert pull.finished
         self._see(pull)
@@ -167,6 +167,6 @@ class Session:
         if step > self.step:
             self.step, self._mark, self.partial, self.given = step, None, False, False
 
-    def _see(self, request: Request) -> None:
+    def _see(self, request: PendingRequest) -> None:
         for index, version in request.versions.items():
             self.versions[index] = version

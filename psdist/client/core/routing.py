@@ -18,7 +18,7 @@ from psdist.types import ClusterMap, ParametersEntry, Replica, ServerEntry
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class ServerNews:
     """What was heard since the newest map.
 
     gone: why a server is gone, for servers that the map still has.
@@ -51,7 +51,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RoutingPlan:
     """Where slices go.
 
     routes: one for each server that has some of them.
@@ -72,7 +72,7 @@ def find_entry(cluster: ClusterMap, parameters: str) -> ParametersEntry:
     return entry
 
 
-def why_gone(cluster: ClusterMap, news: News, server: Replica) -> str:
+def why_gone(cluster: ClusterMap, news: ServerNews, server: Replica) -> str:
     """Why this life of a server is over, as far as is known here; empty if it lasts."""
     if reason := news.gone.get(server, ""):
         return reason
@@ -80,7 +80,9 @@ def why_gone(cluster: ClusterMap, news: News, server: Replica) -> str:
     return "" if entry is not None and entry.incarnation == server.incarnation else "it left the cluster map"
 
 
-def plan(cluster: ClusterMap, parameters: str, wanted: Sequence[int] | None = None, news: News = News()) -> Plan:
+def plan(
+    cluster: ClusterMap, parameters: str, wanted: Sequence[int] | None = None, news: ServerNews = ServerNews()
+) -> RoutingPlan:
     """Where the slices of ``wanted`` (ascending; None means all) go.
 
     Raises UnknownParametersError, and ServerLostError where a shard of them is lost.
@@ -99,10 +101,10 @@ def plan(cluster: ClusterMap, parameters: str, wanted: Sequence[int] | None = No
             by_server.setdefault(server.server_id, []).append(index)
     live = {server.server_id: server for server in servers if server is not None}
     routes = tuple(_route(cluster, live[server_id], slices) for server_id, slices in by_server.items())
-    return Plan(routes, tuple(orphans), _reason(cluster, news, entry, orphans) if orphans else "")
+    return RoutingPlan(routes, tuple(orphans), _reason(cluster, news, entry, orphans) if orphans else "")
 
 
-def _live_primary(cluster: ClusterMap, news: News, entry: ParametersEntry, number: int) -> ServerEntry | None:
+def _live_primary(cluster: ClusterMap, news: ServerNews, entry: ParametersEntry, number: int) -> ServerEntry | None:
     shard = entry.shards[number]
     if shard.lost:
         raise ServerLostError(
@@ -117,7 +119,7 @@ def _route(cluster: ClusterMap, server: ServerEntry, slices: list[int]) -> Route
     return Route(server.server_id, server.incarnation, server.address, cluster.epoch, tuple(slices))
 
 
-def _reason(cluster: ClusterMap, news: News, entry: ParametersEntry, orphans: list[int]) -> str:
+def _reason(cluster: ClusterMap, news: ServerNews, entry: ParametersEntry, orphans: list[int]) -> str:
     numbers = sorted({index % len(entry.shards) for index in orphans})
     owners = list(dict.fromkeys(entry.shards[number].primary for number in numbers))
     shards = f"shard{'s' if numbers[1:] else ''} {', '.join(map(str, numbers))}"

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from psdist.client.core.push_sequence import Session
+from psdist.client.core.push_sequence import PushSequence
 
 
 @dataclass(frozen=True)
-class Answer:
+class MarkAnswer:
     """What is answered to Mark: by parameters, the next push, and the lowest one before which the state can be had that
     this worker keeps."""
 
@@ -26,7 +26,7 @@ class Answer:
     keeps: dict[str, int]
 
 
-class Pushes:
+class SnapshotMarks:
     """The open sessions of one life of this worker, by parameters."""
 
     def __init__(self) -> None:
@@ -34,15 +34,15 @@ class Pushes:
         self.mark = 0
         #: Pushes of this worker that were dropped, in all of its lives.
         self.dropped = 0
-        self.sessions: dict[str, Session] = {}
-        self._answer: Answer | None = None
+        self.sessions: dict[str, PushSequence] = {}
+        self._answer: MarkAnswer | None = None
 
     def begin_life(self) -> None:
         """The sessions of the life before do not count any more, nor do marks: what they were for was given up."""
         self.mark, self._answer = 0, None
         self.sessions.clear()
 
-    def enter(self, parameters: str, session: Session) -> None:
+    def enter(self, parameters: str, session: PushSequence) -> None:
         """This worker takes part in ``parameters``."""
         self.sessions[parameters] = session
 
@@ -58,13 +58,13 @@ class Pushes:
         """Parameters of whose next push a part is on its way."""
         return [name for name, session in self.sessions.items() if session.unfinished and session.partial]
 
-    def answer(self, attempt: int, keeps: Callable[[], dict[str, int]] = dict) -> Answer | None:
+    def answer(self, attempt: int, keeps: Callable[[], dict[str, int]] = dict) -> MarkAnswer | None:
         """The answer to Mark; None if it comes late. Pushes that begin from now on carry the mark.
 
         keeps: called once for an attempt.
         """
         if attempt > self.mark:
-            self.mark, self._answer = attempt, Answer(self.next(), keeps())
+            self.mark, self._answer = attempt, MarkAnswer(self.next(), keeps())
         return self._answer if attempt == self.mark else None
 
     def end(self, attempt: int) -> None:
@@ -73,6 +73,6 @@ class Pushes:
             self._answer = None
 
     @property
-    def unheard(self) -> tuple[int, Answer] | None:
+    def unheard(self) -> tuple[int, MarkAnswer] | None:
         """The attempt under way and its answer, which a new session tells again: the one before may have lost it."""
         return None if self._answer is None else (self.mark, self._answer)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from psdist.client.core.snapshot_marks import Pushes
+from psdist.client.core.snapshot_marks import SnapshotMarks
 from psdist.errors import PsdistError
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -61,7 +61,7 @@ class ReportedWait:
 class Activities:
     """The activity of one client. is_alone: whether one thread alone makes calls, which nobody else can end."""
 
-    def __init__(self, pushes: Pushes) -> None:
+    def __init__(self, pushes: SnapshotMarks) -> None:
         self._pushes = pushes
         self.is_alone: Callable[[], bool] = lambda: False
         self._sequence = 0

@@ -11,7 +11,7 @@ import asyncio
 from typing import Any, Final
 
 from psdist.client.session.registration import Registration
-from psdist.client.session.scheduler_session import SchedulerLink
+from psdist.client.session.scheduler_session import WorkerSession
 from psdist.errors import FencedError, PsdistError, WaitTimeoutError
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -22,7 +22,7 @@ _WITHDRAW_SECONDS: Final = 5.0
 class Barrier:
     """The barrier ``name``."""
 
-    def __init__(self, link: SchedulerLink, name: str) -> None:
+    def __init__(self, link: WorkerSession, name: str) -> None:
         self._link = link
         self._name = name
         self._origin = link.registration.incarnation

@@ -12,18 +12,18 @@ from __future__ import annotations
 import asyncio
 
 from psdist.client.core import routing
-from psdist.client.core.routing import News
+from psdist.client.core.routing import ServerNews
 from psdist.errors import FencedError, PsdistError, ServerUnreachableError
 from psdist.types import ClusterMap, Replica
 
 
-class ClusterWatch:
+class ClusterView:
     """The newest map and the news, with futures for those who wait."""
 
     def __init__(self, cluster: ClusterMap) -> None:
         self.cluster = cluster
         #: Replaced, never changed, so that who keeps it can see whether there is more.
-        self.news = News()
+        self.news = ServerNews()
         #: Set once: nothing this client sends counts any more.
         self.fatal: PsdistError | None = None
         #: Set while this client's life is over and the next has not begun.
@@ -38,7 +38,9 @@ class ClusterWatch:
         if cluster.epoch < self.cluster.epoch:
             return
         self.cluster = cluster
-        self.news = News(lost={name: text for name, text in self.news.lost.items() if cluster.entry(name) is not None})
+        self.news = ServerNews(
+            lost={name: text for name, text in self.news.lost.items() if cluster.entry(name) is not None}
+        )
         self._look()
 
     def see_loss(self, server_id: str, reason: str) -> None:
@@ -46,12 +48,12 @@ class ClusterWatch:
         server = self.cluster.server(server_id)
         if server is not None:
             gone = {**self.news.gone, Replica(server_id, server.incarnation): reason}
-            self.news = News(gone, self.news.lost)
+            self.news = ServerNews(gone, self.news.lost)
             self._look()
 
     def see_shards_lost(self, parameters: str, text: str) -> None:
         """News that a part of some parameters is lost for good."""
-        self.news = News(self.news.gone, {**self.news.lost, parameters: text})
+        self.news = ServerNews(self.news.gone, {**self.news.lost, parameters: text})
         self._look()
 
     def see_fatal(self, error: PsdistError) -> None:
@@ -67,7 +69,7 @@ class ClusterWatch:
     def begin_life(self, cluster: ClusterMap) -> None:
         """The client was registered anew, and this is the map."""
         self.fenced = None
-        self.cluster, self.news = cluster, News()
+        self.cluster, self.news = cluster, ServerNews()
         self._look()
 
     # --- who waits ----------------------------------------------------------------------------------------------------

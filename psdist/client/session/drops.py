@@ -27,7 +27,7 @@ def check_on_drop(value: object) -> None:
         raise InvalidArgumentError(f"on_drop={value!r:.60} is unknown: use one of {', '.join(get_args(OnDrop))}")
 
 
-class Drops:
+class DropCounter:
     """The dropped pushes of one handle. count: all of them."""
 
     def __init__(self, on_drop: OnDrop) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from psdist.client.session.wait_tracker import Waits
+from psdist.client.session.wait_tracker import WaitTracker
 from psdist.errors import (
     ClosedError,
     DuplicateMemberError,
@@ -30,7 +30,7 @@ _NOT_A_SCHEDULER: Final = (grpc.StatusCode.UNIMPLEMENTED,)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class SchedulerTarget:
     """Where the scheduler is and who wants to join."""
 
     address: str
@@ -73,7 +73,7 @@ class Registrar:
     """Registers one client. stub: the scheduler's. metadata: of every call."""
 
     def __init__(
-        self, target: Target, version: str, stub: Any, metadata: Any, waits: Waits, rng: random.Random
+        self, target: SchedulerTarget, version: str, stub: Any, metadata: Any, waits: WaitTracker, rng: random.Random
     ) -> None:
         self._target = target
         self._version = version

@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import grpc
 import grpc.aio
 
-from psdist.client.core.snapshot_marks import Answer, Pushes
+from psdist.client.core.snapshot_marks import MarkAnswer, SnapshotMarks
 from psdist.client.session.activity import Activities
-from psdist.client.session.cluster_view import ClusterWatch, again
-from psdist.client.session.registration import Registrar, Registration, Target
+from psdist.client.session.cluster_view import ClusterView, again
+from psdist.client.session.registration import Registrar, Registration, SchedulerTarget
 from psdist.client.session.stopping import Stopping
-from psdist.client.session.wait_tracker import Wait, Waits
-from psdist.client.session.worker_state import HandIns, States
+from psdist.client.session.wait_tracker import Wait, WaitTracker
+from psdist.client.session.worker_state import StateUploads, WorkerStates
 from psdist.errors import (
     ClosedError,
     FencedError,
@@ -51,8 +51,8 @@ from psdist.wire import auth, channels, convert, limits, status
 from psdist.wire.backoff import Backoff
 
 if TYPE_CHECKING:
-    from psdist.client.core.push_sequence import Session
-    from psdist.client.transport.shm.attachment import Sharing
+    from psdist.client.core.push_sequence import PushSequence
+    from psdist.client.transport.shm.attachment import SharedMemory
 
 logger = logging.getLogger("psdist")
 T = TypeVar("T")
@@ -70,15 +70,15 @@ class Expulsion:
     rolled_back: bool
 
 
-class SchedulerLink:
+class WorkerSession:
     """One membership. ``connect`` once, ``close`` once; everything else in between.
 
     rejoins: whether it registers anew when it was expelled; else that is the end.
     """
 
-    def __init__(self, target: Target, version: str, rng: random.Random, *, rejoins: bool = True) -> None:
+    def __init__(self, target: SchedulerTarget, version: str, rng: random.Random, *, rejoins: bool = True) -> None:
         self.target = target
-        self.waits = Waits()
+        self.waits = WaitTracker()
         self.rng = rng
         self.metadata = auth.metadata(target.token)
         self._channel = channels.open_channel(target.address, limits.CONTROL_MESSAGE_BYTES)
@@ -95,19 +95,19 @@ class SchedulerLink:
         #: Time of the last heartbeat, and the longest silence between two of this life, in seconds.
         self._beaten = self._silence = 0.0
         #: What each open handle shares with servers; told in the heartbeats.
-        self.sharings: list[Sharing] = []
+        self.sharings: list[SharedMemory] = []
         #: The next pushes of all of this worker's parameters.
-        self.pushes = Pushes()
+        self.pushes = SnapshotMarks()
         #: Parameters that were ready when this life began: whoever takes part in them joins a training under way.
         self.ready_before: frozenset[str] = frozenset()
-        self.hand_ins = HandIns(self, self._tell_failed)
-        self.states = States(self.hand_ins.put, self._tell_failed)
+        self.hand_ins = StateUploads(self, self._tell_failed)
+        self.states = WorkerStates(self.hand_ins.put, self._tell_failed)
         #: What goes up the session that is open, besides heartbeats.
         self._reports: asyncio.Queue[scheduler_pb2.SessionRequest] = asyncio.Queue()
         self.stopping = Stopping(self.pushes, self._report_stop, lambda: self.is_heard)
         self.activities = Activities(self.pushes)
         self._registration: Registration | None = None
-        self._watch: ClusterWatch | None = None
+        self._watch: ClusterView | None = None
 
     @property
     def peer(self) -> str:
@@ -122,7 +122,7 @@ class SchedulerLink:
         return self._registration
 
     @property
-    def watch(self) -> ClusterWatch:
+    def watch(self) -> ClusterView:
         """The cluster as last heard of. Raises ClosedError before ``connect``."""
         if self._watch is None:
             raise ClosedError("the client is not connected: use it in a with block, or call connect() first")
@@ -137,7 +137,7 @@ class SchedulerLink:
         ProtocolMismatchError, WrongRunError, DuplicateMemberError, UnauthenticatedError, LimitExceededError.
         """
         until = asyncio.get_running_loop().time() + timeout
-        self._watch = ClusterWatch(self._begin_life(await self._registrar.register(timeout)))
+        self._watch = ClusterView(self._begin_life(await self._registrar.register(timeout)))
         self._session = asyncio.create_task(self._keep_session(), name="psdist session")
         self._session.add_done_callback(self._session_ended)
         with self.waits.open(f"for {self.peer} to accept the session"):
@@ -360,7 +360,7 @@ class SchedulerLink:
             keeps = scheduler_pb2.SnapshotReport.Keeps(parameters=self.states.names)
             self._report_snapshot(scheduler_pb2.SnapshotReport(keeps=keeps))
 
-    def _tell_marked(self, attempt: int, answer: Answer) -> None:
+    def _tell_marked(self, attempt: int, answer: MarkAnswer) -> None:
         marked = scheduler_pb2.SnapshotReport.Marked(next=answer.next, keeps=answer.keeps)
         self._report_snapshot(scheduler_pb2.SnapshotReport(attempt=attempt, marked=marked))
 
@@ -474,14 +474,14 @@ class SchedulerLink:
             await self.stub.Leave(request, metadata=self.metadata, timeout=_LEAVE_SECONDS)
 
 
-def _rolled_back(news: scheduler_pb2.SessionResponse.RolledBack, sessions: Mapping[str, Session]) -> FencedError:
+def _rolled_back(news: scheduler_pb2.SessionResponse.RolledBack, sessions: Mapping[str, PushSequence]) -> FencedError:
     """What ends this life where the run went back to a snapshot. The user reads in the log what is lost."""
     lost = [text for part in news.lost if (text := _lost_steps(part, sessions.get(part.parameters)))]
     logger.warning("%s. Lost: %s", news.text.rstrip("."), ", ".join(lost) or "nothing")
     return FencedError(f"the run went back to snapshot {news.directory}", rolled_back=news.directory)
 
 
-def _lost_steps(part: scheduler_pb2.SessionResponse.RolledBack.Lost, session: Session | None) -> str:
+def _lost_steps(part: scheduler_pb2.SessionResponse.RolledBack.Lost, session: PushSequence | None) -> str:
     """ "steps 12 to 19 of 'mlp'"; empty for none. This worker may know of later ones than the scheduler."""
     first, until = getattr(part, "from"), part.until
     if session is not None and session.synchronous:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from psdist.client.session.scheduler_session import SchedulerLink
+from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.session.wait_tracker import Wait
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -38,7 +38,7 @@ class SnapshotInfo:
 
 
 async def save(
-    link: SchedulerLink,
+    link: WorkerSession,
     request: pb.SaveSnapshotRequest,
     wait: Wait,
     heard: Callable[[], None] = lambda: None,

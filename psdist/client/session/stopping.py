@@ -13,8 +13,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from psdist.client.core.push_sequence import Session
-from psdist.client.core.snapshot_marks import Pushes
+from psdist.client.core.push_sequence import PushSequence
+from psdist.client.core.snapshot_marks import SnapshotMarks
 from psdist.v1 import scheduler_pb2 as pb
 
 #: A scheduler that is not heard for so long is not waited for: this worker leaves without it.
@@ -29,7 +29,9 @@ class Stopping:
     send: puts a report on the session. is_heard: whether the scheduler answers.
     """
 
-    def __init__(self, pushes: Pushes, send: Callable[[pb.StopReport], None], is_heard: Callable[[], bool]) -> None:
+    def __init__(
+        self, pushes: SnapshotMarks, send: Callable[[pb.StopReport], None], is_heard: Callable[[], bool]
+    ) -> None:
         self._pushes = pushes
         self._send = send
         self._is_heard = is_heard
@@ -102,6 +104,6 @@ class Stopping:
         except TimeoutError:
             return
 
-    def _is_awaited(self, name: str, session: Session) -> bool:
+    def _is_awaited(self, name: str, session: PushSequence) -> bool:
         """Whether a push is under way that is to be finished, and given as a whole before."""
         return session.unfinished and session.step < self._ends.get(name, session.step + 1)

@@ -21,7 +21,7 @@ _SENTENCES_MAX: Final = 16
 
 
 class Wait:
-    """One wait, which lasts as long as its ``with`` block. Made by ``Waits.open``."""
+    """One wait, which lasts as long as its ``with`` block. Made by ``WaitTracker.open``."""
 
     def __init__(self, reason: str, open_waits: dict[int, Wait], loop: asyncio.AbstractEventLoop) -> None:
         self.reason = reason
@@ -79,7 +79,7 @@ class Wait:
             logger.warning("%s", self.sentence)
 
 
-class Waits:
+class WaitTracker:
     """The open waits of one client."""
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """What a worker keeps for itself and hands in for snapshots: a codec's residual, say, that no server has.
 
 A state belongs to one worker's pushes of one set of parameters. A snapshot needs it as it is between the last push that
-is in the snapshot and the next one, whatever the script is doing: ``States`` looks at the pushes as they begin and end,
-and takes it there. In BSP a worker may have begun the push that the cut comes before, so what ``save`` gave when a push
-began is kept until the push is over.
+is in the snapshot and the next one, whatever the script is doing: ``WorkerStates`` looks at the pushes as they begin
+and end, and takes it there. In BSP a worker may have begun the push that the cut comes before, so what ``save`` gave
+when a push began is kept until the push is over.
 
 Invariants: a state is taken at exactly one place between two pushes, or not at all; nothing that was taken for an
 attempt that is over is handed in for another. Not here: the numbers of pushes (``push_sequence``), the files (the
@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from psdist.client.core.push_sequence import Session
+from psdist.client.core.push_sequence import PushSequence
 from psdist.errors import (
     FencedError,
     InternalError,
@@ -36,7 +36,7 @@ from psdist.wire.backoff import Backoff
 
 if TYPE_CHECKING:
     from psdist.client.session.registration import Registration
-    from psdist.client.session.scheduler_session import SchedulerLink
+    from psdist.client.session.scheduler_session import WorkerSession
 
 logger = logging.getLogger("psdist")
 
@@ -56,12 +56,12 @@ class _Kept:
 
     save: Save
     restore: Restore
-    session: Session
+    session: PushSequence
     before: State | None = None
     wanted: tuple[int, int] | None = None
 
 
-class States:
+class WorkerStates:
     """The states that one client keeps.
 
     hand_in: gets each that was taken: attempt, parameters, the number of the push that it is before, and arrays that
@@ -80,11 +80,11 @@ class States:
         """The parameters that a state is kept of."""
         return tuple(self._kept)
 
-    def keep(self, parameters: str, save: Save, restore: Restore, session: Session) -> None:
+    def keep(self, parameters: str, save: Save, restore: Restore, session: PushSequence) -> None:
         """From now on there is a state of these parameters."""
         self._kept[parameters] = _Kept(save, restore, session)
 
-    def begin_life(self, parameters: str, session: Session) -> Restore | None:
+    def begin_life(self, parameters: str, session: PushSequence) -> Restore | None:
         """This worker takes part in the parameters anew. Returns what gets its state, where it keeps one."""
         kept = self._kept.get(parameters)
         if kept is None:
@@ -106,7 +106,7 @@ class States:
             kept.before = None
             self._look(parameters, kept)
 
-    def mark(self, attempt: int, sessions: Mapping[str, Session], steps: Mapping[str, int]) -> dict[str, int]:
+    def mark(self, attempt: int, sessions: Mapping[str, PushSequence], steps: Mapping[str, int]) -> dict[str, int]:
         """An attempt wants what is kept. Returns the lowest push before which each can be had.
 
         sessions: of this life. steps: the cut's, by BSP parameters.
@@ -173,10 +173,10 @@ def check_state(parameters: str, state: object) -> State:
     return dict(state)
 
 
-class HandIns:
+class StateUploads:
     """What is on its way to the scheduler."""
 
-    def __init__(self, link: SchedulerLink, failed: Callable[[int, PsdistError], None]) -> None:
+    def __init__(self, link: WorkerSession, failed: Callable[[int, PsdistError], None]) -> None:
         self._link = link
         self._failed = failed
         #: By parameters. A newer attempt's replaces an older's.
@@ -228,7 +228,7 @@ class HandIns:
             await asyncio.sleep(backoff.next_seconds())
 
 
-async def fetch(link: SchedulerLink, parameters: str) -> State:
+async def fetch(link: WorkerSession, parameters: str) -> State:
     """What the worker of this rank handed in for the snapshot that the parameters began from; empty where it did not.
 
     Raises SnapshotCorruptError, StorageError, FencedError.

@@ -23,7 +23,7 @@ from psdist.types import Layout, Slicing
 _LENT_MAX: Final = 2
 
 
-class Vectors:
+class BufferPool:
     """Vectors of ``layout``, each made when it is first needed."""
 
     def __init__(self, layout: Layout) -> None:
@@ -54,7 +54,7 @@ class Vectors:
 
 
 @dataclass
-class Arrival:
+class PullTarget:
     """Where the weights of one call arrive.
 
     target: takes the weights of each slice that is in ``received``.

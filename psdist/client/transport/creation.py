@@ -16,11 +16,11 @@ from typing import Any
 
 from psdist.client.core import routing
 from psdist.client.core.partition import Flat
-from psdist.client.core.push_sequence import Request
-from psdist.client.core.routing import Plan
-from psdist.client.session.scheduler_session import SchedulerLink
+from psdist.client.core.push_sequence import PendingRequest
+from psdist.client.core.routing import RoutingPlan
+from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.transport.data_path import DataPath
-from psdist.client.transport.requests import InstallJob, Sender
+from psdist.client.transport.requests import InstallJob, RequestIdentity
 from psdist.errors import SchedulerUnreachableError, StaleEpochError, UnknownParametersError
 from psdist.types import Layout, ParametersEntry, ParametersSpec, Replica
 from psdist.v1 import scheduler_pb2 as pb
@@ -33,7 +33,7 @@ _COMMIT_AGAIN_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class CreatedParameters:
     """Parameters that can be used.
 
     resumed: the push that was asked for goes on, under its number. notice: what their user should know of how they
@@ -53,13 +53,13 @@ class Ready:
 
 
 async def create(
-    link: SchedulerLink,
+    link: WorkerSession,
     data: DataPath,
     spec: ParametersSpec,
     layout: Layout,
     values: Flat | None,
     resume: pb.ResumePush | None = None,
-) -> Ready:
+) -> CreatedParameters:
     """Creates the parameters, or attaches to them. Returns when they are ready.
 
     values: None where they were ready before, and this worker takes part again; then ``resume`` is the push that it
@@ -78,7 +78,7 @@ async def create(
     )
     waits = link.activities.waits(limited=False, call=True)
 
-    async def handle(response: Any) -> Ready | None:
+    async def handle(response: Any) -> CreatedParameters | None:
         if response.HasField("map"):
             link.watch.see_map(convert.map_from_proto(response.map))
         if response.state == pb.CreateParametersResponse.STATE_UPLOAD:
@@ -91,7 +91,7 @@ async def create(
         elif response.state == pb.CreateParametersResponse.STATE_READY:
             link.raise_if_out(mine.incarnation)  # It was long on its way: as a new life this worker is no member yet.
             entry = routing.find_entry(link.watch.cluster, spec.name)
-            return Ready(entry, layout, response.first_step, response.resumed, response.notice)
+            return CreatedParameters(entry, layout, response.first_step, response.resumed, response.notice)
         return None
 
     with waits, link.waits.open(f"for {link.peer} to create {spec.name!r}") as wait:
@@ -99,29 +99,29 @@ async def create(
         return await link.follow(link.stub.CreateParameters, request, wait, handle)
 
 
-async def describe(link: SchedulerLink, name: str) -> Ready:
+async def describe(link: WorkerSession, name: str) -> CreatedParameters:
     """Waits until the parameters exist and are ready."""
     mine = link.registration
     request = pb.DescribeParametersRequest(
         run_id=mine.run_id, worker_id=mine.worker_id, incarnation=mine.incarnation, parameters=name
     )
 
-    async def handle(response: Any) -> Ready | None:
+    async def handle(response: Any) -> CreatedParameters | None:
         if not response.HasField("spec"):
             return None
         link.watch.see_map(convert.map_from_proto(response.map))
         layout = convert.layout_from_proto(response.layout)
-        return Ready(routing.find_entry(link.watch.cluster, name), layout, first_step=0)
+        return CreatedParameters(routing.find_entry(link.watch.cluster, name), layout, first_step=0)
 
     with link.waits.open(f"for {name!r} to be created") as wait:
         return await link.follow(link.stub.DescribeParameters, request, wait, handle)
 
 
-async def _upload(link: SchedulerLink, data: DataPath, name: str, values: Flat, placed: dict[int, Replica]) -> None:
+async def _upload(link: WorkerSession, data: DataPath, name: str, values: Flat, placed: dict[int, Replica]) -> None:
     """Puts all slices on their primaries. ``placed`` says which of them have theirs, and to whom they went."""
     mine = link.registration
 
-    def planner(slices: Sequence[int]) -> Plan:
+    def planner(slices: Sequence[int]) -> RoutingPlan:
         link.raise_if_out(mine.incarnation)
         return routing.plan(link.watch.cluster, name, slices, link.watch.news)
 
@@ -132,8 +132,8 @@ async def _upload(link: SchedulerLink, data: DataPath, name: str, values: Flat, 
         if not missing:
             return
         job = InstallJob(
-            sender=Sender(mine.run_id, mine.worker_id, mine.incarnation, name),
-            request=Request(0, set(missing)),
+            sender=RequestIdentity(mine.run_id, mine.worker_id, mine.incarnation, name),
+            request=PendingRequest(0, set(missing)),
             slicing=entry.slicing,
             flat=values,
             title=f"the upload of {name!r}",
@@ -146,7 +146,7 @@ def _primary(entry: ParametersEntry, index: int) -> Replica:
     return entry.shards[index % len(entry.shards)].primary
 
 
-async def _commit(link: SchedulerLink, name: str) -> None:
+async def _commit(link: WorkerSession, name: str) -> None:
     mine = link.registration
     request = pb.CommitParametersRequest(
         run_id=mine.run_id,

@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import grpc
 import grpc.aio
 
-from psdist.client.core.push_sequence import Request
-from psdist.client.core.routing import Plan, Route
+from psdist.client.core.push_sequence import PendingRequest
+from psdist.client.core.routing import Route, RoutingPlan
 from psdist.client.session.cluster_view import again
-from psdist.client.session.scheduler_session import SchedulerLink
+from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.session.wait_tracker import Wait
-from psdist.client.transport.requests import Sender
-from psdist.client.transport.write_queue import Turns
+from psdist.client.transport.requests import RequestIdentity
+from psdist.client.transport.write_queue import WriteQueue
 from psdist.errors import ClosedError, PsdistError, ServerUnreachableError, StaleEpochError
 from psdist.wire import channels, malloc_options, status
 from psdist.wire.backoff import Backoff
 
 if TYPE_CHECKING:
-    from psdist.client.transport.shm.attachment import Sharing
+    from psdist.client.transport.shm.attachment import SharedMemory
 
 logger = logging.getLogger("psdist")
 
@@ -45,7 +45,7 @@ _WRITE_FAILED: Final = "Internal error from Core"
 _SERVICE: Final = "/psdist.v1.ServerService/"
 
 #: Where slices go, by the newest map. Raises why the call cannot go on.
-Planner = Callable[[Sequence[int]], Plan]
+Planner = Callable[[Sequence[int]], RoutingPlan]
 
 
 class Job(Protocol):
@@ -55,10 +55,10 @@ class Job(Protocol):
     method: str
     #: What the user did, for messages: "step 12 of 'mlp'".
     title: str
-    request: Request
-    sender: Sender
+    request: PendingRequest
+    sender: RequestIdentity
     #: The memory shared with servers, for jobs that can use it.
-    sharing: Sharing | None
+    sharing: SharedMemory | None
 
     def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
         """The requests for the slices of ``route``, in their order, each with the slice it is for."""
@@ -70,12 +70,12 @@ class Job(Protocol):
 class DataPath:
     """Channels to servers, and the way of a job over them."""
 
-    def __init__(self, link: SchedulerLink) -> None:
+    def __init__(self, link: WorkerSession) -> None:
         malloc_options.keep_buffers()
         self._link = link
         self._methods: dict[tuple[str, str], Any] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._turns: defaultdict[str, Turns] = defaultdict(Turns)
+        self._turns: defaultdict[str, WriteQueue] = defaultdict(WriteQueue)
         #: Slices that were asked for more than once, by parameters' name.
         self.resent: Counter[str] = Counter()
         #: What the last call waited for when it was given up.
@@ -97,7 +97,7 @@ class DataPath:
         for channel in opened:
             await channel.close()
 
-    async def _spread(self, job: Job, planner: Planner, plan: Plan) -> None:
+    async def _spread(self, job: Job, planner: Planner, plan: RoutingPlan) -> None:
         parts = [self._drive(job, planner, route) for route in plan.routes]
         if plan.orphans:
             parts.append(self._adopt(job, planner, plan))
@@ -106,7 +106,7 @@ class DataPath:
         elif parts:
             await all_or_first_error(parts)
 
-    async def _adopt(self, job: Job, planner: Planner, plan: Plan) -> None:
+    async def _adopt(self, job: Job, planner: Planner, plan: RoutingPlan) -> None:
         """Waits until the scheduler says who has the orphans of ``plan`` now, and gets them answered there."""
         orphans = plan.orphans
         with self._link.waits.open(f"{plan.reason}, for {job.title}") as wait:
@@ -196,7 +196,7 @@ def _worth_another(error: PsdistError) -> PsdistError:
     raise again(error) from None
 
 
-async def _send(call: Any, job: Job, route: Route, turns: Turns) -> None:
+async def _send(call: Any, job: Job, route: Route, turns: WriteQueue) -> None:
     """Writes all messages. A stream that breaks meanwhile is left for its reader to report."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         for index, message in job.messages(route):

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 
 from psdist.client.core import routing
 from psdist.client.core.partition import Flat
-from psdist.client.core.push_sequence import Request, Session
-from psdist.client.core.routing import News, Plan
+from psdist.client.core.push_sequence import PendingRequest, PushSequence
+from psdist.client.core.routing import RoutingPlan, ServerNews
 from psdist.client.session.activity import ReportedWait
 from psdist.client.session.registration import Registration
-from psdist.client.session.scheduler_session import Expulsion, SchedulerLink
+from psdist.client.session.scheduler_session import Expulsion, WorkerSession
 from psdist.client.session.worker_state import Restore, Save, State, check_state, fetch
 from psdist.client.transport import creation
-from psdist.client.transport.buffer_pool import Arrival
-from psdist.client.transport.creation import Ready
+from psdist.client.transport.buffer_pool import PullTarget
+from psdist.client.transport.creation import CreatedParameters
 from psdist.client.transport.data_path import DataPath, Job
-from psdist.client.transport.requests import PullJob, PushJob, PushPullJob, Sender, Traffic
-from psdist.client.transport.shm.attachment import Sharing
+from psdist.client.transport.requests import ByteCounters, PullJob, PushJob, PushPullJob, RequestIdentity
+from psdist.client.transport.shm.attachment import SharedMemory
 from psdist.compression import Cast
 from psdist.config import Transport
 from psdist.consistency import BSP, SSP
@@ -46,18 +46,20 @@ class Options:
 class Exchange:
     """The way of one handle's calls to the servers."""
 
-    def __init__(self, link: SchedulerLink, data: DataPath, ready: Ready, options: Options, *, member: bool) -> None:
+    def __init__(
+        self, link: WorkerSession, data: DataPath, ready: CreatedParameters, options: Options, *, member: bool
+    ) -> None:
         spec = ready.entry.spec
         self.slicing: Slicing = ready.entry.slicing
         #: Where the values came from, and how often they began anew from a snapshot.
         self.restore, self.generation = ready.entry.restore, ready.entry.generation
         self.options = options
-        self.traffic = Traffic()
+        self.traffic = ByteCounters()
         self._name = spec.name
         self._link = link
         self._data = data
         self._every = range(self.slicing.count)
-        self._planned: tuple[ClusterMap, News, Plan] | None = None
+        self._planned: tuple[ClusterMap, ServerNews, RoutingPlan] | None = None
         self._spec, self._layout, self._member = spec, ready.layout, member
         #: Another one in each incarnation of this worker.
         self.session = self._make_session(ready)
@@ -71,16 +73,16 @@ class Exchange:
         self._sender = self._make_sender(link.registration)
         # Between its own pushes a member's weights stand still, if nobody goes on without it.
         stable = member and isinstance(spec.consistency, BSP) and not spec.consistency.backup_workers
-        self.sharing = Sharing(
+        self.sharing = SharedMemory(
             link, data, self._sender, ready.entry, options.codec.dtype, options.transport, member=member, stable=stable
         )
 
-    def _make_sender(self, mine: Registration) -> Sender:
-        return Sender(mine.run_id, mine.worker_id, mine.incarnation, self._name)
+    def _make_sender(self, mine: Registration) -> RequestIdentity:
+        return RequestIdentity(mine.run_id, mine.worker_id, mine.incarnation, self._name)
 
-    def _make_session(self, ready: Ready, before: Session | None = None) -> Session:
+    def _make_session(self, ready: CreatedParameters, before: PushSequence | None = None) -> PushSequence:
         consistency = self._spec.consistency if self._member else None
-        session = Session(self.slicing.count, consistency, ready.first_step, before)
+        session = PushSequence(self.slicing.count, consistency, ready.first_step, before)
         if self._member:
             self._link.pushes.enter(self._name, session)
         return session
@@ -142,7 +144,7 @@ class Exchange:
             origin=self._origin.incarnation, number=self.session.step, generation=self.generation
         )
 
-    def end_push(self, request: Request, *, seen: bool) -> None:
+    def end_push(self, request: PendingRequest, *, seen: bool) -> None:
         """All of a push is answered. seen: the answers carried the weights."""
         self.session.end_push(request, seen=seen)
         self._link.states.ended(self._name)
@@ -214,7 +216,7 @@ class Exchange:
                 f"sharing memory for {self._name!r} took longer than request_timeout={self.options.request_timeout:g} s"
             ) from None
 
-    async def push(self, request: Request, flat: Flat | None, norm: float) -> None:
+    async def push(self, request: PendingRequest, flat: Flat | None, norm: float) -> None:
         """Sends a gradient (None: abstains)."""
         job = PushJob(
             self._sender, request, self.slicing, self.session.versions, flat, self.options.codec, norm,
@@ -222,7 +224,7 @@ class Exchange:
         )  # fmt: skip
         await self._deliver(job)
 
-    async def push_pull(self, request: Request, flat: Flat | None, norm: float, arrival: Arrival) -> None:
+    async def push_pull(self, request: PendingRequest, flat: Flat | None, norm: float, arrival: PullTarget) -> None:
         """Sends a gradient (None: abstains); the new weights arrive."""
         job = PushPullJob(
             self._sender, request, self.slicing, self.session.versions, flat, self.options.codec, norm,
@@ -231,7 +233,7 @@ class Exchange:
         )  # fmt: skip
         await self._deliver(job)
 
-    async def pull(self, arrival: Arrival) -> None:
+    async def pull(self, arrival: PullTarget) -> None:
         """Weights arrive."""
         request = self.session.begin_pull()
         job = PullJob(
@@ -242,7 +244,7 @@ class Exchange:
         await self._deliver(job)
         self.session.end_pull(request)
 
-    def _push_title(self, request: Request) -> str:
+    def _push_title(self, request: PendingRequest) -> str:
         what = "step" if self.session.synchronous else "push"
         return f"{what} {request.number} of {self._name!r}"
 
@@ -294,7 +296,7 @@ class Exchange:
                 self._data.last_reason = wait.reason
                 await watch.changed()
 
-    def _plan(self, slices: Sequence[int]) -> Plan:
+    def _plan(self, slices: Sequence[int]) -> RoutingPlan:
         """Where ``slices`` go; for all of them that is kept as long as nothing is heard."""
         link, watch = self._link, self._link.watch
         link.raise_if_out(self._sender.incarnation)

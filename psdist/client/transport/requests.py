@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.client.core.partition import Flat
-from psdist.client.core.push_sequence import Request
+from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import Route
 from psdist.compression import NUMPY_DTYPES, Cast, payloads
 from psdist.errors import InternalError
@@ -25,11 +25,11 @@ from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, frames
 
 if TYPE_CHECKING:
-    from psdist.client.transport.shm.attachment import Sharing
+    from psdist.client.transport.shm.attachment import SharedMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Sender:
+class RequestIdentity:
     """Who sends, for the identity of each request."""
 
     run_id: str
@@ -57,7 +57,7 @@ def decode_into(target: Flat, payload: memoryview, dtype: str, peer: str) -> Non
 
 
 @dataclass(slots=True)
-class Traffic:
+class ByteCounters:
     """Payload bytes of a job, both ways."""
 
     sent: int = 0
@@ -73,17 +73,17 @@ class PushJob:
     sharing: the memory shared with servers, which is used where a route has it.
     """
 
-    sender: Sender
-    request: Request
+    sender: RequestIdentity
+    request: PendingRequest
     slicing: Slicing
     versions: list[int]
     flat: Flat | None
     codec: Cast
     grad_norm: float
     title: str
-    traffic: Traffic
+    traffic: ByteCounters
     method: str = "Push"
-    sharing: Sharing | None = None
+    sharing: SharedMemory | None = None
     #: The newest snapshot attempt that had marked this worker's pushes when this one began.
     mark: int = 0
     _scratch: NDArray[Any] | None = field(default=None, init=False, repr=False)
@@ -170,15 +170,15 @@ class PushPullJob(PushJob):
 class PullJob:
     """Weights into ``target``. Fields as in ``PushPullJob``."""
 
-    sender: Sender
-    request: Request
+    sender: RequestIdentity
+    request: PendingRequest
     slicing: Slicing
     target: Flat
     dtype: str
     title: str
-    traffic: Traffic
+    traffic: ByteCounters
     method: str = "Pull"
-    sharing: Sharing | None = None
+    sharing: SharedMemory | None = None
     in_place: bool = False
     received: set[int] = field(default_factory=set)
 
@@ -211,14 +211,14 @@ class InstallJob:
     placed: gets who has each slice.
     """
 
-    sender: Sender
-    request: Request
+    sender: RequestIdentity
+    request: PendingRequest
     slicing: Slicing
     flat: Flat
     title: str
     placed: dict[int, Replica]
     method: str = "Install"
-    sharing: Sharing | None = None
+    sharing: SharedMemory | None = None
 
     def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
         """One message per slice of the route; after a break all of them come again."""
@@ -241,7 +241,7 @@ class InstallJob:
 
 
 def _take_weights(
-    request: Request, slicing: Slicing, index: int, target: Flat, payload: memoryview, dtype: str, route: Route
+    request: PendingRequest, slicing: Slicing, index: int, target: Flat, payload: memoryview, dtype: str, route: Route
 ) -> None:
     """Writes a slice's weights, but only where they are still asked for: a late answer must not overwrite a newer."""
     if index not in request.pending:

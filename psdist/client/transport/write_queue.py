@@ -20,7 +20,7 @@ PATIENCE_SECONDS: Final = 0.02
 _BEING_CHOSEN: Final = -1
 
 
-class Turns:
+class WriteQueue:
     """The turns of one server. For one event loop."""
 
     def __init__(self) -> None:

@@ -20,12 +20,12 @@ from typing import Final
 
 from psdist.errors import DuplicateMemberError
 from psdist.types import Replica
-from psdist_scheduler.events.cluster_events import Close, Effect, Note, Register
+from psdist_scheduler.events.cluster_events import Close, Effect, LogEvent, Register
 from psdist_scheduler.events.records import Member
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.placement.replicas import after_loss
-from psdist_scheduler.snapshots.schedule import Snapshots
+from psdist_scheduler.snapshots.schedule import SnapshotSchedule
 
 #: A loss is put off for so long at most, in seconds. Servers that register wait longer for an address to become free.
 PATIENCE_SECONDS: Final = 30.0
@@ -37,7 +37,7 @@ Losses = list[tuple[str, str]]
 class DeferredLosses:
     """Servers of one run that are gone and still count as members."""
 
-    def __init__(self, registry: Registry, members: Membership, snapshots: Snapshots) -> None:
+    def __init__(self, registry: Registry, members: Membership, snapshots: SnapshotSchedule) -> None:
         self._registry = registry
         self._members = members
         self._snapshots = snapshots
@@ -90,7 +90,7 @@ class DeferredLosses:
                 continue
             self._since = now if self._since is None else self._since
             self._deferred[member_id] = member, reason
-            effects.append(Note(f"{member} is gone: {reason}; {self.wait}", "warning"))
+            effects.append(LogEvent(f"{member} is gone: {reason}; {self.wait}", "warning"))
             if session := self._members.session_of(member_id):
                 self._members.detach(session, now)
                 effects.append(Close(session))

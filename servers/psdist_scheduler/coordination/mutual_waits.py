@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from psdist.consistency import BSP, SSP
 from psdist.errors import MutualWaitError
 from psdist.types import ParametersEntry, ParametersMember
-from psdist_scheduler.events.cluster_events import Answer, Effect, Note, Refuse
+from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Refuse
 from psdist_scheduler.events.records import Member
 from psdist_scheduler.events.worker_events import Activity, MutualWait
 from psdist_scheduler.members.barriers import Barriers
@@ -83,7 +83,7 @@ class MutualWaits:
             found = [waits.pop(worker_id) for worker_id in circle]
             text = _text(found)
             error = MutualWaitError(f"{text}. {_REMEDY}")
-            effects.append(Note(f"workers wait for each other: {text}", "warning"))
+            effects.append(LogEvent(f"workers wait for each other: {text}", "warning"))
             for wait in found:
                 del self._activities[wait.worker.member_id]
                 if wait.call:

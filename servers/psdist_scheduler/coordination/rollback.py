@@ -18,19 +18,21 @@ from __future__ import annotations
 
 from psdist.types import Replica
 from psdist_scheduler.datasets.datasets import Datasets
-from psdist_scheduler.events.cluster_events import Announce, Close, Effect, Note
-from psdist_scheduler.events.snapshot_events import Committed, Found, HistoryRead, LoadFailed, RolledBack
+from psdist_scheduler.events.cluster_events import Broadcast, Close, Effect, LogEvent
+from psdist_scheduler.events.snapshot_events import CommitFound, Committed, HistoryRead, LoadFailed, RolledBack
 from psdist_scheduler.members.membership import WENT_BACK, Membership
-from psdist_scheduler.placement.parameters import Parameters
+from psdist_scheduler.placement.parameters import ParameterSet
 from psdist_scheduler.placement.registry import Registry, name_shards
 from psdist_scheduler.placement.replicas import after_loss
-from psdist_scheduler.snapshots.schedule import Snapshots
+from psdist_scheduler.snapshots.schedule import SnapshotSchedule
 
 
-class GoingBack:
+class Rollback:
     """What has to be done to all parts of a run."""
 
-    def __init__(self, registry: Registry, members: Membership, datasets: Datasets, snapshots: Snapshots) -> None:
+    def __init__(
+        self, registry: Registry, members: Membership, datasets: Datasets, snapshots: SnapshotSchedule
+    ) -> None:
         self._registry = registry
         self._members = members
         self._datasets = datasets
@@ -41,7 +43,7 @@ class GoingBack:
         found = self._found()
         return [] if found is None else self._roll_back(found, epoch, now)
 
-    def _found(self) -> Found | None:
+    def _found(self) -> CommitFound | None:
         """The snapshot to go back to, where shards are lost that nobody else holds, and workers miss them."""
         found = self._snapshots.catalog.newest
         if found is None or not self._members.workers or not (self._members.changed or self._registry.lost_text):
@@ -51,11 +53,11 @@ class GoingBack:
         names = {p.name for p in self._registry.all if p.state == "ready"}
         return found if names <= found.commit.steps.keys() else None
 
-    def _is_lost(self, p: Parameters) -> bool:
+    def _is_lost(self, p: ParameterSet) -> bool:
         shards = [after_loss(shard, self._live) for shard in p.entry.shards]
         return any(shard.lost for shard in shards) and (p.entry.ready or not self._members.staying)
 
-    def _roll_back(self, found: Found, epoch: int, now: float, why: str = "") -> list[Effect]:
+    def _roll_back(self, found: CommitFound, epoch: int, now: float, why: str = "") -> list[Effect]:
         """All parameters, data sets and workers go back to a snapshot, in one epoch. Workers' lives end: what they know
         of steps and leases is not so any more."""
         placed = [p for p in self._registry.all if p.record is not None]
@@ -70,7 +72,7 @@ class GoingBack:
         self._registry.gather_again()
         self._datasets.go_back(found.manifest.datasets)
         lost = tuple((name, first, max(first, until)) for name, first, until in lost)
-        effects += [Note(text, "warning"), Announce(RolledBack(found.commit.directory, lost, text))]
+        effects += [LogEvent(text, "warning"), Broadcast(RolledBack(found.commit.directory, lost, text))]
         # One that has no session at the moment is to hear of it by its life's end, when it is back.
         for worker in [
             w
@@ -81,7 +83,7 @@ class GoingBack:
             effects += [Close(session)] if session else []
         return effects
 
-    def _loss(self, p: Parameters) -> str:
+    def _loss(self, p: ParameterSet) -> str:
         gone: dict[str, list[int]] = {}
         for number, shard in enumerate(p.entry.shards):
             if after_loss(shard, self._live).lost:
@@ -92,7 +94,7 @@ class GoingBack:
 
     def committed(self, event: Committed, epoch: int, now: float) -> list[Effect]:
         """A snapshot exists: of this course, or of one that was given up while the storage stood still."""
-        snapshots, found = self._snapshots, Found(event.commit, event.manifest)
+        snapshots, found = self._snapshots, CommitFound(event.commit, event.manifest)
         if not snapshots.is_late(event) or self._registry.resume.is_of_this_course(found):
             return snapshots.committed(event, now)
         if any(p.record for p in self._registry.all):
@@ -109,8 +111,8 @@ class GoingBack:
         text = f"{server} cannot load {p.name!r} from snapshot {event.restore.directory}: {event.text}"
         catalog, directory = self._snapshots.catalog, event.restore.directory
         if not event.corrupt or event.restore != p.entry.restore or directory in catalog.bad:
-            return [Note(text, "warning")]
-        return [Note(f"{text}; the one before is tried", "warning"), catalog.give_up(directory)]
+            return [LogEvent(text, "warning")]
+        return [LogEvent(f"{text}; the one before is tried", "warning"), catalog.give_up(directory)]
 
     def history_read(self, event: HistoryRead, epoch: int, now: float) -> list[Effect]:
         """The storage was read. What is loading from a snapshot that is bad begins anew from the one before."""
@@ -119,8 +121,8 @@ class GoingBack:
             resume.read(event.history.base)
         snapshots.catalog.take(event.history)
         if event.history is None:
-            return [Note(f"the storage cannot be read: {event.error}", "warning")]
-        effects: list[Effect] = [Note(f"passed over: {text}", "warning") for text in event.history.skipped]
+            return [LogEvent(f"the storage cannot be read: {event.error}", "warning")]
+        effects: list[Effect] = [LogEvent(f"passed over: {text}", "warning") for text in event.history.skipped]
         restore = resume.base.restore
         if restore is None or (restore.directory not in snapshots.catalog.bad and resume.found is not None):
             return effects

@@ -17,7 +17,7 @@ from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.placement.scaling import Scaling
-from psdist_scheduler.snapshots.schedule import Snapshots
+from psdist_scheduler.snapshots.schedule import SnapshotSchedule
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Held:
     asked: bool = False
 
 
-class Leaving:
+class GracefulShutdown:
     """All who want to end and may not yet."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Leaving:
         settings: ClusterSettings,
         registry: Registry,
         members: Membership,
-        snapshots: Snapshots,
+        snapshots: SnapshotSchedule,
         scaling: Scaling,
     ) -> None:
         self._lease = settings.lease_seconds

@@ -19,12 +19,12 @@ from typing import Final, Literal
 
 from psdist.consistency import BSP
 from psdist.types import ParametersMember
-from psdist_scheduler.events.cluster_events import Answer, Effect, Note
+from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent
 from psdist_scheduler.events.records import Member, name_some
 from psdist_scheduler.events.worker_events import StopCommand, StopKind, StopReported
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
-from psdist_scheduler.snapshots.schedule import Snapshots
+from psdist_scheduler.snapshots.schedule import SnapshotSchedule
 
 #: Whoever ends a whole run asks its workers one after another: so long the others are waited for.
 COLLECT_SECONDS: Final = 1.0
@@ -36,7 +36,7 @@ _Life = tuple[str, int]
 
 
 @dataclass(slots=True)
-class _Worker:
+class _StoppingWorker:
     """What a worker has said. next: how far it is, once it begins no more pushes."""
 
     stopping: bool
@@ -51,12 +51,12 @@ class Stops:
 
     members: Membership
     registry: Registry
-    snapshots: Snapshots
+    snapshots: SnapshotSchedule
     #: Commands are numbered from here on: a restarted scheduler's are higher.
     number: int
     phase: Phase = "idle"
     _since: float = 0.0
-    _workers: dict[_Life, _Worker] = field(default_factory=dict)
+    _workers: dict[_Life, _StoppingWorker] = field(default_factory=dict)
     #: By parameters, where those end that leave.
     _steps: tuple[tuple[str, int], ...] = ()
     #: Workers that were told to leave, and have not.
@@ -71,7 +71,7 @@ class Stops:
         member = self.members.get(self.members.sessions.get(event.call, ""))
         if member is None or member.role != "worker":
             return []
-        worker = self._workers.setdefault(_life(member), _Worker(event.stopping))
+        worker = self._workers.setdefault(_life(member), _StoppingWorker(event.stopping))
         worker.stopping = worker.stopping or event.stopping
         worker.answered = max(worker.answered, event.number)
         if event.next is not None and event.number == self.number:
@@ -143,8 +143,8 @@ class Stops:
     def _stopping(self) -> list[Member]:
         return [worker for worker in self.members.workers if self._get(worker).stopping]
 
-    def _get(self, worker: Member) -> _Worker:
-        return self._workers.get(_life(worker)) or _Worker(stopping=False)
+    def _get(self, worker: Member) -> _StoppingWorker:
+        return self._workers.get(_life(worker)) or _StoppingWorker(stopping=False)
 
     def _has_answered(self, worker: Member) -> bool:
         said = self._get(worker)
@@ -168,7 +168,7 @@ class Stops:
         self._steps = tuple(sorted(ends.items()))
         self._leaving |= {_life(worker) for worker in self._stopping}
         steps = ", ".join(f"{name!r} at step {step}" for name, step in self._steps)
-        return [Note(f"{name_some(self._stopping)} leave, as they were asked to{f': {steps}' if steps else ''}")]
+        return [LogEvent(f"{name_some(self._stopping)} leave, as they were asked to{f': {steps}' if steps else ''}")]
 
     def _tell(self) -> list[Effect]:
         """Commands that follow from the phase and were not sent."""

@@ -33,7 +33,7 @@ from psdist.snapshots.format import DatasetState, Manifest
 from psdist.types import DataPosition
 from psdist.wire.limits import DATASETS_MAX, LEASES_MAX
 from psdist_scheduler.datasets.cut import Cut, DataCut
-from psdist_scheduler.events.cluster_events import Answer, Done, Effect, Note
+from psdist_scheduler.events.cluster_events import Answer, Done, Effect, LogEvent
 from psdist_scheduler.events.data_events import (
     DatasetStanding,
     EndRanges,
@@ -43,11 +43,11 @@ from psdist_scheduler.events.data_events import (
     RangeGiven,
     SetPosition,
 )
-from psdist_scheduler.events.records import Base, DataLease, DatasetRecord, Member
+from psdist_scheduler.events.records import DataLease, DatasetRecord, Member, RestorePoint
 from psdist_scheduler.placement.restore_point import Resume
 
 
-class Dataset:
+class LeasedDataset:
     """One data set."""
 
     def __init__(self, record: DatasetRecord) -> None:
@@ -217,9 +217,9 @@ class Datasets:
     """All data sets of the run."""
 
     def __init__(self, records: tuple[DatasetRecord, ...], resume: Resume | None = None) -> None:
-        self._resume = resume or Resume(Base(), None)
+        self._resume = resume or Resume(RestorePoint(), None)
         self.cut = DataCut()
-        self._all = {record.spec.name: Dataset(record) for record in records}
+        self._all = {record.spec.name: LeasedDataset(record) for record in records}
         #: Changed since the cluster last took them.
         self.changed: dict[str, None] = {}
 
@@ -284,13 +284,13 @@ class Datasets:
         if len(self._all) >= DATASETS_MAX:
             raise LimitExceededError(f"the run has {DATASETS_MAX} data sets already, which is the limit")
         state = self._resume.dataset(spec)
-        dataset = self._all[spec.name] = Dataset(DatasetRecord(spec, ((0, spec.places),)))
+        dataset = self._all[spec.name] = LeasedDataset(DatasetRecord(spec, ((0, spec.places),)))
         self.changed[spec.name] = None
         text = f"data set {spec.name!r}: {spec.size} samples in {spec.ranges} ranges"
         if state is not None:
             dataset.go_to(state.position)
             text = f"{text}, goes on from data epoch {state.position.data_epoch} as the snapshot has it"
-        return [Note(text), Answer(event.call, dataset.standing)]
+        return [LogEvent(text), Answer(event.call, dataset.standing)]
 
     def lease(self, event: LeaseRange, worker: Member) -> list[Effect]:
         """Ends what is done, and gives another range, or one whose lease the worker never heard of.
@@ -334,7 +334,10 @@ class Datasets:
         self.cut.forget(event.dataset)
         self.changed[event.dataset] = None
         where = f"data epoch {event.position.data_epoch}"
-        return [Note(f"data set {event.dataset!r} goes on from {where}, set by {worker}"), Answer(event.call, Done())]
+        return [
+            LogEvent(f"data set {event.dataset!r} goes on from {where}, set by {worker}"),
+            Answer(event.call, Done()),
+        ]
 
     def go_back(self, states: Iterable[DatasetState]) -> None:
         """All data sets go on from where a snapshot has them; those that it does not have, from their beginning."""
@@ -354,22 +357,22 @@ class Datasets:
             if again or given_up:
                 self.changed[name] = None
             if again:
-                effects.append(Note(f"data set {name!r}: {_ranges(again)} will be handed out again", "warning"))
+                effects.append(LogEvent(f"data set {name!r}: {_ranges(again)} will be handed out again", "warning"))
             if given_up:
                 tries = dataset.spec.retries_max + 1
                 text = f"data set {name!r}: {_ranges(given_up)} given up, after {tries} workers were lost with each"
-                effects += [Note(text, "warning"), *self._note_end(dataset)]
+                effects += [LogEvent(text, "warning"), *self._note_end(dataset)]
         return effects
 
     # --- inner --------------------------------------------------------------------------------------------------------
 
-    def _get(self, name: str) -> Dataset:
+    def _get(self, name: str) -> LeasedDataset:
         dataset = self._all.get(name)
         if dataset is None:
             raise UnknownDatasetError(f"there is no data set {name!r:.80}: open it first", dataset=name)
         return dataset
 
-    def _finish(self, dataset: Dataset, event: LeaseRange | EndRanges) -> list[Effect]:
+    def _finish(self, dataset: LeasedDataset, event: LeaseRange | EndRanges) -> list[Effect]:
         finished = []
         for lease_id, at in zip_longest(event.done, event.done_at[: len(event.done)], fillvalue=()):
             assert isinstance(lease_id, int)
@@ -381,11 +384,11 @@ class Datasets:
         self.changed[dataset.spec.name] = None
         return self._note_end(dataset)
 
-    def _note_end(self, dataset: Dataset) -> list[Effect]:
+    def _note_end(self, dataset: LeasedDataset) -> list[Effect]:
         if not dataset.finished:
             return []
         counts = f"{dataset.repeated} ranges handed out again, {dataset.failed} given up"
-        return [Note(f"data set {dataset.spec.name!r} is at its end: {counts}")]
+        return [LogEvent(f"data set {dataset.spec.name!r} is at its end: {counts}")]
 
 
 def _is_of(lease: DataLease, worker: Member) -> bool:

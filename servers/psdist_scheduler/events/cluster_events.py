@@ -20,18 +20,18 @@ from psdist_scheduler.events.data_events import (
 )
 from psdist_scheduler.events.records import (
     BarrierRecord,
-    Base,
     DatasetRecord,
     Member,
     Node,
     ParametersRecord,
+    RestorePoint,
     Role,
 )
 from psdist_scheduler.events.snapshot_events import (
+    AttemptProgress,
     GetState,
     HandedIn,
     HandIn,
-    Progress,
     RolledBack,
     Save,
     Saved,
@@ -98,7 +98,7 @@ class Heartbeat:
     versions: tuple[tuple[str, int], ...] = ()
     waiting_for: tuple[str, ...] = ()
     #: Servers, while they write or load.
-    progress: Progress | None = None
+    progress: AttemptProgress | None = None
     #: Servers: workers, by id and incarnation, that have sent something since the last heartbeat.
     heard: tuple[tuple[str, int], ...] = ()
     #: Workers.
@@ -170,7 +170,7 @@ class Describe:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommitParameters:
     """The uploader says that all initial values are on the servers, which are those of the map of ``epoch``."""
 
     call: int
@@ -265,7 +265,7 @@ Event = (
     | Leave
     | Create
     | Describe
-    | Commit
+    | CommitParameters
     | EnterBarrier
     | EnterRendezvous
     | Drain
@@ -310,7 +310,7 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ParametersReady:
     """The parameters can be used from ``first_step`` on (BSP).
 
     resumed: the push that the worker asked for goes on. notice: what people should know about the parameters.
@@ -358,7 +358,7 @@ class JoinProposal:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinWithdrawn:
+class WithdrawJoin:
     """To a server, on its session: forget that proposal."""
 
     proposal_id: int
@@ -428,7 +428,7 @@ Value = (
     Waiting
     | Registered
     | Upload
-    | Ready
+    | ParametersReady
     | Described
     | Done
     | Withdrawn
@@ -436,7 +436,7 @@ Value = (
     | RangeGiven
     | Formed
     | JoinProposal
-    | JoinWithdrawn
+    | WithdrawJoin
     | MutualWait
     | StopCommand
     | Draining
@@ -468,7 +468,7 @@ class Persist:
     #: Names of parameters that are not placed any more. Before ``parameters``: a name may be in both.
     forgotten: tuple[str, ...] = ()
     #: None leaves it as it was.
-    base: Base | None = None
+    base: RestorePoint | None = None
     barriers: tuple[BarrierRecord, ...] = ()
 
 
@@ -487,7 +487,7 @@ class Attach:
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
+class Broadcast:
     """Send this on every attached session."""
 
     news: News
@@ -517,11 +517,11 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class LogEvent:
     """Something that belongs in the log, and (unless it is only about a wait) in the list of recent events."""
 
     text: str
     level: Literal["info", "warning", "wait"] = "info"
 
 
-Effect = Persist | Publish | Attach | Announce | Answer | Refuse | Close | Note | StorageEffect
+Effect = Persist | Publish | Attach | Broadcast | Answer | Refuse | Close | LogEvent | StorageEffect

@@ -156,7 +156,7 @@ class DatasetRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class RestorePoint:
     """What parameters begin from that are not placed yet.
 
     restore: the snapshot that the run went on from; None where it began from nothing.
@@ -175,7 +175,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredState:
     """All that a restarted scheduler begins with."""
 
     run_id: str
@@ -186,7 +186,7 @@ class Stored:
     datasets: tuple[DatasetRecord, ...] = ()
     #: Servers that the run shall have; 0 if nobody said so.
     servers_wanted: int = 0
-    base: Base = Base()
+    base: RestorePoint = RestorePoint()
     barriers: tuple[BarrierRecord, ...] = ()
 
 

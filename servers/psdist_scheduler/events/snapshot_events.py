@@ -1,6 +1,6 @@
 """The scheduler machine's words of snapshots: events, answers, commands and effects, frozen dataclasses. Pure.
 
-What members and callers say comes in; commands go out on sessions (as an ``Answer`` or an ``Announce`` of
+What members and callers say comes in; commands go out on sessions (as an ``Answer`` or an ``Broadcast`` of
 ``cluster_events``); what is to be done with the storage goes out as an effect, which ``snapshot_io`` carries out one
 after another, and what became of it comes back as an event. ``cluster_events`` has the words of everything else.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from psdist.snapshots.format import Commit, Manifest, ShardFile, WorkerState
+from psdist.snapshots.format import CommitRecord, Manifest, ShardFile, WorkerState
 from psdist.types import Restore
 
 #: By parameters: a step, or the number of a worker's next push.
@@ -23,10 +23,10 @@ AT_THE_END: Final = "at the end"
 
 
 @dataclass(frozen=True)
-class Found:
+class CommitFound:
     """A committed snapshot that can be read."""
 
-    commit: Commit
+    commit: CommitRecord
     manifest: Manifest
 
 
@@ -39,15 +39,15 @@ class History:
     base: the snapshot that was asked for, if it can be read.
     """
 
-    commits: tuple[Commit, ...] = ()
+    commits: tuple[CommitRecord, ...] = ()
     highest: int = 0
-    newest: Found | None = None
+    newest: CommitFound | None = None
     skipped: tuple[str, ...] = ()
-    base: Found | None = None
+    base: CommitFound | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class AttemptProgress:
     """How far a server is with a snapshot; in its heartbeats."""
 
     attempt: int
@@ -150,7 +150,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class PartFailed:
     """A server, on its session ``call``, cannot take its part in the snapshot."""
 
     call: int
@@ -181,7 +181,7 @@ class LoadFailed:
     corrupt: bool
 
 
-SnapshotEvent = Prepared | Marked | Keeps | Written | Failed | Loaded | LoadFailed
+SnapshotEvent = Prepared | Marked | Keeps | Written | PartFailed | Loaded | LoadFailed
 
 # --- events: what became of work on the storage -----------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Committed:
     """The snapshot exists."""
 
     attempt: int
-    commit: Commit
+    commit: CommitRecord
     manifest: Manifest
 
 
@@ -240,7 +240,7 @@ class Saving:
 class Saved:
     """The snapshot is committed; ``unchanged``: it was before, and nothing was trained since."""
 
-    commit: Commit
+    commit: CommitRecord
     unchanged: bool = False
 
 
@@ -279,7 +279,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TakeCut:
     """To a server, on its session: write. ``next``: by parameters whose pushes are marked, each life's next one.
     ``final``: by BSP parameters that no worker is left of, the step that some slice is at; others wait for none."""
 
@@ -307,7 +307,7 @@ class RolledBack:
     text: str
 
 
-SnapshotCommand = Prepare | Mark | Cut | End
+SnapshotCommand = Prepare | Mark | TakeCut | End
 
 # --- effects ----------------------------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class RemoveDirectory:
 class Prune:
     """Delete these snapshots, the commit records first. ``collect``: and then whatever no record names."""
 
-    commits: tuple[Commit, ...]
+    commits: tuple[CommitRecord, ...]
     collect: bool = False
 
 

@@ -42,7 +42,7 @@ _TEXT_CHARACTERS = 500
 
 
 @dataclass(slots=True)
-class Presence:
+class Liveness:
     """What is known of a live member only while this process lives. Times are of the caller's clock, in seconds."""
 
     seen: float
@@ -66,7 +66,7 @@ class Membership:
         self._members = {member.member_id: member for member in members}
         grace = RESTART_LEASES * settings.lease_seconds
         self._presence = {
-            member.member_id: Presence(now, now + max(grace, self._lease(member)), restored=True)
+            member.member_id: Liveness(now, now + max(grace, self._lease(member)), restored=True)
             for member in members
             if member.live
         }
@@ -140,12 +140,12 @@ class Membership:
         """The member of this id, live or not."""
         return self._members.get(member_id)
 
-    def presence(self, member_id: str) -> Presence | None:
+    def presence(self, member_id: str) -> Liveness | None:
         """What is known of a live member."""
         return self._presence.get(member_id)
 
     @property
-    def presences(self) -> dict[str, Presence]:
+    def presences(self) -> dict[str, Liveness]:
         """What is known of the live members, by id."""
         return self._presence
 
@@ -234,7 +234,7 @@ class Membership:
         )
         self._put(member)
         # Without a session it takes no part in anything yet, so that the short lease harms nobody.
-        self._presence[member_id] = Presence(now, now + self._settings.lease_seconds)
+        self._presence[member_id] = Liveness(now, now + self._settings.lease_seconds)
         if event.role == "worker":
             self.last_joined = now
         return member
@@ -433,7 +433,7 @@ class Membership:
             pid=holder.pid,
         )
 
-    def _silence(self, member: Member, presence: Presence, now: float) -> str:
+    def _silence(self, member: Member, presence: Liveness, now: float) -> str:
         """Why a member whose lease is over is taken for lost."""
         if not presence.session:
             return f"opened no session within {now - presence.seen:.1f} s"

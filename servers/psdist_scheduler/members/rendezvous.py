@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from psdist.errors import ClosedError, InvalidArgumentError, LimitExceededError
 from psdist.types import check_name
 from psdist.wire.limits import WORLD_MAX
-from psdist_scheduler.events.cluster_events import Answer, Effect, EnterRendezvous, Formed, Note, Refuse
+from psdist_scheduler.events.cluster_events import Answer, Effect, EnterRendezvous, Formed, LogEvent, Refuse
 from psdist_scheduler.events.records import Node
 
 
@@ -59,7 +59,7 @@ class Rendezvous:
         note = f"rendezvous formed: {len(self._nodes)} nodes, {self._world_size} ranks"
         return [
             *(self._formed(event.call, node) for event, node in zip(round_, nodes, strict=True)),
-            Note(note),
+            LogEvent(note),
         ]
 
     def waits(self, now: float) -> Iterator[tuple[str, list[int], str]]:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from psdist.types import ParametersMember, Replica
-from psdist_scheduler.events.cluster_events import Answer, Effect, JoinProposal, JoinWithdrawn
+from psdist_scheduler.events.cluster_events import Answer, Effect, JoinProposal, WithdrawJoin
 from psdist_scheduler.events.records import Member
 from psdist_scheduler.events.worker_events import ResumePush
 from psdist_scheduler.members.membership import Membership
@@ -84,7 +84,7 @@ class Join:
 
     def withdraw(self, members: Membership) -> list[Effect]:
         """Takes the proposal back from every server, asked or not."""
-        news = JoinWithdrawn(self.proposal_id, self.parameters, self.worker.member_id)
+        news = WithdrawJoin(self.proposal_id, self.parameters, self.worker.member_id)
         sessions = [members.session_of(server) for server in self.servers]
         return [Answer(session, news) for session in sessions if session]
 

@@ -15,7 +15,7 @@ from psdist_scheduler.members.membership import Membership
 
 
 @dataclass(slots=True)
-class Parameters:
+class ParameterSet:
     """One name. ``record`` is None while it is gathering; then ``spec`` and ``layout`` are the first creator's."""
 
     name: str

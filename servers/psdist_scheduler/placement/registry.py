@@ -33,24 +33,24 @@ from psdist.types import ParametersEntry, ParametersMember, Replica, Shard, chec
 from psdist.wire.limits import PARAMETERS_MAX
 from psdist_scheduler.events.cluster_events import (
     Answer,
-    Commit,
+    CommitParameters,
     Create,
     Describe,
     Described,
     Done,
     Effect,
-    Note,
-    Ready,
+    LogEvent,
+    ParametersReady,
     Refuse,
     Upload,
 )
-from psdist_scheduler.events.records import Base, ClusterSettings, Member, ParametersRecord, name_some
+from psdist_scheduler.events.records import ClusterSettings, Member, ParametersRecord, RestorePoint, name_some
 from psdist_scheduler.events.snapshot_events import Loaded
 from psdist_scheduler.events.worker_events import ResumePush
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import join_proposals, placement, replicas
 from psdist_scheduler.placement.join_proposals import FIRST_DISTANCE, Join, Joins, Route
-from psdist_scheduler.placement.parameters import Parameters
+from psdist_scheduler.placement.parameters import ParameterSet
 from psdist_scheduler.placement.restore_point import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS, Resume
 
 #: How to go on when shards are lost.
@@ -73,11 +73,11 @@ class Registry:
         now: float,
         resume: Resume | None = None,
     ) -> None:
-        self.resume = resume or Resume(Base(), None)
-        self._all: dict[str, Parameters] = {}
+        self.resume = resume or Resume(RestorePoint(), None)
+        self._all: dict[str, ParameterSet] = {}
         for record in records:
             name = record.entry.spec.name
-            self._all[name] = Parameters(name, now, record, record.entry.spec, record.layout, placed_epoch=epoch - 1)
+            self._all[name] = ParameterSet(name, now, record, record.entry.spec, record.layout, placed_epoch=epoch - 1)
         #: In the order in which they were placed, which is the map's and the store's.
         self._placed = [record.entry.spec.name for record in records]
         self._join_grace = settings.join_grace_seconds
@@ -91,7 +91,7 @@ class Registry:
     # --- questions ----------------------------------------------------------------------------------------------------
 
     @property
-    def all(self) -> tuple[Parameters, ...]:
+    def all(self) -> tuple[ParameterSet, ...]:
         """Parameters in the order in which they were first asked for."""
         return tuple(self._all.values())
 
@@ -100,7 +100,7 @@ class Registry:
         """What the cluster map shows."""
         return tuple(self._all[name].entry for name in self._placed)
 
-    def get(self, name: str) -> Parameters | None:
+    def get(self, name: str) -> ParameterSet | None:
         """The parameters of this name, if anybody asked for them."""
         return self._all.get(name)
 
@@ -108,7 +108,7 @@ class Registry:
         """The record of placed parameters."""
         return self._all[name].placed
 
-    def lost(self, p: Parameters) -> str:
+    def lost(self, p: ParameterSet) -> str:
         """A sentence about the shards that are lost with their servers; empty if none are."""
         gone: dict[str, list[int]] = {}
         for number, shard in enumerate(p.entry.shards if p.record else ()):
@@ -137,7 +137,7 @@ class Registry:
         """Ids of servers that lost shards lay on."""
         return frozenset(shard.primary.server_id for entry in self.entries for shard in entry.shards if shard.lost)
 
-    def shorthanded(self, p: Parameters) -> dict[str, list[int]]:
+    def shorthanded(self, p: ParameterSet) -> dict[str, list[int]]:
         """Shards with fewer complete copies than wanted, by the server that is to hold the next; "" if none is."""
         short: dict[str, list[int]] = {}
         for number, shard in enumerate(p.entry.shards if p.record else ()):
@@ -177,7 +177,7 @@ class Registry:
         p.describers[event.call] = worker
         return effects
 
-    def commit(self, event: Commit, worker: Member, now: float) -> list[Effect]:
+    def commit(self, event: CommitParameters, worker: Member, now: float) -> list[Effect]:
         """The values are uploaded. Raises UnknownParametersError, NotMemberError."""
         name = event.parameters
         p = self._all.get(name)
@@ -196,7 +196,7 @@ class Registry:
             p.record = replace(p.record, committed=True)
             self.changed[p.name] = None
             p.since = now
-            effects.append(Note(f"{worker} uploaded the values of {name!r}"))
+            effects.append(LogEvent(f"{worker} uploaded the values of {name!r}"))
         return effects
 
     def loaded(self, event: Loaded, server: str, now: float) -> list[Effect]:
@@ -207,7 +207,7 @@ class Registry:
         p.record = replace(p.record, committed=True)
         self.changed[p.name] = None
         p.since = now
-        return [Note(f"parameters {p.name!r} are loaded")]
+        return [LogEvent(f"parameters {p.name!r} are loaded")]
 
     def gather_again(self) -> None:
         """All parameters are to be placed anew, by those who are there or come: the run went back to a snapshot."""
@@ -342,16 +342,16 @@ class Registry:
 
     # --- inner: requests ----------------------------------------------------------------------------------------------
 
-    def _open(self, name: str, now: float) -> Parameters:
+    def _open(self, name: str, now: float) -> ParameterSet:
         if len(self._all) >= PARAMETERS_MAX:
             raise LimitExceededError(f"{PARAMETERS_MAX} parameters exist, which is the limit: put tensors together")
-        return self._all.setdefault(name, Parameters(name, now))
+        return self._all.setdefault(name, ParameterSet(name, now))
 
-    def _check_lost(self, p: Parameters) -> None:
+    def _check_lost(self, p: ParameterSet) -> None:
         if lost := self.lost(p):
             raise _lost_error(lost)
 
-    def _change(self, p: Parameters, *, uploader: str | None = None, **changes: object) -> None:
+    def _change(self, p: ParameterSet, *, uploader: str | None = None, **changes: object) -> None:
         record = p.placed
         entry = replace(record.entry, **changes)  # type: ignore[arg-type]
         p.record = replace(record, entry=entry, uploader=record.uploader if uploader is None else uploader)
@@ -359,7 +359,7 @@ class Registry:
 
     # --- inner: gathering ---------------------------------------------------------------------------------------------
 
-    def _missing(self, p: Parameters, members: Membership, now: float) -> str:
+    def _missing(self, p: ParameterSet, members: Membership, now: float) -> str:
         if self.resume.unread:
             return "for the storage to be read"
         if shortage := self._shortage(members, now):
@@ -383,7 +383,7 @@ class Registry:
         workers = None if now - since < WORKERS_GRACE_SECONDS else 1
         return members.shortage(begun=True, servers=servers, workers=workers)
 
-    def _gather(self, p: Parameters, members: Membership, epoch: int, now: float) -> list[Effect]:
+    def _gather(self, p: ParameterSet, members: Membership, epoch: int, now: float) -> list[Effect]:
         if p.spec is None or p.layout is None or self._missing(p, members, now):
             return []
         try:  # It may be another snapshot than when they asked, or none was known.
@@ -424,24 +424,24 @@ class Registry:
         if saved is not None and base.restore is not None:
             text = f"{text}; they go on from step {saved.step} of snapshot {base.restore.directory}"
         notice = self.resume.notice(entry)
-        return [Note(f"parameters {p.name!r} placed: {text}"), *([Note(notice)] if notice else [])]
+        return [LogEvent(f"parameters {p.name!r} placed: {text}"), *([LogEvent(notice)] if notice else [])]
 
     # --- inner: uploading and after -----------------------------------------------------------------------------------
 
-    def _complete(self, p: Parameters, members: Membership) -> list[Effect]:
+    def _complete(self, p: ParameterSet, members: Membership) -> list[Effect]:
         """Ready is what has its values, and these in as many copies as wanted."""
         if p.entry.ready or not p.placed.committed or self.shorthanded(p) or not _has_place(p, members):
             return []
         self._change(p, ready=True)
-        return [Note(f"parameters {p.name!r} are ready")]
+        return [LogEvent(f"parameters {p.name!r} are ready")]
 
-    def _copies_text(self, p: Parameters) -> str:
+    def _copies_text(self, p: ParameterSet) -> str:
         short = self.shorthanded(p)
         server, numbers = next(iter(short.items()), ("", []))
         who = server or "another server"
         return f"for {who} to hold a copy of {name_shards(numbers)} of {p.name!r}"
 
-    def _upload(self, p: Parameters, members: Membership) -> list[Effect]:
+    def _upload(self, p: ParameterSet, members: Membership) -> list[Effect]:
         """Nothing was trained yet: whoever comes now is a member from the first step on."""
         effects: list[Effect] = []
         for call, worker in p.creators.items():
@@ -456,7 +456,7 @@ class Registry:
                 effects.append(Answer(call, Upload()))
         return effects
 
-    def _load(self, p: Parameters) -> list[Effect]:
+    def _load(self, p: ParameterSet) -> list[Effect]:
         """Nothing was trained since the snapshot: whoever comes now is a member from its step on."""
         if not self.resume.unread:
             for worker in p.creators.values():
@@ -466,11 +466,11 @@ class Registry:
                     self._change(p, members=_with(p.entry.members, member))
         return []
 
-    def _load_text(self, p: Parameters) -> str:
+    def _load_text(self, p: ParameterSet) -> str:
         server, numbers = next(iter(self.resume.missing(p.entry).items()), ("", []))
         return f"for {server} to load {name_shards(numbers)} of {p.name!r} from the snapshot"
 
-    def _serve(self, p: Parameters, members: Membership, now: float) -> list[Effect]:
+    def _serve(self, p: ParameterSet, members: Membership, now: float) -> list[Effect]:
         described = Described(p.entry.spec, p.placed.layout)
         effects: list[Effect] = [Answer(call, described) for call in p.describers]
         p.describers.clear()
@@ -480,11 +480,11 @@ class Registry:
         for call, worker in list(p.creators.items()):
             if member := p.member(worker):
                 del p.creators[call]
-                ready = Ready(member.first_step, bool(member.origin), self.resume.notice(p.entry))
+                ready = ParametersReady(member.first_step, bool(member.origin), self.resume.notice(p.entry))
                 effects.append(Answer(call, ready))
         return effects
 
-    def _join(self, p: Parameters, call: int, worker: Member, members: Membership, now: float) -> list[Effect]:
+    def _join(self, p: ParameterSet, call: int, worker: Member, members: Membership, now: float) -> list[Effect]:
         consistency = p.entry.spec.consistency
         resume = self._resumable(p, worker, p.resumes.get(call))
         if isinstance(consistency, ASP) or not p.entry.shards:
@@ -498,7 +498,7 @@ class Registry:
         return self._joins.start(join, members)
 
     @staticmethod
-    def _resumable(p: Parameters, worker: Member, resume: ResumePush | None) -> ResumePush | None:
+    def _resumable(p: ParameterSet, worker: Member, resume: ResumePush | None) -> ResumePush | None:
         """``restore_point`` if the servers know what they have of that push: in BSP they say so when they are asked."""
         if resume is None or resume.generation != p.entry.generation:
             return None
@@ -507,11 +507,11 @@ class Registry:
         wanted = (worker.member_id, resume.origin)
         return resume if any(member.producer == wanted for member in p.entry.departed) else None
 
-    def _admit(self, p: Parameters, member: ParametersMember, worker: Member) -> Note:
+    def _admit(self, p: ParameterSet, member: ParametersMember, worker: Member) -> LogEvent:
         departed = tuple(other for other in p.entry.departed if other.worker_id != member.worker_id)
         self._change(p, members=_with(p.entry.members, member), departed=departed)
         goes_on = f", and goes on as incarnation {member.origin}" if member.origin else ""
-        return Note(f"{worker} joins {p.name!r} at step {member.first_step}{goes_on}")
+        return LogEvent(f"{worker} joins {p.name!r} at step {member.first_step}{goes_on}")
 
     def _check_joins(self, members: Membership) -> list[Effect]:
         """Joins whose worker is gone, or asks no more, are withdrawn; those whose shards have other primaries now begin
@@ -530,7 +530,7 @@ class Registry:
 
     # --- inner: losses ------------------------------------------------------------------------------------------------
 
-    def _drop_members(self, p: Parameters, members: Membership) -> None:
+    def _drop_members(self, p: ParameterSet, members: Membership) -> None:
         """Removes workers that are gone, and calls of theirs."""
         for calls in (p.creators, p.describers):
             for call, worker in list(calls.items()):
@@ -546,21 +546,21 @@ class Registry:
         uploader = next_uploader if gone and not p.placed.committed else None
         self._change(p, members=left, departed=p.departed(members), uploader=uploader)
 
-    def _refuse_creators(self, p: Parameters, error: PsdistError) -> list[Effect]:
+    def _refuse_creators(self, p: ParameterSet, error: PsdistError) -> list[Effect]:
         """They cannot have what they asked for; others may."""
         effects: list[Effect] = [Refuse(call, error) for call in p.creators]
         for call in list(p.creators):
             self.end(call)
         return effects
 
-    def _refuse_all(self, p: Parameters, lost: str) -> list[Effect]:
+    def _refuse_all(self, p: ParameterSet, lost: str) -> list[Effect]:
         effects: list[Effect] = [Refuse(call, _lost_error(lost)) for call in (*p.creators, *p.describers)]
         p.creators.clear()
         p.describers.clear()
         return effects
 
 
-def _has_place(p: Parameters, members: Membership) -> bool:
+def _has_place(p: ParameterSet, members: Membership) -> bool:
     """Whether there are servers that values can be put on: all may have gone before there were any."""
     return all(members.is_live(s.primary.server_id, s.primary.incarnation) for s in p.entry.shards)
 

@@ -11,18 +11,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from psdist.types import Replica, Shard
-from psdist_scheduler.events.cluster_events import Announce, Effect, Note, ReplicaFilled, ReplicaUnreachable, ShardsLost
+from psdist_scheduler.events.cluster_events import (
+    Broadcast,
+    Effect,
+    LogEvent,
+    ReplicaFilled,
+    ReplicaUnreachable,
+    ShardsLost,
+)
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import replicas
-from psdist_scheduler.placement.parameters import Parameters
+from psdist_scheduler.placement.parameters import ParameterSet
 from psdist_scheduler.placement.registry import REMEDY, Registry, name_shards
 
 #: A server's place as a replica: parameters, shard, and the server's life.
 _Place = tuple[str, int, Replica]
 
 
-class Keeper:
+class ReplicaManager:
     """Who holds which shard, from now on."""
 
     def __init__(self, settings: ClusterSettings, registry: Registry, members: Membership) -> None:
@@ -61,7 +68,9 @@ class Keeper:
                 placed = self._placed_anew(p)
                 if p.placed.committed or placed != before:
                     self._registry.place_anew(p.name, placed, epoch)
-                    effects.append(Note(f"a server is gone before {p.name!r} was ready: its values are uploaded again"))
+                    effects.append(
+                        LogEvent(f"a server is gone before {p.name!r} was ready: its values are uploaded again")
+                    )
             else:
                 self._registry.set_shards(p.name, after)
                 effects += _promotions(p.name, before, after) + self._losses(p, before, after)
@@ -76,7 +85,7 @@ class Keeper:
         self._fresh.add((event.parameters, event.shard))
         if self._registry.shorthanded(p) or self._settings.replicas == 1:
             return []
-        return [Note(f"every shard of {p.name!r} has {self._settings.replicas} copies")]
+        return [LogEvent(f"every shard of {p.name!r} has {self._settings.replicas} copies")]
 
     def unreachable(self, event: ReplicaUnreachable, now: float) -> list[Effect]:
         """A primary cannot reach a replica: another takes its place, or the same one later if there is no other. A
@@ -104,7 +113,7 @@ class Keeper:
         self._heard = heard
         effects = self._drop_unreachable(now)
         placed = {p.name: p for p in self._placed()}
-        plan = replicas.Plan(
+        plan = replicas.PlacementPlan(
             [p.entry for p in placed.values()],
             [
                 replicas.Holder(Replica(server.member_id, server.incarnation), server.host, server.draining)
@@ -162,7 +171,7 @@ class Keeper:
         self._set(name, number, replicas.without(shard, replica))
         self._unreachable[place] = now + self._settings.lease_seconds
         what = f"{shard.primary} cannot reach {replica}, which held {name_shards([number])}"
-        return [Note(f"{what} of {name!r}: {reason}", "warning")]
+        return [LogEvent(f"{what} of {name!r}: {reason}", "warning")]
 
     def _drop_unreachable(self, now: float) -> list[Effect]:
         """Backups whose primaries have shown that they are heard and hear."""
@@ -179,10 +188,10 @@ class Keeper:
                 effects += self._drop(place, shard, reason, now)
         return effects
 
-    def _placed(self) -> Iterable[Parameters]:
+    def _placed(self) -> Iterable[ParameterSet]:
         return [p for p in self._registry.all if p.record is not None]
 
-    def _set(self, name: str, number: int, shard: Shard) -> Parameters:
+    def _set(self, name: str, number: int, shard: Shard) -> ParameterSet:
         p = self._registry.get(name)
         assert p is not None
         shards = list(p.entry.shards)
@@ -200,13 +209,13 @@ class Keeper:
         sender = Replica(server.member_id, server.incarnation)
         return shard if sender == shard.primary and event.term == shard.term and not shard.lost else None
 
-    def _needs_values(self, p: Parameters, after: tuple[Shard, ...]) -> bool:
+    def _needs_values(self, p: ParameterSet, after: tuple[Shard, ...]) -> bool:
         """Whether values are gone that nobody has trained yet, so that their uploader still has them."""
         moved = any(new.lost or new.term != old.term for old, new in zip(p.entry.shards, after, strict=True))
         lost = any(new.lost for new in after)
         return not p.entry.ready and (lost if p.placed.committed else moved)
 
-    def _placed_anew(self, p: Parameters) -> tuple[Shard, ...]:
+    def _placed_anew(self, p: ParameterSet) -> tuple[Shard, ...]:
         if not self._members.staying:
             return tuple(Shard(shard.primary, shard.term) for shard in p.entry.shards)
         shards: list[Shard] = []
@@ -216,7 +225,7 @@ class Keeper:
             shards.append(replicas.placed_anew(shard, self._live, Replica(spare.member_id, spare.incarnation)))
         return tuple(shards)
 
-    def _losses(self, p: Parameters, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[Effect]:
+    def _losses(self, p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[Effect]:
         lost: dict[str, list[int]] = {}
         for number, (old, new) in enumerate(zip(before, after, strict=True)):
             if new.lost and not old.lost:
@@ -225,11 +234,11 @@ class Keeper:
         for server, numbers in lost.items():
             held = f"{server} is gone and held {name_shards(numbers)} of {p.name!r} alone"
             if not self._members.workers:
-                effects.append(Note(f"{held}; no worker is left to miss it"))
+                effects.append(LogEvent(f"{held}; no worker is left to miss it"))
                 continue
             text = f"{held} ({len(numbers)} of {len(after)} shards, at version {p.version}): {REMEDY}"
-            effects.append(Announce(ShardsLost(p.name, tuple(numbers), server, p.version, text)))
-            effects.append(Note(f"lost: {text}", "warning"))
+            effects.append(Broadcast(ShardsLost(p.name, tuple(numbers), server, p.version, text)))
+            effects.append(LogEvent(f"lost: {text}", "warning"))
         return effects
 
 
@@ -239,12 +248,12 @@ def _promotions(name: str, before: tuple[Shard, ...], after: tuple[Shard, ...]) 
         if new.term != old.term:
             promoted.setdefault((old.primary, new.primary), []).append(number)
     return [
-        Note(f"{new} is now the primary of {name_shards(numbers)} of {name!r}, which was {old}")
+        LogEvent(f"{new} is now the primary of {name_shards(numbers)} of {name!r}, which was {old}")
         for (old, new), numbers in promoted.items()
     ]
 
 
-def _fills(p: Parameters, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[Effect]:
+def _fills(p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[Effect]:
     """Notes on copies that begin. Those that belong to a creation are no news."""
     begun: dict[Replica, list[int]] = {}
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -252,7 +261,7 @@ def _fills(p: Parameters, before: tuple[Shard, ...], after: tuple[Shard, ...]) -
             if replica not in old.filling:
                 begun.setdefault(replica, []).append(number)
     return [
-        Note(
+        LogEvent(
             f"{name_shards(numbers)} of {p.name!r} is being copied to {replica}"
             if not numbers[1:]
             else f"{name_shards(numbers)} of {p.name!r} are being copied to {replica}"

@@ -1,7 +1,7 @@
 """Who holds a shard: each change that a shard can go through, and which changes are due. Pure functions.
 
 A shard changes when a server is lost (``after_loss``), when its primary says that a replica is filled (``filled``) or
-does not answer (``without``), and when ``Plan`` finds something to better:
+does not answer (``without``), and when ``PlacementPlan`` finds something to better:
 
 1. what is being filled on a server that leaves (drain) is given up, and a copy on one is dropped as soon as enough
    others are complete;
@@ -44,7 +44,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ShardChange:
     """Shard ``number`` of these parameters shall become ``shard``."""
 
     parameters: str
@@ -104,7 +104,7 @@ def _dropped(shard: Shard, replica: Replica) -> Iterator[Shard]:
 # --- all shards -------------------------------------------------------------------------------------------------------
 
 
-class Plan:
+class PlacementPlan:
     """What is due, given who lives and what lies where.
 
     wanted: copies of each shard.
@@ -255,7 +255,7 @@ class Plan:
         distinct = len({holder.host for holder in self._usable})
         return max(0, min(len(hosts), distinct) - len(set(hosts))), load, memory
 
-    def _move(self) -> Change | None:
+    def _move(self) -> ShardChange | None:
         """The fill that begins a move which betters the balance; None if no move is worth its while."""
         for candidates in (self._crowded(), self._loaded(self._primary, 1), self._loaded(self._held, None)):
             gains = [(gain, change) for change in candidates if (gain := self._gain(change)) is not None]
@@ -263,7 +263,7 @@ class Plan:
                 return min(gains, key=lambda pair: pair[0])[1]
         return None
 
-    def _gain(self, change: Change) -> tuple[int, int, int] | None:
+    def _gain(self, change: ShardChange) -> tuple[int, int, int] | None:
         """How balanced all would be after the move that ``change`` begins; None if not better than now."""
         name, number, shard = change.parameters, change.number, self._now[change.parameters][change.number]
         whole = filled(shard, change.shard.filling[-1])
@@ -271,7 +271,7 @@ class Plan:
         best = min(self._imbalance(name, number, shard, after) for after in options)
         return best if best < self._imbalance(name, number, shard, shard) else None
 
-    def _crowded(self) -> Iterator[Change]:
+    def _crowded(self) -> Iterator[ShardChange]:
         """Shards with copies on fewer hosts than there could be."""
         if len({holder.host for holder in self._usable}) > 1:
             for name, number, shard in self._shards():
@@ -279,7 +279,7 @@ class Plan:
                     for target in self._usable:
                         yield from self._begun(name, number, shard, target)
 
-    def _loaded(self, load: Mapping[str, int], roles: int | None) -> Iterator[Change]:
+    def _loaded(self, load: Mapping[str, int], roles: int | None) -> Iterator[ShardChange]:
         """Shards of the fullest server, for the emptiest, where the two differ by more than a shard's worth. ``roles``
         are so many of the first complete copies that may be taken from the fullest."""
         fullest = max(load, key=lambda id_: load[id_], default="")
@@ -296,9 +296,9 @@ class Plan:
             for target in others if emptiest in holding else [self._holders[emptiest]]:
                 yield from self._begun(name, number, shard, target)
 
-    def _begun(self, name: str, number: int, shard: Shard, target: Holder) -> Iterator[Change]:
+    def _begun(self, name: str, number: int, shard: Shard, target: Holder) -> Iterator[ShardChange]:
         """The shard with ``target`` being filled, if it may be."""
         unfit = target.id in [replica.server_id for replica in shard.replicas]
         unfit = unfit or not self._ready(name) or self._tried(name, number, target.replica)
         if not unfit and not self._refused(name, number, target.replica):
-            yield Change(name, number, replace(shard, filling=(target.replica,)))
+            yield ShardChange(name, number, replace(shard, filling=(target.replica,)))

@@ -6,8 +6,8 @@ workers give, and what is another than in the snapshot is told (``notice``). Wha
 anew.
 
 With ``reset_optimizer`` the optimizer's state begins anew too: once in a run, which goes back to a snapshot of its own
-without another reset. Snapshots that the run did not take itself have epochs before ``Base.began``; those that it took
-say in their settings whether it was to reset.
+without another reset. Snapshots that the run did not take itself have epochs before ``RestorePoint.began``; those that
+it took say in their settings whether it was to reset.
 
 Invariants: what was created with other tensors, or with settings that the values in the snapshot do not allow, is
 refused; a shard counts as loaded by the word of its primary of this term alone. Not here: placing (``registry``), which
@@ -23,8 +23,8 @@ from psdist.consistency import BSP
 from psdist.errors import LayoutMismatchError, SettingsMismatchError, SnapshotCorruptError, StorageError
 from psdist.snapshots.format import DatasetState, ParametersState
 from psdist.types import DatasetSpec, Layout, ParametersEntry, ParametersSpec, Restore
-from psdist_scheduler.events.records import Base
-from psdist_scheduler.events.snapshot_events import Found, Loaded
+from psdist_scheduler.events.records import RestorePoint
+from psdist_scheduler.events.snapshot_events import CommitFound, Loaded
 
 #: After the run went back to a snapshot, it waits so long, in seconds, for as many servers as there were.
 SERVERS_GRACE_SECONDS: Final = 10.0
@@ -37,7 +37,7 @@ _REMEDY: Final = "give what it was saved with, or begin anew under another --run
 class Resume:
     """The base of this run, and what is loaded from it. ``found`` is the base's snapshot, where it is known."""
 
-    def __init__(self, base: Base, found: Found | None) -> None:
+    def __init__(self, base: RestorePoint, found: CommitFound | None) -> None:
         self.base = base
         self.found = found if base.restore is not None else None
         self._known = self.found is not None
@@ -152,21 +152,21 @@ class Resume:
                 known[number, term] = None
         return not self.missing(entry)
 
-    def go_to(self, found: Found, term: int, epoch: int, now: float | None) -> None:
+    def go_to(self, found: CommitFound, term: int, epoch: int, now: float | None) -> None:
         """All parameters begin from this snapshot again. ``term``: the highest that a shard had. ``epoch``: the one
         that shows it. ``now``: None where the run has not begun."""
         restore = Restore(found.commit.directory, bytes.fromhex(found.commit.manifest_digest))
         generation, began = self.base.generation + (now is not None), epoch if now is None else self.base.began
-        self.base = Base(restore, generation, max(term + 1, self.base.term), epoch, began)
+        self.base = RestorePoint(restore, generation, max(term + 1, self.base.term), epoch, began)
         self.found, self.since, self.changed, self._known = found, now, True, True
         self._loaded.clear()
 
-    def is_of_this_course(self, found: Found) -> bool:
+    def is_of_this_course(self, found: CommitFound) -> bool:
         """Whether the run went through this snapshot, and did not give it up."""
         restore, commit = self.base.restore, found.commit
         return restore is None or commit.directory == restore.directory or commit.epoch >= self.base.epoch
 
-    def read(self, found: Found | None) -> None:
+    def read(self, found: CommitFound | None) -> None:
         """The storage was read: the base's snapshot, or None where it is not there any more."""
         if self.unread:
             self.found, self._known = found, True

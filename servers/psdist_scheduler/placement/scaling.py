@@ -20,7 +20,7 @@ from psdist_scheduler.events.cluster_events import (
     Drained,
     Draining,
     Effect,
-    Note,
+    LogEvent,
     Refuse,
     Scale,
     Scaled,
@@ -92,7 +92,7 @@ class Scaling:
         missing = max(0, event.servers - len(there))
         drained = tuple(server.member_id for server in surplus)
         answer = Answer(event.call, Scaled(len(there), drained, missing, len(self._watchers)))
-        return [Note(f"{event.servers} servers are wanted, {len(there)} are there"), *self._mark(surplus), answer]
+        return [LogEvent(f"{event.servers} servers are wanted, {len(there)} are there"), *self._mark(surplus), answer]
 
     def watch(self, event: WatchScale) -> list[Effect]:
         """A launcher watches. Raises WrongRunError."""
@@ -132,7 +132,7 @@ class Scaling:
         fresh = [server for server in servers if not server.draining]
         for server in fresh:
             self._members.drain(server.member_id)
-        return [Note(f"{server} is drained: {len(self._held(server))} shards move away") for server in fresh]
+        return [LogEvent(f"{server} is drained: {len(self._held(server))} shards move away") for server in fresh]
 
     def _go_on(self, call: int, drain: _Drain, now: float) -> list[Effect]:
         server = self._members.get(drain.server.server_id)
@@ -144,7 +144,7 @@ class Scaling:
         left = len(self._held(server, worth=True))
         if not left or not (self._members.workers or self._members.staying):
             del self._drains[call]
-            return [Answer(call, Drained(drain.total)), Note(f"{server} is drained and may be stopped")]
+            return [Answer(call, Drained(drain.total)), LogEvent(f"{server} is drained and may be stopped")]
         news = Draining(self._text(server, left), left, max(left, drain.total))
         if news == drain.told and now - drain.told_at < _REPEAT_SECONDS:
             return []

@@ -18,19 +18,19 @@ from psdist.snapshots.format import DatasetState, Manifest, ParametersState
 from psdist_scheduler.events.cluster_events import Answer, Effect
 from psdist_scheduler.events.records import name_some
 from psdist_scheduler.events.snapshot_events import (
-    Cut,
+    AttemptProgress,
     End,
     Mark,
     Marked,
     Prepare,
     Producers,
-    Progress,
     SnapshotCommand,
+    TakeCut,
     Written,
 )
 from psdist_scheduler.members.membership import Membership
-from psdist_scheduler.placement.parameters import Parameters
-from psdist_scheduler.snapshots.worker_states import HandIns
+from psdist_scheduler.placement.parameters import ParameterSet
+from psdist_scheduler.snapshots.worker_states import WorkerStateUploads
 
 Phase = Literal["preparing", "marking", "cutting", "committing"]
 #: One life of a worker.
@@ -49,7 +49,7 @@ class Attempt:
     directory: str
     reason: str
     ahead: bool
-    parameters: tuple[Parameters, ...]
+    parameters: tuple[ParameterSet, ...]
     steps: dict[str, int]
     began: float
     #: When something of it was heard last.
@@ -66,9 +66,9 @@ class Attempt:
     #: Workers that may have used data before the cut without having said so.
     undecided: list[str] = field(default_factory=list)
     written: dict[tuple[str, int], Written] = field(default_factory=dict)
-    progress: dict[str, Progress] = field(default_factory=dict)
+    progress: dict[str, AttemptProgress] = field(default_factory=dict)
     #: What workers hand in of their own.
-    kept: HandIns = field(default_factory=HandIns)
+    kept: WorkerStateUploads = field(default_factory=WorkerStateUploads)
 
     def __post_init__(self) -> None:
         self.kept.numbers = {p.name: number for number, p in enumerate(self.parameters)}
@@ -230,7 +230,7 @@ class Attempt:
         producers = tuple((name, self._next(name, by_origin=True)) for name in self.marked)
         left = [p.name for p in self.parameters if p.name in self.steps and not p.entry.members]
         final = tuple((name, self.steps[name]) for name in left if self.steps[name] == known.get(name))
-        return _tell(self.servers, Cut(self.number, producers, final), members)
+        return _tell(self.servers, TakeCut(self.number, producers, final), members)
 
     def end(self, committed: bool, reason: str, members: Membership) -> list[Effect]:
         """Tells all who were asked that it is over."""
@@ -275,7 +275,7 @@ class Attempt:
         servers said cannot be a snapshot."""
         return tuple(self._state(p) for p in self.parameters)
 
-    def _state(self, p: Parameters) -> ParametersState:
+    def _state(self, p: ParameterSet) -> ParametersState:
         parts = [self.written[p.name, number] for number in range(len(self.routes[p.name]))]
         names = {part.state_names for part in parts}
         if len(names) > 1:
@@ -298,7 +298,7 @@ class Attempt:
             state_since=p.entry.state_since,
         )
 
-    def _marked(self) -> Iterable[Parameters]:
+    def _marked(self) -> Iterable[ParameterSet]:
         return (p for p in self.parameters if p.name not in self.steps)
 
 
@@ -311,12 +311,12 @@ class Failures:
     at: float = 0.0
 
 
-def is_stepped(p: Parameters) -> bool:
+def is_stepped(p: ParameterSet) -> bool:
     """Whether the parameters are cut at a step, and not by marks on pushes."""
     return isinstance(p.entry.spec.consistency, BSP)
 
 
-def floor(attempt: Attempt | None, ready: Iterable[Parameters], life: _Life) -> dict[str, int]:
+def floor(attempt: Attempt | None, ready: Iterable[ParameterSet], life: _Life) -> dict[str, int]:
     """By parameters, what no cut to come can be below for a life, while ``attempt`` is under way. Those that are
     not named, it cannot."""
     steps: dict[str, int] = {}
@@ -329,7 +329,7 @@ def floor(attempt: Attempt | None, ready: Iterable[Parameters], life: _Life) -> 
     return steps
 
 
-def _route(p: Parameters) -> tuple[object, ...]:
+def _route(p: ParameterSet) -> tuple[object, ...]:
     return tuple((shard.primary, shard.term, shard.lost) for shard in p.entry.shards)
 
 

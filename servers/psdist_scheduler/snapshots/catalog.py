@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from psdist.snapshots.format import Commit
+from psdist.snapshots.format import CommitRecord
 from psdist_scheduler.events.cluster_events import Effect
-from psdist_scheduler.events.snapshot_events import Found, History, ReadHistory
+from psdist_scheduler.events.snapshot_events import CommitFound, History, ReadHistory
 from psdist_scheduler.placement.restore_point import Resume
 
 #: A storage that could not be read is read again after so long, in seconds.
@@ -30,8 +30,8 @@ class Catalog:
         self._resume = resume
         #: Whether the storage was read.
         self.known = False
-        self.commits: tuple[Commit, ...] = ()
-        self.newest: Found | None = None
+        self.commits: tuple[CommitRecord, ...] = ()
+        self.newest: CommitFound | None = None
         self.highest = 0
         #: Directories of snapshots that could not be loaded.
         self.bad: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Catalog:
         assert not self.committing, "two commits at a time would have one number"
         self.committing = directory
 
-    def add(self, found: Found, *, wanted: bool = True) -> None:
+    def add(self, found: CommitFound, *, wanted: bool = True) -> None:
         """The commit under way is there. ``wanted``: the run may go back to it."""
         commit = found.commit
         self.commits = (commit, *(other for other in self.commits if other.sequence != commit.sequence))

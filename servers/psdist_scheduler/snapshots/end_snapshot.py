@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from psdist.snapshots.format import Commit
+from psdist.snapshots.format import CommitRecord
 from psdist_scheduler.snapshots.attempt import Attempt
 
 
@@ -22,14 +22,14 @@ class EndSnapshot:
 
     steps: Mapping[str, int] | None = None
     attempt: int = 0
-    commit: Commit | None = None
+    commit: CommitRecord | None = None
     agreed: Mapping[str, int] = field(default_factory=dict)
 
     def want(self, steps: Mapping[str, int]) -> None:
         """It is to be taken at ``steps``."""
         self.steps, self.attempt, self.commit, self.agreed = dict(steps), 0, None, dict(steps)
 
-    def be(self, commit: Commit) -> None:
+    def be(self, commit: CommitRecord) -> None:
         """A snapshot that is there has all of it."""
         self.steps, self.attempt, self.commit, self.agreed = None, 0, commit, {}
 
@@ -37,7 +37,7 @@ class EndSnapshot:
         """Somebody trains again, or the run goes back."""
         self.steps, self.attempt, self.commit, self.agreed = None, 0, None, {}
 
-    def ended(self, attempt: int, commit: Commit | None) -> None:
+    def ended(self, attempt: int, commit: CommitRecord | None) -> None:
         """An attempt has ended for good: with a commit, or without."""
         if attempt == self.attempt != 0:
             self.steps, self.commit = None, commit

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from psdist.snapshots.format import Commit
+from psdist.snapshots.format import CommitRecord
 from psdist.snapshots.policy import SavePolicy
 
 
-def surplus(commits: Sequence[Commit], policy: SavePolicy, pinned: Collection[str]) -> tuple[Commit, ...]:
+def surplus(commits: Sequence[CommitRecord], policy: SavePolicy, pinned: Collection[str]) -> tuple[CommitRecord, ...]:
     """Those of ``commits`` (the newest first) that are not kept, the oldest first. ``pinned``: directories that are in
     use. Kept are the newest ``keep_last``, and of every ``keep_every`` steps the first that is there."""
     kept = {commit.directory for commit in commits[: policy.keep_last]} | set(pinned)
@@ -20,7 +20,7 @@ def surplus(commits: Sequence[Commit], policy: SavePolicy, pinned: Collection[st
     return tuple(commit for commit in reversed(commits) if commit.directory not in kept)
 
 
-def step_of(commit: Commit) -> int:
+def step_of(commit: CommitRecord) -> int:
     """The highest step in it, over all parameters."""
     return max(commit.steps.values(), default=0)
 

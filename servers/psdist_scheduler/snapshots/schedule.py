@@ -22,19 +22,19 @@ from typing import Final
 from psdist.errors import NoStorageError, PsdistError, SnapshotFailedError
 from psdist.snapshots.format import directory_name
 from psdist_scheduler.datasets.datasets import Datasets
-from psdist_scheduler.events.cluster_events import Answer, Effect, Note
+from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent
 from psdist_scheduler.events.records import ClusterSettings, Member
 from psdist_scheduler.events.snapshot_events import (
     AT_THE_END,
+    AttemptProgress,
     CommitFailed,
+    CommitFound,
     Committed,
     End,
-    Failed,
-    Found,
     History,
     Marked,
+    PartFailed,
     Prepared,
-    Progress,
     Prune,
     Pruned,
     RemoveDirectory,
@@ -46,15 +46,15 @@ from psdist_scheduler.events.snapshot_events import (
 )
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.membership import Membership
-from psdist_scheduler.placement.parameters import Parameters
+from psdist_scheduler.placement.parameters import ParameterSet
 from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.snapshots import retention, waiters
 from psdist_scheduler.snapshots.attempt import Attempt, Failures, floor, is_stepped
 from psdist_scheduler.snapshots.catalog import Catalog
 from psdist_scheduler.snapshots.end_snapshot import EndSnapshot
 from psdist_scheduler.snapshots.tries import HELD_MAX, REFUSALS_MAX, RETRIES_MAX, Tries
-from psdist_scheduler.snapshots.waiters import Saver, Savers
-from psdist_scheduler.snapshots.worker_states import Keepers
+from psdist_scheduler.snapshots.waiters import SnapshotWaiter, SnapshotWaiters
+from psdist_scheduler.snapshots.worker_states import WorkerStateRegistry
 
 #: Attempts of one epoch; their numbers begin with it.
 _ATTEMPTS_PER_EPOCH: Final = 1 << 20
@@ -63,7 +63,7 @@ _SILENCE_SECONDS: Final = 120.0
 _REASON_CHARACTERS: Final = 200
 
 
-class Snapshots:
+class SnapshotSchedule:
     """All of it, for one run."""
 
     def __init__(
@@ -85,9 +85,9 @@ class Snapshots:
         #: Why nothing is saved any more; empty while it is.
         self.replaced = ""
         self.catalog = Catalog(registry.resume, history)
-        self._savers = Savers()
+        self._savers = SnapshotWaiters()
         self.end_snapshot = EndSnapshot()
-        self.keepers = Keepers(members)
+        self.keepers = WorkerStateRegistry(members)
         #: When the attempt was begun whose snapshot was the last to have everything.
         self.saved_at = float("-inf")
         self._tries = Tries()
@@ -149,7 +149,7 @@ class Snapshots:
         reason = (event.reason or "on demand")[:_REASON_CHARACTERS]
         if worker is not None and reason == AT_THE_END and not self._policy.at_end:
             raise SnapshotFailedError("this run takes no snapshot at its end")
-        return self._add(Saver(event.call, worker, dict(event.next), reason), now)
+        return self._add(SnapshotWaiter(event.call, worker, dict(event.next), reason), now)
 
     def save_before_the_end(self, call: int, server: str, now: float) -> list[Effect]:
         """A server wants to end whose values go with it: if anything was trained that no snapshot has, one is taken
@@ -161,7 +161,7 @@ class Snapshots:
         trained = self.saves_at_end and self._has_trained({p.name: self._tries.version(p) for p in self._ready()})
         if not under_way and not trained:
             return []
-        return self._add(Saver(call, None, {}, AT_THE_END, drains=True), now)
+        return self._add(SnapshotWaiter(call, None, {}, AT_THE_END, drains=True), now)
 
     def save_for_the_end(self, steps: dict[str, int], now: float) -> list[Effect]:
         """All workers stand still, BSP parameters at ``steps``, and are about to leave: one is taken now,
@@ -196,7 +196,7 @@ class Snapshots:
         """Whether the call waits for a snapshot."""
         return call in self._savers
 
-    def _add(self, saver: Saver, now: float) -> list[Effect]:
+    def _add(self, saver: SnapshotWaiter, now: float) -> list[Effect]:
         self._savers.add(saver)
         if (attempt := self.attempt) is None:
             return []
@@ -218,7 +218,7 @@ class Snapshots:
         """A member's word about the attempt. What is said of an earlier one means nothing."""
         attempt = self.attempt
         sender = self._members.sessions.get(event.call, "")
-        if attempt is None or not isinstance(event, Prepared | Marked | Written | Failed):
+        if attempt is None or not isinstance(event, Prepared | Marked | Written | PartFailed):
             return []
         if attempt.phase == "committing":
             return []
@@ -232,11 +232,11 @@ class Snapshots:
                 return self._marked(attempt, event, sender, now)
             case Written() if attempt.phase == "cutting":
                 attempt.take_written(event, sender)
-            case Failed() if sender in attempt.servers or sender in attempt.kept.workers:
+            case PartFailed() if sender in attempt.servers or sender in attempt.kept.workers:
                 return self._fail(f"{sender}: {event.text}", now)
         return []
 
-    def progressed(self, server: str, progress: Progress, now: float) -> None:
+    def progressed(self, server: str, progress: AttemptProgress, now: float) -> None:
         """A server's heartbeat says how far it is."""
         attempt = self.attempt
         if attempt is not None and progress.attempt == attempt.number and server in attempt.servers:
@@ -269,11 +269,11 @@ class Snapshots:
         """A snapshot exists."""
         commit = event.commit
         loss = self.catalog.loss(commit.steps)
-        self.catalog.add(Found(commit, event.manifest))
+        self.catalog.add(CommitFound(commit, event.manifest))
         steps = ", ".join(f"{name!r} at step {step}" for name, step in commit.steps.items())
         size = f"{commit.bytes / 1e6:.1f} MB in {commit.seconds:.2f} s"
-        effects: list[Effect] = [Note(f"snapshot {commit.directory} ({commit.reason}): {steps}, {size}")]
-        effects += [Note(loss, "warning")] if loss else []
+        effects: list[Effect] = [LogEvent(f"snapshot {commit.directory} ({commit.reason}): {steps}, {size}")]
+        effects += [LogEvent(loss, "warning")] if loss else []
         attempt = self.attempt
         if attempt is not None and attempt.number == event.attempt:
             self.saved_at = attempt.began
@@ -290,7 +290,7 @@ class Snapshots:
 
     def discard(self, event: Committed) -> list[Effect]:
         """A snapshot was committed that the run does not want any more."""
-        self.catalog.add(Found(event.commit, event.manifest), wanted=False)
+        self.catalog.add(CommitFound(event.commit, event.manifest), wanted=False)
         return [Prune((event.commit,))]
 
     def commit_failed(self, event: CommitFailed, now: float) -> list[Effect]:
@@ -307,7 +307,7 @@ class Snapshots:
         self.catalog.remove(event.sequences)
         if not event.error:
             return []
-        return [Note(f"snapshots that are not kept any more could not be deleted: {event.error}", "warning")]
+        return [LogEvent(f"snapshots that are not kept any more could not be deleted: {event.error}", "warning")]
 
     def rolled_back(self, now: float) -> list[Effect]:
         """The run went back to a snapshot: what is under way means nothing, and no number that was heard does."""
@@ -340,14 +340,14 @@ class Snapshots:
 
     # --- inner: beginning ---------------------------------------------------------------------------------------------
 
-    def _ready(self) -> list[Parameters]:
+    def _ready(self) -> list[ParameterSet]:
         return [p for p in self._registry.all if p.state == "ready" and p.entry.shards]
 
-    def _obstacle(self, ready: list[Parameters]) -> str:
+    def _obstacle(self, ready: list[ParameterSet]) -> str:
         """Why no attempt can begin now, as a sentence that begins with "for"; empty if one can."""
         return self._lacking(ready) or (self.doubt if self.catalog.committing else "")
 
-    def _lacking(self, ready: list[Parameters]) -> str:
+    def _lacking(self, ready: list[ParameterSet]) -> str:
         """What there is not yet of that which a snapshot is made of; likewise."""
         if not self.catalog.known:
             return self.doubt
@@ -377,7 +377,7 @@ class Snapshots:
         return effects
 
     def _begin_by_steps(
-        self, ready: list[Parameters], versions: dict[str, int], epoch: int, now: float
+        self, ready: list[ParameterSet], versions: dict[str, int], epoch: int, now: float
     ) -> list[Effect]:
         interval, high, reason = self._policy.steps, max(versions.values()), self._policy.every
         if all(is_stepped(p) for p in ready) and high - min(versions.values()) <= 1:
@@ -390,11 +390,11 @@ class Snapshots:
     def _has_trained(self, versions: dict[str, int]) -> bool:
         return retention.trained(versions, self.catalog.newest.commit.steps if self.catalog.newest else {})
 
-    def _soonest(self, ready: list[Parameters]) -> dict[str, int]:
+    def _soonest(self, ready: list[ParameterSet]) -> dict[str, int]:
         return self._tries.soonest(ready, [saver.next for saver in self._savers.waiting])
 
     def _begin(
-        self, ready: list[Parameters], steps: dict[str, int], reason: str, ahead: bool, epoch: int, now: float
+        self, ready: list[ParameterSet], steps: dict[str, int], reason: str, ahead: bool, epoch: int, now: float
     ) -> list[Effect]:
         if text := self.end_snapshot.passed(steps):
             self.end_snapshot.steps = None
@@ -547,7 +547,7 @@ class Snapshots:
         effects = self._over_with(attempt, now)
         effects += attempt.end(False, text, self._members)
         effects += self._remove(attempt) if remove else []
-        effects.append(Note(f"the snapshot of step {attempt.step} failed: {text}; training goes on", "warning"))
+        effects.append(LogEvent(f"the snapshot of step {attempt.step} failed: {text}; training goes on", "warning"))
         error = SnapshotFailedError(f"the snapshot failed, and training goes on: {text}")
         for saver in self._savers.of(attempt.number):
             effects += self._savers.refuse(saver, error)
@@ -569,7 +569,7 @@ class Snapshots:
 
     # --- inner: those who wait ----------------------------------------------------------------------------------------
 
-    def _answer_what_is_there(self, ready: list[Parameters]) -> list[Effect]:
+    def _answer_what_is_there(self, ready: list[ParameterSet]) -> list[Effect]:
         """Answers those whom the newest snapshot serves, and those whom none can."""
         effects: list[Effect] = []
         for saver in self._savers:
@@ -582,12 +582,12 @@ class Snapshots:
                 effects += self._savers.refuse(saver, error)
         return effects
 
-    def _is_back(self, ready: list[Parameters]) -> bool:
+    def _is_back(self, ready: list[ParameterSet]) -> bool:
         """Whether the run went back to the newest snapshot, and nothing is there yet that could be trained."""
         gathering = not any(p.record for p in self._registry.all)
         return not ready and gathering and self._registry.resume.base.restore is not None
 
-    def _hopeless(self, ready: list[Parameters]) -> SnapshotFailedError | None:
+    def _hopeless(self, ready: list[ParameterSet]) -> SnapshotFailedError | None:
         if self.replaced:
             return SnapshotFailedError(self.replaced)
         if lost := self._registry.lost_text:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from psdist_scheduler.placement.parameters import Parameters
+from psdist_scheduler.placement.parameters import ParameterSet
 from psdist_scheduler.snapshots import waiters
 from psdist_scheduler.snapshots.attempt import is_stepped
 
@@ -37,11 +37,11 @@ class Tries:
     #: By parameters, the step that a server named as not passed.
     known: dict[str, int] = field(default_factory=dict)
 
-    def version(self, p: Parameters) -> int:
+    def version(self, p: ParameterSet) -> int:
         """How far the parameters are, as far as is known."""
         return max(p.version, self.known.get(p.name, 0))
 
-    def soonest(self, ready: Iterable[Parameters], waiting: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    def soonest(self, ready: Iterable[ParameterSet], waiting: Iterable[Mapping[str, int]]) -> dict[str, int]:
         """The cut that can be had soonest, as far as is known. ``waiting``: next pushes of workers that wait for it."""
         waiting, stepped = list(waiting), [p for p in ready if is_stepped(p)]
         steps = {p.name: max(self.version(p), *(next.get(p.name, 0) for next in waiting), 0) for p in stepped}

@@ -19,8 +19,8 @@ from psdist.snapshots.format import Manifest
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events.cluster_events import Answer, Draining, Effect, Refuse
 from psdist_scheduler.events.records import Member
-from psdist_scheduler.events.snapshot_events import Found, Saved, Saving
-from psdist_scheduler.placement.parameters import Parameters
+from psdist_scheduler.events.snapshot_events import CommitFound, Saved, Saving
+from psdist_scheduler.placement.parameters import ParameterSet
 from psdist_scheduler.snapshots.attempt import Attempt
 
 #: Who waits is told again after so long, so that a wait can be told from a dead connection; and not more often than
@@ -30,7 +30,7 @@ _PAUSE_SECONDS: Final = 0.2
 
 
 @dataclass(slots=True)
-class Saver:
+class SnapshotWaiter:
     """A call that waits for a snapshot. ``next``: of a worker that waits, its next pushes.
 
     drains: the call is a server's that wants to end: it is told in the words of a drain, and goes on afterwards.
@@ -47,13 +47,13 @@ class Saver:
     told_at: float = float("-inf")
 
 
-class Savers:
+class SnapshotWaiters:
     """All who wait."""
 
     def __init__(self) -> None:
-        self._all: dict[int, Saver] = {}
+        self._all: dict[int, SnapshotWaiter] = {}
 
-    def __iter__(self) -> Iterator[Saver]:
+    def __iter__(self) -> Iterator[SnapshotWaiter]:
         return iter(list(self._all.values()))
 
     def __bool__(self) -> bool:
@@ -63,11 +63,11 @@ class Savers:
         return call in self._all
 
     @property
-    def waiting(self) -> list[Saver]:
+    def waiting(self) -> list[SnapshotWaiter]:
         """Those that make no push until they are answered."""
         return [saver for saver in self if saver.worker is not None]
 
-    def add(self, saver: Saver) -> None:
+    def add(self, saver: SnapshotWaiter) -> None:
         """Somebody waits."""
         self._all[saver.call] = saver
 
@@ -75,7 +75,7 @@ class Savers:
         """The call does not wait any more."""
         self._all.pop(call, None)
 
-    def of(self, attempt: int) -> list[Saver]:
+    def of(self, attempt: int) -> list[SnapshotWaiter]:
         """Those whom this attempt answers."""
         return [saver for saver in self if saver.attempt == attempt]
 
@@ -84,12 +84,12 @@ class Savers:
         for saver in self:
             saver.attempt = attempt
 
-    def answer(self, saver: Saver, value: Saved) -> list[Effect]:
+    def answer(self, saver: SnapshotWaiter, value: Saved) -> list[Effect]:
         """A snapshot serves it."""
         self.end(saver.call)
         return [] if saver.drains else [Answer(saver.call, value)]
 
-    def refuse(self, saver: Saver, error: PsdistError) -> list[Effect]:
+    def refuse(self, saver: SnapshotWaiter, error: PsdistError) -> list[Effect]:
         """None will."""
         self.end(saver.call)
         return [] if saver.drains else [Refuse(saver.call, error)]
@@ -110,7 +110,7 @@ class Savers:
         return effects
 
 
-def place(saver: Saver, attempt: Attempt) -> Literal["joins", "waits", "supersedes"]:
+def place(saver: SnapshotWaiter, attempt: Attempt) -> Literal["joins", "waits", "supersedes"]:
     """What an attempt under way is to who wants a snapshot now: it serves, or comes first, or is in the way."""
     early = attempt.phase in ("preparing", "marking")
     if saver.worker is None:
@@ -134,13 +134,13 @@ def place(saver: Saver, attempt: Attempt) -> Literal["joins", "waits", "supersed
     return "joins"
 
 
-def stand_still(p: Parameters, waiting: Iterable[Mapping[str, int]]) -> bool:
+def stand_still(p: ParameterSet, waiting: Iterable[Mapping[str, int]]) -> bool:
     """Whether no step of BSP parameters is made while those wait whose next pushes are ``waiting``."""
     consistency = p.entry.spec.consistency
     return isinstance(consistency, BSP) and sum(p.name in next for next in waiting) > consistency.backup_workers
 
 
-def is_as_saved(manifest: Manifest, parameters: Iterable[Parameters], datasets: Datasets) -> bool:
+def is_as_saved(manifest: Manifest, parameters: Iterable[ParameterSet], datasets: Datasets) -> bool:
     """Whether a snapshot, if it has all steps, has everything as it is. A run that went on from it may have other
     settings, or have begun an optimizer's state anew."""
     for p in parameters:
@@ -150,7 +150,7 @@ def is_as_saved(manifest: Manifest, parameters: Iterable[Parameters], datasets: 
     return datasets.stand_as_in(manifest)
 
 
-def serves(found: Found, saver: Saver, ready: list[Parameters], datasets: Datasets) -> bool:
+def serves(found: CommitFound, saver: SnapshotWaiter, ready: list[ParameterSet], datasets: Datasets) -> bool:
     """Whether a snapshot that is there has all that a waiting worker pushed and used."""
     if saver.worker is None or not saver.next or {p.name for p in ready} != set(found.commit.steps):
         return False

@@ -19,7 +19,7 @@ from psdist.snapshots.format import WorkerState, state_file_name
 from psdist_scheduler.events.cluster_events import Answer, Effect
 from psdist_scheduler.events.records import Member, name_some
 from psdist_scheduler.events.snapshot_events import (
-    Found,
+    CommitFound,
     GetState,
     HandedIn,
     HandIn,
@@ -30,7 +30,7 @@ from psdist_scheduler.events.snapshot_events import (
 )
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.membership import Membership
-from psdist_scheduler.placement.parameters import Parameters
+from psdist_scheduler.placement.parameters import ParameterSet
 
 if TYPE_CHECKING:
     from psdist_scheduler.snapshots.attempt import Attempt
@@ -42,7 +42,7 @@ STATE_BYTES_MAX: Final = 1 << 32
 
 
 @dataclass(slots=True)
-class HandIns:
+class WorkerStateUploads:
     """What one attempt asks of those who keep states, and what it has got.
 
     answers: by life that is asked, whether it has answered. numbers: of the parameters, by name, in the manifest.
@@ -126,14 +126,14 @@ class HandIns:
             self._taken.setdefault(key, event.state)
 
 
-class Keepers:
+class WorkerStateRegistry:
     """The lives that keep states, and of which parameters."""
 
     def __init__(self, members: Membership) -> None:
         self._members = members
         self._names: dict[Life, tuple[str, ...]] = {}
 
-    def of(self, parameters: Iterable[Parameters]) -> list[Life]:
+    def of(self, parameters: Iterable[ParameterSet]) -> list[Life]:
         """Live members of these parameters that keep states of them."""
         self._names = {life: names for life, names in self._names.items() if self._members.is_live(*life)}
         lives = [(p.name, (m.worker_id, m.incarnation)) for p in parameters for m in p.entry.members]
@@ -163,7 +163,7 @@ class Keepers:
             raise SnapshotFailedError("no snapshot is under way that wants what this worker keeps")
         return [Answer(event.call, attempt.kept.place(worker, event, attempt.directory))]
 
-    def get(self, event: GetState, found: Found | None) -> list[Effect]:
+    def get(self, event: GetState, found: CommitFound | None) -> list[Effect]:
         """A worker wants what its rank handed in for the snapshot ``found``. Raises FencedError."""
         worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
         if found is None:

@@ -19,7 +19,7 @@ from psdist_server.core.records import Producer, SliceRecord
 
 
 @dataclass(slots=True)
-class Room:
+class CopyBudget:
     """Bytes for copies that updates ask for, shared by all cuts of a server."""
 
     limit: int
@@ -48,7 +48,7 @@ class Room:
 
 
 @dataclass(slots=True)
-class Cut:
+class SnapshotCut:
     """What is known of each slice. ``step`` is that of the cut in BSP, else None.
 
     sizes: bytes of each slice's arrays by slice, of all that are to be written.
@@ -56,7 +56,7 @@ class Cut:
 
     step: int | None
     sizes: Mapping[int, int]
-    room: Room
+    room: CopyBudget
     #: SSP and ASP, once it is agreed: the first push of each life that is not in the snapshot.
     following: Mapping[Producer, int] | None = None
     #: By ripe slice its version at the cut.

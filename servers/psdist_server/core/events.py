@@ -1,7 +1,7 @@
 """Events into, and effects out of, the shard machines. Frozen values; nothing here waits, reads or writes.
 
 A ``token`` stands for one slice of one call: the service that made the event keeps the payload and the caller under it,
-and every effect names the tokens it is about. Each token is answered exactly once, by ``Reply`` or ``Refuse``,
+and every effect names the tokens it is about. Each token is answered exactly once, by ``Reply`` or ``RefuseSlice``,
 unless its call was ``Cancelled`` before.
 """
 
@@ -192,7 +192,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseSlice:
     """Answer ``token`` with an error; nothing was changed by it."""
 
     token: int
@@ -206,4 +206,4 @@ class Forget:
     token: int
 
 
-Effect = Apply | Aggregate | Reply | Refuse | Forget
+Effect = Apply | Aggregate | Reply | RefuseSlice | Forget

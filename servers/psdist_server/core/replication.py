@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ReplicaState:
     """What a replica says that it has of a shard: updates up to ``lsn`` under ``term``."""
 
     term: int
@@ -165,7 +165,7 @@ class PrimaryReplication(Generic[G]):
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
-    def opened(self, replica: Replica, held: Held | None, now: float) -> list[ReplicationEffect[G]]:
+    def opened(self, replica: Replica, held: ReplicaState | None, now: float) -> list[ReplicationEffect[G]]:
         """A stream to ``replica`` stands, which has ``held`` of the shard."""
         peer = self.peers[replica]
         peer.is_open, peer.waiting_since, peer.refusal = True, None, ""
@@ -178,7 +178,7 @@ class PrimaryReplication(Generic[G]):
         peer.acked = lsn
         return [*again, *self._settle()]
 
-    def _resumable(self, held: Held | None) -> int | None:
+    def _resumable(self, held: ReplicaState | None) -> int | None:
         """The lsn after which updates are sent again to one that has ``held``; None where it must be copied."""
         if held is None or not held.complete:
             return None
@@ -336,9 +336,9 @@ class BackupReplication:
         return (0 if self._copying else self.term), self.lsn
 
     @property
-    def held(self) -> Held:
+    def held(self) -> ReplicaState:
         """What is here, for a primary that wants to go on. A copy that was broken off must begin anew."""
-        return Held(self.term, self.lsn, self.complete and not self._copying)
+        return ReplicaState(self.term, self.lsn, self.complete and not self._copying)
 
     def follow(self, shard: Shard) -> None:
         """A new map's word on the primary."""

@@ -34,7 +34,7 @@ from psdist_server.core.events import (
     MembersChanged,
     NormKnown,
     PullRequested,
-    Refuse,
+    RefuseSlice,
     Reply,
     SliceAggregated,
     SliceApplied,
@@ -95,7 +95,7 @@ class ShardMachine(ABC, Generic[S]):
         match event:
             case SlicePushed():
                 if error := self._refusal(event):
-                    return [Refuse(event.token, error)]
+                    return [RefuseSlice(event.token, error)]
                 return self._pushed(self.slices[event.index], event, self.members[event.worker_id].producer)
             case PullRequested():
                 self.slices[event.index].pulls[event.token] = event

@@ -42,7 +42,7 @@ Told = Callable[[Any, Any], None]
 
 
 @dataclass(slots=True)
-class Part:
+class PendingGradient:
     """A contribution that waits for its update."""
 
     index: int
@@ -70,7 +70,7 @@ class Aside(NamedTuple):
     copied: Callable[[], None]
 
 
-class Guard(Protocol):
+class CutGuard(Protocol):
     """What a snapshot that is being cut has to say about updates."""
 
     def must_wait(self, index: int) -> bool:
@@ -152,7 +152,7 @@ class Applier:
         self._max_grad_norm = entry.spec.optimizer.max_grad_norm
         asynchronous = not isinstance(entry.spec.consistency, BSP)
         self._inline = entry.slicing.slice_elements <= INLINE_ELEMENTS and not asynchronous
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, PendingGradient] = {}
         #: The global norm by step, as far as needed.
         self.norms: dict[int, float] = {}
         #: What Aggregate made for Apply: the mean, and its sum of squares.
@@ -161,7 +161,7 @@ class Applier:
         #: Updates that wait for room among those that are kept for replicas.
         self._waiting: deque[_Shipment] = deque()
         #: The snapshot that is being cut, and updates by slice that wait for it, each with its sum of squares.
-        self.guard: Guard | None = None
+        self.guard: CutGuard | None = None
         self._kept_back: dict[int, tuple[_Job, float]] = {}
         self._kept_back_order: list[int] = []
         self._is_resuming = False

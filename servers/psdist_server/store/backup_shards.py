@@ -33,7 +33,7 @@ Tell = Callable[[pb.ReplicateResponse], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _TakenUpdate:
     """An update whose turn comes when the slice's earlier ones are done."""
 
     number: int
@@ -42,7 +42,7 @@ class _Taken:
     sender: Replica
 
 
-class Copies:
+class BackupShards:
     """The copies in one holding. ``stop`` is told of a copy that is not what it should be."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Copies:
         self._clipping = spec.optimizer.max_grad_norm > 0 and not self._asynchronous
         self._stop = stop
         self._incoming: dict[int, list[Array]] = {}
-        self._queues: dict[int, deque[_Taken | Callable[[], None]]] = {}
+        self._queues: dict[int, deque[_TakenUpdate | Callable[[], None]]] = {}
         self._busy: set[int] = set()
         #: Shards that the map has this server copy, and that it has no memory for.
         self.no_room: dict[int, LimitExceededError] = {}
@@ -86,7 +86,7 @@ class Copies:
 
     def retain(self, producers: Collection[Producer]) -> None:
         """Only these are left. What a primary with an older map still sends of others goes at the next
-        change: no primary has a newer map, as its streams wait for that (``Host.admit_primary``)."""
+        change: no primary has a newer map, as its streams wait for that (``ParameterServer.admit_primary``)."""
         for machine in self.machines.values():
             machine.retain(producers)
 
@@ -220,7 +220,7 @@ class Copies:
         number, term = message.shard, message.term
         verdict = machine.update(term, update)
         if verdict == "apply":
-            self._enqueue(update.index, _Taken(number, term, update, sender))
+            self._enqueue(update.index, _TakenUpdate(number, term, update, sender))
         else:
             self._acknowledge(machine, sender, term, update.lsn)
 
@@ -258,7 +258,7 @@ class Copies:
             raise InvalidArgumentError(f"slice {index} has {expected} bytes in {dtype}, not {len(payload)}")
         return gradient_of(payload, dtype)
 
-    def _enqueue(self, index: int, work: _Taken | Callable[[], None]) -> None:
+    def _enqueue(self, index: int, work: _TakenUpdate | Callable[[], None]) -> None:
         self._queues.setdefault(index, deque()).append(work)
         self._next(index)
 
@@ -267,19 +267,19 @@ class Copies:
         queue = self._queues.get(index)
         while queue and index not in self._busy:
             work = queue.popleft()
-            if isinstance(work, _Taken):
+            if isinstance(work, _TakenUpdate):
                 self._busy.add(index)
                 self._applier.submit(index, self._apply, work, self._applied)
             else:
                 work()
 
-    def _apply(self, works: Sequence[tuple[int, _Taken]]) -> list[float]:
+    def _apply(self, works: Sequence[tuple[int, _TakenUpdate]]) -> list[float]:
         """Runs in a kernel thread, or on the loop."""
         started = time.perf_counter()
         self._dense.apply([_dense_update(work.update) for _, work in works])
         return [(time.perf_counter() - started) / len(works)] * len(works)
 
-    def _applied(self, work: _Taken, seconds: Any) -> None:
+    def _applied(self, work: _TakenUpdate, seconds: Any) -> None:
         update, machine = work.update, self.machines.get(work.number)
         self._counters.apply_seconds += seconds
         self._busy.discard(update.index)

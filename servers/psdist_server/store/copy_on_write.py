@@ -1,8 +1,8 @@
 """Asides: the copies that a snapshot has made of slices before they change, in one holding.
 
-``HoldingCut`` stands between the machine of the cut (``cut``), the kernels that copy (``applier``) and the writer of
+``CutState`` stands between the machine of the cut (``cut``), the kernels that copy (``applier``) and the writer of
 the files (``snapshot_writer``), which takes slices in the order of its files. Everything here runs on the event loop,
-but for ``Asides.populate``.
+but for ``CopyPool.populate``.
 
 While training goes on, every slice will change soon after it is ripe; so slices are copied as soon as nothing else is
 to be done, and the memory for it is made ready before: to touch memory for the first time takes longer than the copy.
@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from psdist_server.core.cut import Cut
+from psdist_server.core.cut import SnapshotCut
 from psdist_server.core.records import Producer, SliceRecord
 from psdist_server.kernels.arrays import Array
 from psdist_server.kernels.memory import AnonymousMemory
@@ -38,7 +38,7 @@ _AHEAD: Final = 2
 _POPULATE_ELEMENTS: Final = 4 << 20
 
 
-class Asides:
+class CopyPool:
     """Memory for copies of up to ``elements`` each, at most ``most`` at a time. What was given back is used again
     first, so that pages are touched once, until they are given back to the system (``shrink``)."""
 
@@ -81,7 +81,7 @@ class Asides:
             self._memory.use(0, self._memory.array.size)
 
 
-class HoldingCut:
+class CutState:
     """The cut of one attempt in one holding.
 
     machine: what is known of the cut, of all slices that are served here. asides: memory for copies. record: of a slice
@@ -90,8 +90,8 @@ class HoldingCut:
 
     def __init__(
         self,
-        machine: Cut,
-        asides: Asides,
+        machine: SnapshotCut,
+        asides: CopyPool,
         applier: Applier,
         record: Callable[[int], SliceRecord],
         fail: Callable[[str], None],

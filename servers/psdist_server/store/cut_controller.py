@@ -12,12 +12,12 @@ from typing import Final
 
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
-from psdist_server.core.cut import Cut
+from psdist_server.core.cut import SnapshotCut
 from psdist_server.core.events import CutArmed, CutEnded, Effect, SliceCut, StepsEnded
 from psdist_server.core.records import Producer, SliceRecord
 from psdist_server.core.role_changes import RoleChanges
 from psdist_server.store.applier import Applier
-from psdist_server.store.copy_on_write import WRITER_COPIES, Asides, HoldingCut
+from psdist_server.store.copy_on_write import WRITER_COPIES, CopyPool, CutState
 
 #: Memory of copies is kept so long for the next snapshot.
 KEEP_SECONDS: Final = 30.0
@@ -28,7 +28,7 @@ _READY_STEPS: Final = 3
 _READY_BYTES_MIN: Final = 8 << 20
 
 
-class Cuts:
+class CutController:
     """The cut through one holding, at most one at a time.
 
     shards: the machines of the shards that are served here, by number. shard: that of a slice. carry_out: carries their
@@ -46,8 +46,8 @@ class Cuts:
         self._shard = shard
         self._applier = applier
         self._carry_out = carry_out
-        self.current: HoldingCut | None = None
-        self._asides: Asides | None = None
+        self.current: CutState | None = None
+        self._asides: CopyPool | None = None
         self._shrinking: asyncio.TimerHandle | None = None
         #: When a slice was updated last.
         self._updated_at = float("-inf")
@@ -56,11 +56,11 @@ class Cuts:
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
-    def arm(self, attempt: int, machine: Cut, fail: Callable[[str], None]) -> HoldingCut:
+    def arm(self, attempt: int, machine: SnapshotCut, fail: Callable[[str], None]) -> CutState:
         """Begins to watch for the cut that ``machine`` is to follow, in BSP at a step that no slice has passed.
         ``fail`` is told why it cannot be had any more."""
         asides = self._memory(machine)
-        cut = HoldingCut(machine, asides, self._applier, self._record, fail)
+        cut = CutState(machine, asides, self._applier, self._record, fail)
         self.current, self._is_ready = cut, sum(machine.sizes.values()) < _READY_BYTES_MIN
         self._applier.guard = cut
         for shard in self._shards.values():
@@ -69,7 +69,7 @@ class Cuts:
         self._look(cut)
         return cut
 
-    def agree(self, cut: HoldingCut, following: Mapping[Producer, int]) -> None:
+    def agree(self, cut: CutState, following: Mapping[Producer, int]) -> None:
         """SSP and ASP: the first push of each life that is not in the snapshot."""
         cut.agree(following)
         self._look(cut)
@@ -79,7 +79,7 @@ class Cuts:
         for shard in self._shards.values():
             self._carry_out(shard.on(StepsEnded(step)))
 
-    def disarm(self, cut: HoldingCut) -> None:
+    def disarm(self, cut: CutState) -> None:
         """The snapshot is written, or given up: nothing waits for it any more."""
         cut.end()
         if self.current is not cut:
@@ -94,16 +94,16 @@ class Cuts:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _memory(self, machine: Cut) -> Asides:
+    def _memory(self, machine: SnapshotCut) -> CopyPool:
         largest = max(machine.sizes.values(), default=4) // 4
         most = min(len(machine.sizes), machine.room.limit // (4 * largest) + 1) + WRITER_COPIES
         asides = self._asides
         # A kernel may still copy for an attempt before.
         if asides is None or asides.shape != (largest, most) or asides.is_used:
-            asides = self._asides = Asides(largest, most)
+            asides = self._asides = CopyPool(largest, most)
         return asides
 
-    def _get_ready(self, cut: HoldingCut, version: int) -> None:
+    def _get_ready(self, cut: CutState, version: int) -> None:
         """Makes memory ready where slices, of which one is at ``version``, will change and the cut is near."""
         is_near = cut.machine.step is None or version + _READY_STEPS >= cut.machine.step
         if not self._is_ready and is_near and self._is_active and self._asides is not None:
@@ -144,7 +144,7 @@ class Cuts:
         elif members_changed and self.current.machine.step is None:
             self.current.fail("a worker came or went")
 
-    def _look(self, cut: HoldingCut) -> None:
+    def _look(self, cut: CutState) -> None:
         idle = [index for shard in self._shards.values() for index, state in shard.slices.items() if not state.busy]
         ripe = sorted(cut.look(idle))
         if self._is_active:

@@ -45,7 +45,7 @@ from psdist_server.core.events import (
     MembersChanged,
     NormKnown,
     PullRequested,
-    Refuse,
+    RefuseSlice,
     Reply,
     SliceAggregated,
     SliceApplied,
@@ -56,15 +56,15 @@ from psdist_server.core.replication import BackupReplication
 from psdist_server.core.shards import make_shard
 from psdist_server.kernels.arrays import Array, Bad, DenseParameters, Gradient, gradient_of
 from psdist_server.kernels.pool import KernelPool
-from psdist_server.store.applier import Applier, Outcome, Part
-from psdist_server.store.backup_shards import Copies
-from psdist_server.store.cut_controller import Cuts
+from psdist_server.store.applier import Applier, Outcome, PendingGradient
+from psdist_server.store.backup_shards import BackupShards
+from psdist_server.store.cut_controller import CutController
 from psdist_server.store.global_norm import Aggregation, NormBoard
 from psdist_server.store.push_validation import Contributions
 from psdist_server.store.replica_stream import not_primary
-from psdist_server.store.replicator import Network, Replicator
-from psdist_server.store.rpc_call import Answer, Call, fenced
-from psdist_server.store.shm_readers import Readers
+from psdist_server.store.replicator import ReplicaNetwork, Replicator
+from psdist_server.store.rpc_call import Call, SliceAnswer, fenced
+from psdist_server.store.shm_readers import ShmReaders
 from psdist_server.store.statistics import Counters
 
 _log = structlog.get_logger("psdist.server")
@@ -73,7 +73,7 @@ _log = structlog.get_logger("psdist.server")
 ENCODED_MAX: Final = 4
 
 
-class Holding:
+class ParameterStore:
     """The shards of ``entry`` that ``me`` is the primary of, or holds copies of. Empty before the first ``update``.
 
     network: how other servers are reached.
@@ -85,8 +85,8 @@ class Holding:
         entry: ParametersEntry,
         me: Replica,
         pool: KernelPool[Any, Any],
-        network: Network,
-        on_aggregated: Callable[[Holding, int], None],
+        network: ReplicaNetwork,
+        on_aggregated: Callable[[ParameterStore, int], None],
     ) -> None:
         self.entry = entry
         self.me = me
@@ -108,9 +108,9 @@ class Holding:
         self.indices: tuple[int, ...] = ()
         self.replicator = Replicator(entry, me, network, self)
         self._applier = Applier(entry, self.dense, pool, self.replicator, self)
-        self.copies = Copies(entry.spec, self.dense, self._applier, self.norms, self.counters, self.stop)
+        self.copies = BackupShards(entry.spec, self.dense, self._applier, self.norms, self.counters, self.stop)
         self._calls: dict[int, Call] = {}
-        self._encoded: dict[tuple[Answer, int, str], bytes] = {}
+        self._encoded: dict[tuple[SliceAnswer, int, str], bytes] = {}
         self._effects: deque[Effect] = deque()
         self._carrying_out = False
         #: Something went wrong that makes slices stand for good, so nobody is to wait for them.
@@ -119,12 +119,12 @@ class Holding:
         #: Answers that wait for the replicas of a shard that was taken over.
         self._withheld: dict[int, list[Reply]] = {}
         self._readers: dict[int, list[tuple[asyncio.Future[tuple[int, bytes]], str]]] = {}
-        self.readers = Readers(self.dense)
+        self.readers = ShmReaders(self.dense)
         self._uninstalled: dict[int, list[Callable[[], None]]] = {}
         #: Shards that are to be loaded from a snapshot and are not yet.
         self.unloaded: set[int] = set()
         #: The snapshot that is being cut.
-        self.cuts = Cuts(self.shards, self._shard, self._applier, self._carry_out)
+        self.cuts = CutController(self.shards, self._shard, self._applier, self._carry_out)
         #: Done when the update kernel is compiled.
         self.ready = pool.prepare(self.dense.compile)
 
@@ -194,15 +194,15 @@ class Holding:
         abstain = call.abstain or not self.contributions.is_finite(call, index, values)
         self.counters.bytes_held += values.nbytes
         counters.push_bytes += len(payload)
-        self._take(call, index, base_version, Part(index, call, values, shared=False), abstain)
+        self._take(call, index, base_version, PendingGradient(index, call, values, shared=False), abstain)
 
     def push_shared(self, call: Call, index: int, base_version: int, values: Gradient) -> None:
         """Takes one contribution that lies in shared memory: ``values`` are read when the slice is updated, and may
         hold anything. Raises InvalidArgumentError where the slice is not here; then nothing was changed."""
         self.check_slice(index, call.identity.epoch)
-        self._take(call, index, base_version, Part(index, call, values, shared=True), call.abstain)
+        self._take(call, index, base_version, PendingGradient(index, call, values, shared=True), call.abstain)
 
-    def _take(self, call: Call, index: int, base_version: int, part: Part, abstain: bool) -> None:
+    def _take(self, call: Call, index: int, base_version: int, part: PendingGradient, abstain: bool) -> None:
         token = call.ask(index)
         self.counters.of(call.identity.worker_id).pushes += 1
         self._calls[token] = call
@@ -260,7 +260,7 @@ class Holding:
         self.norms.wake()
         self.dense.close()
 
-    async def encode(self, answer: Answer, call: Call) -> bytes:
+    async def encode(self, answer: SliceAnswer, call: Call) -> bytes:
         """The PushPullResponse with the slice's weights; the last few are kept, as in BSP all workers get the same."""
         version, payload = await self.read(answer.index, call.pull_dtype)
         self.counters.of(call.identity.worker_id).pull_bytes += len(payload)
@@ -474,7 +474,7 @@ class Holding:
                 self._applier.start(effect)
             case Forget(token):
                 self._drop(token)
-            case Refuse(token, error):
+            case RefuseSlice(token, error):
                 self._drop(token)
                 call = self._calls.pop(token)
                 self.counters.of(call.identity.worker_id).rejected += 1
@@ -491,7 +491,7 @@ class Holding:
         if call.is_push:
             counters = self.counters.of(call.identity.worker_id)
             counters.answered(effect.ignored, effect.late, effect.staleness)
-        call.answer(effect.token, Answer(effect.index, effect.version, effect.ignored, effect.staleness))
+        call.answer(effect.token, SliceAnswer(effect.index, effect.version, effect.ignored, effect.staleness))
 
     def _drop(self, token: int) -> None:
         part = self._applier.parts.pop(token, None)

@@ -22,7 +22,7 @@ from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import frames, status
 from psdist_server.core.records import Producer, ReplicaUpdate, SliceRecord
-from psdist_server.core.replication import Held, PrimaryReplication
+from psdist_server.core.replication import PrimaryReplication, ReplicaState
 from psdist_server.kernels.arrays import Array, Gradient
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Link:
     def _open(self, response: pb.ReplicateResponse) -> None:
         if response.WhichOneof("kind") != "welcome":
             raise ServerUnreachableError(f"server {self.replica} did not say welcome")
-        held = {held.shard: Held(held.term, held.lsn, held.complete) for held in response.welcome.held}
+        held = {held.shard: ReplicaState(held.term, held.lsn, held.complete) for held in response.welcome.held}
         self._is_open, self.reason = True, ""
         self.send(self._replicator.network.hello(self._replicator.name))  # There may be a newer map by now.
         for number, machine in sorted(self._replicator.machines.items()):

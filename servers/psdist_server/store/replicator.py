@@ -25,8 +25,8 @@ from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
 from psdist_server.core.records import ReplicaUpdate, SliceRecord
 from psdist_server.core.replication import (
-    Held,
     PrimaryReplication,
+    ReplicaState,
     Replicated,
     ReplicationEffect,
     SendBegin,
@@ -44,7 +44,7 @@ DIGEST_EVERY: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReplicaReport:
     """What the scheduler must hear from a primary: ``replica`` is filled, or does not answer."""
 
     kind: Literal["filled", "unreachable"]
@@ -55,7 +55,7 @@ class Report:
     reason: str = ""
 
 
-class Network(Protocol):
+class ReplicaNetwork(Protocol):
     """What a replicator needs of its server."""
 
     rng: Random
@@ -105,7 +105,7 @@ class Source(Protocol):
 class Replicator:
     """The primary's side for the shards of one holding."""
 
-    def __init__(self, entry: ParametersEntry, me: Replica, network: Network, source: Source) -> None:
+    def __init__(self, entry: ParametersEntry, me: Replica, network: ReplicaNetwork, source: Source) -> None:
         self.name = entry.spec.name
         self.machines: dict[int, Machine] = {}
         self.network = network
@@ -231,7 +231,7 @@ class Replicator:
 
     # --- what links tell ----------------------------------------------------------------------------------------------
 
-    def opened(self, link: Link, machine: Machine, held: Held | None) -> None:
+    def opened(self, link: Link, machine: Machine, held: ReplicaState | None) -> None:
         """The stream of ``scheduler_session`` stands."""
         self._carry_out(machine, machine.opened(link.replica, held, now()))
 
@@ -313,17 +313,17 @@ class Replicator:
 
     # --- telling ------------------------------------------------------------------------------------------------------
 
-    def reports(self, entry: ParametersEntry) -> list[Report]:
+    def reports(self, entry: ParametersEntry) -> list[ReplicaReport]:
         """What is true now and not yet in the map."""
-        found: list[Report] = []
+        found: list[ReplicaReport] = []
         for number, machine in sorted(self.machines.items()):
             shard = entry.shards[number]
             for replica, peer in machine.peers.items():
                 if peer.complete and replica in shard.filling:
-                    found.append(Report("filled", self.name, number, machine.term, replica))
+                    found.append(ReplicaReport("filled", self.name, number, machine.term, replica))
             for replica in machine.unreachable(now(), self.network.lease_seconds):
                 reason = machine.peers[replica].refusal or self._links[replica].reason or "it does not answer"
-                found.append(Report("unreachable", self.name, number, machine.term, replica, reason))
+                found.append(ReplicaReport("unreachable", self.name, number, machine.term, replica, reason))
         return found
 
     def statistics(self) -> list[pb.ReplicaStatistics]:

@@ -24,7 +24,7 @@ def next_token() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SliceAnswer:
     """A slice may be read (or was applied)."""
 
     index: int
@@ -54,7 +54,7 @@ class Call:
 
     def __post_init__(self) -> None:
         self.slots = asyncio.Semaphore(limits.HELD_SLICES_MAX)
-        self._answers: asyncio.Queue[Answer | PsdistError | None] = asyncio.Queue()
+        self._answers: asyncio.Queue[SliceAnswer | PsdistError | None] = asyncio.Queue()
         self._asked_all = False
 
     def ask(self, index: int) -> int:
@@ -63,7 +63,7 @@ class Call:
         self.outstanding[token] = index
         return token
 
-    def answer(self, token: int, answer: Answer) -> None:
+    def answer(self, token: int, answer: SliceAnswer) -> None:
         """Tells the answer for ``token``."""
         del self.outstanding[token]
         self._answers.put_nowait(answer)
@@ -82,7 +82,7 @@ class Call:
         if self._asked_all and not self.outstanding:
             self._answers.put_nowait(None)
 
-    async def next_answer(self) -> Answer | None:
+    async def next_answer(self) -> SliceAnswer | None:
         """The next answer; None at the end of the stream. Raises the error that the call failed with, and TimeoutError
         after REPORT_WAIT_SECONDS without an answer."""
         if self._answers.empty():

@@ -24,7 +24,7 @@ class Reader(Protocol):
     def epoch(self) -> int: ...
 
 
-class Readers:
+class ShmReaders:
     """Those of one holding, whose arrays are ``arrays``."""
 
     def __init__(self, dense: DenseParameters) -> None:

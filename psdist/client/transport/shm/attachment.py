@@ -1,6 +1,6 @@
 """Sharing: what one handle shares with the servers of its parameters, and with which of them.
 
-``Sharing`` makes the handle's gradient arena, attaches one Share stream per server (``stream``), and shows the
+``SharedMemory`` makes the handle's gradient arena, attaches one Share stream per server (``stream``), and shows the
 servers' weights as one vector where that is possible. Where a server cannot be shared with, the reason is kept for
 whoever asks, and gRPC is used.
 
@@ -28,15 +28,15 @@ from numpy.typing import NDArray
 
 from psdist.client.core.partition import Flat
 from psdist.client.core.routing import Route
-from psdist.client.session.scheduler_session import SchedulerLink
-from psdist.client.transport.requests import Sender
+from psdist.client.session.scheduler_session import WorkerSession
+from psdist.client.transport.requests import RequestIdentity
 from psdist.client.transport.shm.stream import SharedStream, attach
 from psdist.config import Transport
 from psdist.errors import PsdistError, SharingUnavailableError, StaleEpochError
 from psdist.types import ClusterMap, DType, ParametersEntry, Replica
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, fd_passing
-from psdist.wire.shm import GradientArena, Piece, Stitched, WeightsArena, reason_of
+from psdist.wire.shm import GradientArena, MappedVector, Piece, WeightsArena, reason_of
 
 if TYPE_CHECKING:
     from psdist.client.transport.data_path import DataPath
@@ -49,7 +49,7 @@ _NEWER_MAP_SECONDS: Final = 1.0
 _NOT_TRIED: Final = "not tried yet"
 
 
-class Sharing:
+class SharedMemory:
     """What one handle shares with the servers of its parameters: one arena for gradients, one Share stream per server.
 
     dtype: of gradients on the wire.
@@ -59,9 +59,9 @@ class Sharing:
 
     def __init__(
         self,
-        link: SchedulerLink,
+        link: WorkerSession,
         data: DataPath,
-        sender: Sender,
+        sender: RequestIdentity,
         entry: ParametersEntry,
         dtype: DType,
         transport: Transport,
@@ -85,7 +85,7 @@ class Sharing:
         self._generation = 0
         self._arena: GradientArena | None = None
         self._streams: dict[str, SharedStream] = {}
-        self._stitched: Stitched | None = None
+        self._stitched: MappedVector | None = None
         #: Whose memory the vector of all weights is, by shard, and the nonce of that memory.
         self._shown: dict[int, tuple[Replica, bytes]] = {}
         self._can_stitch = True
@@ -249,11 +249,11 @@ class Sharing:
         if not self.stable or not shards or not all(self._stream_to(shard.primary) for shard in shards):
             return None
         if self._stitched is None:
-            self._stitched = Stitched(self._entry.total)
+            self._stitched = MappedVector(self._entry.total)
         self._show(self._stitched)
         return self._stitched.vector if self._can_stitch else None
 
-    def _show(self, stitched: Stitched) -> None:
+    def _show(self, stitched: MappedVector) -> None:
         """Lets the vector show each shard where it is now, or keep it where that is not shared."""
         slicing, count = self._entry.slicing, len(self._entry.shards)
         moved: dict[int, SharedStream | None] = {}
@@ -333,7 +333,7 @@ class Sharing:
                 stream.close()
             self._arena.renew()
 
-    def rejoin(self, sender: Sender, entry: ParametersEntry) -> None:
+    def rejoin(self, sender: RequestIdentity, entry: ParametersEntry) -> None:
         """This worker takes part anew, as ``sender``. What was shared ends, and servers are asked again."""
         self.renew()
         self._sender, self._entry = sender, entry

@@ -43,7 +43,7 @@ from psdist.errors import (
 from psdist.types import ITEM_BYTES, Slicing
 from psdist.v1 import server_pb2
 from psdist.wire import convert, fd_passing, frames, status
-from psdist.wire.framed_socket import Line
+from psdist.wire.framed_socket import FramedSocket
 from psdist.wire.shm import GradientArena, WeightsArena
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ async def _ask(call: Any, attaching: server_pb2.Attach, peer: str) -> server_pb2
     return response.attached
 
 
-class _Taken(NamedTuple):
+class _ReadSlice(NamedTuple):
     """A slice that was answered, and the version of the weights that were read then. ``is_ahead``: it is newer than the
     one that the server told of."""
 
@@ -178,7 +178,7 @@ class SharedStream:
         self._pushed: tuple[tuple[type[PushJob], int, tuple[int, ...]], server_pb2.ShareRequest] | None = None
         #: Calls under way: what gets their answer, and the wait that it ends.
         self._calls: dict[int, tuple[asyncio.Future[server_pb2.ShareResponse | PsdistError], Wait]] = {}
-        self._line = Line(self._hear, self._line_ended)
+        self._line = FramedSocket(self._hear, self._line_ended)
         self._giving_reason: asyncio.TimerHandle | None = None
         self._watcher = asyncio.create_task(self._watch(), name="psdist share")
         loss.add_done_callback(self._lost)
@@ -274,7 +274,7 @@ class SharedStream:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    async def _take(self, job: PushJob | PullJob, answers: server_pb2.SharedAnswers) -> dict[int, _Taken]:
+    async def _take(self, job: PushJob | PullJob, answers: server_pb2.SharedAnswers) -> dict[int, _ReadSlice]:
         """Reads the weights that were answered; what was, by slice."""
         slices, count = answers.slices, len(answers.slices)
         versions = answers.versions if len(answers.versions) != 1 else [answers.versions[0]] * count
@@ -282,7 +282,7 @@ class SharedStream:
         if len(versions) != count or len(staleness) != count:
             raise InternalError(f"{self._peer} told {len(versions)} versions of {count} slices")
         ignored = set(answers.ignored)
-        taken: dict[int, _Taken] = {}
+        taken: dict[int, _ReadSlice] = {}
         for index, told, behind in zip(slices, versions, staleness, strict=True):
             version = told
             if index not in job.request.pending or index in taken:
@@ -294,10 +294,10 @@ class SharedStream:
                 if self.stable and int(self.weights.sequence[index]) != 2 * version:
                     # Since the answer: this worker slept for longer than its lease.
                     raise NotMemberError(f"{self._peer} went on from version {version} without this worker")
-            taken[index] = _Taken(index, version, version > told, behind, index in ignored)
+            taken[index] = _ReadSlice(index, version, version > told, behind, index in ignored)
         return taken
 
-    async def _confirm(self, job: PushJob | PullJob, route: Route, taken: Mapping[int, _Taken], wait: Wait) -> None:
+    async def _confirm(self, job: PushJob | PullJob, route: Route, taken: Mapping[int, _ReadSlice], wait: Wait) -> None:
         """Returns when all replicas have acknowledged what was read: a version that is newer than the server told of
         may be lost with it until then, and never have been. Raises why that cannot be known."""
         if job.sharing is None or not job.sharing.is_replicated:
