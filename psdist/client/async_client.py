@@ -290,7 +290,7 @@ class AsyncClient:
                 raise InvalidArgumentError(f"{name!r}: {what} without init: pass the initial values too")
             async with self._creating.setdefault(name, asyncio.Lock()):
                 if name not in self._handles:
-                    ready = await link.as_member(lambda _: creation.describe(link, name))
+                    ready = await link.retry_across_incarnations(lambda _: creation.describe(link, name))
                     self._keep(AsyncParameters(link, data, ready, options, member=False))
                 return self._handles[name]
         if optimizer is None:
@@ -302,7 +302,7 @@ class AsyncClient:
             if existing is not None and existing.member:
                 return _check_same(existing, spec, layout)
             values = partition.flatten(layout, init)
-            ready = await link.as_member(lambda _: creation.create(link, data, spec, layout, values))
+            ready = await link.retry_across_incarnations(lambda _: creation.create(link, data, spec, layout, values))
             handle = AsyncParameters(link, data, ready, options, member=True, on_drop=on_drop)
             ready.announce()
             return self._keep(handle)
@@ -389,11 +389,11 @@ class AsyncClient:
         async with AsyncExitStack() as stack:
             for name in sorted(self._handles):
                 if self._handles[name].member:
-                    await stack.enter_async_context(self._handles[name].at_rest())
+                    await stack.enter_async_context(self._handles[name].is_quiesced())
             # What is done by now is done in the snapshot; what is said later comes too late for it.
             for data in self._datasets.values():
                 await data.report()
-            mine = await link.as_member(_itself)
+            mine = await link.retry_across_incarnations(_itself)
             request = scheduler_pb2.SaveSnapshotRequest(
                 run_id=mine.run_id,
                 worker_id=mine.worker_id,

@@ -251,7 +251,7 @@ class BucketStep:
             await self._end_tasks()
             self._broken = None
             self._failures.clear()
-            self._exchange.sharing.renew()
+            self._exchange.shared_memory.renew()
         raise again(error)
 
     async def _end_tasks(self) -> None:
@@ -291,4 +291,4 @@ class BucketStep:
         under_way = bool(self._tasks)
         await self._end_tasks()
         if under_way:
-            self._exchange.sharing.renew()  # the memory is the user's again, as in _tell
+            self._exchange.shared_memory.renew()  # the memory is the user's again, as in _tell

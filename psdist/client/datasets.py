@@ -89,7 +89,7 @@ class AsyncDataset:
     async def open(self) -> None:
         """Makes the data set, or checks that all agree. Raises SettingsMismatchError, LimitExceededError."""
         async with self._asking:
-            await self._link.as_member(self._open)
+            await self._link.retry_across_incarnations(self._open)
 
     def check_same(self, spec: DatasetSpec) -> None:
         """Raises SettingsMismatchError where ``spec`` differs."""
@@ -110,7 +110,7 @@ class AsyncDataset:
         async with self._asking:
             if before is not None:
                 self._mark_done(before.lease_id)
-            answer = await self._link.as_member(self._lease)
+            answer = await self._link.retry_across_incarnations(self._lease)
             return None if answer.finished else await self._given(answer)
 
     def done(self) -> None:
@@ -128,7 +128,7 @@ class AsyncDataset:
     async def report(self) -> None:
         """Tells the scheduler what is done, and what was given back."""
         async with self._asking:
-            await self._link.as_member(self._report)
+            await self._link.retry_across_incarnations(self._report)
 
     async def position(self) -> DataPosition:
         """Where the data set stands: what is done, by all workers. What they hold at the moment is not."""
@@ -145,7 +145,7 @@ class AsyncDataset:
         """
         async with self._asking:
             self._forget()
-            await self._link.as_member(lambda mine: self._set_position(mine, position))
+            await self._link.retry_across_incarnations(lambda mine: self._set_position(mine, position))
 
     async def close(self) -> None:
         """Gives back what is held and not done."""
@@ -164,7 +164,7 @@ class AsyncDataset:
         self._hear(answer.position)
 
     async def _lease(self, mine: Registration) -> Any:
-        self._begin_life(mine)
+        self._start_incarnation(mine)
         if self._returned:
             await self._report(mine)
         done = tuple(self._done)
@@ -192,7 +192,7 @@ class AsyncDataset:
 
     async def _report(self, mine: Registration) -> None:
         """Tells what has ended."""
-        self._begin_life(mine)
+        self._start_incarnation(mine)
         done, returned = tuple(self._done), tuple(self._returned)
         if not done and not returned:
             return
@@ -223,10 +223,10 @@ class AsyncDataset:
                     return await self._link.call(method, request)
                 except SchedulerUnreachableError as error:
                     wait.hear(f"for {self._link.peer} to be back: {error.message}")
-                self._link.raise_if_out()
+                self._link.raise_if_expelled()
                 await asyncio.sleep(backoff.next_seconds())
 
-    def _begin_life(self, mine: Registration) -> None:
+    def _start_incarnation(self, mine: Registration) -> None:
         """What an earlier life of this client held was given to others."""
         if mine.incarnation != self._incarnation:
             self._incarnation = mine.incarnation

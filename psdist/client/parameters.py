@@ -101,7 +101,7 @@ class AsyncParameters:
         self._exchange = Exchange(link, data, ready, options, member=member)
         self._codec_dtype = options.codec.dtype
         self._cut = SliceIndex(self.layout, self._exchange.slicing)
-        self._vectors = BufferPool(self.layout)
+        self._buffer_pool = BufferPool(self.layout)
         self._buffers: dict[str, NDArray[np.float32]] = {}
         #: What the last result without a copy was made of, and that result: mostly the next one too.
         self._viewed: tuple[Flat, Arrays] | None = None
@@ -158,7 +158,7 @@ class AsyncParameters:
 
     def statistics(self) -> Statistics:
         """Counters of this handle."""
-        transports = self._exchange.sharing.transports()
+        transports = self._exchange.shared_memory.transports()
         kinds = {how == "shm" for how in transports.values()} or {False}
         return Statistics(
             pushes=self._pushes,
@@ -287,7 +287,7 @@ class AsyncParameters:
             await self._exchange.keep_state(save, restore)
 
     @asynccontextmanager
-    async def at_rest(self) -> AsyncIterator[None]:
+    async def is_quiesced(self) -> AsyncIterator[None]:
         """Nothing is pushed as long as it lasts, and all that was pushed before is applied. For ``snapshot``.
 
         Raises InvalidArgumentError where that cannot be had without another call of the user.
@@ -311,7 +311,7 @@ class AsyncParameters:
         """Ends what is under way, and gives shared memory back. The client does it when it is closed."""
         if self._step is not None:
             await self._step.close()
-        await self._exchange.sharing.close()
+        await self._exchange.shared_memory.close()
 
     # --- their parts ---
 
@@ -353,7 +353,7 @@ class AsyncParameters:
     async def _send(self, checked: tuple[Flat | None, float], arrival: PullTarget | None) -> None:
         flat, norm = checked
         request = self._session.begin_push()
-        with self._exchange.guarding(), self._exchange.waiting(push=True, reads=arrival is not None):
+        with self._exchange.invalidate_on_error(), self._exchange.waiting(push=True, reads=arrival is not None):
             if arrival is None:
                 await self._exchange.push(request, flat, norm)
             else:
@@ -383,7 +383,7 @@ class AsyncParameters:
     @cached_property
     def _vector(self) -> Flat:
         """Where gradients are put together: in shared memory, if there is some when it is first needed."""
-        shared = self._exchange.sharing.gradients
+        shared = self._exchange.shared_memory.gradients
         return np.zeros(self.layout.total, np.float32) if shared is None else shared
 
     # --- another incarnation ---
@@ -488,7 +488,7 @@ class AsyncParameters:
 
     def _pushed(self, request: PendingRequest, *, seen: bool, abstained: bool) -> None:
         self._exchange.end_push(request, seen=seen)
-        self._exchange.sharing.settle()
+        self._exchange.shared_memory.settle()
         self._drops.not_dropped()
         self._pushes += 1
         self._pulls += seen
@@ -508,10 +508,10 @@ class AsyncParameters:
             if mine is not None:
                 return PullTarget(slicing, mine)
         elif copy:
-            return PullTarget(slicing, self._vectors.fresh())
+            return PullTarget(slicing, self._buffer_pool.fresh())
         # Weights that are asked for in fewer bits are rounded, so they cannot be read where they lie.
-        shared = self._exchange.sharing.weights if self._exchange.options.pull_dtype == "float32" else None
-        return PullTarget(slicing, self._vectors.kept, shared)
+        shared = self._exchange.shared_memory.weights if self._exchange.options.pull_dtype == "float32" else None
+        return PullTarget(slicing, self._buffer_pool.kept, shared)
 
     async def _result(self, arrival: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
         return await self._off_loop(lambda: self._arrays(arrival, out, copy))
@@ -521,12 +521,12 @@ class AsyncParameters:
             return partition.unflatten(self.layout, arrival.target)
         vector = arrival.vector(range(self._exchange.slicing.count))
         if out is not None:
-            if arrival.target is self._vectors.kept:
+            if arrival.target is self._buffer_pool.kept:
                 partition.copy_out(self.layout, vector, out)
             return {name: out[name] for name in self.names}
-        if self._viewed is None or self._viewed[0] is not vector or self._vectors.converted:
+        if self._viewed is None or self._viewed[0] is not vector or self._buffer_pool.converted:
             every = range(len(self.layout.tensors))
-            self._viewed = vector, partition.views(self.layout, every, vector, self._vectors.converted)
+            self._viewed = vector, partition.views(self.layout, every, vector, self._buffer_pool.converted)
         return {name: array.view() for name, array in self._viewed[1].items()}
 
     # --- buckets ---
@@ -560,7 +560,7 @@ class AsyncParameters:
         consistency = self.spec.consistency
         whole = self._clips or (isinstance(consistency, SSP) and consistency.staleness == 0)
         return BucketStep(
-            self._exchange, self._cut, self._vector, self._arrival(None, copy=False), self._vectors.converted,
+            self._exchange, self._cut, self._vector, self._arrival(None, copy=False), self._buffer_pool.converted,
             self._bucket_step_finished, whole=whole,
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ without a task, and what is sent from there leaves at once: this is what makes a
 Invariants: a message is handed on whole, once, in its order, and never after the end. ``ended`` is called once, unless
 this side closed the line.
 
-Not here: what the messages mean (``sharing`` at the server, ``shared_stream`` at the client), how the two met
+Not here: what the messages mean (``shared_memory`` at the server, ``shared_stream`` at the client), how the two met
 (``fd_passing``).
 """
 

@@ -203,7 +203,7 @@ class WeightsArena:
             os.posix_fallocate(own, 0, size - _padded(elements * 4))
             fd = os.open(f"/proc/self/fd/{own}", os.O_RDONLY | os.O_CLOEXEC)
             region = _Region(size, writable=True)
-            region.place(own, populate=False)
+            region.place(own, prefault=False)
             region.write_header(_WEIGHTS)
             fcntl.fcntl(own, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:
@@ -334,16 +334,16 @@ class _Region:
         offset: int = 0,
         size: int | None = None,
         private: bool = False,
-        populate: bool = True,
+        prefault: bool = True,
     ) -> None:
         """Maps ``size`` bytes of a file from ``offset`` on over what is at byte ``at``. Raises OSError.
 
         populate: right away, which makes memory of holes.
         """
         size = self._size if size is None else size
-        sharing = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | (_MAP_POPULATE if populate else 0)
+        shared_memory = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | (_MAP_POPULATE if prefault else 0)
         address = self.address + at
-        _checked(_libc.mmap(address, size, self._prot, sharing | _MAP_FIXED, fd, offset))
+        _checked(_libc.mmap(address, size, self._prot, shared_memory | _MAP_FIXED, fd, offset))
 
     def keep(self, at: int, size: int) -> None:
         """Puts private memory with the same content in the place of ``size`` bytes. Raises OSError."""
@@ -407,7 +407,7 @@ def _open_region(fd: int, size: int, kind: bytes, what: str, *, sparse: bool) ->
         if not sparse and status.st_blocks * _STATUS_BLOCK_BYTES < size:  # reading a hole would take memory
             raise SharingUnavailableError(f"the {what} has holes")
         region = _Region(size, writable=False)
-        region.place(fd, populate=not sparse)
+        region.place(fd, prefault=not sparse)
     except OSError as error:
         raise SharingUnavailableError(f"the {what} cannot be used: {error.strerror or error}") from None
     if region.kind() != kind:

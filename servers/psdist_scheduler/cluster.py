@@ -139,7 +139,7 @@ class Cluster:
                 resume.go_to(history.newest, 0, self.epoch + 1, None)
             self.members.incarnations_given = resume.incarnations
         self.registry = Registry(settings, stored.parameters, self.epoch + 1, now, resume)
-        self._keeper = ReplicaManager(settings, self.registry, self.members)
+        self._replica_manager = ReplicaManager(settings, self.registry, self.members)
         self._scaling = Scaling(settings, self.registry, self.members)
         self.datasets = Datasets(stored.datasets, resume)
         self.snapshots = SnapshotSchedule(settings, self.registry, self.members, self.datasets, history, now)
@@ -211,7 +211,7 @@ class Cluster:
             return f"paused, waiting {self.paused}"
         if training:
             shortage = self.members.shortage(begun=True)
-            also = [self._keeper.degraded(), f"with fewer than wanted, waiting {shortage}" if shortage else ""]
+            also = [self._replica_manager.degraded(), f"with fewer than wanted, waiting {shortage}" if shortage else ""]
             return "; ".join([f"training {', '.join(training)}", *(text for text in also if text)])
         if shortage := self.members.shortage():
             everyone_left = not self.members.workers and self.members.workers_known
@@ -271,9 +271,9 @@ class Cluster:
             case JoinAnswered():
                 return self._join_answered(event)
             case ReplicaFilled():
-                return self._keeper.filled(event)
+                return self._replica_manager.filled(event)
             case ReplicaUnreachable():
-                return self._keeper.unreachable(event, now)
+                return self._replica_manager.unreachable(event, now)
             case Drain():
                 return self._drain(event, now)
             case Stop():
@@ -298,9 +298,9 @@ class Cluster:
             case LoadFailed():
                 return self._going_back.load_failed(event)
             case Keeps() | HandIn() | HandedIn():
-                return self.snapshots.keepers.on(event, self.snapshots.attempt, now)
+                return self.snapshots.state_registry.on(event, self.snapshots.attempt, now)
             case GetState():
-                return self.snapshots.keepers.get(event, self.registry.resume.found)
+                return self.snapshots.state_registry.get(event, self.registry.resume.found)
             case Prepared() | Marked() | Written() | PartFailed():
                 return self.snapshots.heard(event, now)
             case Committed():
@@ -479,10 +479,10 @@ class Cluster:
         effects += self._end_lives(self._deferred.due(now))
         effects += self._going_back.if_lost(self.epoch + 1, now)
         effects += self._end_calls_of_the_gone()
-        effects += self._keeper.lose(self.epoch + 1) + self._keeper.plan(now)
+        effects += self._replica_manager.lose(self.epoch + 1) + self._replica_manager.plan(now)
         effects += self.registry.progress(self.members, self.epoch + 1, now)
         # What was placed just now gets its backups in the same epoch.
-        effects += self._keeper.plan(now) + self._leaving.ask(now) + self._stops.progress(now)
+        effects += self._replica_manager.plan(now) + self._leaving.ask(now) + self._stops.progress(now)
         # A scheduler that begins is in its own epoch at once: what it numbers by it must be above all that the one
         # before said.
         effects += self.snapshots.progress(self.epoch + changed, now) + self._stops.progress(now)
@@ -492,7 +492,7 @@ class Cluster:
             effects += self.datasets.lose(self.members.is_live)
         changed = changed or self._has_changed()
         self.epoch += changed
-        self._keeper.published(self.epoch)
+        self._replica_manager.published(self.epoch)
         first = [self._take_changes()] if changed or self.datasets.changed or self._barriers.changed else []
         news = [effect for effect in effects if isinstance(effect, Broadcast)]
         rest: list[Effect] = [effect for effect in effects if not isinstance(effect, Broadcast)]

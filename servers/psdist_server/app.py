@@ -132,7 +132,7 @@ async def _until_stopped(
     session.cancel()
     stopped.cancel()
     await asyncio.gather(session, stopped, return_exceptions=True)
-    host.hang_up()
+    host.disconnect()
     await server.stop(_GRACE_SECONDS)
     await host.close()
     return code

@@ -124,7 +124,7 @@ class ServerSession:
         delay, reason = _RETRY_MIN_SECONDS, ""
         while True:
             self._in_session = False
-            host.saver.session_ended()
+            host.snapshot_writer.session_ended()
             try:
                 await self._session(host)
             except grpc.aio.AioRpcError as error:
@@ -213,7 +213,7 @@ class ServerSession:
             case "shards_lost":
                 _log.error("shards lost", text=response.shards_lost.text)
             case "snapshot":
-                host.saver.command(response.snapshot)
+                host.snapshot_writer.command(response.snapshot)
             case "rolled_back":
                 _log.warning("rolled back", text=response.rolled_back.text)
 

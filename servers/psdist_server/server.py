@@ -83,7 +83,7 @@ class ParameterServer:
         self._token = token
         self._pool: KernelPool[Any, Any] = KernelPool(kernel_threads)
         self._kernels_ready = self._pool.prepare(compile_kernels)
-        self._holdings: dict[str, ParameterStore] = {}
+        self._stores: dict[str, ParameterStore] = {}
         #: The map that is being taken over, or was last.
         self._newest = self.map
         #: Incarnation of each live worker.
@@ -100,7 +100,7 @@ class ParameterServer:
         self._storage: Storage | None = None
         #: Has a report about a snapshot told to the scheduler, in the session that stands.
         self.tell: Callable[[scheduler_pb2.SnapshotReport], None] = lambda report: None
-        self.saver = SnapshotWriter(self._holdings.get, self._open_storage, lambda report: self.tell(report))
+        self.snapshot_writer = SnapshotWriter(self._stores.get, self._open_storage, lambda report: self.tell(report))
         self.loader = SnapshotLoader(self._open_storage, lambda: self.report(), self.rng)
 
     # --- the cluster map ----------------------------------------------------------------------------------------------
@@ -113,25 +113,25 @@ class ParameterServer:
         self._live = {worker.worker_id: worker.incarnation for worker in cluster.workers}
         for entry in cluster.parameters:
             name = entry.spec.name
-            if name in self._holdings and _begins_anew(self._holdings[name].entry, entry):
+            if name in self._stores and _begins_anew(self._stores[name].entry, entry):
                 await self._close_holding(name)
-            if name not in self._holdings and any(self.me in shard.replicas for shard in entry.shards):
-                self._holdings[name] = ParameterStore(entry, self.me, self._pool, self, self._share_norm)
-            if name in self._holdings:
+            if name not in self._stores and any(self.me in shard.replicas for shard in entry.shards):
+                self._stores[name] = ParameterStore(entry, self.me, self._pool, self, self._share_norm)
+            if name in self._stores:
                 # First, since the end of a membership ends what its worker waits for too: it would read past the bound.
-                self._holdings[name].fence(self._live)
-                await self._holdings[name].update(entry, cluster.epoch)
-        for gone in sorted(self._holdings.keys() - {entry.spec.name for entry in cluster.parameters}):
+                self._stores[name].fence(self._live)
+                await self._stores[name].update(entry, cluster.epoch)
+        for gone in sorted(self._stores.keys() - {entry.spec.name for entry in cluster.parameters}):
             await self._close_holding(gone)
         self.map = cluster
-        self.loader.follow(self._holdings.values())
+        self.loader.follow(self._stores.values())
         async with self._map_changed:
             self._map_changed.notify_all()
 
     async def _close_holding(self, name: str) -> None:
         for key in [key for key in self._tasks if key[0] == name]:
             self._tasks.pop(key).cancel()
-        await self._holdings.pop(name).close()
+        await self._stores.pop(name).close()
 
     async def admit(self, identity: Identity) -> ParameterStore:
         """The holding that ``identity`` may use. Raises WrongRunError, FencedError, StaleEpochError or
@@ -145,14 +145,14 @@ class ParameterServer:
                 "route anew and send again",
                 epoch=self.map.epoch,
             )
-        holding = self.holding(identity.parameters)
+        store = self.store(identity.parameters)
         # Compiling takes seconds where there is no cache yet; on the event loop it would cost the lease.
-        for compiled in (self._kernels_ready, holding.ready):
+        for compiled in (self._kernels_ready, store.ready):
             if compiled.done():
                 compiled.result()
             else:
                 await asyncio.wrap_future(compiled)
-        return holding
+        return store
 
     def check_live(self, identity: Identity) -> None:
         """Raises FencedError for a worker, or a life of one, that the map does not have (any more)."""
@@ -173,30 +173,30 @@ class ParameterServer:
         """The holding that another server asks about."""
         self._check_run(run_id)
         await self._wait_for_epoch(epoch)
-        holding = self.holding(parameters)
-        for compiled in (self._kernels_ready, holding.ready):
+        store = self.store(parameters)
+        for compiled in (self._kernels_ready, store.ready):
             await asyncio.wrap_future(compiled)
-        return holding
+        return store
 
     async def admit_primary(self, hello: server_pb2.ReplicateRequest.Hello) -> tuple[Replica, ParameterStore]:
         """Who says ``hello``, and the holding that it may send updates for. Raises StaleTermError for a life of a
         server that is over."""
         sender = Replica(hello.server_id, hello.incarnation)
-        holding = await self.admit_server(hello.run_id, hello.epoch, hello.parameters)
+        store = await self.admit_server(hello.run_id, hello.epoch, hello.parameters)
         server = self._newest.server(sender.server_id)
         if server is None or server.incarnation != sender.incarnation:
             raise StaleTermError(f"{sender} (incarnation {sender.incarnation}) is not a live server of this run")
-        return sender, holding
+        return sender, store
 
-    def holding(self, parameters: str) -> ParameterStore:
+    def store(self, parameters: str) -> ParameterStore:
         """The holding of this name. Raises UnknownParametersError."""
-        if parameters not in self._holdings:
+        if parameters not in self._stores:
             raise UnknownParametersError(
                 f"{self.server_id} holds nothing of parameters {parameters!r:.80}: create them, or route by the "
                 "cluster map",
                 parameters=parameters,
             )
-        return self._holdings[parameters]
+        return self._stores[parameters]
 
     def _check_run(self, run_id: str) -> None:
         if run_id != self.map.run_id:
@@ -219,67 +219,67 @@ class ParameterServer:
 
     def propose(self, parameters: str, member: ParametersMember) -> tuple[bool, int]:
         """Whether ``member`` may join, and the highest version of any slice here."""
-        holding = self._holdings.get(parameters)
-        if holding is None:
+        store = self._stores.get(parameters)
+        if store is None:
             return True, 0
-        accepted = holding.propose(member)
-        return accepted, holding.step_next
+        accepted = store.propose(member)
+        return accepted, store.step_next
 
     def withdraw(self, parameters: str, worker_id: str) -> None:
         """Forgets a proposal that was accepted."""
-        if parameters in self._holdings:
-            self._holdings[parameters].withdraw(worker_id)
+        if parameters in self._stores:
+            self._stores[parameters].withdraw(worker_id)
 
     @property
     def proposals(self) -> set[tuple[str, str]]:
         """Parameters and worker of every proposal that was accepted and is no member yet."""
-        return {(name, worker_id) for name, holding in self._holdings.items() for worker_id in holding.proposed}
+        return {(name, worker_id) for name, store in self._stores.items() for worker_id in store.proposed}
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def waiting_for(self, call: Call) -> str:
         """Whom the call is waiting for; "" where that is only its own sender."""
-        holding = self._holdings.get(call.identity.parameters)
-        return holding.waiting_for(call) if holding else ""
+        store = self._stores.get(call.identity.parameters)
+        return store.waiting_for(call) if store else ""
 
     def end(self, call: Call) -> None:
         """The call is over, whatever the reason."""
-        if holding := self._holdings.get(call.identity.parameters):
-            holding.cancel(call)
+        if store := self._stores.get(call.identity.parameters):
+            store.cancel(call)
 
     # --- clipping by the global norm ----------------------------------------------------------------------------------
 
-    def _share_norm(self, holding: ParameterStore, step: int) -> None:
-        key = (holding.entry.spec.name, step)
+    def _share_norm(self, store: ParameterStore, step: int) -> None:
+        key = (store.entry.spec.name, step)
 
         def done(task: asyncio.Task[None]) -> None:
             if self._tasks.get(key) is task:
                 del self._tasks[key]
             if not task.cancelled() and (error := task.exception()):
-                holding.fail(f"the gradient norm of step {step}", error)
+                store.fail(f"the gradient norm of step {step}", error)
 
         if key not in self._tasks:
-            task = self._tasks[key] = asyncio.get_running_loop().create_task(self._find_norm(holding, step))
+            task = self._tasks[key] = asyncio.get_running_loop().create_task(self._find_norm(store, step))
             task.add_done_callback(done)
 
-    async def _find_norm(self, holding: ParameterStore, step: int) -> None:
+    async def _find_norm(self, store: ParameterStore, step: int) -> None:
         """Asks the other servers for their squares, then lets the step be applied."""
-        name = holding.entry.spec.name
-        while self._holdings.get(name) is holding:
-            missing = set(range(holding.slicing.count)) - holding.norms.known(step).keys()
+        name = store.entry.spec.name
+        while self._stores.get(name) is store:
+            missing = set(range(store.slicing.count)) - store.norms.known(step).keys()
             if not missing:
                 # A slice that is aggregated again from here on, after a promotion, asks anew.
                 self._tasks.pop((name, step), None)
-                holding.norm_known(step, global_norm(holding.norms.known(step)))
+                store.norm_known(step, global_norm(store.norms.known(step)))
                 return
-            await self._gather_squares(holding, step)
+            await self._gather_squares(store, step)
 
-    async def _gather_squares(self, holding: ParameterStore, step: int) -> None:
+    async def _gather_squares(self, store: ParameterStore, step: int) -> None:
         """Asks everybody who holds something, once, unless there is another map meanwhile."""
-        shards = holding.entry.shards
+        shards = store.entry.shards
         others = sorted({replica for shard in shards for replica in shard.replicas} - {self.me}, key=str)
-        asking = asyncio.gather(*(self._fetch_squares(other, holding, step) for other in others))
-        changed = asyncio.ensure_future(holding.norms.wait())
+        asking = asyncio.gather(*(self._fetch_squares(other, store, step) for other in others))
+        changed = asyncio.ensure_future(store.norms.wait())
         try:
             waits: set[asyncio.Future[Any]] = {asking, changed}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -291,9 +291,9 @@ class ParameterServer:
                 waiting.cancel()
             await asyncio.gather(asking, changed, return_exceptions=True)
 
-    async def _fetch_squares(self, server: Replica, holding: ParameterStore, step: int) -> None:
+    async def _fetch_squares(self, server: Replica, store: ParameterStore, step: int) -> None:
         """Asks until the server answers. Shows as a wait of the workers."""
-        name, said = holding.entry.spec.name, ""
+        name, said = store.entry.spec.name, ""
         while True:
             request = server_pb2.FetchNormsRequest(
                 run_id=self.map.run_id, epoch=self.map.epoch, parameters=name, step=step
@@ -301,7 +301,7 @@ class ParameterServer:
             try:
                 stub = server_pb2_grpc.ServerServiceStub(self._channel(server))
                 async for part in stub.FetchNorms(request, metadata=auth.metadata(self._token)):
-                    holding.norms.merge(step, dict(zip(part.slices, part.squares, strict=True)))
+                    store.norms.merge(step, dict(zip(part.slices, part.squares, strict=True)))
                 return
             except (grpc.aio.AioRpcError, PsdistError) as error:
                 if said != str(error):
@@ -336,7 +336,7 @@ class ParameterServer:
 
     def reports(self) -> list[ReplicaReport | LoadReport]:
         """What the scheduler must hear about replicas, and about values that are loaded."""
-        replicas = [told for holding in self._holdings.values() for told in holding.replicator.reports(holding.entry)]
+        replicas = [told for store in self._stores.values() for told in store.replicator.reports(store.entry)]
         return [*replicas, *self.loader.reports()]
 
     def on_end(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -349,7 +349,7 @@ class ParameterServer:
 
         return forget
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Ends the streams of other servers, which would keep the server from ending."""
         for callback in list(self._on_end.values()):
             callback()
@@ -367,7 +367,7 @@ class ParameterServer:
 
     def snapshot_progress(self) -> scheduler_pb2.SnapshotProgress | None:
         """How far this server is with a snapshot that it loads from or writes."""
-        return self.loader.progress() or self.saver.progress()
+        return self.loader.progress() or self.snapshot_writer.progress()
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
@@ -377,17 +377,17 @@ class ParameterServer:
             server_id=self.server_id,
             epoch=self.map.epoch,
             resident_bytes=psutil.Process(os.getpid()).memory_info().rss,
-            parameters=[holding.statistics() for holding in self._holdings.values()],
+            parameters=[store.statistics() for store in self._stores.values()],
         )
 
     async def close(self) -> None:
         """Ends what runs in the background."""
         await self.loader.close()
-        await self.saver.close()
+        await self.snapshot_writer.close()
         for task in list(self._tasks.values()):
             task.cancel()
-        for holding in self._holdings.values():
-            await holding.close()
+        for store in self._stores.values():
+            await store.close()
         for channel in self._peers.values():
             await channel.close()
         self._pool.close()

@@ -63,14 +63,14 @@ class ServerService:
     ) -> AsyncIterator[bytes]:
         call = Call(_NOBODY, is_push=True, wants_weights=True)
 
-        async def weights(answer: SliceAnswer, holding: ParameterStore) -> bytes:
-            return await holding.encode(answer, call)
+        async def weights(answer: SliceAnswer, store: ParameterStore) -> bytes:
+            return await store.encode(answer, call)
 
         async for message in self._serve_push(call, server_pb2.PushPullRequest, requests, context, weights):
             yield message
 
     async def _push(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        async def acknowledgement(answer: SliceAnswer, holding: ParameterStore) -> bytes:
+        async def acknowledgement(answer: SliceAnswer, store: ParameterStore) -> bytes:
             return server_pb2.PushResponse(
                 slice=answer.index, version=answer.version, ignored=answer.ignored, staleness=answer.staleness
             ).SerializeToString()
@@ -89,14 +89,14 @@ class ServerService:
     ) -> AsyncIterator[bytes]:
         """Reads slices in a task of its own while answers are written: both directions are busy at once."""
         reader = asyncio.create_task(self._read_pushes(call, cls, requests))
-        holding: ParameterStore | None = None
+        store: ParameterStore | None = None
         try:
             async for answer in self._answers(call):
                 if isinstance(answer, str):
                     yield server_pb2.PushPullResponse(waiting_for=answer).SerializeToString()
                     continue
-                holding = holding or self._host.holding(call.identity.parameters)
-                yield await encode(answer, holding)
+                store = store or self._host.store(call.identity.parameters)
+                yield await encode(answer, store)
         except PsdistError as error:
             await status.abort(context, error)
         finally:
@@ -110,16 +110,16 @@ class ServerService:
         requests: AsyncIterator[bytes],
     ) -> None:
         try:
-            holding: ParameterStore | None = None
+            store: ParameterStore | None = None
             last = -1
             await call.slots.acquire()
             async for data in requests:
                 frame = frames.unpack(cls, data)
-                if holding is None:
-                    holding = await self._open_push(call, frame.header)
+                if store is None:
+                    store = await self._open_push(call, frame.header)
                 self._host.heard(call.identity)
                 last = _check_ascending(frame.header.slice, last)
-                holding.push(call, frame.header.slice, frame.header.base_version, frame.payload)
+                store.push(call, frame.header.slice, frame.header.base_version, frame.payload)
                 await call.slots.acquire()
             call.asked_all()
         except PsdistError as error:
@@ -132,16 +132,16 @@ class ServerService:
     ) -> ParameterStore:
         header = message.header
         call.identity = convert.identity_from_proto(header.identity)
-        holding = await self._host.admit(call.identity)
-        holding.check_installed()
+        store = await self._host.admit(call.identity)
+        store.check_installed()
         if header.codec != common_pb2.CODEC_RAW:
             raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
         call.step, call.abstain, call.grad_norm = header.step, header.abstain, header.grad_norm
         call.mark = header.mark
         call.dtype = _wire_dtype(header.dtype)
         call.pull_dtype = _wire_dtype(header.pull_dtype) if call.wants_weights else "float32"
-        holding.contributions.check_norm(call)
-        return holding
+        store.contributions.check_norm(call)
+        return store
 
     # --- pulling ------------------------------------------------------------------------------------------------------
 
@@ -150,24 +150,24 @@ class ServerService:
         try:
             request = frames.parse(server_pb2.PullRequest, data)
             call.identity = convert.identity_from_proto(request.identity)
-            holding = await self._host.admit(call.identity)
-            holding.check_installed()
+            store = await self._host.admit(call.identity)
+            store.check_installed()
             call.pull_dtype = _wire_dtype(request.dtype)
             last = -1
-            slices = request.slices or holding.indices
-            if holding.replicator.needs_confirm(slices):
-                await holding.replicator.confirm(slices)
+            slices = request.slices or store.indices
+            if store.replicator.needs_confirm(slices):
+                await store.replicator.confirm(slices)
                 self._host.check_live(call.identity)
             for index in slices:
                 last = _check_ascending(index, last)
-                holding.pull(call, index, request.min_version)
+                store.pull(call, index, request.min_version)
             call.asked_all()
             async for answer in self._answers(call):
                 if isinstance(answer, str):
                     yield server_pb2.PullResponse(waiting_for=answer).SerializeToString()
                     continue
-                version, payload = await holding.read(answer.index, call.pull_dtype)
-                holding.counters.of(call.identity.worker_id).pull_bytes += len(payload)
+                version, payload = await store.read(answer.index, call.pull_dtype)
+                store.counters.of(call.identity.worker_id).pull_bytes += len(payload)
                 yield frames.pack(server_pb2.PullResponse(slice=answer.index, version=version), payload)
         except PsdistError as error:
             await status.abort(context, error)
@@ -192,18 +192,18 @@ class ServerService:
     async def _install(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> server_pb2.InstallResponse:
-        holding: ParameterStore | None = None
+        store: ParameterStore | None = None
         identity = None
         count = 0
         try:
             async for data in requests:
                 frame = frames.unpack(server_pb2.InstallRequest, data)
-                if holding is None or identity is None:
+                if store is None or identity is None:
                     identity = convert.identity_from_proto(frame.header.identity)
-                    holding = await self._host.admit(identity)
+                    store = await self._host.admit(identity)
                 # It may be fenced since, and another's values may be on their way.
                 self._host.check_live(identity)
-                holding.install(frame.header.slice, frame.payload, identity.epoch)
+                store.install(frame.header.slice, frame.payload, identity.epoch)
                 count += 1
         except PsdistError as error:
             await status.abort(context, error)
@@ -214,12 +214,12 @@ class ServerService:
     ) -> AsyncIterator[server_pb2.FetchNormsResponse]:
         try:
             request = frames.parse(server_pb2.FetchNormsRequest, data)
-            holding = await self._host.admit_server(request.run_id, request.epoch, request.parameters)
+            store = await self._host.admit_server(request.run_id, request.epoch, request.parameters)
         except PsdistError as error:
             await status.abort(context, error)
-        while not holding.aggregation.is_complete(request.step):
-            await holding.norms.wait()
-        squares = sorted(holding.norms.known(request.step).items())
+        while not store.aggregation.is_complete(request.step):
+            await store.norms.wait()
+        squares = sorted(store.norms.known(request.step).items())
         for start in range(0, len(squares), _NORMS_PER_MESSAGE):
             part = squares[start : start + _NORMS_PER_MESSAGE]
             yield server_pb2.FetchNormsResponse(slices=[i for i, _ in part], squares=[value for _, value in part])
@@ -232,14 +232,14 @@ class ServerService:
         """Reads in a task of its own, since an update may wait for its kernel while the next ones come."""
         answers: asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None] = asyncio.Queue()
         reader = asyncio.create_task(self._read_updates(requests, answers))
-        hang_up = self._host.on_end(lambda: answers.put_nowait(None))
+        disconnect = self._host.on_end(lambda: answers.put_nowait(None))
         try:
             while (answer := await answers.get()) is not None:
                 if isinstance(answer, PsdistError):
                     await status.abort(context, answer)
                 yield answer.SerializeToString()
         finally:
-            hang_up()
+            disconnect()
             reader.cancel()
 
     async def _read_updates(
@@ -248,19 +248,19 @@ class ServerService:
         answers: asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None],
     ) -> None:
         sender: Replica | None = None
-        holding: ParameterStore | None = None
+        store: ParameterStore | None = None
         try:
             async for data in requests:
                 frame = frames.unpack(server_pb2.ReplicateRequest, data)
                 if frame.header.WhichOneof("kind") == "hello":
                     is_first = sender is None
-                    sender, holding = await self._host.admit_primary(frame.header.hello)
+                    sender, store = await self._host.admit_primary(frame.header.hello)
                     if is_first:
-                        answers.put_nowait(holding.copies.welcome(sender, answers.put_nowait))
-                elif sender is None or holding is None:
+                        answers.put_nowait(store.copies.open_stream(sender, answers.put_nowait))
+                elif sender is None or store is None:
                     raise InvalidArgumentError("the first message of a Replicate stream must be hello")
                 else:
-                    holding.copies.take(sender, frame, holding.entry, answers.put_nowait)
+                    store.copies.take(sender, frame, store.entry, answers.put_nowait)
             answers.put_nowait(None)
         except PsdistError as error:
             answers.put_nowait(error)

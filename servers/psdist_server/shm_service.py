@@ -93,13 +93,13 @@ async def _attach(host: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
         raise InvalidArgumentError("the first request of a Share stream must be attach, with call_id 0")
     attach = request.attach
     identity = convert.identity_from_proto(attach.identity)
-    holding = await host.admit(identity)
+    store = await host.admit(identity)
     # Who never pushes has an arena without elements.
     reads_only = attach.dtype == common_pb2.DTYPE_UNSPECIFIED
-    dtype, elements = ("float32", 0) if reads_only else (_wire_dtype(attach.dtype), holding.entry.total)
-    weights = holding.dense.arena
+    dtype, elements = ("float32", 0) if reads_only else (_wire_dtype(attach.dtype), store.entry.total)
+    weights = store.dense.arena
     if weights is None:
-        raise SharingUnavailableError(holding.dense.arena_error)
+        raise SharingUnavailableError(store.dense.arena_error)
     fd, connection = await fd_passing.connect(attach.socket)
     try:
         # In a thread, because mapping a large file takes longer than heartbeats may; once begun it closes ``fd``.
@@ -109,7 +109,7 @@ async def _attach(host: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
     except BaseException:
         connection.close()
         raise
-    stream = _Stream(host, _Attachment(identity, holding, arena, "" if reads_only else dtype))
+    stream = _Stream(host, _Attachment(identity, store, arena, "" if reads_only else dtype))
     await stream.open(connection)
     attached = server_pb2.Attached(nonce=arena.nonce, weights_nonce=weights.nonce)
     return stream, server_pb2.ShareResponse(attached=attached).SerializeToString()
@@ -120,7 +120,7 @@ class _Attachment:
     """Who attached, and what it shares."""
 
     identity: Identity
-    holding: ParameterStore
+    store: ParameterStore
     arena: GradientArena
     #: Of its elements; "" where it has none.
     dtype: str
@@ -201,7 +201,7 @@ class _Stream:
     async def open(self, connection: socket.socket) -> None:
         """Begins to take calls."""
         await self._line.open(connection)
-        self._attachment.holding.readers.present.append(self)
+        self._attachment.store.readers.present.append(self)
 
     @property
     def epoch(self) -> int:
@@ -247,7 +247,7 @@ class _Stream:
         )
 
     def _needs_confirm(self, pull: server_pb2.SharedPull) -> bool:
-        return self._attachment.holding.replicator.needs_confirm(pull.slices)
+        return self._attachment.store.replicator.needs_confirm(pull.slices)
 
     async def _admit(self, call: _SharedCall, sender: server_pb2.Identity, request: server_pb2.ShareRequest) -> None:
         """Carries a call out once its sender is admitted, which may have to wait for a newer map, and once it is sure
@@ -256,7 +256,7 @@ class _Stream:
             if not self._is_admitted(sender):
                 await self._check_sender(sender)
             if not call.is_push and self._needs_confirm(request.pull):
-                await self._attachment.holding.replicator.confirm(request.pull.slices)
+                await self._attachment.store.replicator.confirm(request.pull.slices)
                 self._host.check_live(self._admitted)
         except PsdistError as error:
             self._refuse(call, error)
@@ -273,8 +273,8 @@ class _Stream:
         who = (identity.worker_id, identity.incarnation, identity.parameters)
         if who != (mine.worker_id, mine.incarnation, mine.parameters):
             raise InvalidArgumentError("a Share stream is for the worker and the parameters that attached it")
-        holding = await self._host.admit(identity)
-        if holding is not self._attachment.holding:
+        store = await self._host.admit(identity)
+        if store is not self._attachment.store:
             raise UnknownParametersError(f"{identity.parameters!r} are not those that this stream attached to")
         self._admitted = identity
 
@@ -286,7 +286,7 @@ class _Stream:
     def _carry_out(self, call: _SharedCall, request: server_pb2.ShareRequest) -> None:
         call.identity = self._admitted
         try:
-            self._attachment.holding.check_installed()
+            self._attachment.store.check_installed()
             if call.is_push:
                 self._push(call, request.push)
             else:
@@ -300,7 +300,7 @@ class _Stream:
             self._report_later(call)
 
     def _push(self, call: _SharedCall, push: server_pb2.SharedPush) -> None:
-        header, holding = push.header, self._attachment.holding
+        header, store = push.header, self._attachment.store
         if header.codec != common_pb2.CODEC_RAW:
             raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
         call.step, call.abstain, call.grad_norm = header.step, header.abstain, header.grad_norm
@@ -310,26 +310,26 @@ class _Stream:
             held = self._attachment.dtype or "nothing"
             raise InvalidArgumentError(f"the gradient arena holds {held}, not {call.dtype}")
         call.pull_dtype = _wire_dtype(header.pull_dtype) if call.wants_weights else "float32"
-        holding.contributions.check_norm(call)
+        store.contributions.check_norm(call)
         slices = self._check_slices(call, push.slices)
         bases = _one_for_each(push.base_versions, slices, "base_versions")
-        slicing = holding.slicing
-        counters = holding.counters.of(call.identity.worker_id)
+        slicing = store.slicing
+        counters = store.counters.of(call.identity.worker_id)
         for index, base in zip(slices, bases, strict=True):
             values = self._attachment.arena.part(*slicing.bounds(index))
             counters.push_bytes += 0 if call.abstain else values.nbytes
-            holding.push_shared(call, index, base, values)
+            store.push_shared(call, index, base, values)
 
     def _pull(self, call: _SharedCall, pull: server_pb2.SharedPull) -> None:
         for index in self._check_slices(call, pull.slices):
-            self._attachment.holding.pull(call, index, pull.min_version)
+            self._attachment.store.pull(call, index, pull.min_version)
 
     def _check_slices(self, call: _SharedCall, slices: Sequence[int]) -> Sequence[int]:
         """The slices of a call, of which all or none are taken."""
-        holding, last = self._attachment.holding, -1
+        store, last = self._attachment.store, -1
         if not slices:
             raise InvalidArgumentError("a call must name a slice")
-        most = limits.SHARED_ROUNDS_MAX * len(holding.dense.indices)
+        most = limits.SHARED_ROUNDS_MAX * len(store.dense.indices)
         if self._named + len(slices) > most:
             raise LimitExceededError(
                 f"the calls of one worker under way name {self._named + len(slices)} slices, more than {most}: "
@@ -338,7 +338,7 @@ class _Stream:
         for index in slices:
             if index <= last:
                 raise InvalidArgumentError(f"slice {index} came after slice {last}: name each once, in ascending order")
-            holding.check_slice(index, call.identity.epoch)
+            store.check_slice(index, call.identity.epoch)
             last = index
         call.named = len(slices)
         self._named += call.named
@@ -355,9 +355,9 @@ class _Stream:
 
     def _count_pulled(self, call: _SharedCall) -> None:
         if call.wants_weights and call.error is None:
-            slicing = self._attachment.holding.slicing
+            slicing = self._attachment.store.slicing
             elements = sum(slicing.size(answer.index) for answer in call.answers)
-            counters = self._attachment.holding.counters.of(call.identity.worker_id)
+            counters = self._attachment.store.counters.of(call.identity.worker_id)
             counters.pull_bytes += elements * ITEM_BYTES[call.pull_dtype]
 
     def _report_later(self, call: _SharedCall) -> None:
@@ -390,7 +390,7 @@ class _Stream:
 
     def end(self) -> None:
         """It is over, whatever the reason."""
-        self._attachment.holding.readers.present.remove(self)
+        self._attachment.store.readers.present.remove(self)
         self._line.close()
         if self._admitting is not None:
             self._admitting.cancel()

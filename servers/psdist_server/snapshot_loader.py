@@ -63,7 +63,7 @@ LoadReport = ShardLoaded | ShardLoadFailed
 class _Load:
     """What is loaded into one holding. arrays: of each slice, in the files."""
 
-    holding: ParameterStore
+    store: ParameterStore
     restore: Restore
     arrays: int
     task: asyncio.Task[None] | None = None
@@ -87,14 +87,14 @@ class SnapshotLoader:
 
     # --- what the host tells and asks ---------------------------------------------------------------------------------
 
-    def follow(self, holdings: Iterable[ParameterStore]) -> None:
+    def follow(self, stores: Iterable[ParameterStore]) -> None:
         """After each new map: begins and ends to load."""
-        wanted = {h.entry.spec.name: h for h in holdings if h.entry.restore is not None and not h.entry.ready}
-        for name in [name for name, load in self._loads.items() if wanted.get(name) is not load.holding]:
+        wanted = {h.entry.spec.name: h for h in stores if h.entry.restore is not None and not h.entry.ready}
+        for name in [name for name, load in self._loads.items() if wanted.get(name) is not load.store]:
             self._end(self._loads.pop(name))
-        for name, holding in wanted.items():
-            assert holding.entry.restore is not None
-            load = self._loads.setdefault(name, _Load(holding, holding.entry.restore, holding.dense.array_count))
+        for name, store in wanted.items():
+            assert store.entry.restore is not None
+            load = self._loads.setdefault(name, _Load(store, store.entry.restore, store.dense.array_count))
             if (load.task is None or load.task.done()) and load.failed is None and self._missing(load):
                 load.task = asyncio.create_task(self._run(load))
                 load.task.add_done_callback(partial(self._ended, load))
@@ -103,12 +103,12 @@ class SnapshotLoader:
         """All that is true now, until the parameters are ready."""
         found: list[LoadReport] = []
         for load in self._loads.values():
-            name, generation = load.holding.entry.spec.name, load.holding.entry.generation
+            name, generation = load.store.entry.spec.name, load.store.entry.generation
             if load.failed is not None:
                 found.append(load.failed)
                 continue
-            for number, machine in sorted(load.holding.replicator.machines.items()):
-                if number not in load.holding.unloaded:
+            for number, machine in sorted(load.store.replicator.machines.items()):
+                if number not in load.store.unloaded:
                     found.append(ShardLoaded(name, generation, number, machine.term))
         return found
 
@@ -140,7 +140,7 @@ class SnapshotLoader:
 
     @staticmethod
     def _missing(load: _Load) -> list[tuple[int, BspShard | AsyncShard]]:
-        return [(number, load.holding.shards[number]) for number in sorted(load.holding.unloaded)]
+        return [(number, load.store.shards[number]) for number in sorted(load.store.unloaded)]
 
     def _ended(self, load: _Load, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
@@ -148,7 +148,7 @@ class SnapshotLoader:
         if not isinstance(error, PsdistError):
             _log.error("loading failed", exc_info=error)
             error = InternalError(f"loading from a snapshot failed: {error!r}")
-        entry = load.holding.entry
+        entry = load.store.entry
         _log.error("cannot load", parameters=entry.spec.name, snapshot=load.restore.directory, reason=str(error))
         load.failed = ShardLoadFailed(entry.spec.name, entry.generation, load.restore, error)
         self._report()
@@ -162,7 +162,7 @@ class SnapshotLoader:
                 delay = _RETRY_MIN_SECONDS
             except StorageError as error:
                 if load.waiting_for != error.message:
-                    _log.warning("cannot load yet", parameters=load.holding.entry.spec.name, reason=str(error))
+                    _log.warning("cannot load yet", parameters=load.store.entry.spec.name, reason=str(error))
                 load.waiting_for = error.message
                 await asyncio.sleep(delay * self._rng.uniform(0.5, 1.0))
                 delay = min(_RETRY_MAX_SECONDS, delay * 2)
@@ -171,14 +171,14 @@ class SnapshotLoader:
         loop = asyncio.get_running_loop()
         storage = await loop.run_in_executor(None, self._open_storage)
         manifest = await _manifest(storage, load.restore)
-        state = _state(manifest, load.holding)
+        state = _state(manifest, load.store)
         reader = SliceReader(storage, manifest)
         load.bytes_done, load.waiting_for, load.arrays = 0, "", 1 + len(state.state_names)
         for number, machine in self._missing(load):
             pending = iter(machine.slices)
             await together(_load_slices(load, reader, state, number, pending) for _ in range(_AT_A_TIME))
-            if load.holding.shards.get(number) is machine:
-                load.holding.unloaded.discard(number)
+            if load.store.shards.get(number) is machine:
+                load.store.unloaded.discard(number)
                 _log.info("loaded", parameters=state.spec.name, shard=number, snapshot=manifest.directory)
                 self._report()
 
@@ -187,13 +187,13 @@ async def _load_slices(
     load: _Load, reader: SliceReader, state: ParametersState, number: int, pending: Iterator[int]
 ) -> None:
     """Loads slices of shard ``number`` until none are pending, or the shard goes elsewhere."""
-    machine = load.holding.shards.get(number)
+    machine = load.store.shards.get(number)
     for index in pending:
         arrays = await reader.slice(state, index)
-        if machine is None or load.holding.shards.get(number) is not machine:
+        if machine is None or load.store.shards.get(number) is not machine:
             return
         position, shard = divmod(index, len(state.shards))
-        load.holding.load(index, arrays, state.shards[shard].versions[position])
+        load.store.load(index, arrays, state.shards[shard].versions[position])
         load.bytes_done += sum(array.nbytes for array in arrays)
 
 
@@ -209,13 +209,13 @@ async def _manifest(storage: Storage, restore: Restore) -> Manifest:
     return Manifest.from_bytes(data, path)
 
 
-def _state(manifest: Manifest, holding: ParameterStore) -> ParametersState:
+def _state(manifest: Manifest, store: ParameterStore) -> ParametersState:
     """What the snapshot has of a holding's parameters. Raises SettingsMismatchError where that does not fit them."""
-    entry = holding.entry
+    entry = store.entry
     state = manifest.state(entry.spec.name)
     if state is None:
         raise SettingsMismatchError(f"{entry.spec.name!r} is not in snapshot {manifest.directory}")
-    names = holding.dense.rule.state_names
+    names = store.dense.rule.state_names
     weights_only = entry.restore is not None and entry.restore.weights_only
     for what, mine, theirs in (
         ("elements", entry.total, state.layout.total),
@@ -230,4 +230,4 @@ def _state(manifest: Manifest, holding: ParameterStore) -> ParametersState:
 
 
 def _bytes_of(load: _Load) -> int:
-    return 4 * load.arrays * sum(load.holding.slicing.size(index) for index in load.holding.indices)
+    return 4 * load.arrays * sum(load.store.slicing.size(index) for index in load.store.indices)

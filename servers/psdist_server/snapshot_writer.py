@@ -49,7 +49,7 @@ class _Part:
     """One parameters of an attempt. number: their place in the attempt."""
 
     number: int
-    holding: ParameterStore
+    store: ParameterStore
     cut: CutState
     task: asyncio.Task[None] | None = None
 
@@ -73,12 +73,12 @@ class SnapshotWriter:
 
     def __init__(
         self,
-        holding: Callable[[str], ParameterStore | None],
+        store: Callable[[str], ParameterStore | None],
         storage: Callable[[], Storage],
         tell: Callable[[pb.SnapshotReport], None],
         aside_bytes_max: int = ASIDE_BYTES_MAX,
     ) -> None:
-        self._holding = holding
+        self._store = store
         self._open_storage = storage
         self._tell = tell
         self._room_bytes = aside_bytes_max
@@ -111,12 +111,12 @@ class SnapshotWriter:
         self._drop()
 
     def _prepare(self, number: int, prepare: pb.SnapshotCommand.Prepare) -> None:
-        found = [(place, wanted, self._holding(wanted.parameters)) for place, wanted in enumerate(prepare.parameters)]
-        here = [(place, wanted, holding) for place, wanted, holding in found if holding is not None and holding.shards]
+        found = [(place, wanted, self._store(wanted.parameters)) for place, wanted in enumerate(prepare.parameters)]
+        here = [(place, wanted, store) for place, wanted, store in found if store is not None and store.shards]
         steps = {wanted.parameters: h.step_next for _, wanted, h in here if not h.is_asynchronous}
         try:
-            for _, _, holding in here:
-                holding.check_installed()
+            for _, _, store in here:
+                store.check_installed()
         except PsdistError as error:
             self._report(number, _failed(error))
             return
@@ -124,10 +124,10 @@ class SnapshotWriter:
         if accepted:
             attempt = self._attempt = _Attempt(number, prepare.directory)
             room = CopyBudget(self._room_bytes)
-            for place, wanted, holding in here:
-                machine = SnapshotCut(None if holding.is_asynchronous else wanted.step, _sizes(holding), room)
-                cut = holding.cuts.arm(number, machine, self._failer(number))
-                attempt.parts[wanted.parameters] = _Part(place, holding, cut)
+            for place, wanted, store in here:
+                machine = SnapshotCut(None if store.is_asynchronous else wanted.step, _sizes(store), room)
+                cut = store.cuts.arm(number, machine, self._failer(number))
+                attempt.parts[wanted.parameters] = _Part(place, store, cut)
                 attempt.bytes += sum(cut.machine.sizes.values())
         prepared = pb.SnapshotReport.Prepared(accepted=accepted, steps_next=steps)
         self._report(number, pb.SnapshotReport(prepared=prepared))
@@ -139,9 +139,9 @@ class SnapshotWriter:
         for agreed in cut.parameters:
             if (part := attempt.parts.get(agreed.parameters)) is not None:
                 following = {(p.life.worker_id, p.life.incarnation): p.next for p in agreed.producers}
-                part.holding.cuts.agree(part.cut, following)
+                part.store.cuts.agree(part.cut, following)
                 if agreed.final_step:
-                    part.holding.cuts.end_steps(agreed.final_step)
+                    part.store.cuts.end_steps(agreed.final_step)
         for part in list(attempt.parts.values()):
             if self._attempt is attempt and part.task is None:
                 part.task = asyncio.create_task(self._write(attempt, part))
@@ -175,7 +175,7 @@ class SnapshotWriter:
             if part.task is not None and not part.task.done():
                 self._ending.add(part.task)
                 part.task.cancel()
-            part.holding.cuts.disarm(part.cut)
+            part.store.cuts.disarm(part.cut)
 
     def _report(self, number: int, report: pb.SnapshotReport) -> None:
         report.attempt = number
@@ -223,21 +223,21 @@ class SnapshotWriter:
         """Writes the files of all shards of one parameters, some at a time: while one is made durable the next one is
         written."""
         storage = await asyncio.get_running_loop().run_in_executor(self._thread, self._open_storage)
-        pending = iter(sorted(part.holding.replicator.machines))
+        pending = iter(sorted(part.store.replicator.machines))
 
         async def write() -> None:
             for shard in pending:
                 await self._write_shard(attempt, part, storage, shard)
 
         await together(write() for _ in range(FILES_AT_A_TIME))
-        part.holding.cuts.disarm(part.cut)
+        part.store.cuts.disarm(part.cut)
 
     async def _write_shard(self, attempt: _Attempt, part: _Part, storage: Storage, shard: int) -> None:
         """Streams one file. While a slice is written it is hashed, and the next one copied."""
-        holding, machine = part.holding, part.holding.replicator.machines[shard]
-        slices, term, state_names = machine.slices, machine.term, holding.dense.rule.state_names
-        name = layout.shard_file_name(part.number, shard, len(holding.entry.shards))
-        header = layout.shard_header(slices, [holding.slicing.size(index) for index in slices], state_names)
+        store, machine = part.store, part.store.replicator.machines[shard]
+        slices, term, state_names = machine.slices, machine.term, store.dense.rule.state_names
+        name = layout.shard_file_name(part.number, shard, len(store.entry.shards))
+        header = layout.shard_header(slices, [store.slicing.size(index) for index in slices], state_names)
         hashes = _Hashes(header)
         for index in slices[:1]:  # No file is open while the cut is far.
             await part.cut.take(index)
@@ -260,7 +260,7 @@ class SnapshotWriter:
                     attempt.bytes_done += size
                     batch, arrays, size = [], [], 0
         written = pb.SnapshotReport.Written(
-            parameters=holding.entry.spec.name,
+            parameters=store.entry.spec.name,
             shard=shard,
             term=term,
             file=name,
@@ -302,7 +302,7 @@ class _Hashes:
             self.length += array.nbytes
 
 
-def _sizes(holding: ParameterStore) -> dict[int, int]:
+def _sizes(store: ParameterStore) -> dict[int, int]:
     """Bytes of each slice's arrays together."""
-    arrays = holding.dense.array_count
-    return {index: 4 * holding.slicing.size(index) * arrays for index in holding.indices}
+    arrays = store.dense.array_count
+    return {index: 4 * store.slicing.size(index) * arrays for index in store.indices}

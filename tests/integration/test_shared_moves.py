@@ -91,7 +91,7 @@ def check_shared(handle: AsyncParameters, without: str) -> None:
     """All servers but one are shared with, and the weights are read in place."""
     transports = handle.statistics().transports
     assert without not in transports and set(transports.values()) == {"shm"}, transports
-    shared = handle._exchange.sharing.weights
+    shared = handle._exchange.shared_memory.weights
     assert shared is not None
 
 
@@ -102,7 +102,7 @@ async def test_when_a_server_dies_training_goes_on_in_shared_memory(cluster: Emb
         await step(handles)
         lent = (await step(handles, copy=copy))[0]
         first = asyncio.create_task(handles[0].push_pull(GRADIENT, copy=copy))
-        await until(lambda: any(stream._calls for stream in handles[0]._exchange.sharing._streams.values()))
+        await until(lambda: any(stream._calls for stream in handles[0]._exchange.shared_memory._streams.values()))
         cluster._children[2].kill()
         assert values(lent) == {2.0}
         second = await handles[1].push_pull(GRADIENT, copy=copy)
@@ -111,7 +111,7 @@ async def test_when_a_server_dies_training_goes_on_in_shared_memory(cluster: Emb
             results = await step(handles, copy=copy)
             assert all(values(result) == {done} for result in results)
         check_shared(handles[0], "server-1")
-        shared = handles[0]._exchange.sharing.weights
+        shared = handles[0]._exchange.shared_memory.weights
         assert shared is not None and np.shares_memory(results[0]["a"], shared) == (not copy)
 
 
@@ -195,19 +195,19 @@ async def test_an_arena_that_is_replaced_while_it_is_offered_is_offered_anew(
     whole: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with joined(whole, "auto", "grpc", name="replaced") as (_, handles):
-        sharing, attach, replaced = handles[0]._exchange.sharing, attachment.attach, []
+        shared_memory, attach, replaced = handles[0]._exchange.shared_memory, attachment.attach, []
 
         async def slow(*arguments: Any) -> Any:
             attached = await attach(*arguments)
             if not replaced:
                 replaced.append(arguments)
-                sharing.renew()  # as after another call's push that did not end well
+                shared_memory.renew()  # as after another call's push that did not end well
             return attached
 
         monkeypatch.setattr(attachment, "attach", slow)
         buffer = await handles[0].gradient_buffers()
         assert "replaced while it was offered" in str(handles[0].statistics().transports)
-        assert not sharing._streams
+        assert not shared_memory._streams
         # What servers would read by the file that they were given is not what is written now.
         for array in buffer.values():
             array[...] = -1.0
@@ -232,10 +232,10 @@ async def test_what_was_shared_ends_with_its_last_user_without_the_garbage_colle
         gc.collect()
         gc.disable()
         try:
-            sharing = handles[0]._exchange.sharing
-            streams = [weakref.ref(stream) for stream in sharing._streams.values()]
+            shared_memory = handles[0]._exchange.shared_memory
+            streams = [weakref.ref(stream) for stream in shared_memory._streams.values()]
             before = count()
-            sharing.renew()  # ends the streams; the next call opens others
+            shared_memory.renew()  # ends the streams; the next call opens others
             await step(handles, copy=False)
             assert [stream() for stream in streams] == [None] * len(streams) and count() == before > 0
             await handles[0].close()

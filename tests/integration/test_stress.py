@@ -105,7 +105,7 @@ class Training:
         for _ in range(rng.randrange(60)):
             await asyncio.sleep(0)
         assert client._link is not None
-        client._link.watch.see_fatal(ClosedError("dead"))
+        client._link.watch.on_fatal(ClosedError("dead"))
         await client.close()
         await asyncio.gather(push, return_exceptions=True)
 

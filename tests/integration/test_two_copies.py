@@ -59,7 +59,7 @@ class Server:
         self.stub = server_pb2_grpc.ServerServiceStub(self._channel)
 
     async def close(self) -> None:
-        self.host.hang_up()
+        self.host.disconnect()
         await self._channel.close()
         await self._server.stop(0)
         await self.host.close()

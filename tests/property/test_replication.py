@@ -185,22 +185,22 @@ class Replication(RuleBasedStateMachine):
     @rule(last=st.booleans(), survives=st.booleans())
     def promote(self, last: bool, survives: bool) -> None:
         """The primary is lost, or hands over; it comes back empty, to be filled."""
-        heir = self.shard.backups[-1 if last else 0]
-        backup, server = self.servers[heir].backup, self.servers[heir]
+        successor = self.shard.backups[-1 if last else 0]
+        backup, server = self.servers[successor].backup, self.servers[successor]
         assert backup.complete
         for index in range(SLICES):
             assert len(server.content[index]) >= self.acknowledged[index], "an acknowledged update is lost"
             assert backup.records[index].version == len(server.content[index])
             assert backup.records[index].producers.get(LIFE, 0) == len(server.content[index])
         self.lives += 1
-        others = tuple(replica for replica in self.shard.backups if replica != heir)
+        others = tuple(replica for replica in self.shard.backups if replica != successor)
         old = Replica(self.shard.primary.server_id, self.lives)
         self.records = {index: record.copy() for index, record in backup.records.items()}
         self.busy.clear()
         self.streams.clear()
         term = self.shard.term + 1
         self.machine = PrimaryReplication(0, term, range(SLICES), backup.base)
-        self.publish(Shard(heir, term, others, (*self.shard.filling, *((old,) if survives else ()))))
+        self.publish(Shard(successor, term, others, (*self.shard.filling, *((old,) if survives else ()))))
 
     @precondition(lambda self: len(self.shard.replicas) < 3)
     @rule()

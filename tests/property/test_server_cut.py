@@ -93,13 +93,13 @@ class Server(RuleBasedStateMachine):
             self.update_one(index)
 
     def update_one(self, index: int) -> None:
-        if self.cut is not None and self.cut.must_wait(index):
+        if self.cut is not None and self.cut.blocks_update(index):
             return
         if self.cut is not None and not self.cut.is_safe(index):
             self.cut.copy_for_update(index)
             self.copy(index)
-        ripe = self.cut is not None and index in self.cut.versions
-        assert not ripe or index in self.copies, "a slice of the snapshot was changed before it was copied"
+        at_cut = self.cut is not None and index in self.cut.versions
+        assert not at_cut or index in self.copies, "a slice of the snapshot was changed before it was copied"
         effect = self.asked.pop(index)
         ((worker_id, _),) = effect.contributors
         assert effect.sequence is not None

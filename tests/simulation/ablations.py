@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from psdist import ASP, BSP, SSP
-from psdist.client import parameters
+from psdist.client.session import drops
 from psdist.client.transport import data_path
 from psdist.client.transport.requests import PushJob
 from psdist.optim import SGD
@@ -183,7 +183,7 @@ def _early_return(put: Put) -> None:
     think_seconds=0.1, steps=6,
 )  # fmt: skip
 def _untold_drop(put: Put) -> None:
-    put(drops.Drops, "add", lambda *_: None)
+    put(drops.DropCounter, "add", lambda *_: None)
 
 
 # --- order and bounds -------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def _gaps(put: Put) -> None:
 
 @_ablation("a slice is copied while it stands still", consistency=ASP(), optimizer=SGD(lr=1.0), **_LOSSES, steps=6)
 def _copy_at_once(put: Put) -> None:
-    put(parameter_store.ParameterStore, "at_rest", lambda self, index, callback: callback())
+    put(parameter_store.ParameterStore, "is_quiesced", lambda self, index, callback: callback())
 
 
 @_ablation("a copy ends with its last slice", **_LOSSES, slices=6, steps=6, think_seconds=0.02)

@@ -166,16 +166,16 @@ class World:
             if number not in self.stopped_servers:
                 self.start_server(number)
 
-    def can_lose(self, server: int, struck: set[int]) -> bool:
+    def can_lose(self, server: int, targeted: set[int]) -> bool:
         """Whether ``server`` would be the only one that is gone: all other copies are at servers that live and are not
-        ``struck``. A silent server that nobody missed yet counts as gone too."""
+        ``targeted``. A silent server that nobody missed yet counts as gone too."""
         if self.scheduler is None or server not in self.hosts:
             return False
         me = self.hosts[server].me
         good = {
             host.me
             for number, host in self.hosts.items()
-            if number != server and number not in struck and not self.server_nodes[number].dead
+            if number != server and number not in targeted and not self.server_nodes[number].dead
         }
         shards = [shard for entry in self.scheduler.cluster.map.parameters for shard in entry.shards]
         left = [{shard.primary, *shard.backups} - {me} for shard in shards]
@@ -440,9 +440,9 @@ class World:
         entry = self.scheduler.cluster.map.entry(NAME)
         assert entry is not None
         for number, shard in enumerate(entry.shards):
-            primary = hosts[shard.primary].holding(NAME)
+            primary = hosts[shard.primary].store(NAME)
             for replica in shard.backups:
-                copy = hosts[replica].holding(NAME)
+                copy = hosts[replica].store(NAME)
                 self.counts["copies compared"] += 1
                 for index in range(number, entry.slicing.count, len(entry.shards)):
                     if primary.dense.digest(index) != copy.dense.digest(index):
@@ -459,7 +459,7 @@ class World:
         if shard.slices[index].busy:
             return
         for host in self.hosts.values():
-            copy = host._holdings.get(NAME)
+            copy = host._stores.get(NAME)
             other = copy.copies.machines.get(number) if copy is not None else None
             if copy is None or other is None or copy.entry.members != primary.entry.members:
                 continue

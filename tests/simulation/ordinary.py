@@ -356,14 +356,11 @@ class OrdinaryWorld(SnapshotWorld):
             life, other = self._life_of(wait.worker.member_id), self._life_of(awaited.worker.member_id)
             if life is None or other is None or other.over or self.worker_nodes[other.worker].dead:
                 continue
-            step, others_step = _step_of(wait), _step_of(awaited)
-            if step is None or (others_step is not None and others_step < step):
-                continue  # One that joined sends its first push when it has read the step before that.
-            if other.pushes and not other.pushes[-1].acked:
-                if other.pushes[-1].step >= step and other.pushes[-1].incarnation == awaited.worker.incarnation:
-                    self.oracle.violation(
-                        f"{life.worker_id} is said to wait for {other.worker_id} in step {step}, which that has begun"
-                    )
+            step = _step_of(wait)
+            if step is not None and _has_sent(other, awaited, step):
+                self.oracle.violation(
+                    f"{life.worker_id} is said to wait for {other.worker_id} in step {step}, which that has begun"
+                )
             if "barrier" in wait.text and f"barrier {self._at.get(other.number)!r}" in wait.text:
                 self.oracle.violation(
                     f"{life.worker_id} is said to wait {wait.text} for {other.worker_id}, which is there"
@@ -471,6 +468,13 @@ def run(seed: int, options: OrdinaryOptions | None = None, *, trace: bool = Fals
     """Runs a seed. The environment must be installed."""
     options = options or draw(seed)
     return snapshots.play(options, OrdinaryWorld, _main, CONVERGE_SECONDS, trace=trace)[0]
+
+
+def _has_sent(life: Life, wait: WaitFor, step: int) -> bool:
+    """Whether the push of a step is under way. One that joined reads the step before, and then sends its first push."""
+    before = _step_of(wait)
+    push = life.pushes[-1] if life.pushes and (before is None or before >= step) else None
+    return push is not None and not push.acked and push.step >= step and push.incarnation == wait.worker.incarnation
 
 
 def _step_of(wait: WaitFor) -> int | None:

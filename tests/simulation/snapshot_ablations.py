@@ -64,7 +64,7 @@ def _held_by_nobody(put: Put) -> None:
 @_ablation("a slice is copied before it is overwritten", **_BUSY, storage_seconds=(0.01, 0.1))
 def _overwritten(put: Put) -> None:
     put(copy_on_write.CutState, "copy_for_update", lambda self, index: None)
-    put(copy_on_write.CutState, "must_wait", lambda self, index: False)
+    put(copy_on_write.CutState, "blocks_update", lambda self, index: False)
 
 
 # --- the commit -------------------------------------------------------------------------------------------------------

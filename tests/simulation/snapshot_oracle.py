@@ -22,7 +22,7 @@ from psdist.consistency import Consistency
 from psdist.errors import PsdistError
 from psdist.optim import Optimizer
 from psdist.snapshots import reader
-from psdist.snapshots.format import Manifest, ParametersState
+from psdist.snapshots.format import CommitRecord, Manifest, ParametersState
 from psdist.types import ClusterMap
 from tests.simulation.oracle import Array, Life, Oracle, Push
 from tests.simulation.storage import Bucket, SimStorage
@@ -206,7 +206,7 @@ class SnapshotOracle(Oracle):
 
     async def _check_commit(self, storage: SimStorage, saved: Saved) -> None:
         commits = await reader.commits(storage)
-        found = next((c for c in commits if isinstance(c, reader.Commit) and _record(c) == saved.record), None)
+        found = next((c for c in commits if isinstance(c, CommitRecord) and _record(c) == saved.record), None)
         if found is None:
             raise PsdistError(f"{saved.record} is no valid commit record")
         manifest = await reader.load_manifest(storage, found)
@@ -375,5 +375,5 @@ def done_ranges(manifest: Manifest) -> set[int]:
     return {number for first, count in data.position.done for number in range(first, first + count)}
 
 
-def _record(commit: reader.Commit) -> str:
+def _record(commit: CommitRecord) -> str:
     return f"commits/{commit.sequence:012d}.json"

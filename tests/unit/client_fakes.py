@@ -254,16 +254,18 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             for number, name in enumerate(self.shards)
         ]
 
-    def promote(self, dying: FakeServer, heir: FakeServer) -> None:
-        """``dying`` leaves the map, and ``heir``, which gets what it has, is the primary of its shards."""
+    def promote(self, dying: FakeServer, successor: FakeServer) -> None:
+        """``dying`` leaves the map, and ``successor``, which gets what it has, is the primary of its shards."""
         if dying in self.servers:
             self.servers.remove(dying)
-        heir.weights |= {index: array.copy() for index, array in dying.weights.items() if index not in heir.weights}
-        heir.versions = dying.versions | heir.versions
-        heir.taken |= dying.taken
+        successor.weights |= {
+            index: array.copy() for index, array in dying.weights.items() if index not in successor.weights
+        }
+        successor.versions = dying.versions | successor.versions
+        successor.taken |= dying.taken
         for number, name in enumerate(self.shards):
             if name == dying.name:
-                self.shards[number], self.terms[number] = heir.name, self.terms.get(number, 1) + 1
+                self.shards[number], self.terms[number] = successor.name, self.terms.get(number, 1) + 1
         self.publish()
 
     def lose_shards(self, text: str) -> None:

@@ -82,11 +82,11 @@ class Driver:
     async def create(self, entry: ParametersEntry, values: Floats) -> ParametersEntry:
         """Parameters with these initial values, ready."""
         await self.follow(entry)
-        holding = self.host.holding(entry.spec.name)
-        await asyncio.wrap_future(holding.ready)
+        store = self.host.store(entry.spec.name)
+        await asyncio.wrap_future(store.ready)
         for index in range(entry.slicing.count):
             part = values[slice(*entry.slicing.bounds(index))]
-            holding.install(index, memoryview(part.tobytes()), self.epoch)
+            store.install(index, memoryview(part.tobytes()), self.epoch)
         ready = replace(entry, ready=True)
         await self.follow(ready)
         return ready
@@ -104,9 +104,9 @@ class Driver:
         member = entry.members[worker]
         identity = Identity(RUN, member.worker_id, member.incarnation, self.epoch, entry.spec.name)
         call = Call(identity, is_push=True, wants_weights=False, step=step, mark=mark)
-        holding = self.host.holding(entry.spec.name)
+        store = self.host.store(entry.spec.name)
         for index in range(entry.slicing.count) if slices is None else slices:
-            holding.push_shared(call, index, 0, gradient[slice(*entry.slicing.bounds(index))])
+            store.push_shared(call, index, 0, gradient[slice(*entry.slicing.bounds(index))])
         call.asked_all()
         return call
 
@@ -121,7 +121,7 @@ class Driver:
         """See SnapshotCommand."""
         parameters = [pb.SnapshotCommand.Prepare.Parameters(parameters=n, step=step) for n, step in steps.items()]
         prepare = pb.SnapshotCommand.Prepare(parameters=parameters, directory=directory)
-        self.host.saver.command(pb.SnapshotCommand(attempt=attempt, prepare=prepare))
+        self.host.snapshot_writer.command(pb.SnapshotCommand(attempt=attempt, prepare=prepare))
 
     def cut(self, attempt: int, following: dict[str, dict[str, int]] | None = None) -> None:
         """See SnapshotCommand. following: by parameters and worker, its first push that is not in the snapshot."""
@@ -137,12 +137,14 @@ class Driver:
             )
             for name, workers in (following or {}).items()
         ]
-        self.host.saver.command(pb.SnapshotCommand(attempt=attempt, cut=pb.SnapshotCommand.Cut(parameters=parameters)))
+        self.host.snapshot_writer.command(
+            pb.SnapshotCommand(attempt=attempt, cut=pb.SnapshotCommand.Cut(parameters=parameters))
+        )
 
     def end(self, attempt: int, committed: bool = True) -> None:
         """See SnapshotCommand."""
         end = pb.SnapshotCommand.End(committed=committed)
-        self.host.saver.command(pb.SnapshotCommand(attempt=attempt, end=end))
+        self.host.snapshot_writer.command(pb.SnapshotCommand(attempt=attempt, end=end))
 
     async def report(self) -> pb.SnapshotReport:
         """The next word of the server."""
@@ -185,7 +187,7 @@ class Driver:
 
     def arrays(self, name: str = "p") -> dict[int, list[bytes]]:
         """The bytes of each slice here, weights and state."""
-        dense = self.host.holding(name).dense
+        dense = self.host.store(name).dense
         return {index: [array.tobytes() for array in dense.export(index)] for index in dense.indices}
 
     async def close(self) -> None:

@@ -35,7 +35,7 @@ class Setup:
         self.client = psdist.AsyncClient(self.scheduler.address, connect_timeout=60, **settings)
         await self.client.connect()
         self.handle = await self.client.parameters("p", INIT, psdist.optim.SGD())
-        self.handle._exchange.sharing.renew = self._renew
+        self.handle._exchange.shared_memory.renew = self._renew
         return self
 
     def _renew(self) -> None:

@@ -80,12 +80,12 @@ async def test_an_attempt_that_is_over_is_not_told_again() -> None:
     pushes = SnapshotMarks()
     pushes.answer(7)
     pushes.end(6)
-    assert pushes.unheard == (7, MarkAnswer({}, {}))
+    assert pushes.pending_answer == (7, MarkAnswer({}, {}))
     pushes.end(7)
-    assert pushes.unheard is None and pushes.answer(7) is None
+    assert pushes.pending_answer is None and pushes.answer(7) is None
     pushes.answer(8)
-    pushes.begin_life()
-    assert pushes.unheard is None and pushes.mark == 0
+    pushes.start_incarnation()
+    assert pushes.pending_answer is None and pushes.mark == 0
 
 
 async def test_a_step_that_the_others_made_alone_is_not_unfinished() -> None:

@@ -143,7 +143,7 @@ async def test_each_of_several_pushes_is_finished_or_dropped() -> None:
     assert not await is_over(leaves)
     worker.end("b")
     assert not await is_over(leaves)
-    worker.stopping._pushes.begin_life()  # This worker was expelled, and the push dropped.
+    worker.stopping._pushes.start_incarnation()  # This worker was expelled, and the push dropped.
     worker.stopping.push_ended()
     await leaves
 

@@ -127,7 +127,7 @@ async def test_a_backup_takes_over_in_the_middle_of_a_push(
     setup: Setup, method: str, lose_answer: bool, news: str
 ) -> None:
     weights = await setup.create()
-    dying, heir = setup.servers[1], setup.servers[0]
+    dying, successor = setup.servers[1], setup.servers[0]
     dying.breaks = [Break(1, hang=asyncio.Event(), lose_answer=lose_answer)]
     call = asyncio.create_task(getattr(weights, method)(gradient()))
     await dying.hanging.wait()
@@ -139,14 +139,14 @@ async def test_a_backup_takes_over_in_the_middle_of_a_push(
         setup.scheduler.publish()
         await waits_for(setup, "for a new primary of shard 1 of 'p' in place of server-1 (lost: ")
     assert not call.done()
-    setup.scheduler.promote(dying, heir)
+    setup.scheduler.promote(dying, successor)
     await call
     assert (await weights.pull())["w"].tolist() == [1.0] * ELEMENTS
     assert weights.step == 1
     # The same number to the new primary, and only for what the old one had not answered.
-    assert [header.step for header in heir.headers] == [0, 0]
+    assert [header.step for header in successor.headers] == [0, 0]
     # Both calls to it may write at once, and the old one's answer for slice 1 may have been under way.
-    sent = sorted(index for _, index in heir.requests)
+    sent = sorted(index for _, index in successor.requests)
     assert sent in ([0, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
     assert weights.statistics().ignored == lose_answer + (1 in sent)
     assert weights.statistics().resent == len(sent) - 3
@@ -166,8 +166,8 @@ async def test_a_backup_that_dies_in_its_turn_is_followed(setup: Setup) -> None:
     await first.hanging.wait()
     setup.scheduler.promote(first, third)
     assert (await call)["w"].tolist() == [1.0] * ELEMENTS
-    # The map may come while the first of them are routed anew already: then they come in two requests. What was answered
-    # before its server died is not sent again.
+    # The map may come while the first of them are routed anew already: then they come in two requests. What was
+    # answered before its server died is not sent again.
     assert {step for step, _ in third.requests} == {0} and len(third.weights) == 6
 
 
@@ -215,17 +215,17 @@ async def test_a_lost_shard_ends_the_call_at_once(setup: Setup, news: str) -> No
 
 
 async def test_initial_values_go_to_the_heir_of_a_server_that_is_lost(setup: Setup) -> None:
-    dying, heir = setup.servers[1], setup.servers[0]
+    dying, successor = setup.servers[1], setup.servers[0]
     release = asyncio.Event()
-    heir.installing = release
+    successor.installing = release
     creating = asyncio.create_task(setup.create())
     await dying.installed.wait()
     dying.weights.clear()  # it was the only one that had them
-    setup.scheduler.promote(dying, heir)
+    setup.scheduler.promote(dying, successor)
     await setup.heard()
     release.set()
     weights = await creating
-    assert sorted(heir.weights) == list(range(6)) and setup.scheduler.commits == 1
+    assert sorted(successor.weights) == list(range(6)) and setup.scheduler.commits == 1
     assert (await weights.push_pull(gradient()))["w"].tolist() == [1.0] * ELEMENTS
 
 

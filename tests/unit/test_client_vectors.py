@@ -12,36 +12,36 @@ LAYOUT = partition.layout_of({"a": np.zeros((2, 3), np.float32), "b": np.zeros(2
 
 
 def test_a_vector_is_used_again_when_the_last_array_of_it_is_gone() -> None:
-    vectors = BufferPool(LAYOUT)
-    arrays = partition.unflatten(LAYOUT, vectors.fresh())
+    buffer_pool = BufferPool(LAYOUT)
+    arrays = partition.unflatten(LAYOUT, buffer_pool.fresh())
     address = arrays["a"].ctypes.data
     part = arrays["a"][0][1:]  # a view of a view keeps it, too
     del arrays
-    other = vectors.fresh()
+    other = buffer_pool.fresh()
     assert other.ctypes.data != address
     del part
-    assert vectors.fresh().ctypes.data == address
+    assert buffer_pool.fresh().ctypes.data == address
 
 
 def test_a_loop_that_assigns_its_result_alternates_between_two() -> None:
-    vectors = BufferPool(LAYOUT)
+    buffer_pool = BufferPool(LAYOUT)
     addresses = set()
     for _ in range(10):
-        values = partition.unflatten(LAYOUT, vectors.fresh())
+        values = partition.unflatten(LAYOUT, buffer_pool.fresh())
         addresses.add(values["a"].ctypes.data)
     assert len(addresses) == 2
 
 
 def test_results_that_are_kept_stay_as_they_are() -> None:
-    vectors = BufferPool(LAYOUT)
+    buffer_pool = BufferPool(LAYOUT)
     kept = []
     for number in range(6):
-        vector = vectors.fresh()
+        vector = buffer_pool.fresh()
         vector[...] = number
         kept.append(vector)
     assert [set(vector) for vector in kept] == [{number} for number in range(6)]
     kept[-1] = None
-    address = vectors.fresh().ctypes.data
+    address = buffer_pool.fresh().ctypes.data
     assert address not in {vector.ctypes.data for vector in kept[:-1]}
 
 

@@ -57,7 +57,7 @@ class Backup:
     def open(self) -> list[pb.ReplicateResponse]:
         """A new stream of the primary: what is answered on it."""
         answers: list[pb.ReplicateResponse] = []
-        answers.append(self.copies.welcome(P, answers.append))
+        answers.append(self.copies.open_stream(P, answers.append))
         return answers
 
     def take(self, answers: list[pb.ReplicateResponse], payload: bytes = b"", **kind: Any) -> None:

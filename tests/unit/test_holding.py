@@ -23,13 +23,13 @@ async def test_before_it_is_ready_one_that_was_being_filled_may_get_the_place_of
     spec = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=4096)
     entry = ParametersEntry(spec=spec, total=4096, shards=(Shard(OTHER, 1, (), (ME,)),))
     pool: KernelPool[Any, Any] = KernelPool(1)
-    holding = ParameterStore(entry, ME, pool, cast(ReplicaNetwork, None), lambda *_: None)
-    await holding.update(entry, 1)
-    await holding.update(replace(entry, shards=(Shard(ME, 2),)), 2)
+    store = ParameterStore(entry, ME, pool, cast(ReplicaNetwork, None), lambda *_: None)
+    await store.update(entry, 1)
+    await store.update(replace(entry, shards=(Shard(ME, 2),)), 2)
     with pytest.raises(UnknownParametersError, match="0 of 1 slices"):
-        holding.check_installed()
-    assert sorted(holding.shards) == [0]
-    await holding.close()
+        store.check_installed()
+    assert sorted(store.shards) == [0]
+    await store.close()
     pool.close()
 
 
@@ -41,17 +41,17 @@ async def test_a_copy_keeps_no_entry_of_a_life_that_is_over_even_where_its_updat
     shards = (Shard(OTHER, 1, (ME,)),)
     entry = ParametersEntry(spec=spec, total=4096, shards=shards, ready=True, members=(first,))
     pool: KernelPool[Any, Any] = KernelPool(1)
-    holding = ParameterStore(entry, ME, pool, cast(ReplicaNetwork, None), lambda *_: None)
-    await holding.update(entry, 1)
-    machine = holding.copies.machines[0]
+    store = ParameterStore(entry, ME, pool, cast(ReplicaNetwork, None), lambda *_: None)
+    await store.update(entry, 1)
+    machine = store.copies.machines[0]
     machine.begin(1, 0)
     machine.state(0, SliceRecord())
     machine.end()
-    await holding.update(replace(entry, members=(second,)), 2)
+    await store.update(replace(entry, members=(second,)), 2)
     machine.update(1, ReplicaUpdate(1, 0, 0, (("worker-0", 1),), 0))
     machine.update(1, ReplicaUpdate(2, 0, 1, (("worker-0", 2),), 0))
     assert machine.records[0].producers == {("worker-0", 1): 1, ("worker-0", 2): 1}
-    await holding.update(replace(entry, members=(second, ParametersMember("worker-1", 1, 1))), 3)
+    await store.update(replace(entry, members=(second, ParametersMember("worker-1", 1, 1))), 3)
     assert machine.records[0].producers == {("worker-0", 2): 1}
-    await holding.close()
+    await store.close()
     pool.close()

@@ -26,7 +26,7 @@ class Source:
         self.asked = 0
         self.rooms = 0
 
-    def at_rest(self, index: int, callback: Callable[[], None]) -> None:
+    def is_quiesced(self, index: int, callback: Callable[[], None]) -> None:
         self.asked += 1
         if self.asked > 100:
             raise RuntimeError("the copy never ends, and nothing else runs")

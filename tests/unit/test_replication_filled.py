@@ -67,9 +67,9 @@ def test_what_is_promoted_while_it_is_copied_again_is_like_nobody_else() -> None
     assert machine.base == (1, 4)
     machine.begin(2, 6)
     machine.state(0, SliceRecord(3))
-    heir: PrimaryReplication[None] = PrimaryReplication(0, 3, [0, 1], machine.base)
-    heir.follow(Shard(NEW, 3, (OLD,)), 0.0)
-    assert heir.opened(OLD, ReplicaState(2, 6, True), 0.0) == [SendBegin(OLD, 6)]
+    successor: PrimaryReplication[None] = PrimaryReplication(0, 3, [0, 1], machine.base)
+    successor.follow(Shard(NEW, 3, (OLD,)), 0.0)
+    assert successor.opened(OLD, ReplicaState(2, 6, True), 0.0) == [SendBegin(OLD, 6)]
 
 
 def test_a_copy_of_which_the_beginning_was_not_heard_is_not_complete() -> None:

@@ -19,41 +19,41 @@ def _promoted() -> PrimaryReplication[Any]:
 
 def test_a_backup_with_the_same_is_level_at_once() -> None:
     machine = _promoted()
-    assert not machine.is_level
+    assert not machine.is_caught_up
     assert machine.opened(_BACKUP, ReplicaState(1, 188, True), 1.0) == []
-    assert machine.is_level
+    assert machine.is_caught_up
 
 
 def test_a_backup_with_less_is_copied_before_anybody_hears() -> None:
     machine = _promoted()
     assert machine.opened(_BACKUP, ReplicaState(1, 186, True), 1.0) == [SendBegin(_BACKUP, 188)]
     while (index := machine.next_copy(_BACKUP)) is not None:
-        assert not machine.is_level
+        assert not machine.is_caught_up
         machine.copied(_BACKUP, index)
-    assert not machine.is_level
+    assert not machine.is_caught_up
     machine.filled(_BACKUP, 2.0)
-    assert machine.is_level
+    assert machine.is_caught_up
 
 
 def test_a_backup_that_the_map_took_away_is_not_waited_for() -> None:
     machine = _promoted()
     machine.follow(Shard(_ME, 2), 1.0)
-    assert machine.is_level
+    assert machine.is_caught_up
 
 
 def test_one_that_is_being_filled_is_not_waited_for() -> None:
     machine = _promoted()
     machine.opened(_BACKUP, ReplicaState(1, 188, True), 1.0)
     machine.follow(Shard(_ME, 2, backups=(_BACKUP,), filling=(_NEW,)), 1.0)
-    assert machine.is_level
+    assert machine.is_caught_up
     machine.opened(_NEW, None, 1.0)
-    assert machine.is_level
+    assert machine.is_caught_up
 
 
 def test_while_a_backup_is_copied_again_nobody_hears_of_what_it_has_not() -> None:
     machine = _promoted()
     machine.opened(_BACKUP, ReplicaState(1, 188, True), 1.0)
     machine.closed(_BACKUP, 2.0)
-    assert machine.is_level
+    assert machine.is_caught_up
     assert machine.opened(_BACKUP, ReplicaState(0, 0, False), 3.0) == [SendBegin(_BACKUP, 188)]
-    assert not machine.is_level
+    assert not machine.is_caught_up

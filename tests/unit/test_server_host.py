@@ -36,20 +36,20 @@ async def test_a_slice_that_is_aggregated_as_the_norm_becomes_known_is_not_forgo
 
     def norm_known(step: int, norm: float) -> None:
         if not told:  # Another slice is aggregated before anything else happens.
-            loop.call_soon(host._share_norm, holding, step)
+            loop.call_soon(host._share_norm, store, step)
         told.append(norm)
 
     norms = NormBoard()
     norms.merge(3, {0: 9.0, 1: 16.0})
     entry = SimpleNamespace(spec=SimpleNamespace(name="p"))
     made = SimpleNamespace(entry=entry, slicing=Slicing(2, 1), norms=norms, norm_known=norm_known)
-    holding = cast(ParameterStore, made)
-    host._holdings["p"] = holding
-    host._share_norm(holding, 3)
+    store = cast(ParameterStore, made)
+    host._stores["p"] = store
+    host._share_norm(store, 3)
     for _ in range(5):
         await asyncio.wait({asyncio.ensure_future(asyncio.sleep(0))})
     assert told == [5.0, 5.0]
-    del host._holdings["p"]
+    del host._stores["p"]
     await host.close()
 
 
@@ -66,16 +66,16 @@ async def test_a_read_that_waits_for_the_bound_is_refused_when_its_worker_is_exp
     host = ParameterServer("server-0", "run", "", kernel_threads=1)
     await host.follow(_map(1, False, 0, 1))
     zeros = np.zeros(16, np.float32)
-    host.holding("p").install(0, memoryview(zeros).cast("B"), 1)
+    host.store("p").install(0, memoryview(zeros).cast("B"), 1)
     await host.follow(_map(2, True, 0, 1))
     identity = Identity("run", "worker-0", 1, 2, "p")
-    holding = await host.admit(identity)
+    store = await host.admit(identity)
     push, pull = (Call(identity, is_push=is_push, wants_weights=not is_push) for is_push in (True, False))
-    holding.push(push, 0, 0, memoryview(zeros).cast("B"))
+    store.push(push, 0, 0, memoryview(zeros).cast("B"))
     async with asyncio.timeout(60):
         assert await push.next_answer() is not None
-        holding.pull(pull, 0, 0)
-        assert "worker-1" in holding.waiting_for(pull)
+        store.pull(pull, 0, 0)
+        assert "worker-1" in store.waiting_for(pull)
         await host.follow(_map(3, True, 1))
         with pytest.raises(FencedError):
             await pull.next_answer()

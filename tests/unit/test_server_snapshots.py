@@ -150,7 +150,7 @@ async def test_marked_pushes_go_on_when_the_attempt_is_over(driver: Driver) -> N
     await answered(held)
     driver.prepare(2, {"p": 0})
     held = driver.push(entry, 0, 1, noise(), mark=2)
-    driver.host.saver.session_ended()
+    driver.host.snapshot_writer.session_ended()
     await answered(held)
     await answered(driver.push(entry, 0, 2, noise(), mark=1))
 
@@ -176,12 +176,12 @@ async def test_a_copy_that_ends_late_does_not_touch_those_of_the_next_attempt(dr
     entry = await driver.create(entry_of(slice_elements=1 << 15 | 1), noise())
     driver.prepare(1, {"p": 0})
     driver.push(entry, 0, 0, noise())
-    late = driver.host.holding("p").cuts.current
+    late = driver.host.store("p").cuts.current
     driver.end(1, committed=False)
     driver.prepare(2, {"p": 1})
-    current = driver.host.holding("p").cuts.current
+    current = driver.host.store("p").cuts.current
     assert late is not None and current is not None
-    assert late._asides.is_used and current._asides is not late._asides
+    assert late._pool.is_used and current._pool is not late._pool
 
 
 class Gated:
@@ -237,8 +237,8 @@ async def test_updates_wait_where_there_is_no_room_for_copies() -> None:
     storage = Gated(memory())
     driver = Driver(storage)
     room = 4 * 4096 * 3 * 5
-    driver.host.saver = snapshot_writer.SnapshotWriter(
-        driver.host._holdings.get, lambda: storage, driver.reports.put_nowait, room
+    driver.host.snapshot_writer = snapshot_writer.SnapshotWriter(
+        driver.host._stores.get, lambda: storage, driver.reports.put_nowait, room
     )
     entry = await driver.create(entry_of(), noise())
     wanted = driver.arrays()
@@ -261,8 +261,8 @@ async def test_updates_wait_where_there_is_no_room_for_copies() -> None:
 async def test_many_small_slices(room: int) -> None:
     """What follows from each other is no chain of calls within calls."""
     driver = Driver(memory())
-    driver.host.saver = snapshot_writer.SnapshotWriter(
-        driver.host._holdings.get, lambda: driver.storage, driver.reports.put_nowait, room
+    driver.host.snapshot_writer = snapshot_writer.SnapshotWriter(
+        driver.host._stores.get, lambda: driver.storage, driver.reports.put_nowait, room
     )
     entry = await driver.create(entry_of(slice_elements=100), noise())
     await driver.train(entry, 0, noise())
@@ -281,8 +281,8 @@ async def test_a_storage_that_takes_nothing_does_not_stop_training(monkeypatch: 
     storage = Gated(memory())
     driver = Driver(storage)
     room = 4 * 4096 * 3 * 5
-    driver.host.saver = snapshot_writer.SnapshotWriter(
-        driver.host._holdings.get, lambda: storage, driver.reports.put_nowait, room
+    driver.host.snapshot_writer = snapshot_writer.SnapshotWriter(
+        driver.host._stores.get, lambda: storage, driver.reports.put_nowait, room
     )
     entry = await driver.create(entry_of(), noise())
     driver.prepare(1, {"p": 0})
@@ -353,14 +353,14 @@ async def test_an_optimizer_begins_anew_at_the_weights_of_a_snapshot(driver: Dri
     entry = replace(loading(replace(restore, weights_only=True), 3, optimizer=after), state_since=3)
     await other.follow(entry)
     await until(other, lambda: len(other.host.reports()) == 3)
-    weights = driver.host.holding("p").dense.weights.copy()
+    weights = driver.host.store("p").dense.weights.copy()
     states = [np.zeros(TOTAL, np.float32) for _ in after.state_names]
     Rule(after).initialize(weights, states)
     for step in range(3, 6):
-        holding = other.host.holding("p")
-        assert [shard.version_min for shard in holding.shards.values()] == [step] * 3
-        assert set(holding.dense._sequence.tolist()) == {2 * step}, "who reads in place goes by it"
-        assert [array.tobytes() for array in (holding.dense.weights, *holding.dense.states)] == [
+        store = other.host.store("p")
+        assert [shard.version_min for shard in store.shards.values()] == [step] * 3
+        assert set(store.dense._sequence.tolist()) == {2 * step}, "who reads in place goes by it"
+        assert [array.tobytes() for array in (store.dense.weights, *store.dense.states)] == [
             array.tobytes() for array in (weights, *states)
         ]
         gradient = noise()

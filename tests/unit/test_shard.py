@@ -332,11 +332,11 @@ def test_bsp_goes_on_from_a_record_and_knows_what_was_applied() -> None:
     step(shard, push(0, 0), push(1, 0))
     shard.on(push(0, 1))
     shard.on(push(1, 1))  # Under way: not in the record.
-    heir = make_shard([0], TWO, BSP(), False, records={0: shard.record(0)})
+    successor = make_shard([0], TWO, BSP(), False, records={0: shard.record(0)})
     again, fresh = push(0, 0), [push(0, 1), push(1, 1)]
-    assert heir.on(again) == [Forget(again.token), Reply(again.token, 0, 1, ignored=True)]
-    assert heir.on(fresh[0]) == []
-    assert bare(heir.on(fresh[1])) == [Apply(0, 1, tuple(part.token for part in fresh))]
+    assert successor.on(again) == [Forget(again.token), Reply(again.token, 0, 1, ignored=True)]
+    assert successor.on(fresh[0]) == []
+    assert bare(successor.on(fresh[1])) == [Apply(0, 1, tuple(part.token for part in fresh))]
 
 
 def test_asp_goes_on_from_records_of_slices_that_differ() -> None:
@@ -345,15 +345,15 @@ def test_asp_goes_on_from_records_of_slices_that_differ() -> None:
     step(shard, push(0, 0, index=1), index=1)
     step(shard, push(0, 1, index=1), index=1)
     shard.on(push(0, 1, index=0))  # Under way: not in the record.
-    heir = make_shard(range(2), TWO, ASP(), False, records={index: shard.record(index) for index in range(2)})
-    heir.validate()
-    assert heir.clocks == {"worker-0": 1, "worker-1": 0}
+    successor = make_shard(range(2), TWO, ASP(), False, records={index: shard.record(index) for index in range(2)})
+    successor.validate()
+    assert successor.clocks == {"worker-0": 1, "worker-1": 0}
     again = push(0, 1, index=1)
-    assert heir.on(again) == [Forget(again.token), Reply(again.token, 1, 2, ignored=True)]
+    assert successor.on(again) == [Forget(again.token), Reply(again.token, 1, 2, ignored=True)]
     lost = push(0, 1, index=0)
-    assert bare(heir.on(lost)) == [Apply(0, 1, (lost.token,))]
-    heir.on(SliceApplied(0))
-    assert heir.clocks["worker-0"] == 2
+    assert bare(successor.on(lost)) == [Apply(0, 1, (lost.token,))]
+    successor.on(SliceApplied(0))
+    assert successor.clocks["worker-0"] == 2
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("none", 1.0), ("linear", 0.25), ("sqrt", 0.5)])

@@ -37,7 +37,7 @@ class SnapshotMarks:
         self.sessions: dict[str, PushSequence] = {}
         self._answer: MarkAnswer | None = None
 
-    def begin_life(self) -> None:
+    def start_incarnation(self) -> None:
         """The sessions of the life before do not count any more, nor do marks: what they were for was given up."""
         self.mark, self._answer = 0, None
         self.sessions.clear()
@@ -73,6 +73,6 @@ class SnapshotMarks:
             self._answer = None
 
     @property
-    def unheard(self) -> tuple[int, MarkAnswer] | None:
+    def pending_answer(self) -> tuple[int, MarkAnswer] | None:
         """The attempt under way and its answer, which a new session tells again: the one before may have lost it."""
         return None if self._answer is None else (self.mark, self._answer)

@@ -58,7 +58,7 @@ class Barrier:
         async def handle(response: Any) -> bool | None:
             return True if response.released else None
 
-        await self._link.as_member(released)
+        await self._link.retry_across_incarnations(released)
 
     def _request(self, mine: Registration, **more: Any) -> pb.BarrierRequest:
         return pb.BarrierRequest(
@@ -85,7 +85,7 @@ class Barrier:
         try:
             with self._link.waits.open(f"for {self._link.peer} to take back the arrival at {self._name!r}") as wait:
                 async with asyncio.timeout(_WITHDRAW_SECONDS), self._turn:
-                    does_not_count = await self._link.as_member(withdrawn)
+                    does_not_count = await self._link.retry_across_incarnations(withdrawn)
                     self._passed += not does_not_count
         except (TimeoutError, PsdistError) as error:
             reason = error.message if isinstance(error, PsdistError) else f"{self._link.peer} does not answer"

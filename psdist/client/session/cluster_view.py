@@ -33,7 +33,7 @@ class ClusterView:
 
     # --- what is heard ------------------------------------------------------------------------------------------------
 
-    def see_map(self, cluster: ClusterMap) -> None:
+    def on_map(self, cluster: ClusterMap) -> None:
         """A map arrived; an older one than the newest is ignored."""
         if cluster.epoch < self.cluster.epoch:
             return
@@ -43,7 +43,7 @@ class ClusterView:
         )
         self._look()
 
-    def see_loss(self, server_id: str, reason: str) -> None:
+    def on_server_lost(self, server_id: str, reason: str) -> None:
         """News that a server is gone, before or after the map that lacks it."""
         server = self.cluster.server(server_id)
         if server is not None:
@@ -51,22 +51,22 @@ class ClusterView:
             self.news = ServerNews(gone, self.news.lost)
             self._look()
 
-    def see_shards_lost(self, parameters: str, text: str) -> None:
+    def on_shards_lost(self, parameters: str, text: str) -> None:
         """News that a part of some parameters is lost for good."""
         self.news = ServerNews(self.news.gone, {**self.news.lost, parameters: text})
         self._look()
 
-    def see_fatal(self, error: PsdistError) -> None:
+    def on_fatal(self, error: PsdistError) -> None:
         """This client is out: calls under way and to come fail with ``error``."""
         self.fatal = self.fatal or error
         self._look()
 
-    def see_fenced(self, error: FencedError) -> None:
+    def on_fenced(self, error: FencedError) -> None:
         """This life of the client is over: calls under way fail with ``error``, and so do others until the next."""
         self.fenced = error
         self._look()
 
-    def begin_life(self, cluster: ClusterMap) -> None:
+    def start_incarnation(self, cluster: ClusterMap) -> None:
         """The client was registered anew, and this is the map."""
         self.fenced = None
         self.cluster, self.news = cluster, ServerNews()

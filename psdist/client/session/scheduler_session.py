@@ -95,7 +95,7 @@ class WorkerSession:
         #: Time of the last heartbeat, and the longest silence between two of this life, in seconds.
         self._beaten = self._silence = 0.0
         #: What each open handle shares with servers; told in the heartbeats.
-        self.sharings: list[SharedMemory] = []
+        self.shared_memories: list[SharedMemory] = []
         #: The next pushes of all of this worker's parameters.
         self.pushes = SnapshotMarks()
         #: Parameters that were ready when this life began: whoever takes part in them joins a training under way.
@@ -137,7 +137,7 @@ class WorkerSession:
         ProtocolMismatchError, WrongRunError, DuplicateMemberError, UnauthenticatedError, LimitExceededError.
         """
         until = asyncio.get_running_loop().time() + timeout
-        self._watch = ClusterView(self._begin_life(await self._registrar.register(timeout)))
+        self._watch = ClusterView(self._start_incarnation(await self._registrar.register(timeout)))
         self._session = asyncio.create_task(self._keep_session(), name="psdist session")
         self._session.add_done_callback(self._session_ended)
         with self.waits.open(f"for {self.peer} to accept the session"):
@@ -148,14 +148,14 @@ class WorkerSession:
                 raise self._registrar.unreachable(
                     timeout, 1, "it registered this worker, but accepted no session"
                 ) from None
-        self.raise_if_out()
+        self.raise_if_expelled()
         _tell_launcher()
 
-    def _begin_life(self, response: scheduler_pb2.RegisterResponse) -> ClusterMap:
+    def _start_incarnation(self, response: scheduler_pb2.RegisterResponse) -> ClusterMap:
         """Takes a registration over; the map that came with it."""
         self._registration = Registration.of(response)
         self._beaten, self._silence = asyncio.get_running_loop().time(), 0.0
-        self.pushes.begin_life()
+        self.pushes.start_incarnation()
         cluster = convert.map_from_proto(response.map) if response.HasField("map") else ClusterMap("", 0)
         self.ready_before = frozenset(entry.spec.name for entry in cluster.parameters if entry.ready)
         return cluster
@@ -170,12 +170,12 @@ class WorkerSession:
         text = fenced.message.removesuffix("; register again").removesuffix(": register again")  # It does.
         reason = text if rolled_back else f"{text} ({self._silence_text})"
         self.expulsion = Expulsion(reason, rolled_back)
-        self.watch.see_fenced(fenced)
+        self.watch.on_fenced(fenced)
         try:
             response = await self._registrar.register_again(mine)
         except PsdistError as error:
             return error
-        self.watch.begin_life(self._begin_life(response))
+        self.watch.start_incarnation(self._start_incarnation(response))
         logger.warning("%s is in the run again, as its incarnation %d", mine.worker_id, response.incarnation)
         return None
 
@@ -185,24 +185,24 @@ class WorkerSession:
         longest = max(self._silence, asyncio.get_running_loop().time() - self._beaten)
         return f"this process sent no sign of life for up to {longest:.1f} s"
 
-    async def live_again(self, fenced: FencedError, incarnation: int) -> None:
+    async def wait_until_rejoined(self, fenced: FencedError, incarnation: int) -> None:
         """After ``fenced`` ended something that this client did in the life of ``incarnation``: returns when the next
         has begun. Raises what ends the membership for good."""
         if not self._rejoins:
             raise again(fenced)
         with self.waits.open(f"for {self.peer} to take {self.registration.worker_id} back"):
             while self.watch.fenced is not None or self.registration.incarnation == incarnation:
-                self.raise_if_out()
+                self.raise_if_expelled()
                 await self.watch.changed()
 
-    async def raise_if_expelled(self, incarnation: int) -> None:
+    async def confirm_membership(self, incarnation: int) -> None:
         """Asks the scheduler, however long that takes, whether the life of ``incarnation`` is over: FencedError then.
         For what may mean that, of a server that heard of it earlier than this client."""
         request = scheduler_pb2.GetClusterMapRequest(run_id=self.registration.run_id)
         mine, backoff = self.registration.worker_id, Backoff(self.rng)
         with self.waits.open(f"for {self.peer} to say whether {mine} is still a member"):
             while True:
-                self.raise_if_out(incarnation)
+                self.raise_if_expelled(incarnation)
                 try:
                     response = await self.call(self.stub.GetClusterMap, request)
                     break
@@ -211,17 +211,17 @@ class WorkerSession:
         if not any((w.worker_id, w.incarnation) == (mine, incarnation) for w in response.map.workers):
             raise FencedError(f"incarnation {incarnation} of {mine} is not in the cluster map any more")
 
-    async def as_member(self, work: Callable[[Registration], Awaitable[T]]) -> T:
+    async def retry_across_incarnations(self, work: Callable[[Registration], Awaitable[T]]) -> T:
         """What ``work`` returns, which is done again in the next life where this one ended meanwhile."""
         while True:
-            self.raise_if_out()
+            self.raise_if_expelled()
             mine = self.registration
             try:
                 if self.watch.fenced is not None:
                     raise self.watch.fenced
                 return await work(mine)
             except FencedError as error:
-                await self.live_again(error, mine.incarnation)
+                await self.wait_until_rejoined(error, mine.incarnation)
 
     # --- session ---
 
@@ -241,7 +241,7 @@ class WorkerSession:
                 error = refused
             if final:
                 logger.error("%s ended the membership of %s: %s", self.peer, self.registration.worker_id, error)
-                self.watch.see_fatal(error)
+                self.watch.on_fatal(error)
                 return
             if not self._session_broken:
                 logger.warning("the session with %s broke (%s): trying again; training goes on", self.peer, error)
@@ -254,8 +254,8 @@ class WorkerSession:
         self._reports = asyncio.Queue()
         self.tell_kept()
         self.stopping.session_began()
-        if (unheard := self.pushes.unheard) is not None:
-            self._tell_marked(*unheard)
+        if (pending_answer := self.pushes.pending_answer) is not None:
+            self._tell_marked(*pending_answer)
         call = self.stub.Session(metadata=self.metadata)
         hello = scheduler_pb2.SessionRequest.Hello(member_id=mine.worker_id, incarnation=mine.incarnation)
         beats = asyncio.create_task(self._beat(call, hello), name="psdist heartbeat")
@@ -279,7 +279,7 @@ class WorkerSession:
     def _session_ended(self, task: asyncio.Task[None]) -> None:
         """A session that ends by a defect must not let calls wait for news that will not come."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.watch.see_fatal(InternalError(f"the session with {self.peer} failed: {error!r}"))
+            self.watch.on_fatal(InternalError(f"the session with {self.peer} failed: {error!r}"))
         self._accepted.set()
 
     async def _beat(self, call: Any, hello: scheduler_pb2.SessionRequest.Hello) -> None:
@@ -313,12 +313,12 @@ class WorkerSession:
     def _connections(self) -> scheduler_pb2.Connections:
         """How the open handles reach servers."""
         connections = []
-        for sharing in self.sharings:
-            for server_id, transport in sharing.transports().items():
+        for shared_memory in self.shared_memories:
+            for server_id, transport in shared_memory.transports().items():
                 kind, _, reason = transport.partition(": ")
                 connections.append(
                     scheduler_pb2.Connection(
-                        server_id=server_id, parameters=sharing.parameters, transport=kind, reason=reason
+                        server_id=server_id, parameters=shared_memory.parameters, transport=kind, reason=reason
                     )
                 )
         return scheduler_pb2.Connections(connections=connections)
@@ -326,13 +326,13 @@ class WorkerSession:
     def _hear(self, response: scheduler_pb2.SessionResponse) -> None:
         match response.WhichOneof("command"):
             case "map":
-                self.watch.see_map(convert.map_from_proto(response.map))
+                self.watch.on_map(convert.map_from_proto(response.map))
             case "member_lost" if response.member_lost.role == scheduler_pb2.ROLE_SERVER:
                 lost = response.member_lost
                 logger.warning("%s is lost: %s", lost.member_id, lost.reason)
-                self.watch.see_loss(lost.member_id, lost.reason)
+                self.watch.on_server_lost(lost.member_id, lost.reason)
             case "shards_lost":
-                self.watch.see_shards_lost(response.shards_lost.parameters, response.shards_lost.text)
+                self.watch.on_shards_lost(response.shards_lost.parameters, response.shards_lost.text)
             case "snapshot":
                 self._obey(response.snapshot)
             case "stop":
@@ -418,7 +418,7 @@ class WorkerSession:
                 wait.hear(f"for {self.peer} to be back: {error.message}")
             finally:
                 call.cancel()
-            self.raise_if_out()
+            self.raise_if_expelled()
             await asyncio.sleep(backoff.next_seconds())
 
     async def call(self, method: Any, request: Any, timeout: float | None = None) -> Any:
@@ -434,7 +434,7 @@ class WorkerSession:
             raise SchedulerUnreachableError(error.message, address=self.target.address) from None
         raise error from None
 
-    def raise_if_out(self, incarnation: int | None = None) -> None:
+    def raise_if_expelled(self, incarnation: int | None = None) -> None:
         """Raises why this client is out, if it is; FencedError if the life of ``incarnation`` is over."""
         if self.watch.fatal is not None:
             raise again(self.watch.fatal)
@@ -456,7 +456,7 @@ class WorkerSession:
             self._session.cancel()
             with suppress(asyncio.CancelledError):
                 await self._session
-            self.watch.see_fatal(ClosedError("the client is closed"))
+            self.watch.on_fatal(ClosedError("the client is closed"))
         await self._channel.close()
 
     async def _settle(self) -> None:

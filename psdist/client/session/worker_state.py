@@ -84,7 +84,7 @@ class WorkerStates:
         """From now on there is a state of these parameters."""
         self._kept[parameters] = _Kept(save, restore, session)
 
-    def begin_life(self, parameters: str, session: PushSequence) -> Restore | None:
+    def start_incarnation(self, parameters: str, session: PushSequence) -> Restore | None:
         """This worker takes part in the parameters anew. Returns what gets its state, where it keeps one."""
         kept = self._kept.get(parameters)
         if kept is None:
@@ -224,7 +224,7 @@ class StateUploads:
                 await self._link.call(self._link.stub.HandInState, _parts(header, data))
                 return
             except SchedulerUnreachableError:
-                self._link.raise_if_out(header.incarnation)
+                self._link.raise_if_expelled(header.incarnation)
             await asyncio.sleep(backoff.next_seconds())
 
 

@@ -80,7 +80,7 @@ async def create(
 
     async def handle(response: Any) -> CreatedParameters | None:
         if response.HasField("map"):
-            link.watch.see_map(convert.map_from_proto(response.map))
+            link.watch.on_map(convert.map_from_proto(response.map))
         if response.state == pb.CreateParametersResponse.STATE_UPLOAD:
             if values is None:
                 raise UnknownParametersError(f"{link.peer} does not know {spec.name!r} any more: restart the run")
@@ -89,7 +89,9 @@ async def create(
             with suppress(StaleEpochError):
                 await _commit(link, spec.name)
         elif response.state == pb.CreateParametersResponse.STATE_READY:
-            link.raise_if_out(mine.incarnation)  # It was long on its way: as a new life this worker is no member yet.
+            link.raise_if_expelled(
+                mine.incarnation
+            )  # It was long on its way: as a new life this worker is no member yet.
             entry = routing.find_entry(link.watch.cluster, spec.name)
             return CreatedParameters(entry, layout, response.first_step, response.resumed, response.notice)
         return None
@@ -109,7 +111,7 @@ async def describe(link: WorkerSession, name: str) -> CreatedParameters:
     async def handle(response: Any) -> CreatedParameters | None:
         if not response.HasField("spec"):
             return None
-        link.watch.see_map(convert.map_from_proto(response.map))
+        link.watch.on_map(convert.map_from_proto(response.map))
         layout = convert.layout_from_proto(response.layout)
         return CreatedParameters(routing.find_entry(link.watch.cluster, name), layout, first_step=0)
 
@@ -122,11 +124,11 @@ async def _upload(link: WorkerSession, data: DataPath, name: str, values: Flat, 
     mine = link.registration
 
     def planner(slices: Sequence[int]) -> RoutingPlan:
-        link.raise_if_out(mine.incarnation)
+        link.raise_if_expelled(mine.incarnation)
         return routing.plan(link.watch.cluster, name, slices, link.watch.news)
 
     while True:
-        link.raise_if_out(mine.incarnation)
+        link.raise_if_expelled(mine.incarnation)
         entry = routing.find_entry(link.watch.cluster, name)
         missing = [index for index in range(entry.slicing.count) if placed.get(index) != _primary(entry, index)]
         if not missing:
@@ -161,5 +163,5 @@ async def _commit(link: WorkerSession, name: str) -> None:
                 await link.call(link.stub.CommitParameters, request)
                 return
             except SchedulerUnreachableError:
-                link.raise_if_out()
+                link.raise_if_expelled()
             await asyncio.sleep(_COMMIT_AGAIN_SECONDS)

@@ -58,7 +58,7 @@ class Job(Protocol):
     request: PendingRequest
     sender: RequestIdentity
     #: The memory shared with servers, for jobs that can use it.
-    sharing: SharedMemory | None
+    shared_memory: SharedMemory | None
 
     def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
         """The requests for the slices of ``route``, in their order, each with the slice it is for."""
@@ -87,7 +87,7 @@ class DataPath:
         planner: where slices go by the newest map.
         Raises ServerLostError, FencedError and whatever else a server refuses with; then some slices may be answered.
         """
-        await self._spread(job, planner, planner(sorted(job.request.pending)))
+        await self._send_routes(job, planner, planner(sorted(job.request.pending)))
 
     async def close(self) -> None:
         """Closes all channels."""
@@ -97,16 +97,16 @@ class DataPath:
         for channel in opened:
             await channel.close()
 
-    async def _spread(self, job: Job, planner: Planner, plan: RoutingPlan) -> None:
-        parts = [self._drive(job, planner, route) for route in plan.routes]
+    async def _send_routes(self, job: Job, planner: Planner, plan: RoutingPlan) -> None:
+        parts = [self._deliver_route(job, planner, route) for route in plan.routes]
         if plan.orphans:
-            parts.append(self._adopt(job, planner, plan))
+            parts.append(self._await_new_primary(job, planner, plan))
         if len(parts) == 1:
             await parts[0]
         elif parts:
             await all_or_first_error(parts)
 
-    async def _adopt(self, job: Job, planner: Planner, plan: RoutingPlan) -> None:
+    async def _await_new_primary(self, job: Job, planner: Planner, plan: RoutingPlan) -> None:
         """Waits until the scheduler says who has the orphans of ``plan`` now, and gets them answered there."""
         orphans = plan.orphans
         with self._link.waits.open(f"{plan.reason}, for {job.title}") as wait:
@@ -117,9 +117,9 @@ class DataPath:
                     await self._link.watch.changed()
                 finally:
                     self.last_reason = wait.reason
-        await self._spread(job, planner, plan)
+        await self._send_routes(job, planner, plan)
 
-    async def _drive(self, job: Job, planner: Planner, route: Route) -> None:
+    async def _deliver_route(self, job: Job, planner: Planner, route: Route) -> None:
         """Gets the slices of ``route`` answered, by whoever holds them in the end."""
         backoff = Backoff(self._link.rng)
         with self._link.waits.open(f"for {route.peer} to answer {job.title}") as wait:
@@ -144,7 +144,7 @@ class DataPath:
                 if plan.orphans or len(plan.routes) > 1 or plan.routes[0].server != route.server:
                     break
                 route = plan.routes[0]
-        await self._spread(job, planner, plan)
+        await self._send_routes(job, planner, plan)
 
     async def _pause(self, route: Route, seconds: float) -> None:
         """Waits before the next attempt, but not for a server that is gone meanwhile."""
@@ -156,7 +156,7 @@ class DataPath:
         loss = self._link.watch.loss_of(route.server_id, route.incarnation)
         if loss.done():
             return _worth_another(loss.result())
-        if job.sharing is not None and (stream := job.sharing.stream_to(route)) is not None:
+        if job.shared_memory is not None and (stream := job.shared_memory.stream_to(route)) is not None:
             return await stream.attempt(job, route, wait)
         call = self.method(route.address, job.method)(metadata=self._link.metadata)
         send = asyncio.create_task(_send(call, job, route, self._turns[route.address]))

@@ -73,7 +73,7 @@ class Exchange:
         self._sender = self._make_sender(link.registration)
         # Between its own pushes a member's weights stand still, if nobody goes on without it.
         stable = member and isinstance(spec.consistency, BSP) and not spec.consistency.backup_workers
-        self.sharing = SharedMemory(
+        self.shared_memory = SharedMemory(
             link, data, self._sender, ready.entry, options.codec.dtype, options.transport, member=member, stable=stable
         )
 
@@ -103,8 +103,8 @@ class Exchange:
         try:
             async with asyncio.timeout(limit), self._rejoining:
                 if self.incarnation == incarnation:  # Else another call has done it.
-                    await self._link.live_again(fenced, incarnation)
-                    await self._link.as_member(self._begin_life)
+                    await self._link.wait_until_rejoined(fenced, incarnation)
+                    await self._link.retry_across_incarnations(self._start_incarnation)
         except TimeoutError:
             raise WaitTimeoutError(
                 f"taking part in {self._name!r} again took longer than request_timeout={limit:g} s: calling again goes "
@@ -112,7 +112,7 @@ class Exchange:
             ) from None
         return self._resumed
 
-    async def _begin_life(self, mine: Registration) -> None:
+    async def _start_incarnation(self, mine: Registration) -> None:
         if self._member:
             ready = await creation.create(
                 self._link, self._data, self._spec, self._layout, None, self._resume_push(mine)
@@ -129,11 +129,11 @@ class Exchange:
         if ready.entry.generation != self.generation:  # The run went back, perhaps to before its settings were changed.
             ready.announce()
         self.restore = ready.entry.restore
-        restore = self._link.states.begin_life(self._name, self.session)
+        restore = self._link.states.start_incarnation(self._name, self.session)
         if restore is not None and ready.entry.generation != self.generation:
             restore(await self.state())
         self.generation = ready.entry.generation
-        self.sharing.rejoin(self._sender, ready.entry)
+        self.shared_memory.rejoin(self._sender, ready.entry)
 
     def _resume_push(self, mine: Registration) -> scheduler_pb2.ResumePush | None:
         """What this worker would go on with. In BSP, under another rank, its contribution would be added in another
@@ -206,11 +206,11 @@ class Exchange:
         """Before each call: raises if this client is out (FencedError if only this life of it is over, see ``rejoin``),
         and shares memory with servers where that was not tried."""
         routes = self._plan(self._every).routes
-        if not self.sharing.is_missing(routes):
+        if not self.shared_memory.is_missing(routes):
             return
         try:
             async with asyncio.timeout(self.options.request_timeout):
-                await self.sharing.ensure(routes)
+                await self.shared_memory.ensure(routes)
         except TimeoutError:
             raise WaitTimeoutError(
                 f"sharing memory for {self._name!r} took longer than request_timeout={self.options.request_timeout:g} s"
@@ -220,7 +220,7 @@ class Exchange:
         """Sends a gradient (None: abstains)."""
         job = PushJob(
             self._sender, request, self.slicing, self.session.versions, flat, self.options.codec, norm,
-            self._push_title(request), self.traffic, sharing=self.sharing,
+            self._push_title(request), self.traffic, shared_memory=self.shared_memory,
         )  # fmt: skip
         await self._deliver(job)
 
@@ -228,7 +228,7 @@ class Exchange:
         """Sends a gradient (None: abstains); the new weights arrive."""
         job = PushPullJob(
             self._sender, request, self.slicing, self.session.versions, flat, self.options.codec, norm,
-            self._push_title(request), self.traffic, sharing=self.sharing, target=arrival.target,
+            self._push_title(request), self.traffic, shared_memory=self.shared_memory, target=arrival.target,
             pull_dtype=self.options.pull_dtype, in_place=arrival.shared is not None, received=arrival.received,
         )  # fmt: skip
         await self._deliver(job)
@@ -238,7 +238,7 @@ class Exchange:
         request = self.session.begin_pull()
         job = PullJob(
             self._sender, request, self.slicing, arrival.target, self.options.pull_dtype,
-            f"the pull of {self._name!r}", self.traffic, sharing=self.sharing,
+            f"the pull of {self._name!r}", self.traffic, shared_memory=self.shared_memory,
             in_place=arrival.shared is not None, received=arrival.received,
         )  # fmt: skip
         await self._deliver(job)
@@ -249,13 +249,13 @@ class Exchange:
         return f"{what} {request.number} of {self._name!r}"
 
     @contextmanager
-    def guarding(self) -> Iterator[None]:
+    def invalidate_on_error(self) -> Iterator[None]:
         """For a push in one call: where it ends badly a server may read the gradient still, from memory that is the
         user's again, so that memory is not shared any more."""
         try:
             yield
         except BaseException:
-            self.sharing.renew()
+            self.shared_memory.renew()
             raise
 
     async def _deliver(self, job: Job) -> None:
@@ -284,14 +284,14 @@ class Exchange:
             await self._data.deliver(job, self._plan)
         except NotMemberError:
             if self._member:  # A server says so too of one that was expelled after its call had begun.
-                await self._link.raise_if_expelled(job.sender.incarnation)
+                await self._link.confirm_membership(job.sender.incarnation)
             raise
 
     async def _until_resumed(self, job: Job) -> None:
         watch = self._link.watch
         with self._link.waits.open(f"{watch.cluster.paused}, for {job.title}") as wait:
             while watch.cluster.paused:
-                self._link.raise_if_out(self._sender.incarnation)
+                self._link.raise_if_expelled(self._sender.incarnation)
                 wait.hear(f"{watch.cluster.paused}, for {job.title}")
                 self._data.last_reason = wait.reason
                 await watch.changed()
@@ -299,7 +299,7 @@ class Exchange:
     def _plan(self, slices: Sequence[int]) -> RoutingPlan:
         """Where ``slices`` go; for all of them that is kept as long as nothing is heard."""
         link, watch = self._link, self._link.watch
-        link.raise_if_out(self._sender.incarnation)
+        link.raise_if_expelled(self._sender.incarnation)
         if watch.cluster.entry(self._name) is None:  # The map may be here before the news.
             raise FencedError(f"the run goes back to a snapshot: {self._name!r} is not placed any more")
         if len(slices) < self.slicing.count:

@@ -83,7 +83,7 @@ class PushJob:
     title: str
     traffic: ByteCounters
     method: str = "Push"
-    sharing: SharedMemory | None = None
+    shared_memory: SharedMemory | None = None
     #: The newest snapshot attempt that had marked this worker's pushes when this one began.
     mark: int = 0
     _scratch: NDArray[Any] | None = field(default=None, init=False, repr=False)
@@ -178,7 +178,7 @@ class PullJob:
     title: str
     traffic: ByteCounters
     method: str = "Pull"
-    sharing: SharedMemory | None = None
+    shared_memory: SharedMemory | None = None
     in_place: bool = False
     received: set[int] = field(default_factory=set)
 
@@ -218,7 +218,7 @@ class InstallJob:
     title: str
     placed: dict[int, Replica]
     method: str = "Install"
-    sharing: SharedMemory | None = None
+    shared_memory: SharedMemory | None = None
 
     def messages(self, route: Route) -> Iterator[tuple[int, bytes]]:
         """One message per slice of the route; after a break all of them come again."""

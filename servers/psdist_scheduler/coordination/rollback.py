@@ -69,7 +69,7 @@ class Rollback:
         effects = self._snapshots.rolled_back(now)
         self._registry.resume.go_to(found, term, epoch, now)
         knowing = {(m.worker_id, m.incarnation) for p in placed for m in p.entry.members} | self._datasets.holders
-        self._registry.gather_again()
+        self._registry.reset_to_gathering()
         self._datasets.go_back(found.manifest.datasets)
         lost = tuple((name, first, max(first, until)) for name, first, until in lost)
         effects += [LogEvent(text, "warning"), Broadcast(RolledBack(found.commit.directory, lost, text))]

@@ -300,15 +300,15 @@ class Datasets:
         dataset = self._get(event.dataset)
         dataset.check_ends(event.done, worker)
         mine = [lease for lease in dataset.held_by(worker) if lease.lease_id not in event.done]
-        unheard = [lease for lease in mine if lease.lease_id not in event.held]
-        if not unheard and len(mine) >= LEASES_MAX:
+        pending_answer = [lease for lease in mine if lease.lease_id not in event.held]
+        if not pending_answer and len(mine) >= LEASES_MAX:
             raise LimitExceededError(
                 f"{worker} holds {LEASES_MAX} ranges of data set {event.dataset!r}, which is the limit: use them first"
             )
         notes = self._finish(dataset, event)
         self.cut.heard((worker.member_id, worker.incarnation), dict(event.now))
-        lease = unheard[0] if unheard else dataset.take(worker)
-        if lease is not None and not unheard:
+        lease = pending_answer[0] if pending_answer else dataset.take(worker)
+        if lease is not None and not pending_answer:
             self.cut.given(event.dataset, lease, dict(event.now))
             self.changed[event.dataset] = None
         data_epoch, number = divmod(lease.place, dataset.spec.ranges) if lease else (0, 0)

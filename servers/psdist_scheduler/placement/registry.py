@@ -209,7 +209,7 @@ class Registry:
         p.since = now
         return [LogEvent(f"parameters {p.name!r} are loaded")]
 
-    def gather_again(self) -> None:
+    def reset_to_gathering(self) -> None:
         """All parameters are to be placed anew, by those who are there or come: the run went back to a snapshot."""
         for name in self._placed:
             p = self._all[name]
@@ -225,7 +225,7 @@ class Registry:
                 if not p.describers:
                     del self._all[p.name]
 
-    def place_anew(self, name: str, shards: tuple[Shard, ...], epoch: int) -> None:
+    def replace_shards(self, name: str, shards: tuple[Shard, ...], epoch: int) -> None:
         """Values are gone before they were ready: they are asked for again. ``epoch`` shows where they go."""
         p = self._all[name]
         assert not p.entry.ready

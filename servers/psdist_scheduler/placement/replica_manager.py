@@ -67,7 +67,7 @@ class ReplicaManager:
                 # Where no server is left they stay without a place until one registers.
                 placed = self._placed_anew(p)
                 if p.placed.committed or placed != before:
-                    self._registry.place_anew(p.name, placed, epoch)
+                    self._registry.replace_shards(p.name, placed, epoch)
                     effects.append(
                         LogEvent(f"a server is gone before {p.name!r} was ready: its values are uploaded again")
                     )

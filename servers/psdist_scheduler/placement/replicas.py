@@ -96,9 +96,9 @@ def _dropped(shard: Shard, replica: Replica) -> Iterator[Shard]:
     if replica != shard.primary:
         yield without(shard, replica)
         return
-    for heir in shard.backups:
-        others = tuple(other for other in shard.backups if other != heir)
-        yield Shard(heir, shard.term + 1, others, shard.filling)
+    for successor in shard.backups:
+        others = tuple(other for other in shard.backups if other != successor)
+        yield Shard(successor, shard.term + 1, others, shard.filling)
 
 
 # --- all shards -------------------------------------------------------------------------------------------------------

@@ -85,9 +85,9 @@ class SnapshotSchedule:
         #: Why nothing is saved any more; empty while it is.
         self.replaced = ""
         self.catalog = Catalog(registry.resume, history)
-        self._savers = SnapshotWaiters()
+        self._waiters = SnapshotWaiters()
         self.end_snapshot = EndSnapshot()
-        self.keepers = WorkerStateRegistry(members)
+        self.state_registry = WorkerStateRegistry(members)
         #: When the attempt was begun whose snapshot was the last to have everything.
         self.saved_at = float("-inf")
         self._tries = Tries()
@@ -116,18 +116,18 @@ class SnapshotSchedule:
         attempt = self.attempt
         if attempt is not None and (not attempt.ahead or attempt.reached):
             yield "snapshot", [], attempt.waiting_for
-        elif self._savers:
+        elif self._waiters:
             yield "snapshot", [], self._obstacle(self._ready())
 
     def validate(self) -> None:
         """Asserts the invariants of the module's text."""
-        assert all(saver.worker is None or self._is_live(saver.worker) for saver in self._savers)
+        assert all(saver.worker is None or self._is_live(saver.worker) for saver in self._waiters)
         self.catalog.validate()
         attempt = self.attempt
         if attempt is not None:
             assert attempt.phase == "committing" or not attempt.changed(self._members)
             assert attempt.number == self._number
-            assert all(saver.attempt in (0, attempt.number) for saver in self._savers)
+            assert all(saver.attempt in (0, attempt.number) for saver in self._waiters)
             assert (None in attempt.servers.values()) <= (attempt.phase == "preparing")
             assert attempt.phase in ("preparing", "marking") or None not in attempt.lives.values()
             assert bool(attempt.missing) <= (attempt.phase != "committing")
@@ -194,10 +194,10 @@ class SnapshotSchedule:
 
     def is_waiting(self, call: int) -> bool:
         """Whether the call waits for a snapshot."""
-        return call in self._savers
+        return call in self._waiters
 
     def _add(self, saver: SnapshotWaiter, now: float) -> list[Effect]:
-        self._savers.add(saver)
+        self._waiters.add(saver)
         if (attempt := self.attempt) is None:
             return []
         match "joins" if attempt.number == self.end_snapshot.attempt else waiters.place(saver, attempt):
@@ -210,7 +210,7 @@ class SnapshotSchedule:
 
     def end(self, call: int) -> None:
         """The call does not wait any more."""
-        self._savers.end(call)
+        self._waiters.end(call)
 
     # --- what members say ---------------------------------------------------------------------------------------------
 
@@ -280,8 +280,8 @@ class SnapshotSchedule:
             self.end_snapshot.ended(attempt.number, commit)
             effects += self._over_with(attempt, now)
             effects += attempt.end(True, "", self._members)
-            for saver in self._savers.of(attempt.number):
-                effects += self._savers.answer(saver, Saved(commit))
+            for saver in self._waiters.of(attempt.number):
+                effects += self._waiters.answer(saver, Saved(commit))
         return [*effects, *self._prune()]
 
     def is_late(self, event: Committed) -> bool:
@@ -332,11 +332,11 @@ class SnapshotSchedule:
         if attempt is not None and attempt.is_whole and not self._waits_for_data(attempt, now):
             effects += self._commit(attempt, epoch, now)
         if self.attempt is None and self.catalog.known:
-            effects += self._begin_what_is_due(epoch, now)
+            effects += self._start_due(epoch, now)
         attempt = self.attempt
         if attempt is None:
-            return effects + self._savers.tell(self._obstacle(self._ready()), 0, 0, now)
-        return effects + self._savers.tell(attempt.waiting_for, attempt.bytes_done, attempt.bytes_total, now)
+            return effects + self._waiters.tell(self._obstacle(self._ready()), 0, 0, now)
+        return effects + self._waiters.tell(attempt.waiting_for, attempt.bytes_done, attempt.bytes_total, now)
 
     # --- inner: beginning ---------------------------------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ class SnapshotSchedule:
             return f"for {loading[0]!r} to be loaded from the snapshot before"
         return "" if ready else "for parameters to be ready"
 
-    def _begin_what_is_due(self, epoch: int, now: float) -> list[Effect]:
+    def _start_due(self, epoch: int, now: float) -> list[Effect]:
         ready = self._ready()
         effects = self._answer_what_is_there(ready)
         if self._obstacle(ready) or self.replaced or self.end_snapshot.commit is not None:
@@ -367,8 +367,8 @@ class SnapshotSchedule:
             self.end_snapshot.attempt = self._number if self.attempt is not None else 0
             return effects
         policy, versions = self._policy, {p.name: self._tries.version(p) for p in ready}
-        if self._savers:
-            reason = next(iter(self._savers)).reason
+        if self._waiters:
+            reason = next(iter(self._waiters)).reason
             effects += self._begin(ready, self._soonest(ready), reason, False, epoch, now)
         elif policy.steps:
             effects += self._begin_by_steps(ready, versions, epoch, now)
@@ -391,20 +391,20 @@ class SnapshotSchedule:
         return retention.trained(versions, self.catalog.newest.commit.steps if self.catalog.newest else {})
 
     def _soonest(self, ready: list[ParameterSet]) -> dict[str, int]:
-        return self._tries.soonest(ready, [saver.next for saver in self._savers.waiting])
+        return self._tries.soonest(ready, [saver.next for saver in self._waiters.waiting])
 
     def _begin(
         self, ready: list[ParameterSet], steps: dict[str, int], reason: str, ahead: bool, epoch: int, now: float
     ) -> list[Effect]:
         if text := self.end_snapshot.passed(steps):
             self.end_snapshot.steps = None
-            return self._savers.refuse_all(SnapshotFailedError(text))
+            return self._waiters.refuse_all(SnapshotFailedError(text))
         self._number = max(self._number + 1, epoch * _ATTEMPTS_PER_EPOCH)
         step = max((steps.get(p.name, self._tries.version(p)) for p in ready), default=0)
         directory = directory_name(step, epoch, self._number % _ATTEMPTS_PER_EPOCH, self._settings.salt)
         self.attempt = attempt = Attempt(self._number, directory, reason, ahead, tuple(ready), steps, now, now)
-        attempt.kept.answers = dict.fromkeys(self.keepers.of(ready), False)
-        self._savers.assign(attempt.number)
+        attempt.kept.answers = dict.fromkeys(self.state_registry.of(ready), False)
+        self._waiters.assign(attempt.number)
         return [effect for server in attempt.servers for effect in attempt.prepare(server, self._members)]
 
     # --- inner: the attempt -------------------------------------------------------------------------------------------
@@ -458,7 +458,7 @@ class SnapshotSchedule:
         if attempt.ahead and not attempt.reached:
             if {p.name for p in self._ready()} != set(attempt.names):
                 return self._stop("parameters were created since", now, retry=False)
-            if self.keepers.are_new(attempt):
+            if self.state_registry.are_new(attempt):
                 return self._stop("a worker keeps something since", now, retry=False)
             if attempt.phase != "preparing":
                 return []
@@ -480,7 +480,7 @@ class SnapshotSchedule:
         """Whether a worker may yet say that it had used a range before the cut. Who waits in a request has told all."""
         if attempt.whole_at is None:
             attempt.whole_at = now
-        told = {saver.worker.member_id for saver in self._savers.waiting if saver.worker is not None}
+        told = {saver.worker.member_id for saver in self._waiters.waiting if saver.worker is not None}
         attempt.undecided = [w for w in self._datasets.undecided(attempt.numbers) if w not in told]
         return bool(attempt.undecided) and now - attempt.whole_at < self._settings.lease_seconds
 
@@ -515,8 +515,8 @@ class SnapshotSchedule:
         self.end_snapshot.ended(attempt.number, self.catalog.newest.commit)
         effects = self._over_with(attempt, now)
         effects += attempt.end(False, "nothing was trained since the last snapshot", self._members)
-        for saver in self._savers.of(attempt.number):
-            effects += self._savers.answer(saver, Saved(self.catalog.newest.commit, True))
+        for saver in self._waiters.of(attempt.number):
+            effects += self._waiters.answer(saver, Saved(self.catalog.newest.commit, True))
         return effects
 
     def _over_with(self, attempt: Attempt, now: float) -> list[Effect]:
@@ -535,7 +535,7 @@ class SnapshotSchedule:
         if self._tries.retries > RETRIES_MAX:
             return self._fail(reason, now)
         self.attempt = None
-        self._savers.assign(0)
+        self._waiters.assign(0)
         return [*attempt.end(False, reason, self._members), *self._remove(attempt)]
 
     def _fail(self, text: str, now: float, *, remove: bool = True) -> list[Effect]:
@@ -549,8 +549,8 @@ class SnapshotSchedule:
         effects += self._remove(attempt) if remove else []
         effects.append(LogEvent(f"the snapshot of step {attempt.step} failed: {text}; training goes on", "warning"))
         error = SnapshotFailedError(f"the snapshot failed, and training goes on: {text}")
-        for saver in self._savers.of(attempt.number):
-            effects += self._savers.refuse(saver, error)
+        for saver in self._waiters.of(attempt.number):
+            effects += self._waiters.refuse(saver, error)
         return effects
 
     def _remove(self, attempt: Attempt) -> list[Effect]:
@@ -572,14 +572,14 @@ class SnapshotSchedule:
     def _answer_what_is_there(self, ready: list[ParameterSet]) -> list[Effect]:
         """Answers those whom the newest snapshot serves, and those whom none can."""
         effects: list[Effect] = []
-        for saver in self._savers:
+        for saver in self._waiters:
             newest = self.catalog.newest
             if self.end_snapshot.commit is not None:
-                effects += self._savers.answer(saver, Saved(self.end_snapshot.commit))
+                effects += self._waiters.answer(saver, Saved(self.end_snapshot.commit))
             elif newest is not None and (self._is_back(ready) or waiters.serves(newest, saver, ready, self._datasets)):
-                effects += self._savers.answer(saver, Saved(newest.commit, True))
+                effects += self._waiters.answer(saver, Saved(newest.commit, True))
             elif (error := self._hopeless(ready)) is not None:
-                effects += self._savers.refuse(saver, error)
+                effects += self._waiters.refuse(saver, error)
         return effects
 
     def _is_back(self, ready: list[ParameterSet]) -> bool:

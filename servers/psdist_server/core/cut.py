@@ -1,7 +1,7 @@
 """The cut of one snapshot attempt through the slices of one parameters that this server serves. Pure: no array, no
 clock.
 
-A slice is ``ripe`` when it is what the snapshot is to have of it: in BSP at the step of the cut, in SSP and ASP when
+A slice is ``at_cut`` when it is what the snapshot is to have of it: in BSP at the step of the cut, in SSP and ASP when
 each life's pushes before the cut are in it, and no others. From then on it must be copied aside before its next update.
 The writer takes slices in the order of the files, from their copies, or has those that nobody changed copied for it.
 
@@ -102,7 +102,7 @@ class SnapshotCut:
         """Whether slice ``index`` is ripe and nobody has begun to copy it."""
         return not self.is_safe(index) and index not in self.copying
 
-    def must_wait(self, index: int) -> bool:
+    def blocks_update(self, index: int) -> bool:
         """Whether an update of slice ``index`` must wait: it is being copied for the writer, or has to be copied and
         there is no room."""
         return not self.is_safe(index) and (index in self.copying or self.room.is_full)

@@ -84,7 +84,7 @@ class Peer:
     #: Highest lsn that it acknowledged.
     acked: int = 0
     #: Highest lsn that workers may have been answered for without its acknowledgement, before it was filled.
-    owed: int = 0
+    required_acks: int = 0
     #: Since when it owes an answer.
     waiting_since: float | None = None
     #: Why it cannot hold the shard.
@@ -100,7 +100,7 @@ class Peer:
     def complete(self) -> bool:
         """Whether it has all that workers were ever answered for, so that it may be promoted. Its copy is not enough:
         updates that were sent behind the copy may still be under way."""
-        return self.filled and not self.copying and self.acked >= self.owed
+        return self.filled and not self.copying and self.acked >= self.required_acks
 
 
 class PrimaryReplication(Generic[G]):
@@ -127,7 +127,7 @@ class PrimaryReplication(Generic[G]):
         return sum(update.size for update in self._log.values())
 
     @property
-    def is_level(self) -> bool:
+    def is_caught_up(self) -> bool:
         """Whether all who must have it have what this primary began with: nobody may hear of that before. The primary
         before this one may have died with updates that only this server has, and who waits for them asks here."""
         return all(peer.level for peer in self.peers.values() if peer.required)
@@ -234,7 +234,7 @@ class PrimaryReplication(Generic[G]):
         peer = self.peers.get(replica)
         if peer is None or not peer.copying or peer.missing:
             return []
-        peer.copying, peer.filled, peer.level, peer.owed = False, True, True, self.lsn
+        peer.copying, peer.filled, peer.level, peer.required_acks = False, True, True, self.lsn
         peer.waiting_since = now if peer.acked < self.lsn else None
         return self._settle()
 

@@ -41,7 +41,7 @@ class AnonymousMemory:
         if 4 * (stop - start) >= _HUGE_BYTES:
             self._advise("MADV_HUGEPAGE", start, stop)
 
-    def populate(self, start: int, stop: int) -> bool:
+    def prefault(self, start: int, stop: int) -> bool:
         """Gives elements [start, stop) memory now, so that nobody waits for it later; what they hold stays. Other
         threads go on meanwhile. False where the system cannot."""
         begin = -(-4 * start // mmap.PAGESIZE) * mmap.PAGESIZE

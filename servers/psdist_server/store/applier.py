@@ -73,7 +73,7 @@ class Aside(NamedTuple):
 class CutGuard(Protocol):
     """What a snapshot that is being cut has to say about updates."""
 
-    def must_wait(self, index: int) -> bool:
+    def blocks_update(self, index: int) -> bool:
         """Whether slice ``index`` may not be updated yet."""
 
     def copy_for_update(self, index: int) -> Aside | None:
@@ -275,7 +275,7 @@ class Applier:
         return True
 
     def _must_wait(self, index: int) -> bool:
-        return self.guard is not None and self.guard.must_wait(index)
+        return self.guard is not None and self.guard.blocks_update(index)
 
     @property
     def kept_back(self) -> Collection[int]:
@@ -398,7 +398,7 @@ class Applier:
         for callback in self._at_rest.pop(effect.index, ()):
             callback()
 
-    def at_rest(self, index: int, callback: Callable[[], None]) -> None:
+    def is_quiesced(self, index: int, callback: Callable[[], None]) -> None:
         """Calls ``callback`` when no kernel writes slice ``index``: now, or as soon as the one that does has ended."""
         if index in self._writing:
             self._at_rest.setdefault(index, []).append(callback)

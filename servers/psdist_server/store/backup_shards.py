@@ -92,7 +92,7 @@ class BackupShards:
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def welcome(self, sender: Replica, tell: Tell) -> pb.ReplicateResponse:
+    def open_stream(self, sender: Replica, tell: Tell) -> pb.ReplicateResponse:
         """What is here of the sender's shards. From now on it is heard on the stream that ``tell`` answers, only."""
         self._tells[sender.server_id] = tell
         held = [

@@ -2,7 +2,7 @@
 
 ``CutState`` stands between the machine of the cut (``cut``), the kernels that copy (``applier``) and the writer of
 the files (``snapshot_writer``), which takes slices in the order of its files. Everything here runs on the event loop,
-but for ``CopyPool.populate``.
+but for ``CopyPool.prefault``.
 
 While training goes on, every slice will change soon after it is ripe; so slices are copied as soon as nothing else is
 to be done, and the memory for it is made ready before: to touch memory for the first time takes longer than the copy.
@@ -61,11 +61,11 @@ class CopyPool:
         if (place := self._used.pop(index, None)) is not None:
             self._free.append(place)
 
-    def populate(self, elements: int) -> None:
+    def prefault(self, elements: int) -> None:
         """Makes memory for so many elements ready, as far as the system can. In a thread."""
         size = min(elements, self._memory.array.size)
         for start in range(0, size, _POPULATE_ELEMENTS):
-            if not self._memory.populate(start, min(start + _POPULATE_ELEMENTS, size)):
+            if not self._memory.prefault(start, min(start + _POPULATE_ELEMENTS, size)):
                 return
 
     @property
@@ -84,21 +84,21 @@ class CopyPool:
 class CutState:
     """The cut of one attempt in one holding.
 
-    machine: what is known of the cut, of all slices that are served here. asides: memory for copies. record: of a slice
+    machine: what is known of the cut, of all slices that are served here. pool: memory for copies. record: of a slice
     as the shard machine has it. fail: is told why the cut cannot be had.
     """
 
     def __init__(
         self,
         machine: SnapshotCut,
-        asides: CopyPool,
+        pool: CopyPool,
         applier: Applier,
         record: Callable[[int], SliceRecord],
         fail: Callable[[str], None],
     ) -> None:
         self.machine = machine
         self.fail = fail
-        self._asides = asides
+        self._pool = pool
         self._applier = applier
         self._record = record
         self._copies: dict[int, Array] = {}
@@ -117,9 +117,9 @@ class CutState:
 
     # --- what updates ask ---------------------------------------------------------------------------------------------
 
-    def must_wait(self, index: int) -> bool:
+    def blocks_update(self, index: int) -> bool:
         """See Guard."""
-        return self.machine.must_wait(index)
+        return self.machine.blocks_update(index)
 
     def copy_for_update(self, index: int) -> Aside | None:
         """See Guard."""
@@ -131,13 +131,13 @@ class CutState:
 
     def _aside(self, index: int) -> Aside:
         size = self.machine.sizes[index] // 4
-        memory = self._copies[index] = self._asides.take(index, size)
+        memory = self._copies[index] = self._pool.take(index, size)
         return Aside(memory, partial(self._copied, index))
 
     def _copied(self, index: int) -> None:
         self.machine.copied(index)
         if self.is_over:
-            self._asides.give_back(index)
+            self._pool.give_back(index)
             return
         self._wake(index)
         self._by_updates.discard(index)
@@ -149,15 +149,15 @@ class CutState:
 
     def look(self, indices: Iterable[int]) -> list[int]:
         """Slices, of which no update is under way, that are ripe now and were not before."""
-        ripe = []
+        at_cut = []
         try:
             for index in indices:
                 if not self.is_over and self.machine.look(index, self._record(index)):
-                    ripe.append(index)
+                    at_cut.append(index)
                     self._wake(index)
         except ValueError as error:
             self.fail(str(error))
-        return ripe
+        return at_cut
 
     def agree(self, following: Mapping[Producer, int]) -> None:
         """SSP and ASP: the first push of each life that is not in the snapshot; ``look`` at all slices then."""
@@ -190,7 +190,7 @@ class CutState:
         copying = set(self.machine.copying)
         self.machine.drop(self.machine.sizes)
         for index in self._copies.keys() - copying:
-            self._asides.give_back(index)
+            self._pool.give_back(index)
         self._copies.clear()
         for future in self._awaited.values():
             future.cancel()
@@ -250,7 +250,7 @@ class CutState:
         """The copy that ``take`` gave is in its file."""
         self.machine.written(index)
         del self._copies[index]
-        self._asides.give_back(index)
+        self._pool.give_back(index)
         self._applier.resume()
         self.copy_ahead()
 

@@ -47,7 +47,7 @@ class CutController:
         self._applier = applier
         self._carry_out = carry_out
         self.current: CutState | None = None
-        self._asides: CopyPool | None = None
+        self._pool: CopyPool | None = None
         self._shrinking: asyncio.TimerHandle | None = None
         #: When a slice was updated last.
         self._updated_at = float("-inf")
@@ -59,8 +59,8 @@ class CutController:
     def arm(self, attempt: int, machine: SnapshotCut, fail: Callable[[str], None]) -> CutState:
         """Begins to watch for the cut that ``machine`` is to follow, in BSP at a step that no slice has passed.
         ``fail`` is told why it cannot be had any more."""
-        asides = self._memory(machine)
-        cut = CutState(machine, asides, self._applier, self._record, fail)
+        pool = self._memory(machine)
+        cut = CutState(machine, pool, self._applier, self._record, fail)
         self.current, self._is_ready = cut, sum(machine.sizes.values()) < _READY_BYTES_MIN
         self._applier.guard = cut
         for shard in self._shards.values():
@@ -97,19 +97,19 @@ class CutController:
     def _memory(self, machine: SnapshotCut) -> CopyPool:
         largest = max(machine.sizes.values(), default=4) // 4
         most = min(len(machine.sizes), machine.room.limit // (4 * largest) + 1) + WRITER_COPIES
-        asides = self._asides
+        pool = self._pool
         # A kernel may still copy for an attempt before.
-        if asides is None or asides.shape != (largest, most) or asides.is_used:
-            asides = self._asides = CopyPool(largest, most)
-        return asides
+        if pool is None or pool.shape != (largest, most) or pool.is_used:
+            pool = self._pool = CopyPool(largest, most)
+        return pool
 
     def _get_ready(self, cut: CutState, version: int) -> None:
         """Makes memory ready where slices, of which one is at ``version``, will change and the cut is near."""
         is_near = cut.machine.step is None or version + _READY_STEPS >= cut.machine.step
-        if not self._is_ready and is_near and self._is_active and self._asides is not None:
+        if not self._is_ready and is_near and self._is_active and self._pool is not None:
             self._is_ready = True
             elements = cut.machine.room.prepare(sum(cut.machine.sizes.values())) // 4
-            asyncio.get_running_loop().run_in_executor(None, self._asides.populate, elements)
+            asyncio.get_running_loop().run_in_executor(None, self._pool.prefault, elements)
 
     @property
     def _is_active(self) -> bool:
@@ -117,9 +117,9 @@ class CutController:
 
     def _shrink(self) -> None:
         if self.current is None:
-            self._asides = None
-        elif self._asides is not None:
-            self._asides.shrink()
+            self._pool = None
+        elif self._pool is not None:
+            self._pool.shrink()
 
     # --- what the holding tells ---------------------------------------------------------------------------------------
 
@@ -128,11 +128,11 @@ class CutController:
         self._updated_at = asyncio.get_running_loop().time()
         if (cut := self.current) is None:
             return []
-        ripe = cut.look([index])
+        at_cut = cut.look([index])
         if not self._is_ready:
             self._get_ready(cut, self._shard(index).slices[index].version)
-        cut.copy_ahead(ripe)
-        return [effect for number in ripe for effect in self._shard(number).on(SliceCut(number))]
+        cut.copy_ahead(at_cut)
+        return [effect for number in at_cut for effect in self._shard(number).on(SliceCut(number))]
 
     def follow(self, changes: RoleChanges, members_changed: bool) -> None:
         """A new map: a cut goes through the shards, and in SSP and ASP the lives of workers, that were there when it
@@ -146,10 +146,10 @@ class CutController:
 
     def _look(self, cut: CutState) -> None:
         idle = [index for shard in self._shards.values() for index, state in shard.slices.items() if not state.busy]
-        ripe = sorted(cut.look(idle))
+        at_cut = sorted(cut.look(idle))
         if self._is_active:
-            cut.copy_ahead(ripe)
-        for index in ripe:
+            cut.copy_ahead(at_cut)
+        for index in at_cut:
             self._carry_out(self._shard(index).on(SliceCut(index)))
 
     def _record(self, index: int) -> SliceRecord:

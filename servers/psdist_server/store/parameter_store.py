@@ -482,7 +482,7 @@ class ParameterStore:
 
     def _reply(self, effect: Reply) -> None:
         number = effect.index % self._shard_count
-        if not self.replicator.is_level(number):
+        if not self.replicator.is_caught_up(number):
             self._withheld.setdefault(number, []).append(effect)
             return
         call = self._calls.pop(effect.token, None)
@@ -539,10 +539,10 @@ class ParameterStore:
 
     # --- what the replicator asks and tells ---------------------------------------------------------------------------
 
-    def at_rest(self, index: int, callback: Callable[[], None]) -> None:
+    def is_quiesced(self, index: int, callback: Callable[[], None]) -> None:
         """See Source."""
         if index in self.dense.installed or index not in self.dense.held:
-            self._applier.at_rest(index, callback)
+            self._applier.is_quiesced(index, callback)
         else:
             self._uninstalled.setdefault(index, []).append(callback)
 

@@ -251,7 +251,7 @@ class Link:
             else:
                 done.set_result(None)
 
-        self._replicator.source.at_rest(index, copy)
+        self._replicator.source.is_quiesced(index, copy)
         await done
 
 

@@ -74,7 +74,7 @@ class ReplicaNetwork(Protocol):
 class Source(Protocol):
     """The slices that are copied."""
 
-    def at_rest(self, index: int, callback: Callable[[], None]) -> None:
+    def is_quiesced(self, index: int, callback: Callable[[], None]) -> None:
         """Calls ``callback`` as soon as slice ``index`` has its content and is not being written."""
 
     def export(self, index: int) -> tuple[SliceRecord, list[Array]]:
@@ -186,10 +186,10 @@ class Replicator:
         assert machine is not None
         self._carry_out(machine, machine.update(update, now()))
 
-    def is_level(self, number: int) -> bool:
+    def is_caught_up(self, number: int) -> bool:
         """Whether workers may hear of what this server began with as the primary of a shard."""
         machine = self.machines.get(number)
-        return machine is None or machine.is_level
+        return machine is None or machine.is_caught_up
 
     def behind(self, index: int) -> str:
         """Names of the replicas that have not acknowledged all updates of the slice's shard."""
@@ -226,7 +226,7 @@ class Replicator:
                     link.copy(machine)
                 case Replicated(index, lsn):
                     self.source.replicated(index, lsn)
-        if machine.is_level:
+        if machine.is_caught_up:
             self.source.level(machine.number)
 
     # --- what links tell ----------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class SharedMemory:
         #: Whether a server may have the arena's file.
         self._offered = False
         self._turn = asyncio.Lock()
-        link.sharings.append(self)
+        link.shared_memories.append(self)
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 
@@ -342,8 +342,8 @@ class SharedMemory:
     async def close(self) -> None:
         """Ends the streams."""
         self._generation += 1
-        if self in self._link.sharings:
-            self._link.sharings.remove(self)
+        if self in self._link.shared_memories:
+            self._link.shared_memories.remove(self)
         for stream in self._streams.values():
             stream.close()
         await asyncio.gather(*(stream.ended() for stream in self._streams.values()))

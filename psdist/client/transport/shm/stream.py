@@ -300,7 +300,7 @@ class SharedStream:
     async def _confirm(self, job: PushJob | PullJob, route: Route, taken: Mapping[int, _ReadSlice], wait: Wait) -> None:
         """Returns when all replicas have acknowledged what was read: a version that is newer than the server told of
         may be lost with it until then, and never have been. Raises why that cannot be known."""
-        if job.sharing is None or not job.sharing.is_replicated:
+        if job.shared_memory is None or not job.shared_memory.is_replicated:
             return
         ahead = [answer for answer in taken.values() if answer.is_ahead]
         for version in sorted({answer.version for answer in ahead}):
@@ -312,7 +312,7 @@ class SharedStream:
 
     def _is_shown(self, job: PushPullJob | PullJob, index: int) -> bool:
         """Whether the vector that shows all weights has this slice from here: it may be another server's since."""
-        return job.sharing is not None and job.sharing.shows(index, self.weights)
+        return job.shared_memory is not None and job.shared_memory.shows(index, self.weights)
 
     async def _copy(self, job: PushPullJob | PullJob, index: int, version: int) -> int:
         """Copies the weights of a slice into the job's target; their version."""
