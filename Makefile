@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PROTOS := $(wildcard proto/psdist/v1/*.proto)
 # What make check runs.
-CHECKS := tests/test_tidy.py tests/test_proto.py
+CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_proto.py
 
 .PHONY: demo test check verify long sim chaos bench proto clean
 .DEFAULT_GOAL := test

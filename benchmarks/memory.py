@@ -15,8 +15,8 @@ from typing import Any
 
 from psdist import Client
 from psdist.bench import BenchSettings, StepBench
-from psdist.config import Transport
 from psdist.launch.embedded import EmbeddedCluster
+from psdist.settings.config import Transport
 
 STEPS = 5
 _FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssShmem")

@@ -28,7 +28,8 @@ PURE_FOLDERS = (
 )
 #: Pure modules elsewhere.
 PURE_MODULES = (
-    *("psdist.errors", "psdist.types", "psdist.optim", "psdist.consistency", "psdist.compression", "psdist.changes"),
+    *("psdist.errors", "psdist.types", "psdist.optim", "psdist.consistency", "psdist.changes"),
+    *("psdist.compression", "psdist.compression.dtypes"),
     *("psdist.wire.limits", "psdist.wire.backoff", "psdist.launch.supervisor", "psdist_scheduler.cluster"),
     *("psdist.snapshots.format", "psdist.snapshots.policy", "psdist.snapshots.settings"),
 )

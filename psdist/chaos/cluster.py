@@ -25,10 +25,10 @@ import grpc.aio
 from psdist.chaos.faults import WorkerNetwork
 from psdist.chaos.proxy import FaultProxy
 from psdist.chaos.workload import WorkloadSettings
-from psdist.config import WORKER_TIMEOUT_SECONDS, read_address
 from psdist.errors import InternalError, SchedulerUnreachableError
 from psdist.launch.plan import SchedulerAddress, ServicesPlan
 from psdist.launch.process import ReaperProcess
+from psdist.settings.config import WORKER_TIMEOUT_SECONDS, read_address
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, limits
 from psdist.wire.channels import open_channel

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from psdist.chaos import faults
 from psdist.chaos.proxy import BLACKHOLE, HALF_OPEN, Fault, FaultProxy
-from psdist.cli.exit_codes import INFRASTRUCTURE
+from psdist.settings.exit_codes import INFRASTRUCTURE
 
 if TYPE_CHECKING:
     from psdist.chaos.run import ChaosRun

@@ -25,9 +25,9 @@ from psdist.chaos.cluster import ChaosCluster, ChaosClusterSettings
 from psdist.chaos.oracle import Push, Verdict
 from psdist.chaos.report import ChaosReport, Injected
 from psdist.chaos.workload import EventReader, Mode, WorkloadSettings
-from psdist.cli.exit_codes import INFRASTRUCTURE
-from psdist.config import WORKER_TIMEOUT_SECONDS, Transport
 from psdist.errors import InternalError, PsdistError
+from psdist.settings.config import WORKER_TIMEOUT_SECONDS, Transport
+from psdist.settings.exit_codes import INFRASTRUCTURE
 from psdist.v1 import scheduler_pb2
 
 _READY_SECONDS: Final = 60.0

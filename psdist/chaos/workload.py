@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from psdist.chaos.oracle import Outcome, Push, place
-from psdist.cli.exit_codes import FAILURE, INFRASTRUCTURE, OK
-from psdist.config import Transport
 from psdist.errors import PsdistError, ServerLostError
+from psdist.settings.config import Transport
+from psdist.settings.exit_codes import FAILURE, INFRASTRUCTURE, OK
 
 if TYPE_CHECKING:
     import numpy as np

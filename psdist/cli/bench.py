@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from psdist.bench import CONSISTENCIES, OPTIMIZERS, BenchSettings, StepBench
-from psdist.cli.exit_codes import FAILURE, OK, UNAVAILABLE, USAGE
-from psdist.cli.flags import CommandLine, Flag, fail, integer, one_of, seconds
-from psdist.config import Transport, address_text, check_run_id, find_scheduler, find_token
 from psdist.errors import ConfigurationError, InvalidArgumentError, PsdistError, SchedulerUnreachableError
+from psdist.settings.config import Transport, address_text, check_run_id, find_scheduler, find_token
+from psdist.settings.exit_codes import FAILURE, OK, UNAVAILABLE, USAGE
+from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, seconds
 from psdist.types import WIRE_DTYPES
 
 if TYPE_CHECKING:

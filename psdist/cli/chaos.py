@@ -14,10 +14,10 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
-from psdist.cli.exit_codes import FAILURE, OK, SIGNAL_BASE, USAGE
-from psdist.cli.flags import CommandLine, Flag, fail, integer, one_of, seconds
-from psdist.config import Transport
 from psdist.errors import ConfigurationError
+from psdist.settings.config import Transport
+from psdist.settings.exit_codes import FAILURE, OK, SIGNAL_BASE, USAGE
+from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, seconds
 
 if TYPE_CHECKING:
     from psdist.chaos.report import ChaosReport

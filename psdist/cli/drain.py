@@ -10,9 +10,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from psdist.cli.exit_codes import FAILURE, OK
-from psdist.cli.flags import CommandLine, fail
 from psdist.cli.target import SchedulerChoice, ask, find_target, or_fail, target_flags
+from psdist.settings.exit_codes import FAILURE, OK
+from psdist.settings.flags import CommandLine, fail
 
 if TYPE_CHECKING:
     from psdist.v1.scheduler_pb2 import DrainResponse

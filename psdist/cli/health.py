@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from psdist.cli import exit_codes
-from psdist.config import parse_address
 from psdist.errors import ConfigurationError
+from psdist.settings import exit_codes
+from psdist.settings.config import parse_address
 
 TIMEOUT_SECONDS: Final = 3.0
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from psdist.cli import exit_codes
+from psdist.settings import exit_codes
 
 _COMMANDS = "run, status, snapshot, scale, drain, bench, chaos and version"
 _HELP = """usage: psdist COMMAND [flags]
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _end(lambda: _bench(arguments[1:]))
     if word == "chaos":
         _end(lambda: _chaos(arguments[1:]))
-    from psdist.cli.flags import fail
+    from psdist.settings.flags import fail
 
     fail("psdist", f"there is no command {word!r}: the commands are {_COMMANDS}")
 
@@ -141,7 +141,7 @@ def _worker(arguments: list[str]) -> int:
 def _version(arguments: list[str]) -> int:
     from importlib import metadata
 
-    from psdist.cli.flags import CommandLine
+    from psdist.settings.flags import CommandLine
 
     CommandLine("psdist version", "Prints the version.", ()).parse(arguments, {})
     try:

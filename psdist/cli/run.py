@@ -9,13 +9,13 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from psdist.cli.exit_codes import USAGE
-from psdist.cli.flags import CommandLine, Flag, fail, integer, one_of, seconds, text, torchrun
-from psdist.config import START_TIMEOUT_SECONDS, check_run_id, save_policy, storage_flags, timeout_flags
 from psdist.errors import ConfigurationError, InvalidArgumentError
 from psdist.launch.local import SIGNALS, LocalOptions, run_local
 from psdist.launch.output import Routing, parse_ranks, parse_streams
 from psdist.launch.supervisor import STOP_TIMEOUT_SECONDS
+from psdist.settings.config import START_TIMEOUT_SECONDS, check_run_id, save_policy, storage_flags, timeout_flags
+from psdist.settings.exit_codes import USAGE
+from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, seconds, text, torchrun
 
 SCRIPT_USAGE = "script.py [script arguments]"
 

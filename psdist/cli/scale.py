@@ -11,9 +11,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from psdist.cli.exit_codes import OK
-from psdist.cli.flags import CommandLine, fail, integer
 from psdist.cli.target import SchedulerChoice, ask, find_target, or_fail, target_flags
+from psdist.settings.exit_codes import OK
+from psdist.settings.flags import CommandLine, fail, integer
 
 
 def command_line() -> CommandLine:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from psdist.cli.exit_codes import FAILURE, OK, USAGE
-from psdist.cli.flags import CommandLine, Flag, fail, integer, one_of, text
 from psdist.cli.progress import progress_bar
 from psdist.cli.target import ask, find_target, or_fail, target_flags
 from psdist.errors import ConfigurationError
+from psdist.settings.exit_codes import FAILURE, OK, USAGE
+from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, text
 
 if TYPE_CHECKING:
     from psdist.snapshots.reader import CommittedSnapshot
@@ -301,8 +301,8 @@ def _confirm(question: str) -> None:
 
 
 def _open(given: Namespace) -> Storage:
-    from psdist.config import storage_text
-    from psdist.snapshots.storage import open_storage
+    from psdist.settings.config import storage_text
+    from psdist.snapshots.opening import open_storage
 
     place = storage_text(given.words[0])
     if not place:

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from psdist.cli.exit_codes import OK
-from psdist.cli.flags import CommandLine
 from psdist.cli.target import SchedulerChoice, ask, find_target, or_fail, target_flags
+from psdist.settings.exit_codes import OK
+from psdist.settings.flags import CommandLine
 
 if TYPE_CHECKING:
     from psdist.v1 import common_pb2, scheduler_pb2, server_pb2

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from psdist.cli.exit_codes import FAILURE, UNAVAILABLE, USAGE
-from psdist.cli.flags import Flag, fail, one_of, seconds
-from psdist.config import address_text, check_run_id, find_scheduler, find_token, read_address
 from psdist.errors import InvalidArgumentError, PsdistError, SchedulerUnreachableError
 from psdist.launch.run_record import RunRecord, RunRegistry, notes_directory
+from psdist.settings.config import address_text, check_run_id, find_scheduler, find_token, read_address
+from psdist.settings.exit_codes import FAILURE, UNAVAILABLE, USAGE
+from psdist.settings.flags import Flag, fail, one_of, seconds
 
 T = TypeVar("T")
 

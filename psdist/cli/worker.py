@@ -9,13 +9,13 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from psdist.cli.exit_codes import FAILURE, UNAVAILABLE, USAGE
-from psdist.cli.flags import CommandLine, Flag, fail, integer, one_of, text, torchrun
 from psdist.cli.run import EPILOG, SCRIPT_USAGE, hint_misplaced, routing_of, script_flags, start
-from psdist.config import address_text, check_run_id, find_scheduler
 from psdist.errors import ConfigurationError, InvalidArgumentError, PsdistError, SchedulerUnreachableError
 from psdist.launch.agent import AgentOptions, run_agent
 from psdist.launch.local import LocalOptions
+from psdist.settings.config import address_text, check_run_id, find_scheduler
+from psdist.settings.exit_codes import FAILURE, UNAVAILABLE, USAGE
+from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, text, torchrun
 
 
 def nodes(value: str) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from psdist import __version__
 from psdist.client import loop
 from psdist.client.core import partition
 from psdist.client.datasets import AsyncDataset
+from psdist.client.exchange import Options
 from psdist.client.parameters import AsyncParameters
 from psdist.client.session import snapshot_request
 from psdist.client.session.barriers import Barrier
@@ -33,9 +34,7 @@ from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.session.snapshot_request import SnapshotInfo
 from psdist.client.transport import creation
 from psdist.client.transport.data_path import DataPath
-from psdist.client.transport.exchange import Options
 from psdist.compression import Cast, resolve
-from psdist.config import Transport, client_settings, read_address
 from psdist.consistency import BSP, Consistency
 from psdist.errors import (
     ClosedError,
@@ -51,6 +50,7 @@ from psdist.errors import (
     WaitTimeoutError,
 )
 from psdist.optim import Optimizer
+from psdist.settings.config import Transport, client_settings, read_address
 from psdist.types import WIRE_DTYPES, DatasetSpec, DType, Layout, NonFinite, ParametersSpec, check_name
 from psdist.v1 import scheduler_pb2
 

@@ -17,10 +17,10 @@ from psdist.client.core import partition
 from psdist.client.core.buckets import ReadySlices, SliceIndex, StepPlan
 from psdist.client.core.partition import Arrays, Flat
 from psdist.client.core.push_sequence import PendingRequest
+from psdist.client.exchange import Exchange
 from psdist.client.session.cluster_view import again
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.data_path import all_or_first_error
-from psdist.client.transport.exchange import Exchange
 from psdist.errors import (
     ClosedError,
     FencedError,

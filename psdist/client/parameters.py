@@ -32,13 +32,13 @@ from psdist.client.core import partition
 from psdist.client.core.buckets import SliceIndex
 from psdist.client.core.partition import Arrays, Flat
 from psdist.client.core.push_sequence import PendingRequest, PushSequence
+from psdist.client.exchange import Exchange, Options
 from psdist.client.session.drops import DropCounter, OnDrop
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.transport.buffer_pool import BufferPool, PullTarget
 from psdist.client.transport.creation import CreatedParameters
 from psdist.client.transport.data_path import DataPath
-from psdist.client.transport.exchange import Exchange, Options
 from psdist.consistency import SSP
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
 from psdist.types import Layout, ParametersSpec

@@ -24,9 +24,9 @@ from psdist.client.session.snapshot_request import SnapshotInfo
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.sigterm import sigterm
 from psdist.compression import Cast
-from psdist.config import Transport
 from psdist.consistency import Consistency
 from psdist.optim import Optimizer
+from psdist.settings.config import Transport
 from psdist.types import DType, Layout, NonFinite, ParametersSpec
 
 

@@ -9,21 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from psdist.compression import payloads
+from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import UnknownCodecError
 from psdist.types import DType
-
-#: numpy's name for each dtype that a payload may hold.
-NUMPY_DTYPES: dict[str, np.dtype[np.generic]] = {
-    "float32": np.dtype("<f4"),
-    "float16": np.dtype("<f2"),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float64": np.dtype("<f8"),
-}
 
 
 @dataclass(frozen=True)

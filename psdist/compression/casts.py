@@ -13,8 +13,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.compression import NUMPY_DTYPES
 from psdist.compression.compiled import IN_BITS16, IN_BITS32, OUT, OUT_BITS16, Kernel, kernel
+from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
 
 Floats = NDArray[np.float32]

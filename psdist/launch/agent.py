@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from psdist.config import START_TIMEOUT_SECONDS, await_address, parse_address
 from psdist.errors import BY_CODE, InternalError
 from psdist.launch.local import SIGNALS, announce, open_output, plural
 from psdist.launch.output import Routing
@@ -31,6 +30,7 @@ from psdist.launch.run_record import DIRECTORY_PREFIX
 from psdist.launch.runner import Crew, Runner
 from psdist.launch.script import check_script
 from psdist.launch.supervisor import STOP_TIMEOUT_SECONDS
+from psdist.settings.config import START_TIMEOUT_SECONDS, await_address, parse_address
 
 
 @dataclass(frozen=True, slots=True)

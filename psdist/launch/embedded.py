@@ -17,11 +17,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from psdist.config import START_TIMEOUT_SECONDS, WORKER_TIMEOUT_SECONDS, await_address, check_run_id, storage_text
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
 from psdist.launch.plan import SchedulerAddress, ServicesPlan, SnapshotPlan
 from psdist.launch.process import ProcessSpec
 from psdist.launch.run_record import DIRECTORY_PREFIX
+from psdist.settings.config import (
+    START_TIMEOUT_SECONDS,
+    WORKER_TIMEOUT_SECONDS,
+    await_address,
+    check_run_id,
+    storage_text,
+)
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 
 _STOP_SECONDS: Final = 5.0

@@ -134,7 +134,7 @@ def main() -> int:
     """Saves the run of the environment; the exit status."""
     import asyncio
 
-    from psdist.config import find_scheduler, find_token, read_address
+    from psdist.settings.config import find_scheduler, find_token, read_address
 
     address = find_scheduler(os.environ) or read_address(Path(os.environ["PSDIST_SCHEDULER_FILE"]))
     if not address:

@@ -21,14 +21,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from psdist.config import (
-    FAILURE_TIMEOUT_SECONDS,
-    START_TIMEOUT_SECONDS,
-    WORKER_TIMEOUT_SECONDS,
-    find_token,
-    parse_address,
-    read_address,
-)
 from psdist.errors import ConfigurationError
 from psdist.launch.output import STDOUT, Output, Routing
 from psdist.launch.plan import (
@@ -52,6 +44,14 @@ from psdist.launch.supervisor import (
     ProcessKey,
     RunFailed,
     ServersWanted,
+)
+from psdist.settings.config import (
+    FAILURE_TIMEOUT_SECONDS,
+    START_TIMEOUT_SECONDS,
+    WORKER_TIMEOUT_SECONDS,
+    find_token,
+    parse_address,
+    read_address,
 )
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 from psdist.wire import fd_passing
@@ -103,7 +103,7 @@ class LocalOptions:
 
 
 def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -> int:
-    """Runs a script to its end and returns the status for the shell (see ``psdist.cli.exit_codes``).
+    """Runs a script to its end and returns the status for the shell (see ``psdist.settings.exit_codes``).
 
     Raises ConfigurationError, before anything was started, if it cannot be run.
     """

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from psdist.config import DRAIN_TIMEOUT_SECONDS, WORKER_TIMEOUT_SECONDS
 from psdist.launch.process import ProcessSpec
 from psdist.launch.supervisor import ProcessKey
+from psdist.settings.config import DRAIN_TIMEOUT_SECONDS, WORKER_TIMEOUT_SECONDS
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 
 #: Variables that tell a process its place in a run; none is handed down from outside.

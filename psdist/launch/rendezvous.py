@@ -93,8 +93,8 @@ async def _rendezvous(channel: Any, request: RankRequest, token: str) -> Place:
 
 def main() -> None:
     """Prints the answer to the request of the command line."""
-    from psdist.config import find_token
     from psdist.errors import PsdistError
+    from psdist.settings.config import find_token
 
     request = RankRequest(**json.loads(sys.argv[1]))
     try:

@@ -65,7 +65,7 @@ async def _follow(scheduler: str, run_id: str, token: str) -> None:
 
 def main() -> None:
     """Follows the scheduler of the command line until it is ended."""
-    from psdist.config import find_token
+    from psdist.settings.config import find_token
 
     asyncio.run(_follow(sys.argv[1], sys.argv[2], find_token(os.environ)))
 

@@ -21,7 +21,7 @@ from typing import IO, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.compression import NUMPY_DTYPES
+from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import ConfigurationError, StorageError, UnknownParametersError
 from psdist.snapshots.format import Manifest, ParametersState
 from psdist.snapshots.reader import SliceReader

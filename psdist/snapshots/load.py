@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.compression import NUMPY_DTYPES
+from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import (
     DTypeMismatchError,
     InvalidArgumentError,
@@ -27,8 +27,9 @@ from psdist.errors import (
 )
 from psdist.snapshots import reader
 from psdist.snapshots.format import CommitRecord, ParametersState
+from psdist.snapshots.opening import open_storage
 from psdist.snapshots.reader import CommittedSnapshot, SliceReader, Unreadable
-from psdist.snapshots.storage import Storage, open_storage
+from psdist.snapshots.storage import Storage
 
 AnyArray = NDArray[Any]
 T = TypeVar("T")

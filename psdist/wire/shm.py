@@ -36,7 +36,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from psdist.compression import NUMPY_DTYPES
+from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import SharingUnavailableError
 
 #: Bytes of a header, and what the parts of a file are padded to.

@@ -24,9 +24,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from psdist import logs
-from psdist.cli import exit_codes
-from psdist.config import SchedulerSettings, is_loopback
 from psdist.errors import ConfigurationError, PsdistError, StorageError
+from psdist.settings import exit_codes
+from psdist.settings.config import SchedulerSettings, is_loopback
 from psdist.wire import channels, limits
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import Done, Stop
@@ -135,7 +135,7 @@ def _kept_run_id(settings: SchedulerSettings) -> str:
     """Whose snapshots the storage has, where nobody named the run; empty if there are none. Raises StorageError."""
     if not settings.storage or settings.store_path is not None:
         return ""
-    from psdist.snapshots.storage import open_storage
+    from psdist.snapshots.opening import open_storage
     from psdist_scheduler.snapshot_io import read_history
 
     history = asyncio.run(read_history(open_storage(settings.storage)))
@@ -160,7 +160,7 @@ async def _open_storage(settings: SchedulerSettings, run_id: str, stored: Stored
     """
     if not settings.storage:
         return _Opened()
-    from psdist.snapshots.storage import open_storage
+    from psdist.snapshots.opening import open_storage
     from psdist_scheduler.snapshot_io import check_fresh, check_writable, read_history
 
     storage = open_storage(settings.storage)

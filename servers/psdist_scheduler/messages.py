@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from psdist.config import parse_address
 from psdist.errors import InvalidArgumentError, LimitExceededError
+from psdist.settings.config import parse_address
 from psdist.types import ClusterMap, check_name
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb

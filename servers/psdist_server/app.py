@@ -22,8 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
 from psdist import logs
-from psdist.config import ServerSettings, parse_address
 from psdist.errors import PsdistError
+from psdist.settings.config import ServerSettings, parse_address
 from psdist.types import ClusterMap
 from psdist.wire import channels, malloc_options
 from psdist_server.scheduler_session import ServerSession

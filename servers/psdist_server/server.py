@@ -27,7 +27,8 @@ from psdist.errors import (
     UnknownParametersError,
     WrongRunError,
 )
-from psdist.snapshots.storage import Storage, open_storage
+from psdist.snapshots.opening import open_storage
+from psdist.snapshots.storage import Storage
 from psdist.types import ClusterMap, Identity, ParametersEntry, ParametersMember, Replica
 from psdist.v1 import scheduler_pb2, server_pb2, server_pb2_grpc
 from psdist.wire import auth, channels

@@ -54,7 +54,7 @@ async def close(client, *arguments):
     await closed(client, *arguments)
 
 pushed, sync_client.Parameters.push_pull = sync_client.Parameters.push_pull, push_pull
-sent, framed_socket.Line.send = framed_socket.Line.send, send
+sent, framed_socket.FramedSocket.send = framed_socket.FramedSocket.send, send
 closed, async_client.AsyncClient.close = async_client.AsyncClient.close, close
 sys.path.insert(0, os.path.dirname(example))
 sys.argv = [example, *arguments]

@@ -63,7 +63,7 @@ def test_scale_and_drain_refuse_what_makes_no_sense() -> None:
         assert status == 69 and "127.0.0.1:1" in error, error
 
 
-@pytest.mark.parametrize("module", ["psdist.cli.run", "psdist.cli.worker", "psdist.config"])
+@pytest.mark.parametrize("module", ["psdist.cli.run", "psdist.cli.worker", "psdist.settings.config"])
 def test_launchers_import_nothing_heavy(module: str) -> None:
     """A launcher must start at once, and must not have imported grpc when it forks."""
     program = f"import sys, {module}; print(*sys.modules)"

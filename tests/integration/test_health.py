@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from psdist.cli import exit_codes
+from psdist.settings import exit_codes
 
 
 @pytest.fixture

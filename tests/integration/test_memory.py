@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from psdist import AsyncClient, optim
-from psdist.config import Transport
 from psdist.launch.embedded import EmbeddedCluster
+from psdist.settings.config import Transport
 from psdist.types import SLICE_ELEMENTS_MAX
 
 ELEMENTS = 8_000_000

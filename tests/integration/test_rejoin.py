@@ -19,7 +19,8 @@ from psdist.client.transport import requests
 from psdist.wire import framed_socket
 
 rank, consistency, count = int(os.environ["RANK"]), sys.argv[1], 200_000
-stops_at, sent, payload, send = (40 if rank == 1 else 10**9), 0, requests.PushJob._payload, framed_socket.Line.send
+stops_at, sent = (40 if rank == 1 else 10**9), 0
+payload, send = requests.PushJob._payload, framed_socket.FramedSocket.send
 enough = pathlib.Path("enough")
 
 def stop_in_time():
@@ -38,7 +39,7 @@ def send_or_stop(connection, message):
     stop_in_time()
 
 requests.PushJob._payload = payload_or_stop
-framed_socket.Line.send = send_or_stop
+framed_socket.FramedSocket.send = send_or_stop
 client = psdist.init().client
 weights = client.parameters(
     "model", {"w": np.zeros(count, np.float32)}, psdist.optim.SGD(lr=1.0),

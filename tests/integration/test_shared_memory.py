@@ -21,9 +21,9 @@ from psdist import AsyncClient, AsyncParameters
 from psdist.cli import status_table
 from psdist.cli.status import as_json
 from psdist.client.transport.shm import stream
-from psdist.config import Transport
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.launch.embedded import EmbeddedCluster
+from psdist.settings.config import Transport
 from psdist.v1 import scheduler_pb2
 from psdist.wire import fd_passing
 

@@ -23,9 +23,9 @@ import psdist
 from psdist import AsyncClient, AsyncParameters
 from psdist.client.transport.shm import attachment
 from psdist.client.transport.shm.stream import SharedStream
-from psdist.config import Transport
 from psdist.consistency import Consistency
 from psdist.launch.embedded import EmbeddedCluster
+from psdist.settings.config import Transport
 
 SIZE = 1 << 19
 SGD = psdist.optim.SGD(lr=1.0)

@@ -16,11 +16,11 @@ from safetensors.numpy import load
 
 import psdist
 from psdist import errors
-from psdist.config import Transport
 from psdist.launch.embedded import EmbeddedCluster
+from psdist.settings.config import Transport
 from psdist.snapshots import reader
 from psdist.snapshots.format import Manifest
-from psdist.snapshots.storage import open_storage
+from psdist.snapshots.opening import open_storage
 
 asynchronous = pytest.mark.asyncio(loop_scope="session")
 Start = Callable[..., EmbeddedCluster]

@@ -28,7 +28,8 @@ from psdist.launch.embedded import EmbeddedCluster
 from psdist.snapshots import bucket, reader
 from psdist.snapshots import format as layouts
 from psdist.snapshots.format import CommitRecord, Manifest, ParametersState, ShardFile
-from psdist.snapshots.storage import Storage, open_storage
+from psdist.snapshots.opening import open_storage
+from psdist.snapshots.storage import Storage
 from psdist.types import Layout, ParametersSpec, TensorSpec
 
 

@@ -17,12 +17,12 @@ import pytest
 from mounted import Mount
 
 from psdist import AsyncClient, optim
-from psdist.config import await_address
 from psdist.consistency import BSP
 from psdist.errors import SnapshotFailedError
+from psdist.settings.config import await_address
 from psdist.snapshots import reader
 from psdist.snapshots.format import CommitRecord
-from psdist.snapshots.storage import open_storage
+from psdist.snapshots.opening import open_storage
 
 _SECONDS = 60
 

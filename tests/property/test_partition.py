@@ -110,7 +110,7 @@ def test_bfloat16_is_widened_exactly(bits: np.ndarray) -> None:
     hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(width=32)), st.sampled_from(["float16", "bfloat16"])
 )
 def test_finite_means_finite_after_the_cast(values: np.ndarray, dtype: str) -> None:
-    from psdist.compression import NUMPY_DTYPES
+    from psdist.compression.dtypes import NUMPY_DTYPES
 
     with np.errstate(over="ignore"):
         cast = values.astype(NUMPY_DTYPES[dtype]).astype(np.float32)

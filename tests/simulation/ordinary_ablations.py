@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from psdist import ASP, BSP
+from psdist.client import exchange
 from psdist.client.session import activity, barriers, stopping
-from psdist.client.transport import exchange
 from psdist.optim import SGD
 from psdist_scheduler.coordination import mutual_waits, stops
 from psdist_scheduler.events.records import ClusterSettings

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from psdist import ASP, BSP
-from psdist.client.transport import exchange
+from psdist.client import exchange
 from psdist.optim import SGD
 from psdist.snapshots import reader
 from psdist_scheduler import snapshot_io

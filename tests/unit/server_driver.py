@@ -16,7 +16,8 @@ from psdist import optim
 from psdist.consistency import BSP, Consistency
 from psdist.snapshots import format as layouts
 from psdist.snapshots.format import Manifest, ParametersState, ShardFile
-from psdist.snapshots.storage import Storage, open_storage
+from psdist.snapshots.opening import open_storage
+from psdist.snapshots.storage import Storage
 from psdist.types import (
     ClusterMap,
     Identity,

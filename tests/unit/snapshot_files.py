@@ -12,7 +12,7 @@ from psdist import BSP
 from psdist.optim import Adam
 from psdist.snapshots import format as layout
 from psdist.snapshots.format import CommitRecord, Manifest, ParametersState, ShardFile
-from psdist.snapshots.storage import open_storage
+from psdist.snapshots.opening import open_storage
 from psdist.types import DType, Layout, ParametersSpec, TensorSpec
 
 STATES = ("exp_avg", "exp_avg_sq")

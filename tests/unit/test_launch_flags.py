@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from psdist import config
 from psdist.cli import run, worker
-from psdist.config import client_settings, scheduler_settings, server_settings
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.launch.plan import SnapshotPlan
+from psdist.settings import config
+from psdist.settings.config import client_settings, scheduler_settings, server_settings
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy, parse_interval
 
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.compression import NUMPY_DTYPES, casts, payloads, resolve
+from psdist.compression import casts, payloads, resolve
+from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.compression.payloads import Casts
 
 DTYPES = ["float16", "bfloat16"]

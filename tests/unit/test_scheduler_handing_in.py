@@ -10,7 +10,7 @@ import xxhash
 
 from psdist.errors import InvalidArgumentError, SnapshotCorruptError
 from psdist.snapshots.format import Manifest, WorkerState
-from psdist.snapshots.storage import open_storage
+from psdist.snapshots.opening import open_storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_scheduler import worker_state_io
 from psdist_scheduler.events.snapshot_events import StatePlace, StateSource

@@ -22,7 +22,7 @@ from psdist.errors import (
 )
 from psdist.snapshots import reader
 from psdist.snapshots.export import Exported, ExportOptions, export
-from psdist.snapshots.storage import open_storage
+from psdist.snapshots.opening import open_storage
 from psdist.types import DType
 
 rng = np.random.default_rng(7)

@@ -24,7 +24,7 @@ from psdist.errors import (
     UnknownSnapshotError,
     UnknownTensorError,
 )
-from psdist.snapshots.storage import open_storage
+from psdist.snapshots.opening import open_storage
 from psdist.types import Layout, TensorSpec
 
 NET = state_of()

@@ -17,7 +17,8 @@ import pytest
 
 from psdist.errors import ConfigurationError, InvalidNameError, StorageError, UnknownSnapshotError
 from psdist.snapshots.local import LocalStorage, LocalWriter
-from psdist.snapshots.storage import Storage, open_storage
+from psdist.snapshots.opening import open_storage
+from psdist.snapshots.storage import Storage
 
 FILE = "snapshots/d/f.safetensors"
 
@@ -454,7 +455,7 @@ async def test_a_bucket_that_does_not_answer_is_a_storage_error_of_one_line(monk
 
 def test_obstore_is_loaded_only_where_it_is_used() -> None:
     program = (
-        "import sys, psdist.snapshots.reader, psdist.snapshots.storage as s; s.open_storage('x'); "
+        "import sys, psdist.snapshots.reader, psdist.snapshots.opening as s; s.open_storage('x'); "
         "sys.exit('obstore' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
@@ -463,7 +464,7 @@ def test_obstore_is_loaded_only_where_it_is_used() -> None:
 #: A thread that hands a result of the bucket over is held until the interpreter ends, and let go on in the midst of it.
 _LATE = """
 import asyncio, builtins, os, threading, time
-from psdist.snapshots.storage import open_storage
+from psdist.snapshots.opening import open_storage
 
 late, held, ending = [], threading.Event(), threading.Event()
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from psdist.compression import NUMPY_DTYPES
+from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import (
     DTypeMismatchError,
     InvalidArgumentError,

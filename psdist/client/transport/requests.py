@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from psdist.client.core.partition import Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import Route
-from psdist.compression import NUMPY_DTYPES, Cast, payloads
+from psdist.compression import Cast, payloads
+from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InternalError
 from psdist.types import Identity, Replica, Slicing
 from psdist.v1 import common_pb2, server_pb2

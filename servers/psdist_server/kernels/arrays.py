@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from psdist.compression import NUMPY_DTYPES
+from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InternalError, InvalidArgumentError, LimitExceededError
 from psdist.types import GroupRange, ParametersEntry, Slicing
 from psdist.wire.shm import WeightsArena, reason_of

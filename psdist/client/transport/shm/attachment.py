@@ -31,8 +31,8 @@ from psdist.client.core.routing import Route
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.transport.requests import RequestIdentity
 from psdist.client.transport.shm.stream import SharedStream, attach
-from psdist.config import Transport
 from psdist.errors import PsdistError, SharingUnavailableError, StaleEpochError
+from psdist.settings.config import Transport
 from psdist.types import ClusterMap, DType, ParametersEntry, Replica
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, fd_passing

@@ -30,7 +30,8 @@ from psdist.client.core.routing import Route
 from psdist.client.session.cluster_view import again
 from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.requests import PullJob, PushJob, PushPullJob
-from psdist.compression import NUMPY_DTYPES, payloads
+from psdist.compression import payloads
+from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import (
     ClosedError,
     InternalError,

@@ -26,9 +26,9 @@ from psdist.client.transport.data_path import DataPath, Job
 from psdist.client.transport.requests import ByteCounters, PullJob, PushJob, PushPullJob, RequestIdentity
 from psdist.client.transport.shm.attachment import SharedMemory
 from psdist.compression import Cast
-from psdist.config import Transport
 from psdist.consistency import BSP, SSP
 from psdist.errors import FencedError, NotMemberError, WaitTimeoutError
+from psdist.settings.config import Transport
 from psdist.types import ClusterMap, DType, Slicing
 from psdist.v1 import scheduler_pb2
 

@@ -23,7 +23,7 @@ from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgument
 from psdist.snapshots.policy import DEFAULT_POLICY, KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
 
 if TYPE_CHECKING:
-    from psdist.cli.flags import CommandLine, Flag
+    from psdist.settings.flags import CommandLine, Flag
 
 #: How gradients and weights travel: "auto" shares memory with the servers of this host and uses gRPC to all others,
 #: "grpc" never shares, "shm" fails where memory cannot be shared.
@@ -302,7 +302,7 @@ def _integer(environ: Mapping[str, str], names: tuple[str, ...], minimum: int) -
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:
-    from psdist.cli.flags import seconds
+    from psdist.settings.flags import seconds
 
     try:
         return seconds()(environ[name]) if environ.get(name) else default
@@ -316,7 +316,7 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
 def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> SchedulerSettings:
     """Settings of ``psdist-scheduler`` from its command line, without the program's name. Exits with 2 if wrong."""
     environ = os.environ if environ is None else environ
-    from psdist.cli.flags import fail
+    from psdist.settings.flags import fail
 
     line = _scheduler_line()
     given = line.parse(argv, environ)
@@ -351,7 +351,7 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
 
 def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> ServerSettings:
     """Settings of ``psdist-server`` from its command line, without the program's name. Exits with 2 if wrong."""
-    from psdist.cli.flags import fail
+    from psdist.settings.flags import fail
 
     environ = os.environ if environ is None else environ
     line = _server_line()
@@ -385,7 +385,7 @@ def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = Non
 
 def _program_token(program: str, given: Any, environ: Mapping[str, str]) -> str:
     """The token; refuses a bind that is not safe without encryption, or without a token."""
-    from psdist.cli.flags import fail
+    from psdist.settings.flags import fail
 
     try:
         token = find_token(environ, token_file=given.token_file)
@@ -416,7 +416,7 @@ def _name_text(value: str) -> str:
 
 
 def _shared_flags() -> tuple[Flag, ...]:
-    from psdist.cli.flags import Flag, integer, one_of
+    from psdist.settings.flags import Flag, integer, one_of
 
     return (
         Flag("--advertise", "address that others reach this process by", address_text, "", "HOST:PORT"),
@@ -431,7 +431,7 @@ def _shared_flags() -> tuple[Flag, ...]:
 
 def timeout_flags() -> tuple[Flag, ...]:
     """Flags on silent members, of every program that starts a scheduler."""
-    from psdist.cli.flags import Flag, seconds
+    from psdist.settings.flags import Flag, seconds
 
     return (
         Flag(
@@ -451,7 +451,7 @@ def timeout_flags() -> tuple[Flag, ...]:
 
 def storage_flags(default: str) -> tuple[Flag, ...]:
     """Flags on snapshots of every program that starts a scheduler. ``default``: in words, where they lie by default."""
-    from psdist.cli.flags import Flag, integer
+    from psdist.settings.flags import Flag, integer
 
     return (
         Flag(
@@ -487,7 +487,7 @@ def save_policy(given: Any, stored: bool) -> SavePolicy:
 
 
 def _scheduler_line() -> CommandLine:
-    from psdist.cli.flags import CommandLine, Flag, integer, seconds, text
+    from psdist.settings.flags import CommandLine, Flag, integer, seconds, text
 
     return CommandLine(
         "psdist-scheduler",
@@ -511,7 +511,7 @@ def _scheduler_line() -> CommandLine:
 
 
 def _server_line() -> CommandLine:
-    from psdist.cli.flags import CommandLine, Flag, integer, seconds, text
+    from psdist.settings.flags import CommandLine, Flag, integer, seconds, text
 
     return CommandLine(
         "psdist-server",
