@@ -27,7 +27,7 @@ def test_a_client_of_generated_stubs_alone_registers_creates_pushes_and_pulls(tm
     start = (
         f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}]; sys.path.append({sysconfig.get_path('purelib')!r});"
         f"import psdist; assert psdist.__file__.startswith({str(tmp_path)!r}), psdist.__file__;"
-        f"runpy.run_path({str(ROOT / 'tests/integration/plain_client.py')!r}, run_name='__main__')"
+        f"runpy.run_path({str(ROOT / 'tests/support/plain_client.py')!r}, run_name='__main__')"
     )
     cluster = EmbeddedCluster(servers=2)
     try:

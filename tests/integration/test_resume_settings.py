@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 from launched import Run
-from test_exact import SLICE, TOTAL, gradient, group_ranges, initial, joined, split
 
 from psdist import AsyncClient, AsyncParameters, load_snapshot, optim
 from psdist.consistency import ASP, BSP, Consistency
@@ -25,6 +24,7 @@ from psdist.launch.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
 from psdist_server.kernels import reference
 from psdist_server.kernels.optimizers import Rule, clip_factor
+from tests.integration.test_exact import SLICE, TOTAL, gradient, group_ranges, initial, joined, split
 
 WORKERS = 2
 RUN_ID = "changed"

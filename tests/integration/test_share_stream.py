@@ -17,8 +17,6 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from test_server_service import GRADIENT, INITIAL, SLICE, TOKEN, TOTAL, Bench, entry
-from test_server_service import bench as bench  # the fixture
 
 from psdist.consistency import ASP
 from psdist.errors import (
@@ -37,6 +35,8 @@ from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import auth, fd_passing, limits, status
 from psdist.wire.shm import GradientArena, WeightsArena
+from tests.integration.test_server_service import GRADIENT, INITIAL, SLICE, TOKEN, TOTAL, Bench, entry
+from tests.integration.test_server_service import bench as bench  # the fixture
 
 COUNT = -(-TOTAL // SLICE)
 

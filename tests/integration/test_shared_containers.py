@@ -10,8 +10,9 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from test_compose import BUILD_SECONDS, TRAIN_SECONDS
-from test_compose import engine as engine  # the fixture that builds the image
+
+from tests.integration.test_compose import BUILD_SECONDS, TRAIN_SECONDS
+from tests.integration.test_compose import engine as engine  # the fixture that builds the image
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(BUILD_SECONDS + 2 * TRAIN_SECONDS)]
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_exact import OPTIMIZERS, STEPS, TOTAL, gradient, initial, joined, reference_run, split
 
 import psdist
 from psdist import AsyncClient, AsyncParameters
@@ -26,6 +25,7 @@ from psdist.launch.embedded import EmbeddedCluster
 from psdist.settings.config import Transport
 from psdist.v1 import scheduler_pb2
 from psdist.wire import fd_passing
+from tests.integration.test_exact import OPTIMIZERS, STEPS, TOTAL, gradient, initial, joined, reference_run, split
 
 SGD = psdist.optim.SGD(lr=1.0)
 #: Optimizers that take different ways through the kernels.

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from launched import Run
 from mounted import Mount
-from test_exact import OPTIMIZERS, SLICE, TOTAL, gradient, initial, joined, reference_run, split
 
 from psdist import AsyncClient, AsyncParameters, optim
 from psdist.client.datasets import AsyncDataset
@@ -22,6 +21,7 @@ from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import SnapshotFailedError
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
+from tests.integration.test_exact import OPTIMIZERS, SLICE, TOTAL, gradient, initial, joined, reference_run, split
 
 WORKERS = 2
 RUN_ID = "resumed"

@@ -22,7 +22,7 @@ from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import Member
-from tests.unit.scheduler_driver import Driver, caller
+from tests.support.scheduler_driver import Driver, caller
 
 NAME = "train"
 

@@ -19,8 +19,8 @@ from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.records import Member
-from tests.unit.scheduler_driver import caller
-from tests.unit.snapshot_driver import SnapshotDriver, commit_of
+from tests.support.scheduler_driver import caller
+from tests.support.snapshot_driver import SnapshotDriver, commit_of
 
 SERVERS = 2
 WORKERS = 2

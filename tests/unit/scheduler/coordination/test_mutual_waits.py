@@ -11,7 +11,7 @@ from psdist import errors
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.worker_events import Activity, MutualWait
-from tests.unit.scheduler_driver import LAYOUT, Driver, caller, spec
+from tests.support.scheduler_driver import LAYOUT, Driver, caller, spec
 
 
 class Run(Driver):

@@ -12,7 +12,7 @@ from psdist.consistency import ASP
 from psdist.types import Layout, ParametersMember, TensorSpec
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import Member
-from tests.unit.scheduler_driver import LAYOUT, Driver, caller
+from tests.support.scheduler_driver import LAYOUT, Driver, caller
 
 
 def started(workers: int = 2, servers: int = 2, **settings: int) -> tuple[Driver, list[Member], list[int], list[int]]:

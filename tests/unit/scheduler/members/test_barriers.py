@@ -10,7 +10,7 @@ from psdist import errors
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import BarrierRecord, Member
 from psdist_scheduler.members.barriers import NAMES_KEPT
-from tests.unit.scheduler_driver import Driver, caller
+from tests.support.scheduler_driver import Driver, caller
 
 
 def arrive(d: Driver, worker: Member, passed: int, name: str = "b", *, withdraw: bool = False) -> int:

@@ -12,7 +12,7 @@ from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.records import Member, StoredState
 from psdist_scheduler.snapshots.attempt import Attempt
-from tests.unit.scheduler_driver import Driver
+from tests.support.scheduler_driver import Driver
 
 DIGEST = "0" * 32
 

@@ -23,7 +23,7 @@ from psdist_server.kernels import reference
 from psdist_server.kernels.optimizers import Rule
 from psdist_server.snapshot_loader import ShardLoaded, ShardLoadFailed
 from psdist_server.store import cut_controller
-from tests.unit.server_driver import Driver, Floats, answered, entry_of, memory
+from tests.support.server_driver import Driver, Floats, answered, entry_of, memory
 
 TOTAL = 50_000
 RNG = np.random.default_rng(1)

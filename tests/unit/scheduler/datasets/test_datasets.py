@@ -15,7 +15,7 @@ from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events.records import DataLease, DatasetRecord, Member
 from psdist_scheduler.store import SqliteStore
-from tests.unit.scheduler_driver import Driver, caller
+from tests.support.scheduler_driver import Driver, caller
 
 SPEC = DatasetSpec("train", 100, 10, data_epochs=2, retries_max=1)
 

@@ -13,8 +13,8 @@ from psdist.errors import PsdistError, SettingsMismatchError, SnapshotCorruptErr
 from psdist.snapshots.format import Manifest
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
-from tests.unit.snapshot_driver import SnapshotDriver, commit_of, history_of
-from tests.unit.test_scheduler_resume import lose, rejoin, resumed, saved_run
+from tests.support.snapshot_driver import SnapshotDriver, commit_of, history_of
+from tests.unit.scheduler.placement.test_restore_point import lose, rejoin, resumed, saved_run
 
 SGD = optim.SGD(lr=0.1)
 ADAM = optim.Adam()

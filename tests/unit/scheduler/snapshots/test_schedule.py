@@ -12,8 +12,8 @@ from psdist.snapshots.policy import SavePolicy
 from psdist.types import Layout, TensorSpec
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
-from tests.unit.scheduler_driver import Driver, caller
-from tests.unit.snapshot_driver import Ready, SnapshotDriver, history_of, ready, written
+from tests.support.scheduler_driver import Driver, caller
+from tests.support.snapshot_driver import Ready, SnapshotDriver, history_of, ready, written
 
 OTHER = Layout((TensorSpec("v", (64,)),))
 

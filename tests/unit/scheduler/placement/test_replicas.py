@@ -8,7 +8,7 @@ from psdist import errors
 from psdist.types import Replica, Shard
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import Member
-from tests.unit.scheduler_driver import Driver, caller
+from tests.support.scheduler_driver import Driver, caller
 
 
 class Run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.events import cluster_events as ev
-from tests.unit.snapshot_driver import SnapshotDriver, history_of, ready
+from tests.support.snapshot_driver import SnapshotDriver, history_of, ready
 
 
 def test_silence_of_the_storage_ends_an_attempt() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from psdist import errors
 from psdist_scheduler.events import cluster_events as ev
-from tests.unit.scheduler_driver import Driver
+from tests.support.scheduler_driver import Driver
 
 
 def enter(d: Driver, agent: str, processes: int = 2, nodes: tuple[int, int] = (2, 2)) -> int:

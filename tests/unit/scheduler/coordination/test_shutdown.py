@@ -7,8 +7,8 @@ import pytest
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
-from tests.unit.scheduler_driver import caller
-from tests.unit.snapshot_driver import Ready, ready
+from tests.support.scheduler_driver import caller
+from tests.support.snapshot_driver import Ready, ready
 
 
 def know(d: Ready) -> None:

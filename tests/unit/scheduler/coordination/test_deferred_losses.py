@@ -11,9 +11,9 @@ from psdist_scheduler.coordination.deferred_losses import PATIENCE_SECONDS
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import snapshot_events as sn
-from tests.unit.scheduler_driver import Driver, caller
-from tests.unit.snapshot_driver import SnapshotDriver, commit_of, history_of
-from tests.unit.test_scheduler_resume import DATA, lease, lose, rejoin, saved_run
+from tests.support.scheduler_driver import Driver, caller
+from tests.support.snapshot_driver import SnapshotDriver, commit_of, history_of
+from tests.unit.scheduler.placement.test_restore_point import DATA, lease, lose, rejoin, saved_run
 
 
 def committing(step: int = 9, **settings: Any) -> SnapshotDriver:

@@ -16,8 +16,8 @@ from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.records import Member, RestorePoint
-from tests.unit.scheduler_driver import caller
-from tests.unit.snapshot_driver import SnapshotDriver, history_of
+from tests.support.scheduler_driver import caller
+from tests.support.snapshot_driver import SnapshotDriver, history_of
 
 DATA = DatasetSpec("train", size=100, range_size=10, shuffle=False)
 

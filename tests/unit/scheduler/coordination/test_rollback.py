@@ -10,9 +10,9 @@ import pytest
 from psdist.errors import FencedError
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.placement.restore_point import WORKERS_GRACE_SECONDS
-from tests.unit.scheduler_driver import caller
-from tests.unit.snapshot_driver import SnapshotDriver, history_of
-from tests.unit.test_scheduler_resume import lose, rejoin, saved_run
+from tests.support.scheduler_driver import caller
+from tests.support.snapshot_driver import SnapshotDriver, history_of
+from tests.unit.scheduler.placement.test_restore_point import lose, rejoin, saved_run
 
 
 def test_a_worker_whose_session_is_broken_when_the_run_goes_back_begins_a_new_life_too() -> None:

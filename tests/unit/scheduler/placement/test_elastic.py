@@ -7,7 +7,7 @@ import pytest
 from psdist.errors import DuplicateMemberError
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
-from tests.unit.scheduler_driver import Driver
+from tests.support.scheduler_driver import Driver
 
 
 def elastic(nodes: tuple[int, int] = (2, 4)) -> tuple[Driver, list[int]]:

@@ -9,10 +9,10 @@ import logging
 import numpy as np
 import pytest
 from client_fakes import Setup, flat, gradient
-from test_client_snapshots import roll_back
 
 import psdist
 from psdist import errors
+from tests.unit.client.session.test_snapshots import roll_back
 
 NOTICE = "'p' goes on from snapshot 000000000007-1-1-abcdef with other settings: lr 0.1 -> 0.5"
 INIT = {"w": np.zeros(3, np.float32)}

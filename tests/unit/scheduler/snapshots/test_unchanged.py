@@ -8,8 +8,8 @@ from psdist.snapshots.policy import SavePolicy
 from psdist.types import DataPosition
 from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import snapshot_events as sn
-from tests.unit.scheduler_driver import caller
-from tests.unit.test_scheduler_resume import lease, position, reading_run
+from tests.support.scheduler_driver import caller
+from tests.unit.scheduler.placement.test_restore_point import lease, position, reading_run
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -14,7 +14,7 @@ from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.records import Member
-from tests.unit.snapshot_driver import DIGEST, SnapshotDriver, history_of
+from tests.support.snapshot_driver import DIGEST, SnapshotDriver, history_of
 
 
 class KeeperDriver(SnapshotDriver):

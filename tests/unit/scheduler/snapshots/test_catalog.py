@@ -7,7 +7,7 @@ from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.records import Member
-from tests.unit.snapshot_driver import Ready, SnapshotDriver, commit_of, history_of, ready
+from tests.support.snapshot_driver import Ready, SnapshotDriver, commit_of, history_of, ready
 
 
 def test_the_number_of_a_record_is_above_all_that_were_ever_seen() -> None:
