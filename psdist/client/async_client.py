@@ -1,9 +1,10 @@
-"""``AsyncClient``: one worker's membership in a run, and the door to its parameters.
+"""``AsyncClient``: one worker's membership in a run, and access to its parameter sets.
 
-Connects by the environment of the launcher where nothing is passed. Everything runs on the loop it was connected in,
-heartbeats too: a script that computes on that loop for longer than the lease (``--failure-timeout``) is taken for
-dead, so long computations belong in a thread (``asyncio.to_thread``), or use ``Client``, whose loop is a thread of its
-own. All clients of a process must share one loop, because grpc.aio polls for only one (grpc issue 42357).
+Without arguments the client connects by the environment that the launcher left. Everything runs on the event loop in
+which it was connected, heartbeats included. A script that computes on that loop for longer than its lease
+(``--worker-timeout``) is expelled. So long computations belong in a thread (``asyncio.to_thread``), or use ``Client``,
+whose loop has a thread of its own. All clients of a process must share one loop, because grpc.aio polls for only one
+(grpc issue 42357).
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""A step in buckets, under way: parts of its gradient are sent while the user still computes the rest.
+"""A step in buckets: parts of its gradient are sent while the user still computes the rest.
 
-``BucketStep`` is one such step, ``AsyncBucket`` what the user holds of it. Each bucket's slices travel in a task of
-their own. Not here: which slices are ready (``buckets``), checks of values (``parameters``).
+``BucketStep`` is one such step, and ``AsyncBucket`` is the user's handle of one bucket. The slices of each bucket
+travel in a task of their own.
 
-Invariants: the step's number is used up once, when every slice is answered; a failure is told to the user once at
-least, by the bucket or by the next call.
+Invariants: the step's number is used up once, when every slice is answered. A failure is raised at least once, by the
+bucket or by the next call.
+
+Not here: which slices are ready (``buckets``), checks of values (``parameters``).
 """
 
 from __future__ import annotations

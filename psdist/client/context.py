@@ -1,7 +1,7 @@
-"""``psdist.init()``: where this script stands in its run, and its client.
+"""``psdist.init()``: the rank and world of this script, and its client.
 
-Under a launcher it reads what the launcher left in the environment. Without one it is a world of one: it starts a
-scheduler and a server of its own, which end with the script.
+Under a launcher they come from the environment. Without one the script is a world of one: a scheduler and a server are
+started for it, and end with it.
 """
 
 from __future__ import annotations

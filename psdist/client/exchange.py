@@ -1,7 +1,9 @@
-"""What one handle and its servers exchange: the jobs of its session, over shared memory or gRPC.
+"""What one handle and its servers exchange: the requests of its push sequence, over shared memory or gRPC.
 
-Here a call gets its step, its routes and its time limit. Not here: whose turn it is and what the user is given
-(``parameters``), the streams (``data_path``), the shared memory (``attachment``).
+A call gets its step, its routes and its time limit here.
+
+Not here: the order of calls and what the user is given (``parameters``), the streams (``data_path``), the shared memory
+(``attachment``).
 """
 
 from __future__ import annotations

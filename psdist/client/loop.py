@@ -1,7 +1,7 @@
-"""The one loop: a background thread that runs it for the synchronous face, and the rule that a process has only one.
+"""The one event loop of a process: a background thread that runs it for the synchronous API.
 
-Invariants: at most one background thread per process, started on first use and shared by all clients; the clients
-that are open in a process are all on one loop. At interpreter exit open clients of the thread leave politely.
+Invariants: there is at most one background thread per process. It is started on first use, and all clients share it.
+All open clients of a process are on one loop. At interpreter exit the open clients of the thread leave the run.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""``AsyncParameters``: pull, push and push_pull of one named set of tensors.
+"""``AsyncParameters``: pull, push and push_pull of one parameter set.
 
-One call at a time: calls of several tasks on the same handle queue up, so that steps stay in order. What is wrong with
-an input is raised before anything is sent. A call that fails or is cancelled does not advance the step: calling again
-sends again under the same number, and the servers take only what they do not have yet. So give the same gradient again:
-of another one those slices count that had not arrived.
+Calls of several tasks on one handle run one after another, so that steps stay in order. Invalid input raises before
+anything is sent. A call that fails or is cancelled does not advance the step. Calling again sends under the same
+number, and the servers take only the slices that they lack. So give the same gradient again: a different one would
+count only for those slices.
 
-A worker that was expelled while it lived (silent for longer than ``--worker-timeout``, or cut off) takes part again by
-itself. The push that it was making, or had computed, is made again in the next incarnation where that is still right:
-in SSP and ASP always, in BSP while no slice has closed the step without it. Else the others have gone on without it, so
-that it belongs to no step: it is dropped, counted and told, and the worker goes on from a step that the others have not
-reached. Where the run goes back to a snapshot, every worker's push is dropped; then the next step is the one that the
-snapshot was cut before, which is lower.
+A worker that was expelled while it lived (it was silent for longer than ``--worker-timeout``, or cut off) rejoins by
+itself. Its next incarnation resumes the push that it was making, or had computed, where that is still right: in SSP and
+ASP always, in BSP while no slice has closed the step without it. Otherwise the others have gone on, and the push
+belongs to no step: it is dropped, counted and reported, and the worker continues at a step that the others have not
+reached. When the run rolls back to a snapshot, every worker's push is dropped, and the next step is the one that
+follows the snapshot's cut, which is lower.
 
-Not here: jobs (``exchange``), a step that is given in buckets (``bucket_step``).
+Not here: requests (``exchange``), a step in buckets (``bucket_step``).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """SIGTERM in a worker's script: the worker ends in agreement with the others, and the script with status 143.
 
-``psdist.init()`` installs the handler where it may: in the main thread, and only if the script has none of its own. The
-handler raises nothing, because what is raised in the middle of C code or of a finalizer is lost. It sets a flag and
-wakes psdist's loop, which has the clients' end agreed on (``stopping``). When they may leave, calls under way are given
-up, and SystemExit is raised by that call, or by the next one. A script that makes none for 10 s is sent the signal
-again, and then the handler raises.
+``psdist.init()`` installs the handler in the main thread, if the script has none of its own. The handler raises
+nothing, because CPython drops an exception that is raised inside a finalizer or a callback of C code. It sets a flag
+and wakes psdist's loop, which agrees on the end of the clients (``stopping``). When they may leave, calls under way are
+given up, and that call or the next one raises SystemExit. A script that makes no call for 10 s gets the signal again,
+and then the handler raises.
 
-The loop also reads signals from a pipe that C code writes to, so that it knows of one that the interpreter, busy in a
-long call of the script, has not come to. What a worker says when it leaves is kept here, too.
+The loop also reads signals from a pipe that C code writes to. So it knows of a signal that the interpreter, busy in a
+long call of the script, has not handled. The reason that a worker gives when it leaves is kept here too.
 """
 
 from __future__ import annotations

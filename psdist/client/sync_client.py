@@ -1,7 +1,7 @@
-"""``Client`` and ``Parameters``: the synchronous face of ``AsyncClient``.
+"""``Client`` and ``Parameters``: the synchronous API over ``AsyncClient``.
 
-Every call runs on the process's one background loop (``loop``) and blocks until it is done; Ctrl-C cancels the call.
-Usable from several threads.
+Every call runs on the one background loop of the process (``loop``) and blocks until it is done. Ctrl-C cancels the
+call. Several threads may call.
 """
 
 from __future__ import annotations

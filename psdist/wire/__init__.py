@@ -1,1 +1,1 @@
-"""The wire: frames, conversions, errors, tokens, channels and limits. Everything that both sides must agree on."""
+"""The wire: frames, conversions, errors, tokens, channels and limits. Both sides must agree on all of it."""

@@ -1,8 +1,8 @@
-"""The join token: sent as metadata with every call, compared in constant time before the body is read.
+"""The join token: metadata of every call, compared in constant time before the body is read.
 
-A refused call is answered by a handler of stream shape, because gRPC reads and parses the request of a unary handler
-before the handler runs. The health check is open: probes have no token and it tells nothing but "serving". The health
-service's other methods are not: they keep what the caller sent.
+A stream-shaped handler answers a refused call, because gRPC reads and parses the request of a unary handler before the
+handler runs. The health check is open: probes have no token, and it answers only "serving". The other methods of the
+health service are not open, because they keep what the caller sent.
 """
 
 from __future__ import annotations

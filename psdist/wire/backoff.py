@@ -1,6 +1,6 @@
-"""How long to wait before the next attempt.
+"""How long to wait before the next attempt. Pure: the randomness is an argument.
 
-Pure: the randomness is an argument. Not here: what may be tried again (``data_path``, ``scheduler_session``).
+Not here: what may be tried again (``data_path``, ``scheduler_session``).
 """
 
 from __future__ import annotations

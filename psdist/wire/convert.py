@@ -1,7 +1,8 @@
-"""Between the frozen dataclasses that the machines speak and the protobuf messages that cross the wire.
+"""Between the frozen dataclasses of the machines and the protobuf messages of the wire.
 
-One pair of functions per type, ``x_to_proto`` and ``x_from_proto``. What comes from the wire is checked here: names,
-sizes and kinds that are out of range raise InvalidArgumentError or LimitExceededError before anything else sees them.
+There is one pair of functions per type, ``x_to_proto`` and ``x_from_proto``. What comes from the wire is checked here:
+names, sizes and kinds that are out of range raise InvalidArgumentError or LimitExceededError before any other code sees
+them.
 """
 
 from __future__ import annotations

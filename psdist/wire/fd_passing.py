@@ -1,13 +1,13 @@
-"""Handover: how two processes on one host give each other the files of their arenas.
+"""How two processes on one host exchange the files of their arenas.
 
-The worker listens on a socket of a random name in the host's shared-memory file system, which is what two processes or
-containers see together if they can share memory at all, and tells the server the name over gRPC. The server connects,
-takes the worker's file and gives its own. Each side checks that the other runs as the same user. That the two are who
-they were on gRPC is proved by the nonces in the files, which come back over gRPC. The connection stays, for the calls
+The worker listens on a socket of a random name in the host's shared-memory file system, which two processes or
+containers have in common if they can share memory at all. It sends the name over gRPC. The server connects, receives
+the worker's file and sends its own. Each side checks that the other runs as the same user. The nonces in the files come
+back over gRPC, which proves that both peers are the ones of the gRPC stream. The connection stays open for calls
 (``framed_socket``).
 
-Invariants: the socket's file is removed as soon as the handover ended, either way. What a process that was killed in
-the middle of one left behind is removed by ``sweep``: nobody answers there.
+Invariants: the socket's file is removed as soon as the exchange ends, either way. ``sweep`` removes the file of a
+process that was killed in the middle: no process answers there.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Line: whole messages over the connection by which two processes on one host gave each other their arenas.
+"""Whole messages over the socket on which two processes on one host exchanged their arenas.
 
-Each message comes after its length, four bytes little-endian. Messages are handed on from within the loop's own call,
-without a task, and what is sent from there leaves at once: this is what makes a small call fast.
+Each message follows its length, four bytes little-endian. Messages are delivered from within the loop's own callback,
+without a task, and what is sent from there leaves at once. This makes small calls fast.
 
-Invariants: a message is handed on whole, once, in its order, and never after the end. ``ended`` is called once, unless
-this side closed the line.
+Invariants: each message is delivered whole, once, in order, and never after the end. ``ended`` is called once, unless
+this side closed the socket.
 
-Not here: what the messages mean (``shared_memory`` at the server, ``shared_stream`` at the client), how the two met
+Not here: what the messages mean (``shm_service`` at the server, ``stream`` at the client), how the two met
 (``fd_passing``).
 """
 

@@ -1,12 +1,14 @@
-"""Frames: slices as protobuf messages whose payload is not copied more than it must be.
+"""Frames: slices as protobuf messages, with as few copies of the payload as possible.
 
-A slice message is a few header fields and, last on the wire, ``bytes payload = 15``. ``pack`` writes the serialized
-header, the payload's tag and length, and the array's memory, in one join, so that the payload begins at a multiple of
-four bytes. ``unpack`` walks over the header fields to
-the payload and takes a memoryview of it, so that the array can be read where the transport put it.
+A slice message has a few header fields and, last on the wire, ``bytes payload = 15``. ``pack`` writes the serialized
+header, the tag and length of the payload, and the array's memory, in one join, so that the payload begins at a multiple
+of four bytes. ``unpack`` walks over the header fields to the payload and takes a memoryview of it, so that the array
+can be read where the transport put it.
 
-Both are plain protobuf: what ``pack`` writes any parser reads, and a message whose fields come in another order
-is handed to the real parser. Not here: which messages exist (``psdist.v1``), what the payload means (codecs).
+Both are plain protobuf: any parser reads what ``pack`` writes, and a message whose fields come in another order is
+given to the real parser.
+
+Not here: which messages exist (``psdist.v1``), what the payload means (codecs).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """How the C library keeps the memory of message buffers, set once per process, before data flows.
 
 A slice crosses a process in buffers of up to 4 MiB (gRPC receives into one that grows, then copies). By default glibc
-gives such memory back to the system as soon as it is free, and the next message pays for clearing fresh pages:
-measured with 25 M parameters, two workers and two servers over gRPC, 310 ms of each step's CPU time are the kernel's by
-default, 243 ms with what is set here (raw grpc.aio: 330 and 185).
+returns such memory to the system as soon as it is free, and the next message pays for clearing fresh pages. Measured
+with 25 M parameters, two workers and two servers over gRPC: of each step's CPU time 310 ms are spent in the kernel by
+default, and 243 ms with these settings (raw grpc.aio: 330 and 185).
 
-The limits are those that glibc comes to by itself in a process that once freed an array of 32 MiB, its ceiling: larger
-arrays are given back at once as ever, and at most 64 MiB of free memory are kept. Setting them ends that adaptation.
+The limits are those that glibc reaches by itself in a process that once freed an array of 32 MiB, its ceiling. Larger
+arrays are still returned at once, and at most 64 MiB of free memory are kept. Setting them ends that adaptation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Errors to and from gRPC: one status code and one ErrorDetail message each. The only place that knows both sides.
+"""Errors to and from gRPC: one status code and one ErrorDetail message each. Only this module knows both sides.
 
 A server aborts a call with the error's status, its message, and the detail in the trailing metadata
-``psdist-error-bin``. A client turns a failed call back into the same class. A failed call without the detail (the
+``psdist-error-bin``. A client turns a failed call back into the same class. A failed call without the detail (from the
 transport itself, or a peer that is not psdist) becomes the class that its status suggests.
 """
 

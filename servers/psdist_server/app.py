@@ -1,7 +1,7 @@
-"""The server program: one event loop with the data path, the health service and the link to the scheduler.
+"""The server program: one event loop with the data path, the health service and the session with the scheduler.
 
-It starts in any order with the others, serves once it is registered, and ends on SIGTERM or SIGINT, when its launcher's
-lifeline breaks, or when the scheduler does not know it any more.
+A server may start before or after the others. It serves once it is registered. It ends on SIGTERM or SIGINT, when its
+launcher's lifeline breaks, or when the scheduler no longer knows it.
 """
 
 from __future__ import annotations

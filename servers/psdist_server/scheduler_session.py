@@ -1,8 +1,8 @@
-"""The server's link to the scheduler: registration, the session, and what comes down it.
+"""The server's session with the scheduler: registration, heartbeats, and commands.
 
-Heartbeats with counters go up; maps, proposals and news come down and are handed to the host in the order in which they
-came. When the session breaks it is opened again with the same incarnation; the data path does not notice. A
-scheduler that no longer knows this incarnation ends the server: what it held belongs to nobody any more.
+Heartbeats with counters go up. Maps, proposals and news come down and are passed to the server in the order in which
+they came. A session that breaks is opened again with the same incarnation; the data path does not notice. The server
+ends when the scheduler no longer knows this incarnation, because its shards then belong to others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The host: all holdings of one server process, the cluster map they follow, and who may talk to them.
+"""All parameter stores of one server process, the cluster map that they follow, and who may talk to them.
 
 The map comes from the scheduler (``psdist_server.scheduler_session``). A request that was routed by a newer map waits
-for it; one that was routed by an older map is refused, and the client routes it anew.
+for that map. One that was routed by an older map is refused, and the client routes it anew.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The service: ServerService over grpc.aio. Thin: it reads frames, checks who sends, and hands slices to the holdings.
+"""ServerService over grpc.aio: reads frames, checks the sender, and passes slices to the parameter stores.
 
-A request is checked in the order run, token (by the interceptor), epoch known, worker and incarnation, epoch current,
-parameters, before a payload is looked at. Slices travel as raw frames (``psdist.wire.frames``), so their methods are
+A request is checked in this order before a payload is read: run, token (by the interceptor), epoch known, worker and
+incarnation, epoch current, parameter set. Slices travel as raw frames (``psdist.wire.frames``), so their methods are
 registered without protobuf's serializers.
 """
 

@@ -1,15 +1,15 @@
-"""Sharing: the Share stream, by which a worker on this host pushes and pulls without sending payloads.
+"""The Share stream, by which a worker on this host pushes and pulls without sending payloads.
 
-The stream's only request attaches: the worker's gradient arena and this server's weights arena change hands
-(``psdist.wire.fd_passing``). The connection over which they did is the attachment's line
-(``psdist.wire.framed_socket``): each message on it is a call whose payloads lie in the arenas. As soon as it is read
-all of its slices are with the shard machines, and it is answered by one message when all of them are answered. Whom it
-waits for is told meanwhile.
+The only request on the stream attaches: the worker's gradient arena and this server's weights arena are exchanged
+(``psdist.wire.fd_passing``). The socket over which that happened carries the calls (``psdist.wire.framed_socket``).
+Each message on it is a call whose payloads lie in the arenas. All slices of a call go to the shard machines as soon as
+it is read, and one message answers it when all of them are answered. Meanwhile the worker is sent the reason of the
+wait.
 
-Invariants: calls are taken in the order in which they came. A call is refused before any of its slices is taken, or
-all of them are taken. What one attachment can make this server hold is bounded by the slices here. It ends with its
-stream or its line, whichever ends first; then its calls are over, but what they contributed is not: the machines hold
-views of the arena, whose mapping lasts as long.
+Invariants: calls are taken in the order in which they came. Either all slices of a call are taken, or it is refused
+before any is. The slices here bound what one attachment can make this server hold. An attachment ends with its stream
+or its socket, whichever ends first. Its calls then end too, but their contributions stay: the machines hold views of
+the arena, whose mapping lasts as long as the views do.
 
 Not here: what a push does (``parameter_store``), arenas as such (``psdist.wire.shm``).
 """

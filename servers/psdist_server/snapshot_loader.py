@@ -1,8 +1,8 @@
-"""The loader: fills the shards that this server is the primary of from a snapshot, where the map says so.
+"""Fills the shards of which this server is the primary from a snapshot, where the map says so.
 
-Slices are read from the files of any number of old servers, compared with the manifest's digests, and installed, a few
-at a time. A storage that does not answer is asked again, for as long as it takes, and what is waited for is said; a
-snapshot that is corrupt, or of other parameters, is reported, and what comes then is the scheduler's decision.
+Slices are read from the files of any number of earlier servers, compared with the digests of the manifest, and
+installed, a few at a time. A storage that does not answer is tried again for as long as it takes, and the wait is
+reported. A snapshot that is corrupt, or of another parameter set, is reported, and the scheduler decides what follows.
 """
 
 from __future__ import annotations

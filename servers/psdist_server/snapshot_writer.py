@@ -1,11 +1,11 @@
-"""The saver: this server's part in taking snapshots, from the scheduler's commands to files that are durable.
+"""This server's part in taking snapshots, from the scheduler's commands to files that are durable.
 
-One attempt at a time. ``Prepare`` arms cuts in the holdings (``cut_controller``), ``SnapshotCut`` starts a writer for
-each, which writes one file for each shard that this server is the primary of, one after another; ``End`` drops what is
-left. What goes wrong is reported, ends the attempt here at once, and never harms training. An attempt belongs to one
-session with the scheduler: where that breaks, both give it up.
+There is one attempt at a time. ``Prepare`` arms the cut in the parameter stores (``cut_controller``). ``Cut`` starts a
+writer for each store, which writes one file for each shard of which this server is the primary, one after another.
+``End`` discards what is left. An error is reported, ends the attempt here at once, and never harms training. An attempt
+belongs to one session with the scheduler. Where that breaks, both sides give the attempt up.
 
-Not here: when snapshots are taken, and what makes one count (the scheduler); their bytes (``psdist.snapshots``).
+Not here: when snapshots are taken, and what makes one exist (the scheduler); their bytes (``psdist.snapshots``).
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Buckets: the gradient of one step given piece by piece. Which slices a piece makes ready, and what is still missing.
+"""Buckets: the gradient of one step given piece by piece. Pure.
 
-A slice is ready when every tensor that touches it was given; so a step's slices are sent while the rest of the gradient
-is still computed. Pure: no waiting, no arrays. Not here: values (``partition``), sending (``bucket_step``).
+This decides which slices a piece completes, and what is still missing. A slice is ready when every tensor that touches
+it was given. So slices are sent while the rest of the gradient is still computed.
 
-Invariants: a slice is handed out after the last of its tensors was given, and once, unless its bucket failed before the
-slice was answered; then it is handed out again when all of its tensors are given again.
+Invariants: a slice is ready once, after the last of its tensors was given. If its bucket fails before the slice is
+answered, the slice is ready again when all of its tensors are given again.
+
+Not here: values (``partition``), sending (``bucket_step``).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Between a user's tensors and the flat vector: named arrays to one float32 vector in layout order, and back.
+"""Between a user's tensors and the flat vector: named arrays to one float32 vector in layout order, and back. Pure.
 
-Pure: no waiting, files, clock or randomness. What is wrong with an input is found here, before anything is sent, and
-said with the tensor's name, what was given and what is expected. Not here: how the vector is cut and where the slices
-go (``routing``), how they are encoded (``psdist.compression``).
+Invalid input is found here, before anything is sent. The error names the tensor, what was given and what is expected.
 
-Invariants: ``unflatten(layout, flatten(layout, x)) == x`` up to the rounding of float64 to float32; ``flatten`` copies
-nothing where the arrays already lie one after another in memory; ``unflatten`` and ``views`` share the vector's memory
-with the float32 tensors they return.
+Invariants: ``unflatten(layout, flatten(layout, x)) == x`` up to the rounding of float64 to float32. ``flatten`` copies
+nothing where the arrays already lie one after another in memory. ``unflatten`` and ``views`` share the vector's memory
+with the float32 tensors that they return.
+
+Not here: where slices go (``routing``), how they are encoded (``psdist.compression``).
 """
 
 from __future__ import annotations

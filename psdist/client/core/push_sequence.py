@@ -1,16 +1,16 @@
-"""The session of one worker with one parameters: which step comes next, and which slices of it are still unanswered.
+"""The pushes of one worker to one parameter set: the next number, and which slices are still unanswered. Pure.
 
-Pure: events are method calls, nothing waits. This is what makes a push exactly-once together with the servers'
-duplicate tables: a push keeps its number until every slice of it is answered, and what is sent again carries it.
+Together with the servers' duplicate tables this makes a push exactly-once: a push keeps its number until every slice of
+it is answered, and whatever is sent again carries that number.
 
 Invariants, checked by ``PendingRequest.answer`` and the tests:
 
 * A step (BSP) or sequence number (SSP, ASP) is used by one finished push, never by two.
-* The number grows only when a push is finished: after an error or a cancelled call the next push has the same number,
-  and the servers take from it only what they have not.
-* A slice is answered at most once per push; an answer for a slice that was not asked for is an error.
+* The number grows only when a push is finished. After an error or a cancelled call the next push has the same number,
+  and the servers take from it only what they lack.
+* A slice is answered at most once per push. An answer for a slice that was not asked for is an error.
 * A push carries the snapshot mark that was the newest when its first slice was sent, however often it is sent again.
-* A worker that was expelled and goes on with its pushes goes on with their numbers; the marks of before mean nothing.
+* An expelled worker that resumes keeps its numbers. Marks from before its expulsion have no meaning.
 """
 
 from __future__ import annotations

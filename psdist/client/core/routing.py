@@ -1,11 +1,10 @@
-"""Routes: which server gets which slices, read from one cluster map and the news since.
-
-Pure: frozen values in and out. Not here: connections (``scheduler_session``), what is still to be sent
-(``push_sequence``).
+"""Routes: which server gets which slices, by one cluster map and the news since. Pure.
 
 Invariants: the plan of one call covers exactly the slices asked for, each once, ascending within a route, and at most
-one route goes to a server. A shard without a live primary gives no route: its slices wait for a newer map, because the
-scheduler alone decides who is next. A shard that the scheduler has declared lost is an error.
+one route goes to a server. A shard without a live primary gives no route. Its slices wait for a newer map, because the
+scheduler alone decides which server is next. A shard that the scheduler has declared lost is an error.
+
+Not here: connections (``scheduler_session``), what is still to be sent (``push_sequence``).
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What this worker's next pushes are, over all of its parameters, and which mark they carry.
+"""The numbers of this worker's next pushes, over all of its parameter sets, and the mark that they carry. Pure.
 
-A snapshot in SSP and ASP cuts each worker's pushes in two: those numbered below what the worker answers to Mark, and
-those after, which carry the attempt as their mark and wait at the servers until the cut is copied. Reports on leased
-data carry the same numbers, so that a snapshot knows which ranges are in its weights. Pure. Not here: the numbers
-themselves (``push_sequence``), the wire (``scheduler_session``).
+A snapshot in SSP and ASP divides each worker's pushes in two. Those below the number that the worker answers to Mark
+are in the snapshot. Later ones carry the attempt as their mark, and wait at the servers until the cut is copied.
+Reports on leased data carry the same numbers, so that a snapshot knows which ranges are in its weights.
 
-Invariants: the numbers and the mark change in one place at once, so that a push is either numbered below an answer and
-without its mark, or above and with it; asked again about one attempt, the answer is the same.
+Invariants: numbers and mark change together, so a push is either numbered below an answer and has no mark, or above it
+and has the mark. Asked again about one attempt, the answer is the same.
+
+Not here: the numbers themselves (``push_sequence``), the wire (``scheduler_session``).
 """
 
 from __future__ import annotations

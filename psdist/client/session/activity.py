@@ -1,9 +1,8 @@
-"""What this worker's script waits for, where other workers can end that wait. By it the scheduler finds workers that
-wait for each other (``MutualWaitError``).
+"""What this worker's script waits for, where only other workers can end that wait.
 
-Reported are waits that only others can end: of a script that calls from one thread, without a time limit. Each report
-has, of the same moment, how far this worker's own pushes are; the scheduler needs both together. Everything here runs
-on the loop.
+From these reports the scheduler finds workers that wait for each other (``MutualWaitError``). Reported are waits
+without a time limit, of a script that calls from one thread. Each report also says how far this worker's own pushes
+are at the same moment, because the scheduler needs both together. Everything here runs on the loop.
 """
 
 from __future__ import annotations

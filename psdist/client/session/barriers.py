@@ -1,8 +1,9 @@
-"""One barrier of one client: its arrivals, each with a number, so that none is lost and none counts twice.
+"""One barrier of one client: numbered arrivals, so that none is lost and none counts twice.
 
-A worker may hear that it passed, or never: the answer is lost, its time limit is over, it is expelled while it waits.
-So it says with each arrival how many it knows that it has passed, and a scheduler that knows of one more lets it pass
-at once. One that gives up withdraws its arrival before it says so: else the others could pass while it does not wait.
+A worker may never hear that it passed: the answer is lost, its time limit ends, or it is expelled while it waits. So
+each arrival says how many rounds the worker knows that it has passed. A scheduler that knows of one more lets it pass
+at once. A worker that gives up withdraws its arrival before the call returns. Otherwise the others could pass while it
+does not wait.
 """
 
 from __future__ import annotations

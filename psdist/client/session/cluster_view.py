@@ -1,10 +1,10 @@
 """What the client knows of the cluster: the newest map, the news since, and whether it is still a member.
 
-Maps and news come from the scheduler's session (``scheduler_session``); calls under way wait here for a newer map or
-for the end of the server that they wait on. Not here: any network.
+Maps and news come from ``scheduler_session``. Calls under way wait here for a newer map, or for the end of the server
+that they use.
 
-Invariants: the epoch never goes down within one life of this client. That a server is gone ends attempts on it, and
-nothing else: whether something is lost is the scheduler's to say.
+Invariants: the epoch never goes down within one incarnation. News that a server is gone ends attempts on it, and
+nothing else: only the scheduler decides whether something is lost.
 """
 
 from __future__ import annotations

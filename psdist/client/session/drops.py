@@ -1,8 +1,9 @@
-"""Dropped pushes: counted, told, and after some in a row an error.
+"""Dropped pushes: counted, reported, and an error after several in a row.
 
-A push is dropped where its worker had been expelled and the others have gone on without it, or where the run went back
-to a snapshot. The second is the fault of no worker, and is told with the steps that are lost. Not here: when a push is
-dropped (``parameters``).
+A push is dropped when its worker was expelled and the others have gone on without it, or when the run rolled back to a
+snapshot. A rollback is no worker's fault, and is reported with the steps that are lost.
+
+Not here: when a push is dropped (``parameters``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Registration: this process becomes a worker of a run, and again after it was expelled.
 
-Not here: the session, by which it stays one (``scheduler_session``).
+Not here: the session that keeps it a member (``scheduler_session``).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The client's link to the scheduler: registration, the session that keeps the membership, and calls.
+"""The client's session with the scheduler: registration, heartbeats, maps and calls.
 
-The session runs in a task of its own: heartbeats up, maps and news of failures down into ``cluster_view``. When it
-breaks it is opened again, for ever, with the same incarnation; pushes and pulls do not notice, because they go to the
-servers. What a snapshot wants to know of this worker is answered here, at once, whatever the script is doing.
+The session runs in a task of its own. Heartbeats go up; maps and news of failures come down into ``cluster_view``. A
+session that breaks is opened again, for ever, with the same incarnation. Pushes and pulls do not notice, because they
+go to the servers. What a snapshot needs to know of this worker is answered here at once, whatever the script is doing.
 
-A client that the scheduler took for dead (it was frozen for longer than its lease, or cut off), or whose run went back
-to a snapshot, registers anew under its id: that is a new life, with a new incarnation. Calls of the old life end with
-FencedError, inside the client mostly: ``parameters`` takes part again and goes on.
+A client that was expelled (it was silent for longer than its lease, or cut off), or whose run rolled back, registers
+again under its id as a new incarnation. Calls of the earlier incarnation end with FencedError, mostly inside the
+client: ``parameters`` rejoins and goes on.
 
 Not here: the data path (``data_path``), what the calls mean (``async_client``, ``creation``).
 """

@@ -1,4 +1,4 @@
-"""Asking for a snapshot: the talk with the scheduler, and what it answers.
+"""Asking the scheduler for a snapshot, and its answer.
 
 Not here: what servers write (``psdist_server``), reading snapshots (``psdist.snapshots``).
 """

@@ -1,10 +1,11 @@
-"""The end of this worker, where it was asked to end: agreed with the others, so that the last snapshot is of a step
-that all workers have made.
+"""The end of a worker that was asked to end, agreed with the others.
 
-A worker that is asked to end says so and trains on. If all workers were asked, the scheduler has them begin no more
-pushes (``hold``), has the last snapshot cut, and lets them leave. Then pushes that come before the cut are finished,
-and what comes after it is given up. If only some were, each of them leaves when its push is done. Everything here runs
-on the loop. Not here: the signal (``sigterm``), leaving itself (``scheduler_session``).
+The last snapshot is then of a step that all workers have made. A worker that is asked to end reports it and trains on.
+If all workers were asked, the scheduler has them begin no more pushes (``hold``), has the last snapshot cut, and lets
+them leave. Pushes before the cut are then finished, and later ones are given up. If only some workers were asked, each
+of them leaves when its push is done. Everything here runs on the loop.
+
+Not here: the signal (``sigterm``), leaving itself (``scheduler_session``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Waits: nothing waits silently. Each wait has a reason that peers may change, is told once it lasts, and is listed.
+"""Open waits and their reasons: no wait is silent.
 
-A reason is the end of a sentence that begins with "waiting", such as "for worker-1 (rank 1) to push step 12".
-A reason is logged at INFO when it is first heard, and at WARNING when the wait has lasted
-``limits.REPORT_WAIT_SECONDS``, once per reason and again each minute. The open waits ride on the heartbeats, so that
+A reason completes a sentence that begins with "waiting", such as "for worker-1 (rank 1) to push step 12". Peers may
+change it. A reason is logged at INFO when it is first given, and at WARNING when the wait has lasted
+``limits.REPORT_WAIT_SECONDS``, once per reason and again each minute. Heartbeats carry the open waits, so that
 ``psdist status`` shows them.
 """
 

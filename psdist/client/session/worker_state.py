@@ -1,13 +1,14 @@
-"""What a worker keeps for itself and hands in for snapshots: a codec's residual, say, that no server has.
+"""The state that a worker keeps itself and adds to snapshots, such as a codec's residual, which no server has.
 
-A state belongs to one worker's pushes of one set of parameters. A snapshot needs it as it is between the last push that
-is in the snapshot and the next one, whatever the script is doing: ``WorkerStates`` looks at the pushes as they begin
-and end, and takes it there. In BSP a worker may have begun the push that the cut comes before, so what ``save`` gave
-when a push began is kept until the push is over.
+A state belongs to one worker's pushes of one parameter set. A snapshot needs it as it is between the last push in the
+snapshot and the next one, whatever the script is doing. ``WorkerStates`` follows the pushes as they begin and end, and
+takes the state at that place. In BSP a worker may have begun the push after the cut, so the result of ``save`` at the
+begin of a push is kept until the push is over.
 
-Invariants: a state is taken at exactly one place between two pushes, or not at all; nothing that was taken for an
-attempt that is over is handed in for another. Not here: the numbers of pushes (``push_sequence``), the files (the
-scheduler).
+Invariants: a state is taken at exactly one place between two pushes, or not at all. A state that was taken for an
+attempt that is over is not sent for another.
+
+Not here: the numbers of pushes (``push_sequence``), the files (the scheduler).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Memory that one handle uses again from call to call, so that training allocates none once it is under way.
+"""Memory that one handle uses again from call to call, so that steady training allocates none.
 
-New memory costs: the kernel clears each page when it is first touched, which for a large model takes longer than
-copying it. Not here: memory shared with servers (``attachment``), what is written where (``partition``).
+The kernel clears each new page when it is first touched, which for a large model takes longer than copying it.
+
+Not here: memory shared with servers (``attachment``), what is written where (``partition``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Creating parameters, attaching to them, describing them: the talk with the scheduler before the first pull.
+"""Creating, attaching to and describing parameter sets: the calls to the scheduler before the first pull.
 
-The scheduler gathers all creators and lets the lowest rank's values count: that one uploads them to the servers and
-commits; the others wait. Where a server is lost meanwhile, its slices are uploaded to whoever has them then. Not here:
-what the handle does afterwards (``parameters``).
+The scheduler gathers all creators. The one of lowest rank uploads its values to the servers and commits; the others
+wait. Where a server is lost meanwhile, its slices are uploaded to the server that has them next.
+
+Not here: what the handle does afterwards (``parameters``).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The data path: slices to and from the servers, all servers at once, each slice answered exactly once.
 
-A ``Job`` says what is sent and what is done with an answer. ``DataPath.deliver`` keeps every slice of it on its way:
-a stream that breaks is opened again for what is unanswered, with the same step; a route that is out of date is planned
-anew; an attempt on a server that is gone ends at once, and its slices wait for the map that has their new primary.
-That something is lost is never concluded here: the map says it (``routing``). The servers do not wait for each other,
-because with clipping by the global norm one server's answer may depend on another's resent slice.
+A ``Job`` says what is sent, and what is done with an answer. ``DataPath.deliver`` follows every slice of it. A stream
+that breaks is opened again for what is unanswered, with the same step. A route that is out of date is planned anew. An
+attempt on a server that is gone ends at once, and its slices wait for the map that has their new primary. Only a map
+says that something is lost (``routing``). The servers do not wait for each other here, because with clipping by the
+global norm the answer of one may depend on a slice that is sent again to another.
 
-Not here: which step or version is meant (``push_sequence``), who holds what (``routing``).
+Not here: the numbers of steps and versions (``push_sequence``), which server has what (``routing``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What crosses the data path for each call of the user: pushes, pulls and initial values as ``transfer.Job``.
+"""The requests behind the user's calls: pushes, pulls and initial values, each as a ``data_path.Job``.
 
-A job makes the messages for a route and takes the answers, straight from and into flat vectors. Encoding happens when a
-slice is sent, so that no more than a few encoded slices exist at once.
+A job makes the messages for a route and takes the answers, straight from and into flat vectors. A slice is encoded when
+it is sent, so that only a few encoded slices exist at once.
 
-Not here: streams, retries (``data_path``), which step it is (``push_sequence``).
+Not here: streams and retries (``data_path``), the step's number (``push_sequence``).
 """
 
 from __future__ import annotations

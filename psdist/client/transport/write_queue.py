@@ -1,11 +1,10 @@
-"""Turns: of several calls that write to one server, the one whose next slice is needed first writes first.
+"""Of several calls that write to one server, the one whose next slice is needed first writes first.
 
-Several calls at once are the buckets of one step, and the forward pass needs low slices first. Without turns their
-streams would share the connection evenly, and the first slices would come last.
+Several calls at once are the buckets of one step, and the forward pass needs low slices first. Without an order their
+streams would share the connection evenly, and the first slices would arrive last.
 
-Turns are a preference, no lock: a server reads no more of a stream whose slices wait for other workers, and these may
-be waiting for what stands behind it here. So a turn that lasts longer than ``PATIENCE_SECONDS``
-lets the next one begin.
+The order is a preference, not a lock. A server stops reading a stream whose slices wait for other workers, and these
+may wait for what is queued behind it here. So a turn that lasts longer than ``PATIENCE_SECONDS`` lets the next begin.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The machine of a shard in SSP and ASP: each push is applied on arrival. Pure.
+"""The shard machine of SSP and ASP: each push is applied on arrival. Pure.
 
-While a snapshot is cut, pushes that are marked as not in it are held: they were taken, so that repeats of them are
-known, but no update has them before their slice is cut. Invariants: the pushes of one producer are applied once each,
-in the order of their sequence numbers.
+While a snapshot is cut, pushes that are marked as not in it are held back. They are in the duplicate table, so repeats
+are recognized, but no update uses them before their slice is cut.
+
+Invariant: the pushes of one producer are applied once each, in the order of their sequence numbers.
 """
 
 from __future__ import annotations

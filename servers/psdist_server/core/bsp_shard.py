@@ -1,7 +1,8 @@
-"""The machine of a shard in BSP: a slice at version v takes contributions for step v, one per member. Pure.
+"""The shard machine of BSP: a slice at version v takes contributions for step v, one per member. Pure.
 
-A member that leaves is not waited for any more; what it had contributed counts. Invariants: a step of a slice takes at
-most one contribution per producer, and is applied in rank order.
+A step does not wait for a member that has left. What that member contributed before counts.
+
+Invariants: a step of a slice takes at most one contribution per producer, and is applied in rank order.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The cut of one snapshot attempt through the slices of one parameters that this server serves. Pure: no array, no
-clock.
+"""The cut of one snapshot attempt through the slices of a parameter set that this server serves. Pure.
 
-A slice is ``at_cut`` when it is what the snapshot is to have of it: in BSP at the step of the cut, in SSP and ASP when
-each life's pushes before the cut are in it, and no others. From then on it must be copied aside before its next update.
-The writer takes slices in the order of the files, from their copies, or has those that nobody changed copied for it.
+A slice is ``at_cut`` when it is what the snapshot must contain: in BSP at the step of the cut; in SSP and ASP when it
+has each producer's pushes before the cut, and no others. From then on it must be copied before its next update. The
+writer takes slices in the order of the files. It takes the copy of a slice that was copied, and has the others copied.
 
-Invariants, checked by ``validate``: a slice is copied once, when it is ripe, and before an update changes it. Copies
-that updates ask for take no more room than there is; an update that finds none waits until its slice is copied for the
-writer, or a copy was written.
+Invariants, checked by ``validate``: a slice is copied once, when it is at the cut, and before an update changes it.
+Copies for updates stay within ``CopyBudget``. An update that finds no room waits until its slice has been copied for
+the writer, or another copy has been written.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Events into, and effects out of, the shard machines. Frozen values; nothing here waits, reads or writes.
+"""Events into, and effects out of, the shard machines: frozen dataclasses.
 
-A ``token`` stands for one slice of one call: the service that made the event keeps the payload and the caller under it,
-and every effect names the tokens it is about. Each token is answered exactly once, by ``Reply`` or ``RefuseSlice``,
-unless its call was ``Cancelled`` before.
+A ``token`` stands for one slice of one call. The service that made the event keeps the payload and the caller under
+that token, and every effect names the tokens that it is about. Each token is answered exactly once, by ``Reply`` or
+``RefuseSlice``, unless its call was ``Cancelled`` before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Gates: may a slice be updated now, may it be read now? Pure decisions that give their reason.
+"""Gates: may a slice be updated now, and may it be read now? Pure functions that return a reason.
 
-The empty reason means yes. Otherwise the reason is the end of a sentence that begins with "waiting", such as
-"for worker-1 (rank 1) to push step 12".
+The empty reason means yes. Any other reason completes a sentence that begins with "waiting", such as "for worker-1
+(rank 1) to push step 12".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Records: what is known of a slice beside its arrays, and what an update of it is. Values that travel with the shard.
+"""What is known of a slice besides its arrays, and what one update of it consists of. Both travel with the shard.
 
-A record is all that a shard machine needs to go on with a slice: its version and its duplicate table. It is kept by a
-primary's machine while it serves, and by replicas from the updates that they are sent. Not here: arrays.
+A record is all that a shard machine needs to continue with a slice: its version and its duplicate table. The primary's
+machine keeps it while it serves. Backups keep it from the updates that they receive.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Replication machines: what a primary and a replica of one shard must know of each other. Pure: no array, no clock.
+"""The replication machines: what a primary and a backup of one shard know of each other. Pure.
 
-The primary numbers its updates (lsn) and sends them over one stream to each replica, which takes them in this order and
-acknowledges them. A replica that lacks something that can not be sent again is copied: ``begin``, then every slice when
-it stands still, then ``end``. Updates come in between; those of slices that were not sent yet only count. What a
-replica had of a slice from an earlier term stays until that slice comes, so that it can still be promoted meanwhile.
+The primary numbers its updates (lsn) and sends them to each replica over one stream. A replica takes them in that order
+and acknowledges them. A replica that misses an update which can no longer be sent again is copied: ``begin``, then
+every slice once it is quiescent, then ``end``. Updates come in between. An update of a slice that was not sent yet only
+counts. What a replica has of a slice from an earlier term stays until that slice arrives, so that the replica can be
+promoted meanwhile.
 
-Invariants: an update counts as replicated when each required replica (``backups`` of the map, and those that were
-filled) acknowledged it; one that is being copied acknowledges nothing before it is filled. A replica takes lsn + 1
-only, acknowledges repeats again, and refuses whatever is not from the primary and the term of its map. Updates are kept
-by the primary until nobody needs them.
+Invariants: an update counts as replicated when each required replica has acknowledged it (``backups`` of the map, and
+those that were filled). A replica that is being copied acknowledges nothing before it is filled. A replica takes only
+lsn + 1, acknowledges repeats again, and refuses whatever is not from the primary and the term of its map. The primary
+keeps updates until no replica needs them.
 """
 
 from __future__ import annotations

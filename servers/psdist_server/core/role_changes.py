@@ -1,6 +1,6 @@
-"""Roles: what a map makes of one server, shard by shard. Pure.
+"""What a new map makes of one server, shard by shard. Pure.
 
-A server is the primary of a shard, holds a copy of it (as a backup, or being filled), or has nothing to do with it.
+A server is the primary of a shard, or has a copy of it (as a backup, or while it is filled), or neither.
 """
 
 from __future__ import annotations

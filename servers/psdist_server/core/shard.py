@@ -1,17 +1,17 @@
-"""Shard machines: what happens to the slices of one shard, as events in and effects out.
+"""The shard machines: what happens to the slices of one shard, as events in and effects out. Pure.
 
-A machine holds versions, contributions and duplicate tables; it never touches an array, a clock or the network. The
-service carries its effects out and feeds the results back. Invariants, checked by ``validate``:
+A machine keeps versions, contributions and duplicate tables. The service carries its effects out and reports the
+results as events. Invariants, checked by ``validate``:
 
 * A slice's version never goes down, and grows by one per update.
 * At most one ``Aggregate`` or ``Apply`` per slice is under way.
 * Each token is answered at most once.
 
-The machines are ``BspShard`` and ``AsyncShard``, whose modules have their own.
+``BspShard`` and ``AsyncShard`` are the machines. Their modules state further invariants.
 
-A producer is a worker's sequence of pushes, known by the worker's id and the incarnation in which it began. A worker
-that was expelled while it lived goes on with it in its next incarnation, so that a push which had reached some slices
-is finished on the others, and counts once. What a departed worker may go on with is kept as long as the map names it.
+A producer is a worker's sequence of pushes, named by the worker's id and the incarnation in which it began. A worker
+that was expelled while it lived continues its producer in its next incarnation. So a push that had reached some slices
+is finished on the others and counts once. The entries of a departed worker are kept as long as the map names it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes the machine of a shard by the consistency of its parameters."""
+"""Makes the machine of a shard for the consistency mode of its parameter set."""
 
 from __future__ import annotations
 

@@ -1,19 +1,18 @@
-"""Dense parameters on one server: the arrays, and what an update does to them.
+"""The arrays of a parameter set on one server, and what an update does to them.
 
 Weights and optimizer state are one float32 array each, virtual over the whole vector: slice i lies at its own
-``slicing.bounds(i)``, and only slices that are held have memory, so that P parameters held with Adam cost 12 bytes x P
-and nothing else, and shards come and go without anything that moves. The weights lie in an arena
-(``psdist.wire.shm``), which workers on this host may read in place; where there can be none, in plain memory. Which
-update runs when is the shard machines' decision; here are only the arrays. Methods that compute (``combine``,
-``apply``, ``digest``) release the GIL and may run in kernel threads, at most one per slice at a time; ``hold`` and
-``release`` may run meanwhile for other slices.
+``slicing.bounds(i)``. Only slices that are held have memory. So P parameters with Adam cost 12 x P bytes, and shards
+come and go without moving anything. The weights lie in an arena (``psdist.wire.shm``) that workers on this host may
+read in place, or in plain memory where there can be no arena. The shard machines decide which update runs when.
+Methods that compute (``combine``, ``apply``, ``digest``) release the GIL and may run in kernel threads, at most one per
+slice at a time. ``hold`` and ``release`` may run at the same time for other slices.
 
-Invariants: each contribution is read once, into memory of the kernel's own, so that it may change meanwhile without
-harm. No NaN or Inf of a contribution reaches the weights: the contribution is left out, where slices are updated for
-the block of ``kernels.BLOCK`` elements that has it, and its position is returned; a block whose sum overflows is not
-updated. An update by the mean that ``combine`` made gives the bytes of the update by its parts. The arena's sequence
-of a slice is twice its version, and odd while its weights are written. What a released slice held is gone, but for its
-weights, which can be read until ``reclaim``.
+Invariants: each contribution is read once, into memory of the kernel, so that it may change meanwhile without harm. No
+NaN or Inf of a contribution reaches the weights. Such a contribution is left out of its block of ``kernels.BLOCK``
+elements, and its position is returned. A block whose sum overflows is not updated. An update by the mean of
+``combine`` gives the bytes of the update by its parts. The arena's sequence of a slice is twice its version, and odd
+while its weights are written. What a released slice held is gone, except its weights, which can be read until
+``reclaim``.
 """
 
 from __future__ import annotations

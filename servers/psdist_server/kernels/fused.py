@@ -1,16 +1,17 @@
 """Fused updates: the mean of contributions and the optimizer's arithmetic in one pass over memory, for several slices.
 
-For each optimizer one kernel. It goes block by block: the contributions to a block are added in the first-level cache
-(``kernels.mean_of_block``), and from there the block's weights and state are updated. Several slices in one call,
-because between calls a thread needs the interpreter, whose memory the kernel has just driven out of the caches.
+There is one kernel for each optimizer. It goes block by block. Contributions to a block are added in the first-level
+cache (``kernels.mean_of_block``), and from there the block's weights and state are updated. One call updates several
+slices, because a thread needs the interpreter between calls, and the kernel has evicted the interpreter's memory from
+the caches.
 
-A block in which contributions hold NaN or Inf is updated by the mean of the others, one whose mean is not finite then
-(its sum overflows) is not updated. Each contribution's values are
-read once before they count, so memory that is written meanwhile cannot bring such a value in.
+A block in which contributions have NaN or Inf is updated by the mean of the others. A block whose mean is still not
+finite (its sum overflows) is not updated. The values of a contribution are read once before they count, so memory that
+is written meanwhile cannot bring such a value in.
 
 Arguments of all kernels, for n segments (a segment is a range of one slice whose elements have the same scalars):
 
-- arrays uintp[n, 1 to 4]: addresses of the segment's weights, then of its state as the optimizer orders it;
+- arrays uintp[n, 1 to 4]: addresses of the segment's weights, then of its state in the optimizer's order;
 - sizes int64[n]: elements; starts int64[n]: where in each contribution the segment begins;
 - parts uintp[n, m], codes int64[n, m], counts int64[n]: addresses and types of the contributions to the slice;
 - divisors, factors float32[n]: ``kernels.division_by``, or a divisor of 0 and any factor;
@@ -18,7 +19,7 @@ Arguments of all kernels, for n segments (a segment is a range of one slice whos
 - bad uint8[n, m]: set to 1 for contributions that were left out of a block;
 - scalars: as ``optimizers`` computes them.
 
-They check nothing. Only ``arrays`` calls them.
+The kernels check nothing. Only ``arrays`` calls them.
 """
 
 from __future__ import annotations

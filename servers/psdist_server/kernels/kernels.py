@@ -1,21 +1,19 @@
 """The arithmetic of the servers: fused functions on flat float32 arrays, compiled by numba.
 
-What it is: free functions that read and write memory once. They know nothing of slices, steps or schedules; what a step
-means is in ``psdist_server.kernels.optimizers``, and the same arithmetic in plain numpy is in
-``psdist_server.kernels.reference``.
+These free functions read and write memory once. They do not know slices, steps or schedules. What a step means is in
+``psdist_server.kernels.optimizers``. The same arithmetic in plain numpy is in ``psdist_server.kernels.reference``.
 
-What it is not: fast at the cost of being exact. Without ``fastmath`` every float32 operation is rounded as written, so
-each function gives the bytes of its numpy reference whatever the width of the machine's vectors (a NaN is a NaN;
-its payload bits are not promised).
+Without ``fastmath`` every float32 operation is rounded as written. So each function gives the bytes of its numpy
+reference, whatever the width of the machine's vectors. (A NaN is a NaN; its payload bits are not promised.)
 
 Invariants:
 
 - Elements do not influence each other, except in ``sum_squares``, whose order of additions is fixed.
-- The compiled loops check no bounds. The public functions check lengths and types first; the update kernels (last
-  section) check nothing and are called by ``optimizers.Rule.apply`` alone, which does.
+- The compiled loops check no bounds. The public functions check lengths and types first. The update kernels (last
+  section) check nothing and are called only by ``optimizers.Rule.apply``, which does.
 - Nothing is compiled at import. A kernel is compiled, or loaded from numba's cache beside this file, at its first call,
-  which takes up to seconds: ``warm_up`` and ``Rule.warm_up`` do it ahead of time. The lock of the interpreter is not
-  held while a kernel runs.
+  which takes up to seconds: ``warm_up`` and ``Rule.warm_up`` do it ahead of time. The GIL is released while a kernel
+  runs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""The kernel pool: threads that run updates, those of the lowest slices first, and tell the event loop what came of it.
+"""The kernel pool: threads that run updates, the lowest slices first, and report results to the event loop.
 
-Not a ThreadPoolExecutor, because that has no order and makes a future, a lock and a wake-up of the loop for each piece
-of work; here a thread takes several at once where many wait, and everything that ended meanwhile is told in one
-wake-up. Forward passes read low slices first, so an update of a low slice that is asked for later still comes before
-those of higher ones.
+A ThreadPoolExecutor has no order, and makes a future, a lock and a wake-up of the loop for each piece of work. Here a
+thread takes several pieces at once where many wait, and one wake-up reports all that have ended. Forward passes read
+low slices first, so an update of a low slice runs before those of higher ones, even if it was asked for later.
 
-Invariants: each piece of work is told once, on the loop that made the pool, in the order in which it ended; what ends
-after ``close`` is not told.
+Invariants: each piece of work is reported once, on the loop that made the pool, in the order in which it ended. What
+ends after ``close`` is not reported.
 """
 
 from __future__ import annotations

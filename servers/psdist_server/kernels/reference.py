@@ -1,10 +1,10 @@
-"""The servers' arithmetic once more, in plain numpy: what ``psdist_server.kernels.kernels`` must give, byte for byte.
+"""The arithmetic of the servers in plain numpy: what ``psdist_server.kernels.kernels`` must give, byte for byte.
 
-What it is: the specification of every kernel, to be read beside the pages it cites, and what tests and the
-single-process reference of a training run use. What it is not: used while training; it is about ten times slower.
+This is the specification of every kernel, to be read beside the pages that it cites. Tests and the single-process
+reference of a training run use it. It is not used while training; it is about ten times slower.
 
 Invariants: arrays stay float32, and every scalar is computed in float64 and rounded to float32 once, as in
-``psdist_server.kernels.optimizers``. The order of the float32 operations is the kernels' order.
+``psdist_server.kernels.optimizers``. The order of the float32 operations is that of the kernels.
 """
 
 from __future__ import annotations

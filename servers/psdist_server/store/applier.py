@@ -1,16 +1,16 @@
-"""The applier: carries out the updates that a server's shard machines ask for, here and at the replicas.
+"""Carries out the updates that the shard machines of a server ask for, here and at the replicas.
 
-A slice that nobody else holds is updated by one fused kernel, straight from the contributions, several slices at once.
-Where a replica has the slice, a kernel combines the contributions into their mean first; the mean is sent to the
-replicas and applied here at the same time, and the update is done when the kernel is and all replicas that must have
-it acknowledged it. Replicas run the same kernel on the same mean, so all copies have the same bytes.
+A slice without replicas is updated by one fused kernel, straight from the contributions, several slices at once. Where
+a slice has replicas, a kernel combines the contributions into their mean first. The mean is sent to the replicas and
+applied here at the same time. The update is complete when the kernel has ended and all required replicas have
+acknowledged it. Replicas run the same kernel on the same mean, so all copies have the same bytes.
 
-Runs on the event loop but for the kernels, which run in threads without the GIL (small slices are updated on the loop:
-a thread costs more). While a snapshot is cut (``copy_on_write``), the kernel of an update first copies what the
-snapshot needs of the slice, and updates that must not go on yet wait.
+Kernels run in threads without the GIL, except for small slices, for which a thread costs more than the update.
+Everything else runs on the event loop. While a snapshot is cut (``copy_on_write``), the kernel of an update first
+copies what the snapshot needs of the slice, and updates that must not go on yet wait.
 
-Invariants: at most one kernel is at a slice at a time. A slice that stands still can be copied, and its record then
-tells exactly what is in its arrays. What a dropped slice was asked for has no effect any more.
+Invariants: at most one kernel works on a slice at a time. A quiescent slice can be copied, and its record then
+describes exactly what is in its arrays. What was asked of a slice has no effect once the slice is dropped.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Copies: the shards that this server holds for another primary, and what their primaries send of them.
+"""The shards that this server holds for another primary, and what their primaries send.
 
-What comes for a slice is carried out in the order in which it came: arrays that replace it, updates, and comparisons
-of its digest. Updates of different slices run in the kernel threads side by side; an update is acknowledged when it and
-all before it are in the arrays. Of a server's streams only the one that was welcomed last counts: what comes late on an
-earlier one would begin a copy anew that is complete, and who waits for an answer reads the last. Not here: who may send
-what (``replication``), the stream (``service``).
+What arrives for a slice is carried out in order: arrays that replace it, updates, and comparisons of its digest.
+Updates of different slices run in the kernel threads side by side. An update is acknowledged when it and all before it
+are in the arrays. Of a server's streams only the one that was opened last counts. A late message of an earlier one
+would begin again a copy that is complete, and the primary reads answers on the last stream only.
+
+Not here: who may send what (``replication``), the stream (``service``).
 """
 
 from __future__ import annotations

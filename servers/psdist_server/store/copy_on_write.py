@@ -1,14 +1,15 @@
-"""Asides: the copies that a snapshot has made of slices before they change, in one holding.
+"""The copies of slices that a snapshot takes before the slices change, in one parameter store.
 
-``CutState`` stands between the machine of the cut (``cut``), the kernels that copy (``applier``) and the writer of
-the files (``snapshot_writer``), which takes slices in the order of its files. Everything here runs on the event loop,
-but for ``CopyPool.prefault``.
+``CutState`` stands between the machine of the cut (``cut``), the kernels that copy (``applier``) and the writer of the
+files (``snapshot_writer``), which takes slices in the order of its files. Everything here runs on the event loop,
+except ``CopyPool.prefault``.
 
-While training goes on, every slice will change soon after it is ripe; so slices are copied as soon as nothing else is
-to be done, and the memory for it is made ready before: to touch memory for the first time takes longer than the copy.
+While training goes on, every slice changes soon after it is at the cut. So slices are copied as soon as nothing else is
+to be done. Their memory is touched ahead of time, because touching memory for the first time takes longer than the
+copy.
 
-Invariants: memory of a copy is used again only when its slice was written, or the attempt is over and no kernel is at
-it. No update waits for an attempt that is over.
+Invariants: the memory of a copy is used again only when its slice has been written, or the attempt is over and no
+kernel uses it. No update waits for an attempt that is over.
 """
 
 from __future__ import annotations

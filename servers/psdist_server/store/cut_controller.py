@@ -1,7 +1,7 @@
-"""Cuts: what a snapshot that is being taken means for the slices of one holding.
+"""What a snapshot under way means for the slices of one parameter store.
 
-Between the shard machines, which hold marked pushes back and say when a slice was updated, and the copies that are made
-before it changes further (``copy_on_write``). Runs on the event loop, but for making memory ready.
+This stands between the shard machines, which hold marked pushes back and report each update, and the copies that are
+made before a slice changes further (``copy_on_write``). It runs on the event loop, except for prefaulting memory.
 """
 
 from __future__ import annotations

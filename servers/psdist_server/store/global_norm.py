@@ -1,11 +1,11 @@
-"""The global gradient norm of a BSP step: squared norms by slice, own and the other servers'.
+"""The global gradient norm of a BSP step: squared norms by slice, of this server and the others.
 
-Every server adds the squares of all slices in slice order, in float64, so that all get the same norm whatever the
-number of servers. The squares of a step are kept until no server can ask for them any more: a slice of step t + 2 can
-be aggregated only when every server knew the norm of step t.
+Every server adds the squares of all slices in slice order, in float64. So all servers get the same norm, whatever
+their number. The squares of a step are kept until no server can ask for them any more: a slice of step t + 2 can be
+aggregated only when every server knew the norm of step t.
 
-A server records the squares of the slices that it is the primary of when they are aggregated, those of its copies as
-they come with the updates, so that it can tell them once it is promoted, and what other servers told it.
+A server records the squares of its own slices when they are aggregated, those of its backup shards as they come with
+the updates, so that it has them when it is promoted, and those that other servers send.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A holding: what one server has of one parameters. It feeds the shard machines and carries out their effects.
+"""A parameter set on one server: feeds the shard machines and carries out their effects.
 
-Everything here runs on the event loop except the kernels (``applier``). A slice's weights are copied out only while
-no kernel writes them, and answers wait until the replicas have what they tell of.
+Everything here runs on the event loop except the kernels (``applier``). A slice's weights are copied out only while no
+kernel writes them. An answer waits until the replicas have the updates that it is about.
 
-Which shards the server is the primary of, and which it holds copies of, is the map's decision (``update``). A call
-about a shard that goes elsewhere fails with StaleEpochError, and its sender routes it anew.
+The map decides of which shards the server is the primary, and of which it holds copies (``update``). A call for a shard
+that has moved fails with StaleEpochError, and its sender routes it anew.
 
-Contributions in messages (``push``) are checked for NaN and Inf when they come; those in memory that the worker shares
-(``push_shared``) when their kernel reads them, because they could change in between.
+Contributions in messages (``push``) are checked for NaN and Inf when they arrive. Contributions in shared memory
+(``push_shared``) are checked when their kernel reads them, because they could change in between.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Contributions: what of a call is looked at before a slice takes it, and what is said of NaN and Inf."""
+"""Checks of a call before a slice takes its contribution, and the errors for NaN and Inf."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The stream to one replica, seen from the primary: opened, and opened again whenever it breaks.
+"""The stream from a primary to one replica: opened, and opened again whenever it breaks.
 
-Messages are packed when they are written, so that what waits holds no second copy of a gradient. Not here: what is sent
-(``replicator``, ``replication``).
+Messages are packed when they are written, so that waiting messages hold no second copy of a gradient.
+
+Not here: what is sent (``replicator``, ``replication``).
 """
 
 from __future__ import annotations

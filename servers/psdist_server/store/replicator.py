@@ -1,11 +1,12 @@
-"""The replicator: keeps the copies of a holding's shards at other servers in step with this one, their primary.
+"""Keeps the copies of a store's shards at other servers in step with this server, their primary.
 
-There is one stream (``Replicate``) to each server that holds copies; what it carries, and what is still to be told when
-it breaks and is opened again, is the machines' decision (``replication``). Not here: the stream as such
-(``replica_stream``), what a replica does (``backup_shards``).
+There is one stream (``Replicate``) to each server that holds copies. The machines (``replication``) decide what it
+carries, and what is sent again after a break.
 
-Invariants: messages leave in the order of the machines' effects. What is kept for replicas is bounded: while there are
-more than KEPT_BYTES_MAX, further updates wait (``has_room``), and slices are copied one at a time.
+Invariants: messages leave in the order of the machines' effects. What is kept for replicas is bounded: above
+KEPT_BYTES_MAX further updates wait (``has_room``), and slices are copied one at a time.
+
+Not here: the stream itself (``replica_stream``), what a replica does (``backup_shards``).
 """
 
 from __future__ import annotations

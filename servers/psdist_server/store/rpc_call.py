@@ -1,8 +1,8 @@
-"""Calls: the server's side of one stream of slices, between the handler that speaks gRPC and the holding that decides.
+"""The server's side of one stream of slices, between the gRPC handler and the parameter store.
 
-A call holds at most HELD_SLICES_MAX payloads that are not used yet; more stay in the network, which holds the
-sender back. Answers queue up without their weights: those are read when they are written, so a slow reader costs
-no memory.
+A call holds at most HELD_SLICES_MAX payloads that are not used yet. More stay in the network, which holds the sender
+back. Answers queue up without their weights, which are read when the answer is written. So a slow reader costs no
+memory.
 """
 
 from __future__ import annotations

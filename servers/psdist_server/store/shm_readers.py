@@ -1,9 +1,8 @@
-"""Readers: workers on this host that may read a server's weights in place, and what that means for weights that went
-elsewhere.
+"""Workers on this host that may read a server's weights in place, and weights that have moved to another server.
 
-A worker reads what it was given until its next calls, so the weights of slices that another server has now stay for a
-while: until every worker that shares memory made a call by the map by which they went, or a newer one. By then it reads
-nothing of them (``psdist.client.transport.shm.attachment``). A minute at least, for those whose stream broke.
+A worker reads what it was given until its next calls. So the weights of slices that moved stay until every worker that
+shares memory has made a call by the map of the move, or a newer one. By then it reads nothing of them
+(``psdist.client.transport.shm.attachment``). They stay for at least a minute, for workers whose stream broke.
 """
 
 from __future__ import annotations

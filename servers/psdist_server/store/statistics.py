@@ -1,4 +1,4 @@
-"""Counters of one server's parameters: plain numbers, added to on the event loop, read by anybody."""
+"""Counters of one parameter set on a server: plain numbers, written on the event loop, read by anybody."""
 
 from __future__ import annotations
 

@@ -1,19 +1,18 @@
-"""Sharing: what one handle shares with the servers of its parameters, and with which of them.
+"""What one handle shares with the servers of its parameter set, and with which of them.
 
-``SharedMemory`` makes the handle's gradient arena, attaches one Share stream per server (``stream``), and shows the
-servers' weights as one vector where that is possible. Where a server cannot be shared with, the reason is kept for
-whoever asks, and gRPC is used.
+``SharedMemory`` makes the gradient arena of the handle, attaches one Share stream per server (``stream``), and shows
+the weights of the servers as one vector where that is possible. Where a server cannot be shared with, gRPC is used, and
+the reason is kept for status and statistics.
 
-Who shares follows the cluster map: before each call, servers that became primaries of something here are attached. A
-stream to a server whose shards change stays, one to a server that is the primary of nothing here any more is dropped.
-The vector of all weights, which the user may be reading, stays where it is: shards that moved are shown in the memory
-of their new primary, where the bytes are the same, or kept as they are. A slice that is answered by a server whose
-memory is not shown is copied.
+Attachments follow the cluster map. Before each call, servers that became primaries of something here are attached. A
+stream to a server whose shards change stays. A stream to a server that is no primary here any more is closed. The
+vector of all weights, which the user may be reading, stays at its address: shards that moved are shown in the memory of
+their new primary, where the bytes are the same, or kept as they are. A slice that is answered by a server whose memory
+is not shown is copied.
 
-Invariants: sharing is never needed for a result, unless the transport is "shm". A server that refused is not asked
-again in the same incarnation; a stream that broke is opened again before the next call. No call is made by a map before
-the vector shows nothing of servers that lost shards by it, because they give that memory back when they hear such a
-call.
+Invariants: a result never depends on sharing, unless the transport is "shm". A server that refused is not asked again
+in the same incarnation. A stream that broke is opened again before the next call. No call is made by a map before the
+vector has stopped showing servers that lost shards by that map, because they free that memory when such a call arrives.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""One Share stream: calls to one server whose payloads lie in memory that both processes have.
+"""One Share stream: calls to one server whose payloads lie in memory that both processes have mapped.
 
-``attach`` opens it, ``SharedStream.attempt`` carries one job out for one route. Calls go over the line that stays from
-the handover (``psdist.wire.framed_socket``), several at once if need be. The gRPC stream says who attached, and why it
-ended.
+``attach`` opens it, and ``SharedStream.attempt`` carries one job out for one route. Calls go over the socket on which
+the memory files were exchanged (``psdist.wire.framed_socket``), several at once if need be. The gRPC stream
+authenticates the attachment, and says why it ended.
 
-Invariants: what is in the arena is not touched between the request and its answer. Only slices that the server just
-answered for are read from its arena, where they lie at their own bounds. Weights that may change are read under the
-sequence lock: copied, and copied again if the slice was written meanwhile. Where that gave a newer version than the
-server told of, replicas may not have it yet, and it is asked about before it counts. A stream whose line or gRPC
-stream ended ends all of its calls at once, and is not used again.
+Invariants: what is in the arena is not touched between a request and its answer. Only slices that the server has just
+answered are read from its arena, at their own bounds. Weights that may change are read under the sequence lock: copied,
+and copied again if the slice was written meanwhile. If that read gave a newer version than the server answered,
+replicas may lack it, and the server is asked about it before it counts. When the socket or the gRPC stream ends, all
+calls of the stream end at once, and it is not used again.
 
-Not here: which servers are attached, why not (``attachment``), what is sent again after a break (``data_path``).
+Not here: which servers are attached and why others are not (``attachment``), what is sent again after a break
+(``data_path``).
 """
 
 from __future__ import annotations
