@@ -1,9 +1,9 @@
-"""Asks a run's scheduler for a snapshot, and tells how far it is.
+"""Asks a run's scheduler for a snapshot, and reports its progress.
 
-``python -m psdist.launch.final_snapshot REASON`` is the last thing that a launcher does before it stops the servers: a
-process of its own, because the launcher must not import grpc. Scheduler, run and token come from the environment. Exit
-status 0: everything that was trained is in a snapshot, or there was nothing to save; 1: it is not, and the last line
-says why.
+``python -m psdist.launch.final_snapshot REASON`` is the last thing that a launcher runs before it stops the servers. It
+is a process of its own, because the launcher must not import grpc. Scheduler, run and token come from the environment.
+Exit status 0: everything that was trained is in a snapshot, or there was nothing to save. 1: it is not, and the last
+line says why.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The last safeguard against processes that outlive their launcher: a tiny process that waits for it to die.
+"""The last safeguard against processes that outlive their launcher: a tiny process that waits for the launcher's end.
 
-The launcher writes ``+PGID`` and ``-PGID`` lines to its standard input; when that pipe ends, for whatever reason, the
+The launcher writes ``+PGID`` and ``-PGID`` lines to its standard input. When that pipe ends, for whatever reason, the
 process groups still listed are killed. So even a launcher killed by SIGKILL leaves nothing behind, not even what a
-worker's script had started. Run as a file, with nothing but the standard library: ``python -I -S guard.py``.
+worker's script had started. It runs as a file, with only the standard library: ``python -I -S reaper.py``.
 """
 
 from __future__ import annotations

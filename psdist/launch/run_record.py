@@ -1,8 +1,8 @@
-"""Notes that runs on this machine leave for ``psdist status``: one JSON file for each, gone when the run ends.
+"""Records that runs on this machine leave for ``psdist status``: one JSON file each, removed when the run ends.
 
 They lie in ``$XDG_STATE_HOME/psdist/runs`` (else ``~/.local/state/psdist/runs``), mode 0600, as ``RUN_ID.json``. A
-note whose launcher is dead (its pid is gone, or belongs to a process that started at another time) is stale; it is
-swept, and with it the private directory of its run, by whoever meets it.
+record whose launcher is dead (its pid is gone, or belongs to a process that started at another time) is stale. The
+first process that reads it removes it, and with it the private directory of its run.
 """
 
 from __future__ import annotations

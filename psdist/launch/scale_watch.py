@@ -1,8 +1,8 @@
-"""Hears what the scheduler wants of its launcher. A process of its own, because the launcher must not import grpc.
+"""Watches how many servers the scheduler wants. A process of its own, because the launcher must not import grpc.
 
 ``python -m psdist.launch.scale_watch SCHEDULER RUN_ID``; the token comes from the environment. Prints one JSON object
-per line, at once and after every change: a ``ScaleRequest``. A scheduler that does not answer is asked again, until
-somebody ends this process.
+per line, at once and after every change: a ``ScaleRequest``. A scheduler that does not answer is asked again until this
+process is ended.
 """
 
 from __future__ import annotations

@@ -1,26 +1,25 @@
 """Decides what the exit of a process means for its run. Pure: events in, effects out, ``now`` is an argument.
 
-The machine knows three groups, stopped in this order: workers, servers, scheduler. Between workers and servers one more
-process has its turn, where there is a storage: the ``snapshot``, which saves what was trained. While the run goes on:
+The machine knows three groups, stopped in this order: workers, servers, scheduler. Where there is a storage, one more
+process runs between workers and servers: the ``snapshot``, which saves what was trained. While the run goes on:
 
-* A worker that fails is started again with its rank, up to ``restarts_max`` times; then everybody is stopped, and the
-  first worker that had no restart left is the *cause*, whose status the run ends with.
-* A worker that ends well without ever having connected is the cause if a worker that runs is connected: that one waits
+* A worker that fails is started again with its rank, up to ``restarts_max`` times. Then everything is stopped, and the
+  first worker that had no restart left is the *cause*: the run ends with its status.
+* A worker that ends well without ever having connected is the cause if a running worker is connected: that one waits
   for a peer that never comes.
-* The scheduler is started again, and so is a server where others have a copy of what it held, or a snapshot
-  (``durable``). Whoever ends by its own doing ``QUICK_DEATHS_MAX`` times in a row, each time soon after its start, is
-  the cause. Where there is no copy, a server that ends badly is the cause; one that ends well has handed over what it
-  held. A scheduler that refuses its settings, or cannot begin with them, is the cause at once.
-* Servers are started, and those that were drained are stopped, as the scheduler wishes (``ServersWanted``). The number
-of a
-  server that was stopped is not given again.
-* When all workers ended well, the servers and then the scheduler are stopped, and the run ends well.
+* The scheduler is started again, and so is a server if others have a copy of its shards, or a snapshot has them
+  (``durable``). A process that ends by itself ``QUICK_DEATHS_MAX`` times in a row, each time soon after its start, is
+  the cause. Where there is no copy, a server that ends badly is the cause; one that ends well has handed its shards
+  over. A scheduler that refuses its settings, or cannot begin with them, is the cause at once.
+* Servers are started, and drained ones are stopped, as the scheduler wants (``ServersWanted``). The number of a server
+  that was stopped is not used again.
+* When all workers have ended well, the servers and then the scheduler are stopped, and the run ends well.
 
-Stopping is SIGTERM, then SIGKILL after ``grace_seconds``, group by group; a second signal from the user kills at once,
-a first one that comes when the run is ending anyway changes nothing.
-The snapshot has all the time that it needs. It is left out where nobody ever connected, where the scheduler is gone,
-and where servers or the scheduler are the cause. Nothing that happens while stopping changes the cause, except that a
-run that ends well ends with ``unsaved_status`` where its snapshot fails.
+Stopping is SIGTERM, then SIGKILL after ``grace_seconds``, group by group. A second signal from the user kills at once.
+A first signal that comes while the run is ending anyway changes nothing. The snapshot has no time limit. It is left out
+if no worker ever connected, if the scheduler is gone, and if servers or the scheduler are the cause. Nothing that
+happens while stopping changes the cause, except that a run that ends well ends with ``unsaved_status`` if its snapshot
+fails.
 """
 
 from __future__ import annotations

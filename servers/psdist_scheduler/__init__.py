@@ -1,1 +1,1 @@
-"""The scheduler: membership, placement and the life of parameters. Off the data's road."""
+"""The scheduler: membership, placement, the life of parameter sets, snapshots. It is not on the data path."""

@@ -1,9 +1,9 @@
 """The scheduler's process: settings in, exit status out.
 
-Binds, serves SchedulerService with the standard health service (and reflection on loopback), writes its address into
-a file for those that start at the same time, and ends at SIGTERM, at SIGINT, or when the lifeline, a pipe held by its
-launcher, ends. Its end changes nothing for the members: they go on, and find their places again when a scheduler with
-the same store is back.
+It binds, serves SchedulerService with the standard health service (and reflection on loopback), and writes its address
+into a file for processes that start at the same time. It ends at SIGTERM, at SIGINT, or when the lifeline, a pipe held
+by its launcher, breaks. Its end changes nothing for the members: they go on, and rejoin when a scheduler with the same
+store is back.
 """
 
 from __future__ import annotations

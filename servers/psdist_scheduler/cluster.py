@@ -1,14 +1,12 @@
-"""The scheduler's machine: membership, parameters, barriers and rendezvous as one, and the epoch over them. Pure.
+"""The scheduler's machine: membership, parameter sets, barriers and rendezvous as one, and the epoch over them. Pure.
 
 ``on(event, now)`` changes the state and returns the effects. A refused request changes nothing. Every change of what
 the map shows, or of what a restart must know, makes a new epoch: one ``Persist``, then the news of losses, then one
-``Publish``, then the answers, so that nobody learns of anything that is not durable and an answer's map is not older
-than the answer.
+``Publish``, then the answers. So nobody learns of anything that is not durable, and the map of an answer is not older
+than the answer. Changes of data sets alone are made durable without an epoch, because the map does not show them.
 
-What changes of data sets alone is made durable without an epoch, because the map does not show it.
-
-Invariants: the epoch grows with every change and never otherwise; effects do not depend on the order of any set; what
-waits is told its reason when that changes, and every ``REPEAT_SECONDS``.
+Invariants: the epoch grows with every change and never otherwise. Effects do not depend on the order of any set. A
+waiting call is sent its reason when the reason changes, and every ``REPEAT_SECONDS``.
 """
 
 from __future__ import annotations

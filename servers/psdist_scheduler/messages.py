@@ -1,7 +1,6 @@
-"""Between the scheduler's events and answers and the messages of ``SchedulerService``.
+"""Between events and answers of the scheduler's machine and messages of ``SchedulerService``.
 
-What peers send is checked here where the pure machines do not check it themselves: roles, addresses, lengths of
-texts.
+Values from peers are checked here where the pure machines do not check them: roles, addresses, lengths of texts.
 """
 
 from __future__ import annotations

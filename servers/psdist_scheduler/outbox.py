@@ -1,9 +1,9 @@
-"""An outbox: what one call is still to be told. Bounded, and able to replace what is out of date.
+"""An outbox: the messages that one call is still to send. It is bounded, and replaces what is out of date.
 
-One task takes, others put without waiting. A put with a ``kind`` replaces the last message if that is of the same kind
-and not taken yet: of maps, and of reasons to wait, only the newest counts. Nothing overtakes anything: whoever reads a
-command has read the map that it was made by, and no news of a loss comes after the map in which the lost is back. Not
-thread-safe; made for one asyncio loop.
+One task takes messages; others put them without waiting. A put with a ``kind`` replaces the last message if that is of
+the same kind and not taken yet: of maps, and of reasons to wait, only the newest counts. No message overtakes another.
+So a peer that reads a command has read the map by which it was made, and no news of a loss comes after the map in which
+the lost member is back. It is for one asyncio loop and not thread-safe.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The status report: what GetStatus tells, put together from the machine's state. Reads only."""
+"""The report of GetStatus, assembled from the state of the machine. It only reads."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """SchedulerService over ``grpc.aio``: turns calls into events, and carries the effects out.
 
-``Scheduler`` drives the machine: ``post`` gives it an event at once, and a single task, ``run``, carries effects out
-in their order, making what several events changed durable in one commit. A failed write ends the scheduler: what is
-not durable is never told. ``Service`` is a thin face over it with one method per RPC.
+``Scheduler`` drives the machine. ``post`` gives it an event at once. A single task, ``run``, carries effects out in
+order, and makes what several events changed durable in one commit. A failed write ends the scheduler, so that nothing
+is told that is not durable. ``Service`` has one method per RPC.
 
-Invariants: an event of a call's end is posted once the call is over, whatever ended it; no handler awaits between
-reading the machine and answering by it.
+Invariants: the event of a call's end is posted once the call is over, whatever ended it. No handler awaits between
+reading the machine and answering from it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The scheduler's hand on the storage: carries out what the machine wants of it, one thing after another.
+"""The scheduler's access to the snapshot storage: carries out the storage effects of the machine, one after another.
 
-A task of its own, so that a slow storage holds up nothing else; what became of each effect goes back to the machine as
-an event. The order of a commit: every shard's file is durable (the machine has waited for that), then the manifest,
-then, created exclusively, the commit record. Nothing is overwritten or renamed, and what is deleted loses its record
-first.
+It is a task of its own, so that a slow storage delays nothing else. The result of each effect goes back to the machine
+as an event. A commit has this order: every shard's file is durable (the machine has waited for that), then the
+manifest, then the commit record, which is created exclusively. Nothing is overwritten or renamed. A snapshot that is
+deleted loses its record first.
 
-An answer of the storage may be lost, so an error is not taken for "it was not done": where a record of our own number
-is there it is read, and if it is one of ours the snapshot exists; if it is not, another scheduler has taken over (C8)
-and this one saves no more.
+The storage's answer may be lost, so an error does not mean that nothing was done. If a record of our number exists, it
+is read. If it is ours, the snapshot exists. If not, another scheduler has taken over (C8), and this one saves no more.
 """
 
 from __future__ import annotations

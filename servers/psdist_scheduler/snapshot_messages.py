@@ -1,6 +1,6 @@
-"""Between the machine's words of snapshots (``snapshot_events``) and the messages of ``SchedulerService``.
+"""Between ``snapshot_events`` and the messages of ``SchedulerService``.
 
-What servers say of files goes into manifests, so it is checked here: names, lengths, digests.
+Names, lengths and digests of files that servers report go into manifests, so they are checked here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The store: what a restarted scheduler needs to know, durable before anybody acts on it.
 
-``Store`` is what the service asks for; ``SqliteStore`` keeps it in one SQLite file (WAL, ``synchronous=FULL``: a
-commit is on the disk when it returns), ``MemoryStore`` nowhere, for runs that need not outlive their scheduler. A
-file has one scheduler at a time: it is locked for as long as it is open, by the process, so that a crash frees it.
+``Store`` is the interface for the service. ``SqliteStore`` uses one SQLite file (WAL, ``synchronous=FULL``: a commit is
+on the disk when it returns). ``MemoryStore`` is for runs that need not outlive their scheduler. A file belongs to one
+scheduler at a time: the process holds a lock on it while it is open, which a crash releases.
 
-Entries, layouts and settings are kept as the protobuf messages of the wire, which have rules for growing. What does not
+Entries, layouts and settings are stored as protobuf messages of the wire, which have rules for evolution. What does not
 parse is refused, not repaired.
 """
 

@@ -1,7 +1,8 @@
-"""What workers keep for themselves, on its way into a snapshot and back: a file in parts, to and from the storage.
+"""States of workers on their way into a snapshot and back: a file in parts, to and from the storage.
 
-Invariants: a file is taken only as its header says, by length and digest; no more than one part of it is held. Not
-here: which state is wanted, and where it goes (``worker_states``).
+Invariants: a file is accepted only if its length and digest match its header. At most one part of it is held.
+
+Not here: which state is wanted, and for which snapshot (``worker_states``).
 """
 
 from __future__ import annotations

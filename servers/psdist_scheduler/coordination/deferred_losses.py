@@ -1,14 +1,14 @@
 """Losses of servers that wait until it is known which snapshot is the newest. Pure.
 
-A server that held shards alone takes the run back to the newest snapshot. While the storage is committing one, or left
-open whether it did, nobody knows which that is: the run would begin from the one before, and what is in the newer would
-be gone. So such a loss is put off until the storage has said so, as if it were noticed later. To everybody else the
-server is one that does not answer: it stays in the map, nothing is placed anew, and a client tries again. If it comes
-back meanwhile, with what it holds, nothing is lost at all. A scheduler that dies in that time finds the server missing
-when its successor has read the storage.
+The loss of a server that held shards alone rolls the run back to the newest snapshot. While the storage commits one, or
+has not said whether it did, nobody knows which that is: the run would go on from the one before, and what is in the
+newer one would be lost. So such a loss is deferred until the storage has answered, as if it were noticed later.
+Meanwhile the server counts as one that does not answer: it stays in the map, no shard is placed again, and clients
+retry. If it comes back with what it holds, nothing is lost. If the scheduler dies in that time, the next one reads the
+storage first and then finds the server missing.
 
-A storage that does not answer holds the run up for ``PATIENCE_SECONDS`` and no longer: then the losses count, and the
-run goes on from what is known (``rollback`` says what becomes of a snapshot that is committed after that).
+A storage that does not answer delays the run for at most ``PATIENCE_SECONDS``. Then the losses count, and the run goes
+on from what is known. ``rollback`` says what happens to a snapshot that is committed after that.
 
 Not here: what is in doubt (``catalog``), what follows from a loss (``replica_manager``, ``rollback``).
 """

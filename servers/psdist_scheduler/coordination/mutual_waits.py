@@ -1,15 +1,15 @@
-"""Workers that wait for each other, so that none of them can go on: finds them, and ends their calls. Pure.
+"""Finds workers that wait for each other, so that none of them can go on, and ends their calls. Pure.
 
-A script may stand at a barrier while another, which has counted its loop otherwise, waits for its push. Nothing but an
-error helps then. Workers report what their scripts wait for and, in the same message, how far their pushes are; calls
-that wait here carry the same report. By these reports a worker waits for another that has not pushed, or not called.
+A script may wait at a barrier while another, which has counted its loop differently, waits for its push. Only an error
+helps then. Workers report what their scripts wait for and, in the same message, how far their pushes are. Calls that
+wait here carry the same report. By these reports a worker waits for another that has not pushed, or not called.
 
 A circle of such waits is real, although the reports are of different moments. The first of its workers to go on after
 its report could do so only because the one that it waits for pushed, or called, after its own report, and so went on
-before it. Only waits without an end of their own count: calls with a time limit, and clients that are used by several
-threads, report no wait.
+before it. Only waits without an end of their own count. Calls with a time limit, and clients that several threads use,
+report no wait.
 
-Not here: other reasons why a run stands still, such as a script that never calls (``Cluster.waits`` tells them).
+Not here: other reasons why a run makes no progress, such as a script that never calls (``Cluster.waits``).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Going back to a snapshot: all parameters, data sets and workers at once, where shards are lost or cannot be loaded.
-Pure.
+"""Rolling back to a snapshot: all parameter sets, data sets and workers at once. Pure.
 
-Shards that nobody else holds are lost with their server. If a snapshot has all parameters that are in use, and workers
-are there that miss them, the whole run goes on from it, in one epoch: what was placed is gathered anew, under higher
-terms and the next generation; data sets stand where they stood; and workers' lives end, because what they know of steps
-and leases is not so any more. Without such a snapshot the shards stay lost (``replica_manager``).
+Shards without another replica are lost with their server. If a snapshot has all parameter sets that are in use, and
+workers are there that need them, the whole run continues from it, in one epoch. Parameter sets gather again, under
+higher terms and the next generation. Data sets return to their positions in the snapshot. All incarnations of workers
+end, because what they know of steps and leases is no longer true. Without such a snapshot the shards stay lost
+(``replica_manager``).
 
-The run goes back to the newest snapshot that was committed: while nobody knows which that is, because the storage is
-committing one, the loss waits (``deferred_losses``). Only where the storage stands still for too long the run goes back
-to the one before. If the other is committed after all before anything is placed, the run goes back once more, to that
-one, by the same road; if it is later, it is of a course that was given up, of which nobody was told, and is not kept.
+The run rolls back to the newest committed snapshot. While the storage is committing one, nobody knows which that is,
+and the loss waits (``deferred_losses``). Only if the storage does not answer for too long does the run use the snapshot
+before. If the newer one is committed after all before anything is placed, the run rolls back once more, to that one. If
+it is committed later, it belongs to a history that was given up and that nobody was told of, and it is not kept.
 
 Not here: loading (``restore_point``), finding snapshots in the storage (``snapshot_io``).
 """

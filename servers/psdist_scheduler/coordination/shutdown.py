@@ -1,10 +1,10 @@
-"""Ends that values would go with: the scheduler's, and that of servers that nobody takes over from. Pure.
+"""Ends with which values would be lost: of the scheduler, and of servers whose shards nobody takes over. Pure.
 
-A snapshot comes before, of what was trained since the last one, if the policy wants one at the end. What was trained is
-known exactly by heartbeats that came after the wish, so those are waited for; unless no worker was there since the last
-snapshot was begun. An end does not wait for a snapshot that fails.
+A snapshot of what was trained since the last one comes first, if the policy wants one at the end. Only heartbeats after
+the request say exactly what was trained. So they are waited for, unless no worker was there since the last snapshot
+began. An end does not wait for a snapshot that fails.
 
-Not here: moving shards away (``scaling``), which a server is let go with as soon as nothing keeps it.
+Not here: moving shards away (``scaling``). A server is released as soon as nothing needs it.
 """
 
 from __future__ import annotations

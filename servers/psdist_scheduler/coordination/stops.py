@@ -1,12 +1,12 @@
 """The end of all workers together, agreed like a cut: what is saved is a step that all of them have made. Pure.
 
-Workers that were asked to end (SIGTERM) say so. Where all that live were, they begin no more pushes and say how far
-they are. The last snapshot is cut where the worker stands that is least far: the others have passed that only by pushes
-that cannot be applied without it. When the servers keep what the snapshot needs, the workers leave; without a storage
-they leave at once. Where some workers were not asked to end, those that were leave one by one, each after its push.
+Workers that were asked to end (SIGTERM) report it. If all live workers were asked, they begin no more pushes and report
+how far they are. The last snapshot is cut at the step of the worker that is least far: the others have passed that step
+only by pushes that cannot be applied without this worker. When the servers have agreed to the cut, the workers leave.
+Without a storage they leave at once. If only some workers were asked, they leave one by one, each after its push.
 
-Phases: collecting (some have said that they are to end), asking (the rest is asked whether it is, too; who answers late
-is busy), holding (all are; they begin no more pushes), saving, leaving.
+Phases: collecting (some have reported that they are to end), asking (the others are asked whether they are too; one
+that answers late is busy), holding (all are, and they begin no more pushes), saving, leaving.
 
 Not here: the snapshot (``schedule``), the ends of servers and of this scheduler (``shutdown``).
 """

@@ -1,10 +1,10 @@
 """Which ranges of data are in a snapshot. Pure.
 
-A range is in it where its worker had used it before the cut: where none of the worker's next pushes, as they were when
-the range was done, comes after it. Ranges that were reported without such numbers count as in it. So what was reported
-as done must be remembered until no cut to come can be before it, and the leases that are out when all is written are
-looked at: a range may have been done before the cut and not be reported yet. That is decided by the worker's next word
-after the cut, by its waiting in a request for a snapshot, or by the lease having been given after the cut.
+A range is in the snapshot if its worker had used it before the cut: if none of the worker's next pushes, as they were
+when the range was done, is after the cut. Ranges that were reported without such numbers count as in it. So a range
+that was reported as done is remembered until no later cut can come before it. Leases that are out when everything is
+written need a decision too: their range may have been done before the cut and not be reported yet. The worker's next
+report after the cut decides, or its waiting in a request for a snapshot, or that the lease was given after the cut.
 
 Not here: leases (``datasets``), what is waited for and how long (``schedule``).
 """

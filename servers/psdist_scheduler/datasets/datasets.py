@@ -1,19 +1,21 @@
-"""Data sets whose ranges are leased to workers: who uses which samples, so that none is left out. Pure.
+"""Data sets whose ranges are leased to workers, so that every sample is used. Pure.
 
-The ranges of all data epochs are places on one line (``DatasetSpec.places``) and are handed out from its beginning. A
-place is free, leased to one life of a worker, or over: done, or given up. There is no stop between data epochs: the
-ranges of the next are handed out while the last ones of this one are still out, because in BSP a worker that waits for
-data while another waits for its gradient would stop both. For the same reason nobody waits at the end: with nothing
-left to give a worker is told so, whoever still holds ranges.
+The ranges of all data epochs are places on one line (``DatasetSpec.places``) and are given out from its beginning. A
+place is free, leased to one incarnation of a worker, or over: done, or given up. There is no stop between data epochs.
+Ranges of the next epoch are given out while the last ones of this epoch are still leased, because in BSP a worker that
+waits for data while another waits for its gradient would stop both. For the same reason nobody waits at the end: when
+no range is left, a worker is told so, whoever still holds ranges.
 
-A lease ends when its holder reports it as done or gives it back, or when that life of the holder ends. Then the place
-is free again and, being the lowest, next to be given. So each range is done once while nobody dies, and at least once
-otherwise, as long as somebody comes back for what was held by a worker that died after the others had gone. The
+A lease ends when its holder reports it as done or returns it, or when the holder's incarnation ends. Then the place is
+free again and, being the lowest, next to be given. So each range is done exactly once while nobody dies, and at least
+once otherwise, as long as a worker comes back for what was held by one that died after the others had left. The
 exception are ranges whose holders died more than ``retries_max`` times: those are given up, and counted.
 
-Invariants: every place is in one state; lease ids grow and are never given twice; what a lease that ended says counts
-no more; ``repeated`` counts the leases of places that a lost worker had before, unless they were given back unused.
-Not here: which samples a range has (``psdist.data``), who lives (``membership``), durability (``cluster``, ``store``).
+Invariants: every place is in one state. Lease ids grow and are never given twice. A report about a lease that has ended
+has no effect. ``repeated`` counts the leases of places that a lost worker had before, unless they were returned unused.
+
+Not here: which samples a range has (``psdist.data``), who is live (``membership``), durability (``cluster``,
+``store``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What goes into the scheduler's machine and what comes out of it: events and effects, frozen dataclasses.
+"""Events, answers and effects of the scheduler's machine: frozen dataclasses.
 
 ``Cluster.on(event, now) -> list[Effect]``. An RPC in progress, a session stream included, is known by its ``call``, a
-number that the service chooses and never uses twice. Effects are carried out in the order of the list; a ``Persist``
-comes before everything that depends on it, so no peer sees what a crash could take back. No protobuf message appears
-here.
+number that the service chooses and never uses twice. Effects are carried out in the order of the list. A ``Persist``
+comes before everything that depends on it, so no peer sees what a crash could undo. No protobuf message appears here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What the scheduler remembers, as frozen dataclasses: members, parameters, formed nodes, and the sum of them.
+"""What the scheduler remembers, as frozen dataclasses: members, parameter sets, formed nodes, and their sum.
 
-These are the values that the pure machines hold, that the store writes, and that the service reports. Nothing here
-changes, waits or knows a protobuf message. What is lost with the scheduler's process without harm (heartbeat times,
-open streams, waits) is not here.
+The pure machines hold these values, the store writes them, and the service reports them. No protobuf message appears
+here, and nothing that may be lost with the scheduler's process without harm (heartbeat times, open streams, waits).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The scheduler machine's words of snapshots: events, answers, commands and effects, frozen dataclasses. Pure.
+"""Events, answers, commands and effects for snapshots: frozen dataclasses.
 
-What members and callers say comes in; commands go out on sessions (as an ``Answer`` or an ``Broadcast`` of
-``cluster_events``); what is to be done with the storage goes out as an effect, which ``snapshot_io`` carries out one
-after another, and what became of it comes back as an event. ``cluster_events`` has the words of everything else.
+Reports of members and callers come in. Commands go out on sessions, as an ``Answer`` or a ``Broadcast`` of
+``cluster_events``. Work on the storage goes out as an effect, which ``snapshot_io`` carries out one after another, and
+its result comes back as an event. ``cluster_events`` has everything else.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Events and effects of the scheduler's machine that are about single workers: what they wait for, go on with, and how
-they end. Frozen dataclasses, as in ``cluster_events``."""
+"""Events and effects about single workers: their calls, waits, resumed pushes and ends. Frozen dataclasses."""
 
 from __future__ import annotations
 

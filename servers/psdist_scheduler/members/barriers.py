@@ -1,15 +1,15 @@
 """Barriers: workers wait for each other under a name. Pure.
 
-A barrier opens when all live workers wait at it, and no fewer than the run's minimum have ever come: who leaves or dies
-is not waited for, who has not started yet is. The next use of its name is a new round.
+A barrier opens when all live workers wait at it, and at least the run's minimum of workers has come. It does not wait
+for workers that left or died, but for those that have not started yet. The next use of its name is a new round.
 
-Each arrival has a number, of the rounds that its worker had passed before. The highest that a worker has passed is
-durable before anybody is told, so that an arrival whose answer was lost is answered again, by the next scheduler too,
-instead of waiting for others that have gone on. A worker that gives up withdraws its arrival, and is told whether it
-had opened the barrier before. Requests are numbered, too (``attempt``): one that comes after the next of its worker
-does not count.
+Each arrival has a number: the rounds that its worker had passed before. The highest round that a worker has passed is
+durable before anybody is told. So an arrival whose answer was lost is answered again, by the next scheduler too,
+instead of waiting for workers that have gone on. A worker that gives up withdraws its arrival, and is told whether that
+arrival had opened the barrier before. Requests are numbered too (``attempt``): one that arrives after a later one of
+its worker does not count.
 
-Invariants: a worker waits at a name in one call at most; an arrival that was withdrawn opens nothing; a call that ended
+Invariants: a worker waits at a name in at most one call. An arrival that was withdrawn opens nothing. A call that ended
 waits nowhere.
 """
 

@@ -1,13 +1,14 @@
-"""Membership: who is there. Ids, ranks, incarnations, leases and sessions.
+"""Membership: ids, ranks, incarnations, leases and sessions. Pure.
 
 A member is live from its registration until it leaves or is lost. It is lost when its session stream breaks, when
 nothing was heard of it for its lease, or when it opened no session soon after it had registered. Workers have a longer
 lease than servers: a script may hold its interpreter for seconds, and then it is busy, not gone. A process that died or
-froze is noticed by its stream. Not here: what follows from a loss (``registry``, ``cluster``), and the streams
-themselves (``service``).
+froze is noticed by its stream.
 
-Invariants: at most one live member per id, and one live worker per rank; an incarnation is given once; the live
-members and only they have a presence; a session belongs to one live member.
+Invariants: there is at most one live member per id, and one live worker per rank. An incarnation is given once. Exactly
+the live members have a ``Liveness``. A session belongs to one live member.
+
+Not here: what follows from a loss (``registry``, ``cluster``), the streams themselves (``service``).
 """
 
 from __future__ import annotations

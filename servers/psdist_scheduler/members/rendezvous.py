@@ -1,10 +1,10 @@
 """The rendezvous that gives worker agents their ranks. Pure.
 
-Agents are given ranks by arrival, in rounds: the first when ``nodes_max`` are there, or ``nodes_min`` and nobody came
-for the grace; later rounds likewise, their ranks going on after those that were given. What an agent was given it is
-given again when it asks again.
+Agents get ranks by arrival, in rounds. The first round closes when ``nodes_max`` agents are there, or when
+``nodes_min`` are and none has come for the grace period. Later rounds work likewise, and their ranks follow those that
+were given. An agent that asks again gets the same ranks.
 
-Invariants: no rank is given twice; an agent waits in one call at most; a call that ended waits nowhere.
+Invariants: no rank is given twice. An agent waits in at most one call. A call that ended waits nowhere.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
 """Joining BSP or SSP training that has begun: one proposal at a time per joiner, until every server accepts. Pure.
 
 A worker may join at step T only if no slice on any server has reached T. So T is proposed to each server that holds
-shards; one that accepts holds its slices at T until the map shows the new member, or the proposal is withdrawn. At
-the first refusal the proposal is withdrawn everywhere and a later T is proposed under a new number, the distance
-growing twofold with each attempt. In SSP, T is the clock that the joiner's pushes are counted from, the same on all
-servers; one accepts where its slowest worker is not past T, and holds nothing.
+shards. A server that accepts holds its slices at T until the map shows the new member, or the proposal is withdrawn. At
+the first refusal the proposal is withdrawn everywhere and a later T is proposed under a new number; the distance
+doubles with each attempt. In SSP, T is the clock from which the joiner's pushes are counted, the same on all servers. A
+server accepts if its slowest worker is not past T, and holds nothing.
 
 A worker that was expelled while it lived is first proposed at the step of the push that it had begun, or was computing.
-Servers accept where no slice has closed that step without it; then it goes on in the place of its earlier incarnation.
+Servers accept if no slice has closed that step without it. Then it continues in the place of its earlier incarnation.
 
-Those asked are the primaries of the map's epoch. Where a shard has another primary while a proposal is open, that one
-knows nothing of it and may pass T: the proposal is withdrawn, and T or a later step proposed to the primaries as they
-are. Once all have accepted, the map shows the member no later than the next change of a primary, so none can miss it.
+Proposals go to the primaries of the map's epoch. If a shard gets another primary while a proposal is open, the new one
+does not know of it and may pass T. So the proposal is withdrawn, and T or a later step is proposed to the new
+primaries. Once all have accepted, the map shows the member no later than the next change of a primary, so no primary
+can miss it.
 
 Not here: who may join, and what a finished join changes (``registry``).
 """

@@ -1,4 +1,4 @@
-"""One set of parameters, as the registry keeps it: who asked for it, what became of it, and how far it is. Pure."""
+"""A parameter set as the registry keeps it: who asked for it, its state, and how far it is. Pure."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Placement: which shards a vector has, and which server holds each. Pure functions.
+"""Placement: which shards a vector has, and which server holds each. Pure.
 
-Slices do not depend on the servers (``psdist.types.Slicing``); slice i is in shard i % shards; shards go to servers
-by the longest-processing-time rule (Graham 1969): the largest shard next, to the server that holds the fewest
-elements, counting all other parameters; ties go to the smaller server id. So the placement depends on nothing but its
-arguments.
+Slices do not depend on the servers (``psdist.types.Slicing``). Slice i is in shard i % shards. Shards go to servers by
+the longest-processing-time rule (Graham 1969): the largest shard next, to the server that holds the fewest elements,
+counting all other parameter sets; ties go to the smaller server id. So the placement depends only on its arguments.
 
-Balance: servers that held equally much before hold the same number of elements afterwards, give or take one slice. In
-general the gap between the fullest and the emptiest is at most the larger of what it was before and one shard.
+Balance: servers that held equally many elements before hold the same number afterwards, give or take one slice. In
+general the gap between the fullest and the emptiest server is at most the larger of the gap before and one shard.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
-"""The life of parameters: gathering, uploading, ready; and who takes part in them. Pure.
+"""The life of parameter sets: gathering, uploading, ready; and which workers take part in them. Pure.
 
-* gathering: nothing is placed. Callers wait until the run's servers and workers are there and every live worker has
-  asked for these parameters, so that "the lowest rank's values count" means the same in every order of arrival.
-* uploading: placed and in the map; the creator of the lowest rank puts its values on the servers and commits. If it is
-  lost, the next. Then every shard gets its backups. What a snapshot has that the run goes on from is loading instead:
-  its primaries load it, and all creators wait (``restore_point``).
-* ready: later creators join: in ASP at once, else at a step or clock that all servers agree on (``join_proposals``).
+* gathering: no shard is placed. Callers wait until the servers and workers of the run are there and every live worker
+  has asked for this parameter set. So "the values of the lowest rank count" means the same in every order of arrival.
+* uploading: placed and in the map. The creator of the lowest rank uploads its values to the servers and commits. If it
+  is lost, the next one does. Then every shard gets its backups. A parameter set of the snapshot from which the run goes
+  on is loading instead: its primaries load it, and all creators wait (``restore_point``).
+* ready: later creators join: in ASP at once, else at a step or clock to which all servers agree (``join_proposals``).
 
-Parameters with a lost shard are lost; their callers are told so.
+A parameter set with a lost shard is lost, and its callers get an error. When the run rolls back, all parameter sets
+gather again; nothing else returns to that state.
 
-When the run goes back to a snapshot all are gathered again: that is the only way back. Invariants: the settings and
-layout of all that wait are the same; members are live workers; ``ready`` never goes back, ``committed`` only before.
+Invariants: all waiting creators have the same settings and layout. Members are live workers. Otherwise ``ready`` is
+never undone, and ``committed`` only before ``ready``.
+
 Not here: who holds a shard (``replicas``, ``replica_manager``), epochs (``cluster``).
 """
 

@@ -1,7 +1,7 @@
-"""Keeps every shard in as many copies as wanted, on servers that live: applies ``replicas`` to the registry. Pure.
+"""Keeps every shard in the wanted number of copies, on live servers: applies ``replicas`` to the registry. Pure.
 
-``lose`` follows the loss of servers, ``filled`` and ``unreachable`` what primaries say, and ``plan`` puts in hand what
-is due. All of it changes the map and nothing else: primaries see there what to fill, and what to forget.
+``lose`` follows the loss of servers, ``filled`` and ``unreachable`` reports of primaries, and ``plan`` starts what is
+due. All of them only change the map. Primaries read from it which replicas to fill, and which to discard.
 
 Not here: which change is due (``replicas``), who is live (``membership``), epochs and durability (``cluster``).
 """

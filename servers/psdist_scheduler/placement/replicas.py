@@ -1,19 +1,18 @@
-"""Who holds a shard: each change that a shard can go through, and which changes are due. Pure functions.
+"""Who holds a shard: each change that a shard can go through, and which changes are due. Pure.
 
-A shard changes when a server is lost (``after_loss``), when its primary says that a replica is filled (``filled``) or
-does not answer (``without``), and when ``PlacementPlan`` finds something to better:
+A shard changes when a server is lost (``after_loss``), when its primary reports that a replica is filled (``filled``)
+or does not answer (``without``), and when ``PlacementPlan`` finds an improvement:
 
-1. what is being filled on a server that leaves (drain) is given up, and a copy on one is dropped as soon as enough
-   others are complete;
-2. a shard with too few copies gets one that is filled;
-3. where all is complete, a shard may move: a further copy is filled, and when it is complete the one that weighs most
-   on the balance is dropped.
+1. A replica that is being filled on a draining server is given up. A complete one there is dropped as soon as enough
+   others are complete.
+2. A shard with too few copies gets one that is filled.
+3. Where all copies are complete, a shard may move: a further copy is filled, and when it is complete the one whose
+   removal improves the balance most is dropped.
 
-Nothing of a move is remembered but the shard itself, so it goes on after a restart as if nothing had been. A move ends
-because each one makes ``_imbalance`` smaller. No change of this module but a loss lowers the number of complete copies
-below what is wanted, or promotes what is not complete. A copy is dropped only when those that are left have said that
-they know the map with it: so each of them lived, heard and was heard after they were enough without it. Else a copy
-that is well could be dropped in favour of one that is gone, and not missed yet.
+Only the shard itself records a move, so it continues after a restart. Moves end because each one makes ``_imbalance``
+smaller. Only a loss lowers the number of complete copies below what is wanted, and only complete copies are promoted.
+A copy is dropped only when the others have confirmed the map that has them. So each of them was alive after they were
+enough without it. Otherwise a good copy could be dropped in favour of one that is gone and not yet missed.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What parameters begin from: nothing, or a snapshot that the run went on from or went back to. Pure.
+"""What a parameter set begins from: nothing, or a snapshot from which the run went on or to which it rolled back. Pure.
 
-Parameters that are in the snapshot take the cut of their vector, their step and their values from there: no worker
-uploads any, but the servers load what they are the primaries of, and say so. Their other settings are those that the
-workers give, and what is another than in the snapshot is told (``notice``). What is created under another name begins
-anew.
+A parameter set that is in the snapshot takes its vector's cut, its step and its values from there. No worker uploads
+any; each server loads the shards of which it is the primary, and reports that. The other settings are those of the
+workers, and ``notice`` tells what differs from the snapshot. A parameter set of another name begins anew.
 
-With ``reset_optimizer`` the optimizer's state begins anew too: once in a run, which goes back to a snapshot of its own
-without another reset. Snapshots that the run did not take itself have epochs before ``RestorePoint.began``; those that
-it took say in their settings whether it was to reset.
+With ``reset_optimizer`` the optimizer's state begins anew too, once in a run. Rolling back to a snapshot that the run
+took itself resets nothing again. Snapshots that the run did not take itself have epochs before ``RestorePoint.began``;
+those that it took record in their settings whether it was to reset.
 
-Invariants: what was created with other tensors, or with settings that the values in the snapshot do not allow, is
-refused; a shard counts as loaded by the word of its primary of this term alone. Not here: placing (``registry``), which
-snapshot (``schedule``).
+Invariants: a parameter set with other tensors, or with settings that the values in the snapshot do not allow, is
+refused. A shard counts as loaded only when the primary of its current term has reported it.
+
+Not here: placing (``registry``), which snapshot (``schedule``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Servers that are to go, and how many there shall be: drains, the wanted number, and launchers that watch it. Pure.
+"""Draining servers, and the wanted number of them: drains, scaling, and launchers that watch the number. Pure.
 
-A drained server is marked, durably, and ``replicas`` moves everything away from it; here are the calls that wait for
-that, and the numbers that launchers act by. A drain goes on when its caller is gone.
+A drained server is marked, durably, and ``replicas`` moves everything away from it. This module has the calls that wait
+for that, and the numbers that launchers act on. A drain goes on after its caller is gone.
 
-Not here: who starts and stops servers (launchers do), and which shard moves where (``replicas``).
+Not here: who starts and stops servers (launchers do), which shard moves where (``replicas``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """One attempt at a snapshot: what was agreed, who has answered, and what is written. Pure.
 
-Its life: preparing (servers are asked whether the cut can be had), marking (SSP and ASP: workers are asked for their
-next pushes), cutting (servers write), committing (all is durable; the storage gets the manifest and the record). What
-an attempt rests on, the primaries and, where pushes are marked, the members, must not change meanwhile: ``changed``
-says whether it did. Not here: when an attempt is begun and what follows from its end (``schedule``).
+Its phases: preparing (servers are asked whether the cut can be had), marking (SSP and ASP: workers are asked for their
+next pushes), cutting (servers write), committing (all is durable; the storage gets the manifest and the record). An
+attempt depends on the primaries and, where pushes are marked, on the members. ``changed`` says whether they changed.
+
+Not here: when an attempt begins and what follows from its end (``schedule``).
 """
 
 from __future__ import annotations

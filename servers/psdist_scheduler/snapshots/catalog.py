@@ -1,11 +1,13 @@
-"""Which snapshots the run has: what its storage holds, as far as is known. Pure.
+"""Which snapshots the run has: what its storage contains, as far as is known. Pure.
 
-A snapshot exists when the storage has its commit record. Between the moment at which the record is sent and the
-storage's answer nobody knows whether it does, nor after an answer that leaves it open; then the storage is read. As
-long as that is so, ``doubt`` says so: what depends on which snapshot is the newest waits (``deferred_losses``).
+A snapshot exists when the storage has its commit record. Nobody knows whether it does between sending the record and
+the storage's answer, nor after an answer that leaves it open; then the storage is read. ``doubt`` is true as long as
+that lasts, and what depends on the newest snapshot waits (``deferred_losses``).
 
-Invariants: ``commits`` are the newest first, each number once, none above ``highest``; one commit is under way at a
-time, so that no two are sent under one number; ``newest`` is of the course that the run is on (``restore_point``).
+Invariants: ``commits`` has the newest first, each number once, none above ``highest``. One commit is under way at a
+time, so that no two are sent under one number. ``newest`` belongs to the current history of the run
+(``restore_point``).
+
 Not here: the storage itself (``snapshot_io``), which snapshots are kept (``retention``).
 """
 

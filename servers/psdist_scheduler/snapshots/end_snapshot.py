@@ -1,9 +1,10 @@
 """The last snapshot of a run whose workers end together: wanted, under way, or taken. Pure.
 
-All workers stand still when it is wanted, at steps that no slice can pass as long as they do. When the servers keep
-what it needs the workers leave, one after another. What their leaving makes of steps that were begun is not to be
-saved, so this snapshot stays the last until somebody trains again; where it fails, no later step is saved. Not here:
-the attempt (``attempt``), workers (``stops``).
+When it is wanted, all workers have stopped pushing, at steps that no slice can pass meanwhile. When the servers have
+agreed to its cut, the workers leave, one after another. Their leaving may close steps that were begun, and these must
+not be saved. So this snapshot stays the last until somebody trains again. If it fails, no later step is saved.
+
+Not here: the attempt (``attempt``), workers (``stops``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When a snapshot is due by the policy, and which are kept. Pure functions."""
+"""When a snapshot is due by the policy, and which are kept. Pure."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
 """The run's snapshots: when one is due, the attempt under way, and who waits for it. Pure.
 
-One attempt at a time (``attempt``). It is refused where the cut cannot be had any more, and the next one asks for a
-later cut, at once; so it is where primaries change or, with marked pushes, members. Where a server or the storage
-fails, it has failed: that is told, and the next comes at the next interval or request. Training never depends on any of
-it.
+There is one attempt at a time (``attempt``). It is refused when its cut has become impossible, because slices have
+passed it, or because primaries or, with marked pushes, members changed. Then the next one asks for a later cut at once.
+If a server or the storage fails, the attempt has failed, and the next one comes at the next interval or request.
 
-A snapshot every so many steps is armed long before its step is reached, and gives way to whoever wants one now. Where a
-worker waits in its request it makes no push, so that only a cut that is reached without one can be had.
+A snapshot every so many steps is armed long before its step, and gives way to a request for one now. A worker that
+waits in its request makes no push, so only a cut that is reached without one is possible.
 
-Invariants: attempts' numbers grow, over restarts too (they begin with the epoch); the next record's number is one above
-the highest that was ever seen; a scheduler that finds it taken saves no more; who waits is answered by a snapshot that
-has everything that it knows of. Not here: files (``snapshot_io``), which snapshots there are (``catalog``), going back
-to one (``restore_point``).
+Invariants: numbers of attempts grow, over restarts too (they begin with the epoch). The next record's number is one
+above the highest ever seen. A scheduler that finds it taken saves no more. A waiting caller is answered by a snapshot
+that has everything that the caller knows of.
+
+Not here: files (``snapshot_io``), which snapshots exist (``catalog``), rolling back (``restore_point``).
 """
 
 from __future__ import annotations

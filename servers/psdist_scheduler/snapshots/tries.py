@@ -1,8 +1,9 @@
-"""Attempts at one snapshot, one upon the other, until one is committed or has failed: what they have learned, and how
-many there may be. Pure.
+"""The attempts at one snapshot until one is committed or has failed: what they have learned, and their limit. Pure.
 
-A cut that is too early is refused, as slices have passed it, and too late makes everybody wait. So the first ones are
-chosen near, and each later one twice as far ahead as the one before. Not here: an attempt (``attempt``).
+A cut that is too early is refused, as slices have passed it. One that is too late makes everybody wait. So the first
+attempts choose a near step, and each later one looks twice as far ahead as the one before.
+
+Not here: an attempt (``attempt``).
 """
 
 from __future__ import annotations

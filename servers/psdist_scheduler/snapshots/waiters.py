@@ -1,9 +1,9 @@
-"""Those who wait for a snapshot: which attempt serves whom, and what they are told. Pure.
+"""Callers that wait for a snapshot: which attempt serves whom, and their answers. Pure.
 
-A worker that waits makes no push until it is answered, so that it is served by a cut that is reached without one, and
-that has all of its pushes. Anybody else who asks wants what is trained by now: a cut that is agreed from then on.
+A worker that waits makes no push until it is answered. So it is served by a cut that is reached without one, and that
+has all of its pushes. Any other caller wants what is trained by now: a cut that is agreed after its request.
 
-Not here: attempts themselves (``attempt``), when one is begun (``schedule``).
+Not here: attempts themselves (``attempt``), when one begins (``schedule``).
 """
 
 from __future__ import annotations

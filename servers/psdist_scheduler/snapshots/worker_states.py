@@ -1,11 +1,13 @@
-"""What workers keep for themselves and hand in for snapshots: who keeps something, and what an attempt waits for. Pure.
+"""States that workers keep themselves and add to snapshots: who keeps one, and what an attempt waits for. Pure.
 
-A worker that keeps a state of parameters is asked, as those are whose pushes are marked, before the cut is final: it
-says before which push it can be had. Then its file is written while servers write theirs, and the snapshot is committed
-when all of them are there. Whoever is lost meanwhile is not waited for.
+A worker that keeps a state is asked before the cut is final, as are those whose pushes are marked. It answers before
+which push the state can be taken. Then its file is written while servers write theirs, and the snapshot is committed
+when all of them are there. An attempt does not wait for a worker that is lost meanwhile.
 
-Invariants: one file at most for each parameters and rank; what is handed in was asked for, by the life that was asked,
-before the push that the cut has. Not here: the files (``worker_state_io``).
+Invariants: there is at most one file for each parameter set and rank. A state that is accepted was asked for, comes
+from the incarnation that was asked, and is from before the push that the cut names.
+
+Not here: the files (``worker_state_io``).
 """
 
 from __future__ import annotations
