@@ -11,7 +11,6 @@ import asyncio
 import os
 import random
 import secrets
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -27,7 +26,7 @@ from psdist.chaos.proxy import FaultProxy
 from psdist.chaos.workload import WorkloadSettings
 from psdist.errors import InternalError, SchedulerUnreachableError
 from psdist.launch.plan import SchedulerAddress, ServicesPlan
-from psdist.launch.process import ReaperProcess
+from psdist.launch.process import ReaperProcess, free_port
 from psdist.settings.config import WORKER_TIMEOUT_SECONDS, read_address
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, limits
@@ -106,7 +105,7 @@ class ChaosCluster:
         if settings.reach == "namespace":
             self.network = WorkerNetwork(settings.servers)
             host = self.network.gateway
-        self.address = f"{host}:{_free_port(host)}"
+        self.address = f"{host}:{free_port(host)}"
 
     # --- starting ---
 
@@ -187,7 +186,7 @@ class ChaosCluster:
             command = (*self.network.inside(number), *command, "--host", host, *self._insecure())
             command = (*command, "--scheduler", self.address)
         elif self.settings.reach == "proxy":
-            port = _free_port(_LOOPBACK)
+            port = free_port(_LOOPBACK)
             proxies = self.proxies[name] = Proxies(
                 FaultProxy((_LOOPBACK, port), self._rng), FaultProxy(_split(self.address), self._rng)
             )
@@ -259,10 +258,3 @@ class ChaosCluster:
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host, int(port)
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -159,7 +159,7 @@ class AsyncDataset:
     # --- inner --------------------------------------------------------------------------------------------------------
 
     async def _open(self, mine: Registration) -> None:
-        request = pb.OpenDatasetRequest(**_who(mine), spec=convert.dataset_to_proto(self.spec))
+        request = pb.OpenDatasetRequest(**mine.caller(), spec=convert.dataset_to_proto(self.spec))
         answer = await self._ask(self._link.stub.OpenDataset, request)
         self._hear(answer.position)
 
@@ -169,7 +169,7 @@ class AsyncDataset:
             await self._report(mine)
         done = tuple(self._done)
         request = pb.LeaseRangeRequest(
-            **_who(mine), dataset=self.name, done=done, held=self._held, done_at=self._done.values(), now=self._now()
+            **mine.caller(), dataset=self.name, done=done, held=self._held, done_at=self._done.values(), now=self._now()
         )
 
         async def first(answer: Any) -> Any:
@@ -197,7 +197,12 @@ class AsyncDataset:
         if not done and not returned:
             return
         request = pb.EndRangesRequest(
-            **_who(mine), dataset=self.name, done=done, returned=returned, done_at=self._done.values(), now=self._now()
+            **mine.caller(),
+            dataset=self.name,
+            done=done,
+            returned=returned,
+            done_at=self._done.values(),
+            now=self._now(),
         )
         await self._ask(self._link.stub.EndRanges, request)
         _drop(self._done, done)
@@ -210,7 +215,7 @@ class AsyncDataset:
 
     async def _set_position(self, mine: Registration, position: DataPosition) -> None:
         where = convert.position_to_proto(position)
-        request = pb.SetDataPositionRequest(**_who(mine), dataset=self.name, position=where)
+        request = pb.SetDataPositionRequest(**mine.caller(), dataset=self.name, position=where)
         await self._ask(self._link.stub.SetDataPosition, request)
         self._hear(where)
 
@@ -310,10 +315,6 @@ class Dataset:
 
     async def _mark_done(self) -> None:
         self._data.done()
-
-
-def _who(mine: Registration) -> dict[str, Any]:
-    return {"run_id": mine.run_id, "worker_id": mine.worker_id, "incarnation": mine.incarnation}
 
 
 def _drop(leases: dict[int, Any], heard: tuple[int, ...]) -> None:

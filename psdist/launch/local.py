@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -32,7 +31,7 @@ from psdist.launch.plan import (
     python_command,
     server_number,
 )
-from psdist.launch.process import Child, ProcessSpec
+from psdist.launch.process import Child, ProcessSpec, free_port
 from psdist.launch.run_record import DIRECTORY_PREFIX, RunRecord, RunRegistry, notes_directory
 from psdist.launch.runner import Crew, Runner
 from psdist.launch.scale_watch import ScaleRequest
@@ -170,7 +169,8 @@ async def _run(
         processes=options.processes,
         link=link,
         connected_directory=directory / "connected",
-        master=("127.0.0.1", _free_port()),
+        # For torch.distributed in a user's script; nothing of psdist listens there.
+        master=("127.0.0.1", free_port("127.0.0.1")),
         start_timeout_seconds=options.start_timeout_seconds,
         restarts_max=options.restarts_max,
         world_size=options.processes,
@@ -384,11 +384,3 @@ def plural(count: int, noun: str) -> str:
 def default_kernel_threads(servers: int) -> int:
     """Threads of each server's kernels, so that together they have a thread for each core."""
     return max(1, len(os.sched_getaffinity(0)) // servers)
-
-
-def _free_port() -> int:
-    # For torch.distributed in a user's script; nothing of psdist listens there.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -200,3 +201,11 @@ class ReaperProcess:
         with contextlib.suppress(OSError):
             self._process.stdin.write(line)
             self._process.stdin.flush()
+
+
+def free_port(host: str) -> int:
+    """A TCP port of this host that nobody listens on now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port

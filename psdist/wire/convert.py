@@ -14,6 +14,7 @@ from psdist.consistency import ASP, BSP, SSP, Consistency, ResizeLr, StalenessLr
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, LimitExceededError
 from psdist.optim import Optimizer, Override, optimizer_from_values, schedule_from_values
 from psdist.types import (
+    WIRE_DTYPES,
     ClusterMap,
     DataPosition,
     DatasetSpec,
@@ -61,6 +62,14 @@ def dtype_from_proto(value: int) -> DType:
     if value not in _DTYPE_FROM_PROTO:
         raise DTypeMismatchError(f"DType {value} is unknown")
     return cast(DType, _DTYPE_FROM_PROTO[cast(pb.DType, value)])
+
+
+def payload_dtype_from_proto(value: int) -> DType:
+    """The name of a dtype that payloads may have. Raises DTypeMismatchError, InvalidArgumentError."""
+    dtype = dtype_from_proto(value)
+    if dtype not in WIRE_DTYPES:
+        raise InvalidArgumentError(f"payloads cannot be {dtype}: use one of {', '.join(WIRE_DTYPES)}")
+    return dtype
 
 
 def layout_to_proto(layout: Layout) -> pb.Layout:

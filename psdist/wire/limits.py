@@ -54,3 +54,6 @@ BARRIERS_PASSED_MAX: Final = 1 << 62
 
 #: A wait that lasts longer says for whom it waits.
 REPORT_WAIT_SECONDS: Final = 10.0
+
+#: Bytes of the state that one worker keeps in snapshots for one parameter set.
+STATE_BYTES_MAX: Final = 1 << 32

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from psdist.errors import InternalError, InvalidArgumentError, PsdistError, UnknownCodecError
-from psdist.types import WIRE_DTYPES, Identity, Replica
+from psdist.types import Identity, Replica
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, frames, status
 from psdist_server.server import ParameterServer
@@ -138,8 +138,8 @@ class ServerService:
             raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
         call.step, call.abstain, call.grad_norm = header.step, header.abstain, header.grad_norm
         call.mark = header.mark
-        call.dtype = _wire_dtype(header.dtype)
-        call.pull_dtype = _wire_dtype(header.pull_dtype) if call.wants_weights else "float32"
+        call.dtype = convert.payload_dtype_from_proto(header.dtype)
+        call.pull_dtype = convert.payload_dtype_from_proto(header.pull_dtype) if call.wants_weights else "float32"
         store.contributions.check_norm(call)
         return store
 
@@ -152,7 +152,7 @@ class ServerService:
             call.identity = convert.identity_from_proto(request.identity)
             store = await self._host.admit(call.identity)
             store.check_installed()
-            call.pull_dtype = _wire_dtype(request.dtype)
+            call.pull_dtype = convert.payload_dtype_from_proto(request.dtype)
             last = -1
             slices = request.slices or store.indices
             if store.replicator.needs_confirm(slices):
@@ -273,13 +273,6 @@ class ServerService:
         except PsdistError as error:
             await status.abort(context, error)
         return self._host.statistics()
-
-
-def _wire_dtype(value: int) -> str:
-    dtype = convert.dtype_from_proto(value)
-    if dtype not in WIRE_DTYPES:
-        raise InvalidArgumentError(f"payloads cannot be {dtype}: use one of {', '.join(WIRE_DTYPES)}")
-    return dtype
 
 
 def _check_ascending(index: int, last: int) -> int:

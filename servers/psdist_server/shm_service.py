@@ -33,7 +33,7 @@ from psdist.errors import (
     UnknownCodecError,
     UnknownParametersError,
 )
-from psdist.types import ITEM_BYTES, WIRE_DTYPES, Identity
+from psdist.types import ITEM_BYTES, Identity
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, fd_passing, frames, limits, status
 from psdist.wire.framed_socket import FramedSocket
@@ -96,7 +96,9 @@ async def _attach(host: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
     store = await host.admit(identity)
     # Who never pushes has an arena without elements.
     reads_only = attach.dtype == common_pb2.DTYPE_UNSPECIFIED
-    dtype, elements = ("float32", 0) if reads_only else (_wire_dtype(attach.dtype), store.entry.total)
+    dtype, elements = (
+        ("float32", 0) if reads_only else (convert.payload_dtype_from_proto(attach.dtype), store.entry.total)
+    )
     weights = store.dense.arena
     if weights is None:
         raise SharingUnavailableError(store.dense.arena_error)
@@ -305,11 +307,11 @@ class _Stream:
             raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
         call.step, call.abstain, call.grad_norm = header.step, header.abstain, header.grad_norm
         call.mark = header.mark
-        call.dtype = _wire_dtype(header.dtype)
+        call.dtype = convert.payload_dtype_from_proto(header.dtype)
         if call.dtype != self._attachment.dtype:
             held = self._attachment.dtype or "nothing"
             raise InvalidArgumentError(f"the gradient arena holds {held}, not {call.dtype}")
-        call.pull_dtype = _wire_dtype(header.pull_dtype) if call.wants_weights else "float32"
+        call.pull_dtype = convert.payload_dtype_from_proto(header.pull_dtype) if call.wants_weights else "float32"
         store.contributions.check_norm(call)
         slices = self._check_slices(call, push.slices)
         bases = _one_for_each(push.base_versions, slices, "base_versions")
@@ -405,10 +407,3 @@ def _one_for_each(values: Sequence[int], slices: Sequence[int], what: str) -> Se
     if len(values) != len(slices):
         raise InvalidArgumentError(f"{len(values)} {what} for {len(slices)} slices: send one for each, or one for all")
     return values
-
-
-def _wire_dtype(value: int) -> str:
-    dtype = convert.dtype_from_proto(value)
-    if dtype not in WIRE_DTYPES:
-        raise InvalidArgumentError(f"payloads cannot be {dtype}: use one of {', '.join(WIRE_DTYPES)}")
-    return dtype

@@ -68,6 +68,10 @@ class Registration:
             response.heartbeat_seconds or response.lease_seconds / 4,
         )
 
+    def caller(self) -> dict[str, Any]:
+        """The fields of a request that say who calls."""
+        return {"run_id": self.run_id, "worker_id": self.worker_id, "incarnation": self.incarnation}
+
 
 class Registrar:
     """Registers one client. stub: the scheduler's. metadata: of every call."""

@@ -33,10 +33,10 @@ from psdist.errors import (
     SnapshotFailedError,
 )
 from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire import limits
 from psdist.wire.backoff import Backoff
 
 if TYPE_CHECKING:
-    from psdist.client.session.registration import Registration
     from psdist.client.session.scheduler_session import WorkerSession
 
 logger = logging.getLogger("psdist")
@@ -45,8 +45,6 @@ State = dict[str, NDArray[Any]]
 Save = Callable[[], Mapping[str, NDArray[Any]]]
 Restore = Callable[[State], None]
 
-#: Of one state, as a file.
-STATE_BYTES_MAX: Final = 1 << 32
 _PART_BYTES: Final = 1 << 20
 
 
@@ -167,9 +165,9 @@ def check_state(parameters: str, state: object) -> State:
                 "give numpy arrays of numbers by name"
             )
     size = sum(array.nbytes for array in state.values())
-    if size > STATE_BYTES_MAX:
+    if size > limits.STATE_BYTES_MAX:
         raise InvalidArgumentError(
-            f"the state of {parameters!r} has {size} bytes, and may have {STATE_BYTES_MAX}: keep less"
+            f"the state of {parameters!r} has {size} bytes, and may have {limits.STATE_BYTES_MAX}: keep less"
         )
     return dict(state)
 
@@ -208,7 +206,7 @@ class StateUploads:
             data = await asyncio.to_thread(_to_bytes, state)
             mine = self._link.registration
             header = pb.HandInStateRequest.Header(
-                **_who(mine), attempt=attempt, parameters=parameters, next=before, length=len(data),
+                **mine.caller(), attempt=attempt, parameters=parameters, next=before, length=len(data),
                 digest=xxhash.xxh3_128_digest(data),
             )  # fmt: skip
             await self._until_taken(header, data)
@@ -235,7 +233,7 @@ async def fetch(link: WorkerSession, parameters: str) -> State:
     Raises SnapshotCorruptError, StorageError, FencedError.
     """
     mine = link.registration
-    request = pb.GetStateRequest(**_who(mine), parameters=parameters)
+    request = pb.GetStateRequest(**mine.caller(), parameters=parameters)
     with link.waits.open(f"for {link.peer} to give the state of {parameters!r} back") as wait:
         received = _Received()
         data = await link.follow(link.stub.GetState, request, wait, received.take)
@@ -251,7 +249,7 @@ class _Received:
     async def take(self, response: Any) -> bytes | None:
         """The whole, with its last part."""
         if response.digest:
-            if response.length > STATE_BYTES_MAX:
+            if response.length > limits.STATE_BYTES_MAX:
                 raise InternalError(f"the scheduler has a state of {response.length} bytes")
             self._data, self._length, self._digest = bytearray(), response.length, response.digest
         self._data += response.part
@@ -283,7 +281,3 @@ async def _parts(header: pb.HandInStateRequest.Header, data: bytes) -> AsyncIter
     yield pb.HandInStateRequest(header=header, part=data[:_PART_BYTES])
     for start in range(_PART_BYTES, len(data), _PART_BYTES):
         yield pb.HandInStateRequest(part=data[start : start + _PART_BYTES])
-
-
-def _who(mine: Registration) -> dict[str, Any]:
-    return {"run_id": mine.run_id, "worker_id": mine.worker_id, "incarnation": mine.incarnation}

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from psdist.errors import LimitExceededError, SnapshotFailedError
 from psdist.snapshots.format import WorkerState, state_file_name
+from psdist.wire import limits
 from psdist_scheduler.events.cluster_events import Answer, Effect
 from psdist_scheduler.events.records import Member, name_some
 from psdist_scheduler.events.snapshot_events import (
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 #: One life of a worker.
 Life = tuple[str, int]
-#: Bytes of one state.
-STATE_BYTES_MAX: Final = 1 << 32
 
 
 @dataclass(slots=True)
@@ -109,9 +108,9 @@ class WorkerStateUploads:
     def place(self, worker: Member, event: HandIn, directory: str) -> StatePlace:
         """Where a file is to be written; nowhere if it is there. Raises SnapshotFailedError where it is not wanted, and
         LimitExceededError."""
-        if event.length > STATE_BYTES_MAX:
+        if event.length > limits.STATE_BYTES_MAX:
             raise LimitExceededError(
-                f"a state of {event.length} bytes is over the limit of {STATE_BYTES_MAX}: keep less"
+                f"a state of {event.length} bytes is over the limit of {limits.STATE_BYTES_MAX}: keep less"
             )
         key = (worker.member_id, worker.incarnation), event.parameters
         if self._wanted.get(key) != event.next:

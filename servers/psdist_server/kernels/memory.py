@@ -66,10 +66,12 @@ class AnonymousMemory:
 
 
 def leave_out() -> None:
-    """Lets numba start without scipy, which it imports where it is installed for linear algebra that no kernel uses
-    (15 MB, 85 modules), and structlog without rich, for the colors of tracebacks (5 MB, 65 modules). Call before either
-    is imported; nothing else here uses them."""
-    for name in ("scipy", "rich"):
+    """Leaves out packages that others import where they are installed, and that no server uses. Call it first.
+
+    numba imports scipy for linear algebra (15 MB, 85 modules), and cffi and yaml for foreign functions and a
+    configuration file (1 MB). structlog imports rich for the colors of tracebacks (5 MB, 65 modules).
+    """
+    for name in ("scipy", "rich", "cffi", "yaml"):
         # None is how Python notes a module that cannot be imported; its stubs do not know that.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
