@@ -219,7 +219,7 @@ class GroupRange:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One life of a server, which holds a copy of a shard."""
+    """One incarnation of a server, which holds a copy of a shard."""
 
     server_id: str
     incarnation: int

@@ -58,7 +58,7 @@ class ChaosClusterSettings:
 
 @dataclass(slots=True)
 class Process:
-    """One process of the run. ``starts`` counts its lives."""
+    """One process of the run. ``starts`` counts its starts."""
 
     name: str
     command: tuple[str, ...]
@@ -68,7 +68,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Of its present life."""
+        """Of the process that runs now."""
         assert self.running is not None
         return self.running.pid
 

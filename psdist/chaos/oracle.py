@@ -25,7 +25,7 @@ _TOLERANCE: Final = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """One push. number: its step (BSP), or its place in the worker's sequence over all its lives.
+    """One push. number: its step (BSP), or its place in the worker's sequence over all its incarnations.
 
     begin, end: monotonic seconds; ``end`` is 0 where nobody knows.
     """

@@ -73,7 +73,7 @@ class WorkloadSettings:
         return cls(**json.loads(path.read_text()))
 
     def log(self, rank: int) -> Path:
-        """The log of a worker, over all its lives."""
+        """The log of a worker, over all its incarnations."""
         return Path(self.directory) / f"worker-{rank}.events"
 
     def final(self, rank: int, what: str) -> Path:
@@ -110,7 +110,7 @@ class EventReader:
         self._life = 0
         self._open: Push | None = None
         self._ended: list[Push] = []
-        #: Code and text of each error that ended a life.
+        #: Code and text of each error that ended an incarnation.
         self.errors: list[str] = []
 
     def read(self) -> None:

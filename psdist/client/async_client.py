@@ -233,7 +233,7 @@ class AsyncClient:
 
     @property
     def incarnation(self) -> int:
-        """How many lives this worker id has had, this one included."""
+        """The number of registrations under this worker id, this one included."""
         return self._registration.incarnation
 
     def __repr__(self) -> str:

@@ -73,7 +73,7 @@ class AsyncDataset:
         self._link = link
         self._order = RangeOrder(spec)
         self._asking = asyncio.Lock()
-        #: The life of this client that the leases belong to.
+        #: The incarnation of this client that the leases belong to.
         self._incarnation = 0
         #: With the number of pushes that were dropped before it was given.
         self._held: dict[int, int] = {}
@@ -232,7 +232,7 @@ class AsyncDataset:
                 await asyncio.sleep(backoff.next_seconds())
 
     def _start_incarnation(self, mine: Registration) -> None:
-        """What an earlier life of this client held was given to others."""
+        """Discards the leases of an earlier incarnation of this client: its ranges were given to others."""
         if mine.incarnation != self._incarnation:
             self._incarnation = mine.incarnation
             self._forget()

@@ -205,8 +205,8 @@ class Exchange:
         return self._data.resent.get(self._name, 0)
 
     async def open(self) -> None:
-        """Before each call: raises if this client is out (FencedError if only this life of it is over, see ``rejoin``),
-        and shares memory with servers where that was not tried."""
+        """Before each call: raises if this client is out (FencedError if only this incarnation has ended, see
+        ``rejoin``), and shares memory with servers where that was not tried."""
         routes = self._plan(self._every).routes
         if not self.shared_memory.is_missing(routes):
             return

@@ -104,7 +104,7 @@ class Client:
 
     @property
     def incarnation(self) -> int:
-        """How many lives this worker id has had, this one included."""
+        """The number of registrations under this worker id, this one included."""
         return self._client.incarnation
 
     def __repr__(self) -> str:

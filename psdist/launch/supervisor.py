@@ -43,7 +43,7 @@ UNAVAILABLE_STATUS: Final = 69
 _SIGNAL_BASE: Final = 128
 _SNAPSHOT: Final = "snapshot"
 _ORDER: Final = ("worker", _SNAPSHOT, "server", "scheduler")
-#: Nobody sends these to itself: they say nothing about whether the next life will be longer.
+#: Nobody sends these to itself: they do not predict how soon the process ends after its next start.
 _FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 

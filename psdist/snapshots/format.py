@@ -245,7 +245,8 @@ class ParametersState:
         return Slicing(self.layout.total, self.spec.slice_elements)
 
     def next_of(self, life: tuple[str, int]) -> int:
-        """The first push of a worker's life that is not in the snapshot. SSP and ASP: 0 for one that is unknown."""
+        """The first push of a worker's incarnation that is not in the snapshot. SSP and ASP: 0 for one that is
+        unknown."""
         if isinstance(self.spec.consistency, BSP):
             return self.step
         return next((number for worker_id, incarnation, number in self.next if (worker_id, incarnation) == life), 0)

@@ -184,7 +184,7 @@ def _states(found: CommittedSnapshot, parameters: str | None) -> tuple[Parameter
 
 
 async def _read(storage: Storage, found: CommittedSnapshot, states: tuple[ParametersState, ...]) -> dict[str, AnyArray]:
-    """All tensors as float32, views of one vector for each parameters."""
+    """All tensors as float32, views of one vector for each parameter set."""
     slices, arrays = SliceReader(storage, found.manifest), {}
     for state in states:
         flat = np.empty(state.layout.total, np.float32)

@@ -195,12 +195,12 @@ def member_from_proto(message: pb.ParametersMember) -> ParametersMember:
 
 
 def replica_to_proto(replica: Replica) -> pb.Replica:
-    """One life of a server as a message."""
+    """A server and its incarnation as a message."""
     return pb.Replica(server_id=replica.server_id, incarnation=replica.incarnation)
 
 
 def replica_from_proto(message: pb.Replica) -> Replica:
-    """One life of a server."""
+    """A server and its incarnation."""
     return Replica(message.server_id, message.incarnation)
 
 

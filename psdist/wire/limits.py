@@ -18,7 +18,7 @@ METADATA_BYTES: Final = 16 << 10
 
 TENSORS_MAX: Final = 1 << 18
 DIMENSIONS_MAX: Final = 32
-#: Elements of one parameters' flat vector (4 TiB of float32).
+#: Elements of the flat vector of a parameter set (4 TiB of float32).
 ELEMENTS_MAX: Final = 1 << 40
 PARAMETERS_MAX: Final = 1024
 MEMBERS_MAX: Final = 4096

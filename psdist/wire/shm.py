@@ -172,7 +172,7 @@ class GradientArena:
 
 
 class WeightsArena:
-    """A server's weights of one parameters. Made by ``create`` in the server and by ``open`` in the worker.
+    """A server's weights of a parameter set. Made by ``create`` in the server and by ``open`` in the worker.
 
     fd: a descriptor that can only be read by, for others to have.
     """

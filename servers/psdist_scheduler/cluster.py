@@ -118,7 +118,7 @@ class _Wait:
 
 
 class Cluster:
-    """One run. ``stored`` is what a store kept of an earlier scheduler's life, if there was one; ``history`` what the
+    """One run. ``stored`` is what the store kept of an earlier scheduler, if there was one; ``history`` what the
     run's storage holds, None where it was not read."""
 
     def __init__(
@@ -221,7 +221,7 @@ class Cluster:
     # --- the machine --------------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> list[Effect]:
-        """The first effects: this life's first epoch, durable and published."""
+        """The first effects: the first epoch of this scheduler, durable and published."""
         return self._commit([], now, changed=True)
 
     def on(self, event: Event, now: float) -> list[Effect]:
@@ -230,7 +230,7 @@ class Cluster:
             effects = self._handle(event, now)
         except PsdistError as error:
             return [Refuse(call, error)] if (call := getattr(event, "call", 0)) else []
-        # Signs of life come by the thousand and let nothing go on.
+        # Heartbeats come by the thousand, and no waiting call depends on them.
         if isinstance(event, Heartbeat | Heard):
             return effects
         return self._commit(effects, now)
@@ -378,7 +378,8 @@ class Cluster:
 
     def _replace_at_address(self, member: Member, now: float) -> list[Effect]:
         """An address has one process: a server that is another's successor there, or the same, whose first answer was
-        lost, ends the life before it. Else shards could be placed on that one, and their calls reach this one."""
+        lost, ends the incarnation before it. Else shards could be placed on that one, and their calls reach this
+        one."""
         before = [m.member_id for m in self.members.servers if m.address == member.address and m is not member]
         return self._lose([(member_id, f"{member} registered at its address") for member_id in before], now)
 

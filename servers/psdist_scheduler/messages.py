@@ -173,7 +173,7 @@ def leases(ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def heartbeat_event(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> Heartbeat:
-    """A sign of life; of the statistics, what the machine decides by."""
+    """A heartbeat, with those statistics by which the machine decides."""
     versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
     progress = snapshot_messages.progress(heartbeat.snapshot) if heartbeat.HasField("snapshot") else None
     heard = tuple((one.worker_id, one.incarnation) for one in heartbeat.heard[:MEMBERS_MAX])

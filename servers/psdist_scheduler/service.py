@@ -321,7 +321,7 @@ class Service:
 
     @_typed
     async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterResponse:
-        """A new life of a member."""
+        """Registers a member under a new incarnation."""
         value = await self._ask(lambda call: messages.register_event(call, request))
         run_id = self._scheduler.cluster.settings.run_id
         storage = self._scheduler.cluster.settings.storage

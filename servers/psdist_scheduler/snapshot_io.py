@@ -43,7 +43,7 @@ from psdist_scheduler.events.snapshot_events import (
 
 log = logging.getLogger("psdist.scheduler")
 
-#: What no commit names and nobody of this life made is garbage when it is so old, in seconds.
+#: What no commit names and this scheduler did not make is garbage at this age, in seconds.
 GARBAGE_SECONDS: Final = 3600.0
 
 
@@ -112,7 +112,7 @@ def check_fresh(history: History, url: str) -> None:
 
 
 class SnapshotIo:
-    """Effects in, events out. ``salt``: what names of directories end with that this life of the scheduler chose.
+    """Effects in, events out. ``salt``: the suffix of directory names that this scheduler chose.
     ``post`` gives the machine an event."""
 
     def __init__(self, storage: Storage, run_id: str, salt: str, post: Callable[[StorageEvent], None]) -> None:
@@ -125,7 +125,7 @@ class SnapshotIo:
         self._idle = asyncio.Event()
         #: Records that were tried, and of which nobody knows whether they are there, by their number.
         self._unsure: dict[int, list[bytes]] = {}
-        #: Directories that this life gave up.
+        #: Directories that this scheduler gave up.
         self._given_up: dict[str, None] = {}
 
     def put(self, effect: StorageEffect) -> None:
@@ -208,8 +208,9 @@ class SnapshotIo:
         return Committed(effect.attempt, commit, manifest)
 
     async def _record(self, commit: CommitRecord) -> CommitRecord:
-        """Creates the record. Where its number is taken by a record of this life, whose answer never came, that one's
-        snapshot exists, and the next number is free. Raises FileExistsError where it is another's, and StorageError."""
+        """Creates the record. Where its number is taken by a record of this scheduler, whose answer never came, that
+        one's snapshot exists, and the next number is free. Raises FileExistsError where it is another's, and
+        StorageError."""
         while True:
             record = commit.to_bytes()
             try:
@@ -266,8 +267,8 @@ class SnapshotIo:
         return Pruned(tuple(done))
 
     async def _collect(self) -> None:
-        """Removes directories that no record names, where every record could be read: those that this life gave up,
-        and what others left long ago."""
+        """Removes directories that no record names, where every record could be read: those that this scheduler gave
+        up, and what others left long ago."""
         records = await reader.commits(self._storage)
         named = {record.directory for record in records if isinstance(record, CommitRecord)}
         if len(named) != len(records):

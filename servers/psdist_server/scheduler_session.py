@@ -102,7 +102,7 @@ class ServerSession:
             except grpc.aio.AioRpcError as error:
                 known = status.from_call(error, f"scheduler {self._address}")
                 waits = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-                # A life before this one may have ended without the scheduler having noticed it yet.
+                # An earlier process may have ended without the scheduler having noticed it yet.
                 if not waits and (not isinstance(known, DuplicateMemberError) or now() > deadline):
                     raise known from None
                 reason = error.details()

@@ -156,7 +156,7 @@ class ParameterServer:
         return store
 
     def check_live(self, identity: Identity) -> None:
-        """Raises FencedError for a worker, or a life of one, that the map does not have (any more)."""
+        """Raises FencedError for a worker, or an incarnation of one, that is not in the map."""
         if self._live.get(identity.worker_id) != identity.incarnation:
             raise fenced(identity)
         self.heard(identity)

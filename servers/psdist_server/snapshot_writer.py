@@ -36,7 +36,7 @@ _log = structlog.get_logger("psdist.server")
 
 #: Bytes of copies that a server holds for a snapshot; updates that would need more wait for the writer.
 ASIDE_BYTES_MAX: Final = 256 << 20
-#: Files of one parameters that are written at a time.
+#: Files of a parameter set that are written at a time.
 FILES_AT_A_TIME: Final = 4
 #: Small slices are written so many bytes at a time.
 _BATCH_BYTES: Final = 1 << 20
@@ -220,7 +220,7 @@ class SnapshotWriter:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     async def _write(self, attempt: _Attempt, part: _Part) -> None:
-        """Writes the files of all shards of one parameters, some at a time: while one is made durable the next one is
+        """Writes the files of all shards of a parameter set, some at a time: while one is made durable the next one is
         written."""
         storage = await asyncio.get_running_loop().run_in_executor(self._thread, self._open_storage)
         pending = iter(sorted(part.store.replicator.machines))

@@ -72,7 +72,7 @@ class PendingRequest:
 
 
 class PushSequence:
-    """Steps and versions of one worker in one parameters of ``slices`` slices.
+    """Steps and versions of one worker in a parameter set of ``slices`` slices.
 
     consistency: None for a reader, which never pushes.
     first_step: BSP: the first step this worker contributes to.

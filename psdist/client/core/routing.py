@@ -30,7 +30,7 @@ class ServerNews:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Slices of one parameters, ascending, and the server that is their primary in the map of ``epoch``."""
+    """Slices of a parameter set, ascending, and the server that is their primary in the map of ``epoch``."""
 
     server_id: str
     incarnation: int
@@ -45,7 +45,7 @@ class Route:
 
     @property
     def server(self) -> Replica:
-        """The server's life."""
+        """The server and its incarnation."""
         return Replica(self.server_id, self.incarnation)
 
 
@@ -72,7 +72,7 @@ def find_entry(cluster: ClusterMap, parameters: str) -> ParametersEntry:
 
 
 def why_gone(cluster: ClusterMap, news: ServerNews, server: Replica) -> str:
-    """Why this life of a server is over, as far as is known here; empty if it lasts."""
+    """Why this incarnation of a server has ended, as far as is known here; empty if it has not."""
     if reason := news.gone.get(server, ""):
         return reason
     entry = cluster.server(server.server_id)

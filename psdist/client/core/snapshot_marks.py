@@ -28,18 +28,18 @@ class MarkAnswer:
 
 
 class SnapshotMarks:
-    """The open sessions of one life of this worker, by parameters."""
+    """The push sequences of one incarnation of this worker, by parameter set."""
 
     def __init__(self) -> None:
         #: The newest snapshot attempt whose Mark was answered; 0 for none.
         self.mark = 0
-        #: Pushes of this worker that were dropped, in all of its lives.
+        #: Pushes of this worker that were dropped, in all of its incarnations.
         self.dropped = 0
         self.sessions: dict[str, PushSequence] = {}
         self._answer: MarkAnswer | None = None
 
     def start_incarnation(self) -> None:
-        """The sessions of the life before do not count any more, nor do marks: what they were for was given up."""
+        """Discards the sequences and marks of the incarnation before: the attempts that they were for were given up."""
         self.mark, self._answer = 0, None
         self.sessions.clear()
 

@@ -26,7 +26,7 @@ class ClusterView:
         self.news = ServerNews()
         #: Set once: nothing this client sends counts any more.
         self.fatal: PsdistError | None = None
-        #: Set while this client's life is over and the next has not begun.
+        #: Set after this client's incarnation has ended, until the next begins.
         self.fenced: FencedError | None = None
         self._changed: asyncio.Future[None] | None = None
         self._watched: dict[Replica, asyncio.Future[PsdistError]] = {}
@@ -62,7 +62,7 @@ class ClusterView:
         self._look()
 
     def on_fenced(self, error: FencedError) -> None:
-        """This life of the client is over: calls under way fail with ``error``, and so do others until the next."""
+        """This incarnation of the client has ended: calls fail with ``error`` until the next begins."""
         self.fenced = error
         self._look()
 

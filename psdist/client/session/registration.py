@@ -161,6 +161,6 @@ class Registrar:
                         rank = None  # Another has it now.
                     elif (holder.get("host"), holder.get("pid")) != (socket.gethostname(), str(os.getpid())):
                         raise
-                    # Else this very process, by an answer that was lost: that life has no session and ends soon.
+                    # Else this very process, by an answer that was lost: that incarnation has no session and ends soon.
                     wait.hear(f"for {self._peer} to take {mine.worker_id} back; last: {error.message}")
                 await asyncio.sleep(backoff.next_seconds())

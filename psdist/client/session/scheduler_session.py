@@ -92,13 +92,14 @@ class WorkerSession:
         self._rejoins = rejoins
         #: How the incarnation before this one ended.
         self.expulsion = Expulsion("", rolled_back=False)
-        #: Time of the last heartbeat, and the longest silence between two of this life, in seconds.
+        #: Time of the last heartbeat, and the longest silence between two of this incarnation, in seconds.
         self._beaten = self._silence = 0.0
         #: What each open handle shares with servers; told in the heartbeats.
         self.shared_memories: list[SharedMemory] = []
         #: The next pushes of all of this worker's parameters.
         self.pushes = SnapshotMarks()
-        #: Parameters that were ready when this life began: whoever takes part in them joins a training under way.
+        #: Parameter sets that were ready when this incarnation began: a worker that takes part in them joins a training
+        #: under way.
         self.ready_before: frozenset[str] = frozenset()
         self.hand_ins = StateUploads(self, self._tell_failed)
         self.states = WorkerStates(self.hand_ins.put, self._tell_failed)
@@ -160,7 +161,7 @@ class WorkerSession:
         self.ready_before = frozenset(entry.spec.name for entry in cluster.parameters if entry.ready)
         return cluster
 
-    # --- a new life ---
+    # --- a new incarnation ---
 
     async def _rejoin(self, fenced: FencedError) -> PsdistError | None:
         """Registers anew under the same id. Returns why that cannot be."""
@@ -181,12 +182,12 @@ class WorkerSession:
 
     @property
     def _silence_text(self) -> str:
-        """The longest time between two signs of life of this client, for a message."""
+        """The longest time between two heartbeats of this client, for a message."""
         longest = max(self._silence, asyncio.get_running_loop().time() - self._beaten)
         return f"this process sent no sign of life for up to {longest:.1f} s"
 
     async def wait_until_rejoined(self, fenced: FencedError, incarnation: int) -> None:
-        """After ``fenced`` ended something that this client did in the life of ``incarnation``: returns when the next
+        """After ``fenced`` ended something that this client did as ``incarnation``: returns when the next
         has begun. Raises what ends the membership for good."""
         if not self._rejoins:
             raise again(fenced)
@@ -196,7 +197,7 @@ class WorkerSession:
                 await self.watch.changed()
 
     async def confirm_membership(self, incarnation: int) -> None:
-        """Asks the scheduler, however long that takes, whether the life of ``incarnation`` is over: FencedError then.
+        """Asks the scheduler, however long that takes, whether ``incarnation`` has ended: FencedError then.
         For what may mean that, of a server that heard of it earlier than this client."""
         request = scheduler_pb2.GetClusterMapRequest(run_id=self.registration.run_id)
         mine, backoff = self.registration.worker_id, Backoff(self.rng)
@@ -212,7 +213,7 @@ class WorkerSession:
             raise FencedError(f"incarnation {incarnation} of {mine} is not in the cluster map any more")
 
     async def retry_across_incarnations(self, work: Callable[[Registration], Awaitable[T]]) -> T:
-        """What ``work`` returns, which is done again in the next life where this one ended meanwhile."""
+        """Runs ``work``, and runs it again as the next incarnation if this one ended meanwhile."""
         while True:
             self.raise_if_expelled()
             mine = self.registration
@@ -270,7 +271,7 @@ class WorkerSession:
             return SchedulerUnreachableError(f"{self.peer} ended the session")
         except grpc.aio.AioRpcError as failure:
             return status.from_call(failure, self.peer)
-        except PsdistError as error:  # a map that cannot be read, or the end of this life
+        except PsdistError as error:  # A map that cannot be read, or the end of this incarnation.
             return error
         finally:
             beats.cancel()
@@ -435,7 +436,7 @@ class WorkerSession:
         raise error from None
 
     def raise_if_expelled(self, incarnation: int | None = None) -> None:
-        """Raises why this client is out, if it is; FencedError if the life of ``incarnation`` is over."""
+        """Raises why this client is no member, if it is none; FencedError if ``incarnation`` has ended."""
         if self.watch.fatal is not None:
             raise again(self.watch.fatal)
         if incarnation is None:
@@ -460,7 +461,7 @@ class WorkerSession:
         await self._channel.close()
 
     async def _settle(self) -> None:
-        """Returns when a life that is about to begin has begun, so that it is the newest life that leaves: one that
+        """Returns when an incarnation that is about to begin has begun, so that the newest one leaves: one that
         registers and is not heard of again would be missed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_SECONDS):
@@ -475,7 +476,7 @@ class WorkerSession:
 
 
 def _rolled_back(news: scheduler_pb2.SessionResponse.RolledBack, sessions: Mapping[str, PushSequence]) -> FencedError:
-    """What ends this life where the run went back to a snapshot. The user reads in the log what is lost."""
+    """The error that ends this incarnation after a rollback. The log says what is lost."""
     lost = [text for part in news.lost if (text := _lost_steps(part, sessions.get(part.parameters)))]
     logger.warning("%s. Lost: %s", news.text.rstrip("."), ", ".join(lost) or "nothing")
     return FencedError(f"the run went back to snapshot {news.directory}", rolled_back=news.directory)

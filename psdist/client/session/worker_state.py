@@ -210,7 +210,7 @@ class StateUploads:
                 digest=xxhash.xxh3_128_digest(data),
             )  # fmt: skip
             await self._until_taken(header, data)
-        except FencedError:  # Nobody waits for the state of a life that is over.
+        except FencedError:  # Nobody waits for the state of an incarnation that has ended.
             return
         except PsdistError as error:
             logger.warning("the state of %r is not taken for the snapshot: %s", parameters, error)

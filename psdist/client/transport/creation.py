@@ -92,7 +92,7 @@ async def create(
         elif response.state == pb.CreateParametersResponse.STATE_READY:
             link.raise_if_expelled(
                 mine.incarnation
-            )  # It was long on its way: as a new life this worker is no member yet.
+            )  # It was long on its way: this worker's new incarnation is no member yet.
             entry = routing.find_entry(link.watch.cluster, spec.name)
             return CreatedParameters(entry, layout, response.first_step, response.resumed, response.notice)
         return None

@@ -41,7 +41,7 @@ class DeferredLosses:
         self._registry = registry
         self._members = members
         self._snapshots = snapshots
-        #: By id, the life that is gone, and why.
+        #: By id, the incarnation that is gone, and why.
         self._deferred: dict[str, tuple[Member, str]] = {}
         #: When the first was put off since the newest snapshot was known last.
         self._since: float | None = None

@@ -58,8 +58,8 @@ class Rollback:
         return any(shard.lost for shard in shards) and (p.entry.ready or not self._members.staying)
 
     def _roll_back(self, found: CommitFound, epoch: int, now: float, why: str = "") -> list[Effect]:
-        """All parameters, data sets and workers go back to a snapshot, in one epoch. Workers' lives end: what they know
-        of steps and leases is not so any more."""
+        """All parameters, data sets and workers go back to a snapshot, in one epoch. Workers' incarnations end: what
+        they know of steps and leases is not so any more."""
         placed = [p for p in self._registry.all if p.record is not None]
         why = why or "; ".join(self._loss(p) for p in placed if self._is_lost(p))
         lost = tuple((p.name, found.commit.steps.get(p.name, 0), p.version) for p in placed if p.state != "loading")
@@ -73,7 +73,7 @@ class Rollback:
         self._datasets.go_back(found.manifest.datasets)
         lost = tuple((name, first, max(first, until)) for name, first, until in lost)
         effects += [LogEvent(text, "warning"), Broadcast(RolledBack(found.commit.directory, lost, text))]
-        # One that has no session at the moment is to hear of it by its life's end, when it is back.
+        # One without a session learns it from the end of its incarnation, when it is back.
         for worker in [
             w
             for w in self._members.workers

@@ -20,7 +20,7 @@ from psdist_scheduler.events.records import DataLease
 Life = tuple[str, int]
 #: By parameters, the number of a worker's next push.
 Next = Mapping[str, int]
-#: By life, what its pushes must be below to be in the snapshot. Parameters that are not in it do not matter.
+#: By incarnation, the bound below which its pushes are in the snapshot. Other parameter sets do not matter.
 Cut = Callable[[Life], Next]
 #: Reports that are remembered. Beyond that the oldest count as in every snapshot.
 REPORTS_MAX = 1 << 16
@@ -34,7 +34,7 @@ class DataCut:
     _done: dict[tuple[str, int], tuple[Life, Next]] = field(default_factory=dict)
     #: By data set and lease: its worker's next pushes when it was given.
     _given: dict[tuple[str, int], Next] = field(default_factory=dict)
-    #: By life, its next pushes in its last word.
+    #: By incarnation, its next pushes in its last report.
     _heard: dict[Life, Next] = field(default_factory=dict)
 
     def given(self, dataset: str, lease: DataLease, now: Next) -> None:

@@ -109,11 +109,12 @@ class LeasedDataset:
         return not self._free and not self._leases
 
     def held_by(self, worker: Member) -> list[DataLease]:
-        """The leases of this life of the worker, the oldest first."""
+        """The leases of this incarnation of the worker, the oldest first."""
         return [lease for lease in self._leases.values() if _is_of(lease, worker)]
 
     def check_ends(self, ids: Iterable[int], worker: Member) -> None:
-        """Raises FencedError where another life holds one of the leases, InvalidArgumentError where one never was."""
+        """Raises FencedError where another incarnation holds one of the leases, InvalidArgumentError where one never
+        was."""
         for lease_id in ids:
             if not 1 <= lease_id <= self._given:
                 raise InvalidArgumentError(

@@ -90,7 +90,7 @@ class SessionClosed:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A sign of life on session ``call``. ``versions`` has the highest version by parameters (servers)."""
+    """A heartbeat on session ``call``. ``versions`` has the highest version by parameters (servers)."""
 
     call: int
     epoch: int = 0

@@ -48,7 +48,7 @@ class ClusterSettings:
 
     @property
     def heartbeat_seconds(self) -> float:
-        """How often a member sends a sign of life."""
+        """The period of a member's heartbeats."""
         return min(self.lease_seconds, self.worker_lease_seconds) / HEARTBEATS_PER_LEASE
 
     def lease_of(self, role: Role) -> float:
@@ -58,7 +58,7 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One id and the newest of its lives. Servers have rank and world_size 0, workers an empty address."""
+    """One id and its newest incarnation. Servers have rank and world_size 0, workers an empty address."""
 
     member_id: str
     role: Role
@@ -127,7 +127,7 @@ class BarrierRecord:
 
 @dataclass(frozen=True, slots=True)
 class DataLease:
-    """One life of a worker has the range at ``place``; ``attempt`` workers had it before and were lost."""
+    """One incarnation of a worker has the range at ``place``; ``attempt`` workers had it before and were lost."""
 
     lease_id: int
     place: int

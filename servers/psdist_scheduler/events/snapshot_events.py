@@ -280,8 +280,9 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class TakeCut:
-    """To a server, on its session: write. ``next``: by parameters whose pushes are marked, each life's next one.
-    ``final``: by BSP parameters that no worker is left of, the step that some slice is at; others wait for none."""
+    """To a server, on its session: write. ``next``: by parameter set whose pushes are marked, the next push of each
+    producer. ``final``: by BSP parameters that no worker is left of, the step that some slice is at; others wait for
+    none."""
 
     attempt: int
     next: tuple[tuple[str, Producers], ...]

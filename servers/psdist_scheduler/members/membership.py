@@ -35,7 +35,7 @@ KNOWN_IDS_MAX = 4 * MEMBERS_MAX
 #: Leases that servers have to come back after the scheduler was restarted, and workers at least.
 RESTART_LEASES = 3
 _WAITS_KEPT = 16
-#: Why the lives of workers ended when the run went back.
+#: Why workers' incarnations ended when the run rolled back.
 WENT_BACK = "the run went back to a snapshot"
 #: What workers say that leave when their work is done.
 _DONE = ("closed", "done")
@@ -53,7 +53,7 @@ class Liveness:
     session: int = 0
     epoch: int = 0
     waiting_for: tuple[str, ...] = ()
-    #: Of an earlier scheduler's life, and not heard of since.
+    #: Known from an earlier scheduler, and not heard of since.
     restored: bool = False
 
 
@@ -86,7 +86,7 @@ class Membership:
 
     @property
     def all(self) -> tuple[Member, ...]:
-        """All members that ever were, each in the newest of its lives."""
+        """All members that ever were, each in its newest incarnation."""
         return tuple(self._members.values())
 
     @property
@@ -151,7 +151,7 @@ class Membership:
         return self._presence
 
     def is_live(self, member_id: str, incarnation: int) -> bool:
-        """Whether this life of the member lasts."""
+        """Whether this incarnation of the member is live."""
         member = self._members.get(member_id)
         return member is not None and member.live and member.incarnation == incarnation
 
@@ -210,7 +210,7 @@ class Membership:
     # --- changes ------------------------------------------------------------------------------------------------------
 
     def register(self, event: Register, reserved: frozenset[str], now: float) -> Member:
-        """A new life of a member. ``reserved`` has ids of servers that are named as owners of lost shards.
+        """A new incarnation of a member. ``reserved`` has ids of servers that are named as owners of lost shards.
 
         Raises ProtocolMismatchError, WrongRunError, InvalidArgumentError, DuplicateMemberError, LimitExceededError.
         """
@@ -252,7 +252,7 @@ class Membership:
         return member, replaced
 
     def heartbeat(self, event: Heartbeat, now: float) -> Member | None:
-        """Notes a sign of life; None if the session is not one any more."""
+        """Records that a member was heard; None if the session has ended."""
         member_id = self._sessions.get(event.call)
         if member_id is None:
             return None
@@ -288,8 +288,8 @@ class Membership:
         return gone, session
 
     def leave_late(self, caller: Caller, reason: str) -> bool:
-        """A member leaves whose life ended when the run went back: whether it is that one's word. It had done its
-        work, does not come again, and is not missed."""
+        """A member leaves whose incarnation ended when the run rolled back: whether it is that one's word. It had done
+        its work, does not come again, and is not missed."""
         member = self._members.get(caller.member_id)
         late = member is not None and member.incarnation == caller.incarnation and member.reason == WENT_BACK
         if late and member is not None and not member.live:
@@ -413,7 +413,7 @@ class Membership:
             raise InvalidArgumentError(f"the id {member_id!r} was a {before.role}'s: choose another for a {event.role}")
 
     def _may_replace(self, holder: Member, event: Register) -> bool:
-        """Whether the worker that has a rank is who registers, in an earlier life."""
+        """Whether the worker that has a rank is an earlier incarnation of the one that registers."""
         if holder.member_id == event.member_id:
             return True
         return not event.member_id and holder.member_id == f"worker-{holder.rank}" and self._is_abandoned(holder, event)

@@ -16,7 +16,7 @@ from psdist.errors import LimitExceededError
 from psdist.optim import Override, group_of
 from psdist.types import SHARDS_PER_SERVER, GroupRange, Layout, ParametersEntry, Slicing, choose_slice_elements
 
-#: Slices of one parameters; what the largest vector has at the largest slice.
+#: Slices of a parameter set: those of the largest vector at the largest slice.
 SLICES_MAX = 1 << 22
 
 

@@ -25,7 +25,7 @@ from psdist_scheduler.placement import replicas
 from psdist_scheduler.placement.parameters import ParameterSet
 from psdist_scheduler.placement.registry import REMEDY, Registry, name_shards
 
-#: A server's place as a replica: parameters, shard, and the server's life.
+#: A server's place as a replica: parameter set, shard, and the server's incarnation.
 _Place = tuple[str, int, Replica]
 
 
@@ -42,7 +42,8 @@ class ReplicaManager:
         self._doubted: dict[_Place, tuple[int, str]] = {}
         #: Shards that servers must know as the next epoch shows them, before more becomes of them.
         self._fresh: set[tuple[str, int]] = set()
-        #: Those that were fresh, and the epoch that showed them; the others were shown by the first of this life.
+        #: Those that were fresh, and the epoch that showed them; the others were shown by the first epoch of this
+        #: scheduler.
         self._shown: dict[tuple[str, int], int] = {}
         self._first_epoch = 0
         #: The map that each server said it has.

@@ -68,7 +68,7 @@ def after_loss(shard: Shard, live: Callable[[Replica], bool]) -> Shard:
 
 
 def placed_anew(shard: Shard, live: Callable[[Replica], bool], spare: Replica) -> Shard:
-    """The shard before it has values that count: alone on its primary, or on ``spare`` if that one lives no more."""
+    """The shard before it has values that count: alone on its primary, or on ``spare`` if that one is gone."""
     return Shard(shard.primary, shard.term) if live(shard.primary) else Shard(spare, shard.term + 1)
 
 
@@ -104,7 +104,7 @@ def _dropped(shard: Shard, replica: Replica) -> Iterator[Shard]:
 
 
 class PlacementPlan:
-    """What is due, given who lives and what lies where.
+    """What is due, given the live servers and where shards lie.
 
     wanted: copies of each shard.
     knows: whether this server has said that it has the map that shows this shard of those parameters with its copies.

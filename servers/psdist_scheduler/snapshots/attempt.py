@@ -34,7 +34,7 @@ from psdist_scheduler.placement.parameters import ParameterSet
 from psdist_scheduler.snapshots.worker_states import WorkerStateUploads
 
 Phase = Literal["preparing", "marking", "cutting", "committing"]
-#: One life of a worker.
+#: A worker's id and incarnation.
 _Life = tuple[str, int]
 
 
@@ -60,7 +60,7 @@ class Attempt:
     routes: dict[str, tuple[object, ...]] = field(default_factory=dict)
     #: By server, whether it has accepted; None until it answers.
     servers: dict[str, bool | None] = field(default_factory=dict)
-    #: By life of a worker whose pushes are marked, its next pushes; None until it answers.
+    #: By worker whose pushes are marked, its next pushes; None until it answers.
     lives: dict[_Life, dict[str, int] | None] = field(default_factory=dict)
     #: When all files were written.
     whole_at: float | None = None
@@ -187,7 +187,7 @@ class Attempt:
     # --- what members say ---------------------------------------------------------------------------------------------
 
     def numbers(self, life: tuple[str, int]) -> dict[str, int]:
-        """By parameters, what pushes of this life must be below to be in the snapshot."""
+        """By parameter set, the bound below which pushes of this worker are in the snapshot."""
         marked = self.lives.get(life) or {}
         return {p.name: self.steps.get(p.name, marked.get(p.name, 0)) for p in self.parameters}
 

@@ -33,7 +33,7 @@ class Tries:
     refused: int = 0
     retries: int = 0
     held: int = 0
-    #: Cut each parameters where it stands: what was to come did not.
+    #: Cut each parameter set where it stands, because the expected pushes did not come.
     exact: bool = False
     #: By parameters, the step that a server named as not passed.
     known: dict[str, int] = field(default_factory=dict)

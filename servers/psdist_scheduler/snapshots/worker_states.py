@@ -38,7 +38,7 @@ from psdist_scheduler.placement.parameters import ParameterSet
 if TYPE_CHECKING:
     from psdist_scheduler.snapshots.attempt import Attempt
 
-#: One life of a worker.
+#: A worker's id and incarnation.
 Life = tuple[str, int]
 
 
@@ -51,7 +51,7 @@ class WorkerStateUploads:
 
     answers: dict[Life, bool] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
-    #: By life and parameters, the push that the state is before.
+    #: By worker and parameter set, the push before which the state is taken.
     _wanted: dict[tuple[Life, str], int] = field(default_factory=dict)
     _taken: dict[tuple[Life, str], WorkerState] = field(default_factory=dict)
 
@@ -128,7 +128,7 @@ class WorkerStateUploads:
 
 
 class WorkerStateRegistry:
-    """The lives that keep states, and of which parameters."""
+    """The workers that keep states, and of which parameter sets."""
 
     def __init__(self, members: Membership) -> None:
         self._members = members

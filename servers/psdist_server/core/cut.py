@@ -56,7 +56,7 @@ class SnapshotCut:
     step: int | None
     sizes: Mapping[int, int]
     room: CopyBudget
-    #: SSP and ASP, once it is agreed: the first push of each life that is not in the snapshot.
+    #: SSP and ASP, once it is agreed: the first push of each producer that is not in the snapshot.
     following: Mapping[Producer, int] | None = None
     #: By ripe slice its version at the cut.
     versions: dict[int, int] = field(default_factory=dict)

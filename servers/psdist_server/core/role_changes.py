@@ -33,7 +33,7 @@ class RoleChanges:
 
 
 def is_primary(shard: Shard, me: Replica) -> bool:
-    """Whether this life of this server serves the shard."""
+    """Whether this incarnation of this server serves the shard."""
     return shard.primary == me and not shard.lost
 
 

@@ -161,7 +161,7 @@ class CutState:
         return at_cut
 
     def agree(self, following: Mapping[Producer, int]) -> None:
-        """SSP and ASP: the first push of each life that is not in the snapshot; ``look`` at all slices then."""
+        """SSP and ASP: the first push of each producer that is not in the snapshot; ``look`` at all slices then."""
         self.machine.following = following
 
     def copy_ahead(self, indices: Iterable[int] = ()) -> None:

@@ -70,7 +70,7 @@ class CutController:
         return cut
 
     def agree(self, cut: CutState, following: Mapping[Producer, int]) -> None:
-        """SSP and ASP: the first push of each life that is not in the snapshot."""
+        """SSP and ASP: the first push of each producer that is not in the snapshot."""
         cut.agree(following)
         self._look(cut)
 
@@ -135,7 +135,7 @@ class CutController:
         return [effect for number in at_cut for effect in self._shard(number).on(SliceCut(number))]
 
     def follow(self, changes: RoleChanges, members_changed: bool) -> None:
-        """A new map: a cut goes through the shards, and in SSP and ASP the lives of workers, that were there when it
+        """A new map: a cut goes through the shards, and in SSP and ASP the workers, that were there when it
         began."""
         if self.current is None:
             return

@@ -13,7 +13,7 @@ from psdist_server.store.statistics import Counters
 
 
 class Contributions:
-    """Of one parameters. needs_norm: a push must bring its gradient's global norm."""
+    """Checks for one parameter set. needs_norm: a push must bring its gradient's global norm."""
 
     def __init__(self, spec: ParametersSpec, slicing: Slicing, counters: Counters, needs_norm: bool) -> None:
         self._spec = spec

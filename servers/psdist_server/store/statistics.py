@@ -33,7 +33,7 @@ class WorkerCounters:
 
 @dataclass(slots=True)
 class Counters:
-    """Of one parameters on one server."""
+    """Counters of one parameter set on one server."""
 
     applied_slices: int = 0
     apply_seconds: float = 0.0
