@@ -21,6 +21,9 @@ from psdist.errors import ClosedError, ConfigurationError
 T = TypeVar("T")
 
 _UNWIND_SECONDS: Final = 2.0
+#: A wait is left and begun again this often. An interrupt that comes just before a thread waits for a lock, or in
+#: another thread, does not end that wait, and would be noticed at its end only.
+_SIGNAL_SECONDS: Final = 0.5
 _EXIT_SECONDS: Final = 3.0
 
 
@@ -153,7 +156,8 @@ class LoopThread:
         call = _Call(coroutine, self.loop, None if ending else self._under_way)
         try:
             self.loop.call_soon_threadsafe(self._begin, call, reading)
-            call.ended.acquire()
+            while not call.ended.acquire(timeout=_SIGNAL_SECONDS):
+                pass  # The interpreter looks for signals between two waits.
         except BaseException:
             self.loop.call_soon_threadsafe(call.cancel)
             call.ended.acquire(timeout=_UNWIND_SECONDS)

@@ -100,6 +100,34 @@ except KeyboardInterrupt:
     assert (process.returncode, out) == (0, "interrupted True\n"), error
 
 
+def test_ctrl_c_ends_a_wait_that_it_does_not_wake(cluster: EmbeddedCluster) -> None:
+    """As where it comes just before the main thread waits: the system gives the signal to another thread."""
+    code, out, error = run(
+        """
+import signal
+
+client = psdist.Client()
+
+def interrupt():
+    while sys._current_frames()[threading.main_thread().ident].f_code.co_name != "call":
+        pass
+    threading.Event().wait(0.2)  # The main thread waits for its lock by then; else the signal is seen at once.
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+thread = threading.Thread(target=interrupt)
+thread.start()
+try:
+    client.parameters("never")
+except KeyboardInterrupt:
+    print("interrupted")
+thread.join()
+client.close()
+""",
+        cluster,
+    )
+    assert (code, out) == (0, "interrupted\n"), error
+
+
 def test_a_fork_is_refused(cluster: EmbeddedCluster) -> None:
     code, out, error = run(
         """

@@ -171,16 +171,16 @@ import pathlib
 import sys
 import numpy as np
 import psdist
-from psdist.client.core.push_sequence import Session
+from psdist.client.core.push_sequence import PushSequence
 
-until, enough, send = int(sys.argv[1]), pathlib.Path("enough"), Session.send
+until, enough, send = int(sys.argv[1]), pathlib.Path("enough"), PushSequence.send
 
 def encode(session, mark):
     if not session.unfinished:  # as a codec's residual does
         kept["sum"] = kept["sum"] + session.step + 100 * context.rank
     return send(session, mark)
 
-Session.send = encode
+PushSequence.send = encode
 with psdist.init() as context:
     init, kept = {"w": np.zeros(9000, np.float32)}, {"sum": np.zeros(1)}
     weights = context.client.parameters("p", init, psdist.optim.SGD(1.0), slice_elements=1024)
