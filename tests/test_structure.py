@@ -186,3 +186,33 @@ def test_the_architecture_names_every_module() -> None:
         if not path.stem.startswith("__") and path.stem not in named and folder(module) != "psdist.cli"
     ]
     assert not missing
+
+
+def defined(module: str) -> set[str]:
+    """The names that a module has, by its syntax."""
+    names = {name.rpartition(".")[2] for name in PRODUCT if name.rpartition(".")[0] == module}
+    for node in ast.walk(parsed(PRODUCT[module])):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name for alias in node.names)
+    return names
+
+
+def test_scripts_within_tests_import_what_there_is() -> None:
+    """Their imports are text, which no other check reads."""
+    pattern = re.compile(r"^\s*from (psdist[\w.]*) import ([\w, ]+)$", re.MULTILINE)
+    complaints = []
+    for path in MODULES:
+        for node in ast.walk(parsed(path)):
+            if path.name.startswith("test_tidy") or not (
+                isinstance(node, ast.Constant) and isinstance(node.value, str)
+            ):
+                continue
+            for module, names in pattern.findall(node.value):
+                wanted = {name.split(" as ")[0].strip() for name in names.split(",")}
+                if not module.startswith("psdist.v1") and (missing := wanted - defined(module)):
+                    complaints.append(f"{path.relative_to(ROOT)}: {module} has no {', '.join(sorted(missing))}")
+    assert not complaints, "\n" + "\n".join(complaints)
