@@ -180,7 +180,7 @@ class ParameterServer:
         return store
 
     async def admit_primary(self, hello: server_pb2.ReplicateRequest.Hello) -> tuple[Replica, ParameterStore]:
-        """Who says ``hello``, and the holding that it may send updates for. Raises StaleTermError for a life of a
+        """Who says ``hello``, and the store that it may send updates for. Raises StaleTermError for an incarnation of a
         server that is over."""
         sender = Replica(hello.server_id, hello.incarnation)
         store = await self.admit_server(hello.run_id, hello.epoch, hello.parameters)

@@ -61,14 +61,15 @@ class _Attempt:
     parts: dict[str, _Part] = field(default_factory=dict)
     bytes: int = 0
     bytes_done: int = 0
-    #: Training waited and nothing was written when somebody looked last.
+    #: At the last check, training was waiting and nothing had been written.
     stood: bool = False
 
 
 class SnapshotWriter:
     """What ``server`` does for snapshots.
 
-    holding: the holding of a name, or None. storage: opens the run's storage. tell: has a report told to the scheduler.
+    store: the parameter store of a name, or None. storage: opens the run's storage. tell: sends a report to the
+    scheduler.
     """
 
     def __init__(

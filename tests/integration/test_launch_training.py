@@ -151,7 +151,7 @@ def test_programs_started_by_hand_form_a_world(stage: Stage) -> None:
     agents = [stage.start("psdist-worker", *flags, "train.py", PSDIST_TOKEN="secret") for _ in range(2)]
     ends = [stage.end(agent) for agent in agents]
     assert [status for status, _ in ends] == [0, 0], ends
-    texts = sorted(re.search(r"\[worker \d\] (rank .*)", text)[1] for _, text in ends)  # type: ignore[index]
+    texts = sorted(re.search(r"\[worker \d\] (rank .*)", text)[1] for _, text in ends)
     assert texts == ["rank 0 of 2 local 0 weight -4.0", "rank 1 of 2 local 0 weight -4.0"]
     assert any("waiting for 1 of 2 nodes" in text for _, text in ends)
     for process in (server, scheduler):

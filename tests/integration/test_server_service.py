@@ -48,7 +48,7 @@ GRADIENT = np.arange(TOTAL, dtype=np.float32)
 
 def entry(workers: int, *, ready: bool, **settings: object) -> ParametersEntry:
     given = {"optimizer": optim.SGD(lr=0.5), "consistency": BSP()} | settings
-    spec = ParametersSpec("p", slice_elements=SLICE, **given)  # type: ignore[arg-type]
+    spec = ParametersSpec("p", slice_elements=SLICE, **given)
     members = tuple(ParametersMember(f"worker-{rank}", 1, rank) for rank in range(workers))
     return ParametersEntry(spec, TOTAL, (Shard(Replica("server-0", 1)),) * 2, members, ready=ready)
 
@@ -81,12 +81,12 @@ class Bench:
 
     def identity(self, worker: int = 0, **changes: object) -> pb.Identity:
         given = {"run_id": "run", "worker_id": f"worker-{worker}", "incarnation": 1, "epoch": self.epoch}
-        return pb.Identity(**(given | {"parameters": "p"} | changes))  # type: ignore[arg-type]
+        return pb.Identity(**(given | {"parameters": "p"} | changes))
 
     def header(self, step: int, worker: int = 0, **changes: object) -> pb.PushHeader:
         raw = {"codec": cpb.CODEC_RAW, "dtype": cpb.DTYPE_FLOAT32, "pull_dtype": cpb.DTYPE_FLOAT32}
         given = raw | {"identity": self.identity(worker), "step": step}
-        return pb.PushHeader(**(given | changes))  # type: ignore[arg-type]
+        return pb.PushHeader(**(given | changes))
 
     async def push_pull(self, header: pb.PushHeader, parts: Iterable[bytes], first: int = 0) -> np.ndarray:
         requests = [pb.PushPullRequest(slice=first + i, payload=part) for i, part in enumerate(parts)]
@@ -107,7 +107,7 @@ class Bench:
         return np.frombuffer(b"".join(answers[index] for index in sorted(answers)), np.float32)
 
     async def pull(self, identity: pb.Identity, dtype: int = cpb.DTYPE_FLOAT32) -> bytes:
-        request = pb.PullRequest(identity=identity, dtype=dtype)  # type: ignore[arg-type]
+        request = pb.PullRequest(identity=identity, dtype=dtype)
         try:
             parts = [answer async for answer in self.stub.Pull(request, metadata=auth.metadata(TOKEN))]
         except grpc.aio.AioRpcError as error:
@@ -183,7 +183,7 @@ async def test_refused_requests_change_nothing(
 ) -> None:
     await bench.create()
     before = await bench.pull(bench.identity())
-    wrong = bench.header(**({"step": 0, "identity": bench.identity(**identity)} | header))  # type: ignore[arg-type]
+    wrong = bench.header(**({"step": 0, "identity": bench.identity(**identity)} | header))
     with pytest.raises(error, match=match):
         await bench.push_pull(wrong, payloads(GRADIENT))
     assert await bench.pull(bench.identity()) == before

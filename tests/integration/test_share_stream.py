@@ -63,7 +63,7 @@ class Worker:
             exchange = asyncio.ensure_future(fd_passing.exchange(listener, self.arena.fd if fd is None else fd))
             try:
                 given = {"identity": self.bench.identity(self.worker), "socket": name, "dtype": cpb.DTYPE_FLOAT32}
-                attached = await self.ask(pb.ShareRequest(attach=pb.Attach(**(given | changes))))  # type: ignore[arg-type]
+                attached = await self.ask(pb.ShareRequest(attach=pb.Attach(**(given | changes))))
                 taken, self.connection = await exchange
                 self.weights = WeightsArena.open(taken, COUNT, TOTAL)
             finally:

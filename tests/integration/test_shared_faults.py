@@ -335,7 +335,7 @@ async def until_pushed(client: AsyncClient, name: str) -> None:
                 if one["parameters"] == name
             ]
             # Heartbeats tell it, every 2.5 s.
-            ended, _ = await asyncio.wait({client._link._session}, timeout=0.1)  # type: ignore[union-attr]
+            ended, _ = await asyncio.wait({client._link._session}, timeout=0.1)
             assert not ended
 
 

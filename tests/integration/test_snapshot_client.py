@@ -75,7 +75,7 @@ class Rest:
             self.sum, self.count = self.sum + session.step, self.count + 1
             return send(mark)
 
-        session.send = encode  # type: ignore[method-assign]  # Where a codec with a residual would stand.
+        session.send = encode  # Where a codec with a residual would stand.
 
     def save(self) -> dict[str, np.ndarray]:
         return {"sum": self.sum, "count": np.array([self.count])}

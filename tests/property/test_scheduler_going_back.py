@@ -232,5 +232,5 @@ class Run(RuleBasedStateMachine):
         assert not (self.storage.found and self.d.shards_lost), self.d.shards_lost
 
 
-class TestRun(Run.TestCase):  # type: ignore[name-defined,misc]
+class TestRun(Run.TestCase):
     settings = settings(stateful_step_count=60)

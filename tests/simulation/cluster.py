@@ -100,7 +100,7 @@ class World:
             publish(cluster)
             self.oracle.published(cluster)
 
-        scheduler.maps.set = publish_and_tell  # type: ignore[method-assign]
+        scheduler.maps.set = publish_and_tell
         rpc.serve(self.network, SCHEDULER, node, Service(scheduler).handler())
         ticks = asyncio.create_task(scheduler.tick())
         await scheduler.run()

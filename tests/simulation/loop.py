@@ -348,7 +348,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Drops everything. What dies now finds a loop that takes nothing. Errors that nobody asked for
         are failures."""
         for task in [task for node in self._nodes if not node.dead for task in node.tasks]:
-            if task._log_traceback and not task.cancelled():  # type: ignore[attr-defined]
+            if task._log_traceback and not task.cancelled():
                 error = task.exception()
                 self.failures.append(f"nobody asked {task.get_name()}: {error!r:.400}{where(error)}")
         self._nodes.clear()
@@ -356,7 +356,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._timers.clear()
         self._runnable.clear()
         for task in self._graveyard:
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            task._log_destroy_pending = False
         self._graveyard.clear()
 
     def _finalize(self, generator: AsyncGenerator[Any, Any]) -> None:

@@ -109,7 +109,7 @@ def _tear_down(loop: RunLoop) -> None:
     try:
         psdist.client.loop._claims.clear()
         loop.close()
-        loop.world = loop.network = loop.answered = None  # type: ignore[assignment]
+        loop.world = loop.network = loop.answered = None
         gc.collect()
     finally:
         sys.unraisablehook = hook

@@ -35,7 +35,7 @@ def run_cases(given: Sequence[object]) -> tuple[int, list[str]]:
     """How many there were, and what is wrong; in a prepared process."""
     from tests.simulation import snapshot_faults
 
-    failed = snapshot_faults.run_cases(given)  # type: ignore[arg-type]
+    failed = snapshot_faults.run_cases(given)
     return len(given), [f"{case.text} (--case {case.number} {case.fault!r})\n  {seen[0]}" for case, seen in failed]
 
 

@@ -18,7 +18,7 @@ def deal(size: int, world: int, epoch: int = 0, **settings: object) -> list[list
     """What each rank gets."""
     hands = []
     for rank in range(world):
-        sampler = DistributedSampler(size, world, rank, **settings)  # type: ignore[arg-type]
+        sampler = DistributedSampler(size, world, rank, **settings)
         sampler.set_epoch(epoch)
         hands.append(list(sampler))
         assert len(sampler) == len(hands[-1])
@@ -97,7 +97,7 @@ def test_world_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_a_value_out_of_range_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        DistributedSampler(**arguments)  # type: ignore[arg-type]
+        DistributedSampler(**arguments)
 
 
 def test_epoch_must_be_a_whole_number_from_zero() -> None:
@@ -142,4 +142,4 @@ def test_other_text_is_no_position(text: str) -> None:
 )
 def test_data_sets_that_cannot_be(values: dict[str, object]) -> None:
     with pytest.raises((InvalidArgumentError, LimitExceededError)):
-        DatasetSpec(**({"name": "train", "size": 10, "range_size": 2} | values))  # type: ignore[arg-type]
+        DatasetSpec(**({"name": "train", "size": 10, "range_size": 2} | values))

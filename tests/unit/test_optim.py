@@ -26,38 +26,38 @@ OPTIMIZERS = list(optim.OPTIMIZERS.values())
         (lambda: optim.Adam(lr=math.inf), "adam lr=inf"),
         (lambda: optim.Adam(lr=1e39), "adam lr=1e+39"),
         (lambda: optim.Adam(lr=10**400), "adam lr=1000"),
-        (lambda: optim.Adam(lr="0.1"), "adam lr='0.1'"),  # type: ignore[arg-type]
+        (lambda: optim.Adam(lr="0.1"), "adam lr='0.1'"),
         (lambda: optim.Adam(lr=True), "adam lr=True"),
         (lambda: optim.Adam(betas=(1.0, 0.9)), "adam beta1=1.0"),
         (lambda: optim.Adam(betas=(0.9, 1.5)), "adam beta2=1.5"),
-        (lambda: optim.Adam(betas=(0.9,)), "adam betas=(0.9,)"),  # type: ignore[arg-type]
-        (lambda: optim.Adam(betas=0.9), "adam betas=0.9"),  # type: ignore[arg-type]
+        (lambda: optim.Adam(betas=(0.9,)), "adam betas=(0.9,)"),
+        (lambda: optim.Adam(betas=0.9), "adam betas=0.9"),
         (lambda: optim.AdamW(eps=0.0), "adamw eps=0.0"),
         (lambda: optim.Adagrad(eps=1e-50), "adagrad eps=1e-50"),
         (lambda: optim.Adagrad(initial_accumulator_value=-0.1), "initial_accumulator_value=-0.1"),
         (lambda: optim.RMSprop(alpha=1.0), "rmsprop alpha=1.0"),
-        (lambda: optim.RMSprop(centered="yes"), "rmsprop centered='yes'"),  # type: ignore[arg-type]
-        (lambda: optim.SGD(nesterov=2, momentum=0.9), "sgd nesterov=2"),  # type: ignore[arg-type]
+        (lambda: optim.RMSprop(centered="yes"), "rmsprop centered='yes'"),
+        (lambda: optim.SGD(nesterov=2, momentum=0.9), "sgd nesterov=2"),
         (lambda: optim.Lion(betas=(-0.1, 0.9)), "betas[0]=-0.1"),
         (lambda: optim.FTRL(lr=0.0), "ftrl lr=0.0"),
         (lambda: optim.FTRL(l1=-1.0), "ftrl l1=-1.0"),
         (lambda: optim.SGD(nesterov=True), "nesterov=True needs momentum"),
         (lambda: optim.SGD(nesterov=True, momentum=0.9, dampening=0.1), "dampening=0"),
         (lambda: optim.SGD(max_grad_norm=-1.0), "max_grad_norm=-1.0"),
-        (lambda: optim.SGD(schedule="cosine"), "'cosine' is no psdist.optim schedule"),  # type: ignore[arg-type]
+        (lambda: optim.SGD(schedule="cosine"), "'cosine' is no psdist.optim schedule"),
         (lambda: optim.SGD(schedule=optim.Schedule()), "is no psdist.optim schedule"),
         (lambda: optim.SGD(overrides=(optim.override("*", beta1=0.5),)), "SGD has no hyperparameter 'beta1'"),
         (lambda: optim.SGD(momentum=0.9, overrides=(optim.override("*", momentum=0.5),)), "same for all tensors"),
         (lambda: optim.Adam(overrides=(optim.override("*", beta1=1.0),)), "adam beta1=1.0"),
-        (lambda: optim.SGD(overrides=("*",)), "make it with psdist.optim.override"),  # type: ignore[arg-type]
-        (lambda: optim.SGD(overrides=optim.override("*", lr=1.0)), "a tuple of override"),  # type: ignore[arg-type]
+        (lambda: optim.SGD(overrides=("*",)), "make it with psdist.optim.override"),
+        (lambda: optim.SGD(overrides=optim.override("*", lr=1.0)), "a tuple of override"),
         (lambda: optim.SGD(overrides=(optim.override("*", lr=1.0),) * 257), "overrides=257"),
         (lambda: optim.override("", lr=1.0), "override pattern ''"),
         (lambda: optim.override("a" * 257, lr=1.0), "1 to 256 characters"),
         (lambda: optim.override("*.bias"), "changes nothing"),
-        (lambda: optim.override("*.bias", lr="x"), "lr='x'"),  # type: ignore[arg-type]
+        (lambda: optim.override("*.bias", lr="x"), "lr='x'"),
         (lambda: optim.Constant(warmup_steps=-1), "warmup_steps=-1"),
-        (lambda: optim.Constant(warmup_steps=2.5), "warmup_steps=2.5"),  # type: ignore[arg-type]
+        (lambda: optim.Constant(warmup_steps=2.5), "warmup_steps=2.5"),
         (lambda: optim.Constant(warmup_start=1.5), "warmup_start=1.5"),
         (lambda: optim.Linear(0), "total_steps=0"),
         (lambda: optim.Cosine(10, end_factor=math.nan), "end_factor=nan"),
@@ -72,10 +72,10 @@ def test_bad_value_is_named(make: Any, words: str) -> None:
 
 
 def test_numbers_are_normalized() -> None:
-    spec = optim.Adam(lr=np.float32(0.5), betas=[0.5, 0], eps=np.float64(1))  # type: ignore[arg-type]
+    spec = optim.Adam(lr=np.float32(0.5), betas=[0.5, 0], eps=np.float64(1))
     assert spec == optim.Adam(lr=0.5, betas=(0.5, 0.0), eps=1.0)
     assert repr(spec) == repr(optim.Adam(lr=0.5, betas=(0.5, 0.0), eps=1.0))
-    assert hash(optim.SGD(overrides=[optim.override("*", lr=1)])) == hash(  # type: ignore[arg-type]
+    assert hash(optim.SGD(overrides=[optim.override("*", lr=1)])) == hash(
         optim.SGD(overrides=(optim.override("*", lr=1.0),))
     )
 

@@ -284,7 +284,7 @@ class WorkerSession:
         self._accepted.set()
 
     async def _beat(self, call: Any, hello: scheduler_pb2.SessionRequest.Hello) -> None:
-        """The greeting, then heartbeats until the stream breaks, which its reader reports."""
+        """Sends the hello, then heartbeats until the stream breaks. The reader reports the break."""
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await call.write(scheduler_pb2.SessionRequest(hello=hello))
             told: scheduler_pb2.Connections | None = None

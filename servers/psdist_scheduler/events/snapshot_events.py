@@ -197,8 +197,8 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class CommitFailed:
-    """It does not. ``replaced``: another scheduler has committed under the same number. ``unsure``: the storage did not
-    say, and it may exist all the same."""
+    """The commit record was not created. ``replaced``: another scheduler has committed under the same number.
+    ``unsure``: the storage did not say, and it may exist all the same."""
 
     attempt: int
     text: str

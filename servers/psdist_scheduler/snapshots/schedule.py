@@ -64,7 +64,7 @@ _REASON_CHARACTERS: Final = 200
 
 
 class SnapshotSchedule:
-    """All of it, for one run."""
+    """When snapshots of one run are taken, and who waits for them."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class SnapshotWaiter:
 
 
 class SnapshotWaiters:
-    """All who wait."""
+    """All callers that wait for a snapshot."""
 
     def __init__(self) -> None:
         self._all: dict[int, SnapshotWaiter] = {}
@@ -85,12 +85,12 @@ class SnapshotWaiters:
             saver.attempt = attempt
 
     def answer(self, saver: SnapshotWaiter, value: Saved) -> list[Effect]:
-        """A snapshot serves it."""
+        """Answers a caller whom a snapshot serves."""
         self.end(saver.call)
         return [] if saver.drains else [Answer(saver.call, value)]
 
     def refuse(self, saver: SnapshotWaiter, error: PsdistError) -> list[Effect]:
-        """None will."""
+        """Refuses a caller whom no snapshot will serve."""
         self.end(saver.call)
         return [] if saver.drains else [Refuse(saver.call, error)]
 

@@ -99,7 +99,7 @@ class WorkerStateUploads:
         return later
 
     def forget(self, is_live: Callable[[str, int], bool]) -> None:
-        """Whoever is gone is not waited for; what it has handed in stays."""
+        """Stops waiting for workers that are gone. States that they have sent stay."""
         for life in [life for life in self.answers if not is_live(*life)]:
             del self.answers[life]
             for key in [key for key in self._wanted if key[0] == life and key not in self._taken]:

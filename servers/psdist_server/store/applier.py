@@ -37,7 +37,7 @@ from psdist_server.store.rpc_call import Call
 INLINE_ELEMENTS: Final = 1 << 15
 #: Is added to the priority of what comes after everything else.
 _LAST: Final = 1 << 48
-#: Is told the work and the result of a kernel that did not fail.
+#: Called with the work and the result of a kernel that did not fail.
 Told = Callable[[Any, Any], None]
 
 

@@ -146,7 +146,7 @@ class CutState:
             self._end_rest()
         self._applier.resume(index)
 
-    # --- what the holding tells ---------------------------------------------------------------------------------------
+    # --- what the store reports ---------------------------------------------------------------------------------------
 
     def look(self, indices: Iterable[int]) -> list[int]:
         """Slices, of which no update is under way, that are ripe now and were not before."""

@@ -121,7 +121,7 @@ class CutController:
         elif self._pool is not None:
             self._pool.shrink()
 
-    # --- what the holding tells ---------------------------------------------------------------------------------------
+    # --- what the store reports ---------------------------------------------------------------------------------------
 
     def applied(self, index: int) -> list[Effect]:
         """What follows for slice ``index`` from an update that is done."""

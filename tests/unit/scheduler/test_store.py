@@ -133,7 +133,7 @@ def test_a_barrier_that_cannot_be_kept_changes_nothing(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "s", "run")
     store.write(Persist(1, barriers=(BarrierRecord("worker-0", "b", 1, 1),)))
     before = store.load()
-    broken = BarrierRecord("worker-1", "b", 1, None)  # type: ignore[arg-type]
+    broken = BarrierRecord("worker-1", "b", 1, None)
     with pytest.raises(sqlite3.IntegrityError):
         store.write(Persist(2, (MEMBER,), barriers=(BarrierRecord("worker-0", "b", 1, 2), broken)))
     assert store.load() == before
@@ -157,7 +157,7 @@ def test_several_changes_are_one(tmp_path: Path) -> None:
 def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "s", "run")
     store.write(Persist(1, (MEMBER,)))
-    broken = replace(MEMBER, member_id="x", rank=None)  # type: ignore[arg-type]
+    broken = replace(MEMBER, member_id="x", rank=None)
     with pytest.raises(sqlite3.IntegrityError):
         store.write(Persist(2, (replace(MEMBER, rank=9), broken)))
     assert store.load() == StoredState("run", 1, (MEMBER,))

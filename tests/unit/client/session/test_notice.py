@@ -68,7 +68,7 @@ async def test_the_wish_for_a_reset_is_one_of_the_settings() -> None:
         with pytest.raises(errors.InvalidArgumentError, match="'new': reset_optimizer=True without init"):
             await setup.client.parameters("new", reset_optimizer=True)
         with pytest.raises(errors.InvalidArgumentError, match="reset_optimizer=1 is neither True nor False"):
-            await setup.client.parameters("new", INIT, psdist.optim.SGD(), reset_optimizer=1)  # type: ignore[arg-type]
+            await setup.client.parameters("new", INIT, psdist.optim.SGD(), reset_optimizer=1)
     finally:
         await setup.stop()
 

@@ -159,7 +159,7 @@ async def test_a_state_is_taken_where_pushes_are_marked() -> None:
 
 async def test_a_state_that_cannot_be_had_fails_the_attempt(caplog: pytest.LogCaptureFixture) -> None:
     kept = Kept(BSP())
-    kept.states.keep("p", lambda: {"x": "no array"}, lambda state: None, kept.session)  # type: ignore[dict-item]
+    kept.states.keep("p", lambda: {"x": "no array"}, lambda state: None, kept.session)
     kept.mark(5, p=1)
     kept.end(kept.begin())
     assert kept.failed == [5] and not kept.taken
@@ -400,7 +400,7 @@ async def test_a_state_is_handed_in_and_given_back(caplog: pytest.LogCaptureFixt
         residual["count"] = residual["count"] + 1
         return send(mark)
 
-    session.send = encode  # type: ignore[method-assign]
+    session.send = encode
     try:
         await setup.weights.keep_state(lambda: residual, given.append)
         assert (await scheduler.reports.get()).keeps.parameters == ["p"] and not given
@@ -424,7 +424,7 @@ async def test_a_state_is_handed_in_and_given_back(caplog: pytest.LogCaptureFixt
             await setup.weights.keep_state(lambda: residual, given.append)
         with pytest.raises(errors.InvalidArgumentError, match="'rest' in the state of 'p' is list"):
             scheduler.state = b""
-            await setup.weights.keep_state(lambda: {"rest": [1]}, given.append)  # type: ignore[dict-item]
+            await setup.weights.keep_state(lambda: {"rest": [1]}, given.append)
     finally:
         scheduler.save_answers.put_nowait(saved())
         await setup.stop()

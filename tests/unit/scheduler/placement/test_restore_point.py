@@ -68,7 +68,7 @@ def test_an_empty_store_goes_on_from_the_newest(servers: int) -> None:
     assert [member.first_step for member in entry.members] == [7, 7] and entry.generation == 0
     assert len(entry.shards) == min(4 * servers, 3)
     d.go_on()
-    assert d.entry().ready and d.cluster.registry.get("mlp").version == 7  # type: ignore[union-attr]
+    assert d.entry().ready and d.cluster.registry.get("mlp").version == 7
     assert [d.state(call) for call in d.told if isinstance(d.state(call), ev.ParametersReady)] == [
         ev.ParametersReady(7),
         ev.ParametersReady(7),
@@ -319,7 +319,7 @@ def test_what_servers_say_of_the_life_before_does_not_count() -> None:
     rejoin(d)
     session = d.cluster.members.session_of("server-0")
     d.on(ev.Heartbeat(session, old, (("mlp", 500),)))
-    assert d.cluster.registry.get("mlp").version == 7  # type: ignore[union-attr]
+    assert d.cluster.registry.get("mlp").version == 7
 
 
 def test_an_attempt_under_way_ends_with_what_it_was_of() -> None:

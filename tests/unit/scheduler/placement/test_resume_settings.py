@@ -179,7 +179,7 @@ def test_what_the_state_is_of_no_use_with_needs_a_reset(case: str) -> None:
 def test_a_reset_may_be_all_that_is_wanted() -> None:
     d = resumed(saved_run(7, optimizer=ADAM))
     d.begin(optimizer=ADAM, reset_optimizer=True)
-    assert d.entry().state_since == 7 and d.entry().restore.weights_only  # type: ignore[union-attr]
+    assert d.entry().state_since == 7 and d.entry().restore.weights_only
     anew = "and the optimizer's state begins anew (reset_optimizer=True)"
     assert noted(d) == [f"'mlp' goes on from snapshot {first_snapshot(d)}, {anew}"]
 
@@ -334,7 +334,7 @@ def test_a_run_that_goes_back_beyond_its_beginning_resets_there() -> None:
     d.loading = True
     rejoin(d, optimizer=ADAM, reset_optimizer=True)
     assert d.entry().members[0].first_step == 7 and d.entry().state_since == 7
-    assert d.entry().restore is not None and d.entry().restore.weights_only  # type: ignore[union-attr]
+    assert d.entry().restore is not None and d.entry().restore.weights_only
 
 
 def test_the_next_run_goes_on_with_the_state_or_resets_it_again() -> None:
@@ -343,7 +343,7 @@ def test_the_next_run_goes_on_with_the_state_or_resets_it_again() -> None:
     for reset, since in ((False, 7), (True, 9)):
         d = resumed(before)
         d.begin(optimizer=ADAM, reset_optimizer=reset)
-        assert d.entry().state_since == since and d.entry().restore.weights_only == reset  # type: ignore[union-attr]
+        assert d.entry().state_since == since and d.entry().restore.weights_only == reset
         d.go_on()
         d.train(12)
         d.saved(d.save())
@@ -374,7 +374,7 @@ def test_a_reset_that_comes_with_other_workers_of_the_same_run_is_made() -> None
     """Everything was stopped but the scheduler's store, and the script was edited."""
     d = saved_run(7, servers_min=2, optimizer=ADAM)
     go_back(d, optimizer=ADAM, reset_optimizer=True)
-    assert d.entry().state_since == 7 and d.entry().restore.weights_only  # type: ignore[union-attr]
+    assert d.entry().state_since == 7 and d.entry().restore.weights_only
 
 
 def test_another_optimizer_still_in_the_same_run_is_reset_too() -> None:
@@ -382,7 +382,7 @@ def test_another_optimizer_still_in_the_same_run_is_reset_too() -> None:
     d = reset_run()
     d.saved(d.save())
     go_back(d, optimizer=optim.Lion(), reset_optimizer=True)
-    assert d.entry().state_since == 9 and d.entry().restore.weights_only  # type: ignore[union-attr]
+    assert d.entry().state_since == 9 and d.entry().restore.weights_only
 
 
 def test_the_state_stays_reset_for_backups_that_take_over() -> None:

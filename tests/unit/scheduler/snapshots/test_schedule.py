@@ -27,7 +27,7 @@ def test_a_snapshot_on_demand_has_what_is_trained() -> None:
     call = d.save()
     commit = d.saved(call)
     assert (commit.steps, commit.sequence, commit.reason) == ({"mlp": 7}, 1, "on demand")
-    manifest = d.cluster.snapshots.catalog.newest.manifest  # type: ignore[union-attr]
+    manifest = d.cluster.snapshots.catalog.newest.manifest
     state = manifest.state("mlp")
     assert state is not None and state.layout == d.cluster.registry.record("mlp").layout
     assert [len(file.versions) for file in state.shards] == [1, 1, 1] and state.step == 7
@@ -149,7 +149,7 @@ def test_a_worker_that_dies_is_not_answered() -> None:
 def test_bad_requests_change_nothing(fields: dict[str, object], error: type[Exception]) -> None:
     d = ready()
     call = d.number()
-    d.on(sn.Save(call, **({"run_id": ""} | fields)))  # type: ignore[arg-type]
+    d.on(sn.Save(call, **({"run_id": ""} | fields)))
     assert isinstance(d.errors[call], error) and d.cluster.snapshots.attempt is None
 
 
@@ -333,7 +333,7 @@ def test_marked_pushes_are_cut_at_each_workers_next() -> None:
     for session, command in cuts:
         d._obey(session, command)
     d.go_on()
-    state = d.cluster.snapshots.catalog.newest.manifest.state("mlp")  # type: ignore[union-attr]
+    state = d.cluster.snapshots.catalog.newest.manifest.state("mlp")
     assert d.saved(call).steps == {"mlp": 5} and state is not None
     assert state.next == (("worker-0", 1, 5), ("worker-1", 1, 6))
 

@@ -37,7 +37,7 @@ tokens = count(1)
 
 
 def push(worker: int, step: int, index: int = 0, incarnation: int = 1, **rest: object) -> SlicePushed:
-    return SlicePushed(next(tokens), index, f"worker-{worker}", incarnation, step, **rest)  # type: ignore[arg-type]
+    return SlicePushed(next(tokens), index, f"worker-{worker}", incarnation, step, **rest)
 
 
 def bsp(members=TWO, clipping=False, backup=0, slices=1) -> BspShard:
@@ -358,7 +358,7 @@ def test_asp_goes_on_from_records_of_slices_that_differ() -> None:
 
 @pytest.mark.parametrize(("rule", "expected"), [("none", 1.0), ("linear", 0.25), ("sqrt", 0.5)])
 def test_bsp_scales_the_learning_rate_by_who_took_part(rule: str, expected: float) -> None:
-    shard = make_shard([0], TWO[:1], BSP(resize_lr=rule), False, reference_workers=4)  # type: ignore[arg-type]
+    shard = make_shard([0], TWO[:1], BSP(resize_lr=rule), False, reference_workers=4)
     (applied,) = shard.on(push(0, 0))
     assert applied.lr_scale == expected
 
