@@ -96,7 +96,7 @@ class Worker:
         watch = _Watch(self.storage / "snapshots")
         watch.start()
         if train:
-            self.client.snapshot(wait=False)
+            self.client.request_snapshot()
             while self.commits() == before or len(seconds) < self.options.steps:
                 seconds.append(self.step())
                 if time.perf_counter() > deadline:

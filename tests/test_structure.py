@@ -26,27 +26,22 @@ WIDE = {
     "LocalOptions": (1, 21),
     "SchedulerSettings": (0, 21),
     # The public API: one method for each thing that a script can ask for.
-    "AsyncClient": (31, 18),
-    "AsyncParameters": (48, 18),
+    "AsyncClient": (28, 15),
     # One method for each RPC of the service.
     "Service": (28, 1),
     # To be split: each does more than one thing.
     "Applier": (32, 22),
     "Attempt": (29, 17),
-    "BucketStep": (21, 17),
     "Cluster": (31, 20),
     "DenseParameters": (22, 19),
-    "Exchange": (25, 20),
     "Membership": (46, 14),
     "ParameterServer": (31, 24),
     "ParameterStore": (55, 31),
     "Registry": (44, 8),
     "Scheduler": (16, 18),
     "ServerSession": (11, 16),
-    "SharedMemory": (25, 21),
     "SnapshotSchedule": (48, 18),
     "Supervisor": (21, 20),
-    "WorkerSession": (33, 25),
 }
 
 PRODUCT = {module_name(path): path for path in MODULES if path.relative_to(ROOT).parts[0] in ("psdist", "servers")}

@@ -26,7 +26,7 @@ from psdist.chaos.oracle import Push, Verdict
 from psdist.chaos.report import ChaosReport, Injected
 from psdist.chaos.workload import EventReader, Mode, WorkloadSettings
 from psdist.errors import InternalError, PsdistError
-from psdist.settings.config import WORKER_TIMEOUT_SECONDS, Transport
+from psdist.settings.config import WORKER_TIMEOUT_SECONDS, TransportName
 from psdist.settings.exit_codes import INFRASTRUCTURE
 from psdist.v1 import scheduler_pb2
 
@@ -62,7 +62,7 @@ class ChaosSettings:
     down_seconds: float = 4.0
     seed: int = 0
     pace_seconds: float = 0.002
-    transport: Transport = "auto"
+    transport: TransportName = "auto"
     slices: int = 12
     compare: bool = True
 

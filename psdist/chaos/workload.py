@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from psdist.chaos.oracle import Outcome, Push, place
 from psdist.errors import PsdistError, ServerLostError
-from psdist.settings.config import Transport
+from psdist.settings.config import TransportName
 from psdist.settings.exit_codes import FAILURE, INFRASTRUCTURE, OK
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class WorkloadSettings:
     dense: int = 0
     pace_seconds: float = 0.0
     busy_seconds: float = 0.0
-    transport: Transport = "auto"
+    transport: TransportName = "auto"
 
     def save(self, path: Path) -> None:
         """Writes the file that ``load`` reads."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from psdist.bench import CONSISTENCIES, OPTIMIZERS, BenchSettings, StepBench
 from psdist.errors import ConfigurationError, InvalidArgumentError, PsdistError, SchedulerUnreachableError
-from psdist.settings.config import Transport, address_text, check_run_id, find_scheduler, find_token
+from psdist.settings.config import TransportName, address_text, check_run_id, find_scheduler, find_token
 from psdist.settings.exit_codes import FAILURE, OK, UNAVAILABLE, USAGE
 from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, seconds
 from psdist.types import WIRE_DTYPES
@@ -40,7 +40,7 @@ def command_line() -> CommandLine:
                  "DTYPE"),
             Flag("--optimizer", ", ".join(OPTIMIZERS), one_of(*OPTIMIZERS), "adam", "NAME"),
             Flag("--consistency", ", ".join(CONSISTENCIES), one_of(*CONSISTENCIES), "bsp", "NAME"),
-            Flag("--transport", "auto, grpc or shm", one_of(*get_args(Transport)), "auto", "NAME"),
+            Flag("--transport", "auto, grpc or shm", one_of(*get_args(TransportName)), "auto", "NAME"),
             Flag("--copy", "plain calls with own arrays, instead of gradient buffers and weights read in place"),
             Flag("--nservers", "servers, where it starts a cluster of its own", integer(1, 1024), 2, "N"),
             Flag("--scheduler", "the scheduler", address_text, "", "HOST:PORT"),

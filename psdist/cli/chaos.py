@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
 from psdist.errors import ConfigurationError
-from psdist.settings.config import Transport
+from psdist.settings.config import TransportName
 from psdist.settings.exit_codes import FAILURE, OK, SIGNAL_BASE, USAGE
 from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, seconds
 
@@ -46,7 +46,7 @@ def command_line() -> CommandLine:
             Flag("--down", "how long a scheduler stays down and workers are busy, and most that others are frozen or "
                  "cut off", seconds(), 4.0, "SECONDS"),
             Flag("--pace", "least time from one push to the next", seconds(), 0.002, "SECONDS"),
-            Flag("--transport", "auto, grpc or shm", one_of(*get_args(Transport)), "auto", "NAME"),
+            Flag("--transport", "auto, grpc or shm", one_of(*get_args(TransportName)), "auto", "NAME"),
             Flag("--seed", "of targets and moments", integer(0), 0, "N"),
             Flag("--no-compare", "leave the undisturbed run out, with which BSP is compared byte for byte"),
             Flag("--suite", "one run for each promise; --kills is the most of each"),

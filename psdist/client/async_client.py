@@ -9,57 +9,39 @@ whose loop has a thread of its own. All clients of a process must share one loop
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import random
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import Any, Final, Literal, Self, get_args, overload
+from typing import Any, Self, get_args
 
 from numpy.typing import ArrayLike
 
 from psdist import __version__
 from psdist.client import loop
-from psdist.client.core import partition
 from psdist.client.datasets import AsyncDataset
 from psdist.client.exchange import Options
+from psdist.client.handles import Handles
 from psdist.client.parameters import AsyncParameters
-from psdist.client.session import snapshot_request
 from psdist.client.session.barriers import Barrier
 from psdist.client.session.drops import OnDrop, check_on_drop
-from psdist.client.session.registration import Registration, SchedulerTarget
+from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.session.snapshot_request import SnapshotInfo
-from psdist.client.transport import creation
-from psdist.client.transport.data_path import DataPath
+from psdist.client.session.target import find_target
+from psdist.client.snapshots import SnapshotRequests
 from psdist.compression import Cast, resolve
 from psdist.consistency import BSP, Consistency
 from psdist.errors import (
     ClosedError,
-    ConfigurationError,
     DTypeMismatchError,
-    FencedError,
     InvalidArgumentError,
-    LayoutMismatchError,
-    NoStorageError,
-    PsdistError,
-    SchedulerUnreachableError,
-    SettingsMismatchError,
-    WaitTimeoutError,
 )
 from psdist.optim import Optimizer
-from psdist.settings.config import Transport, client_settings, read_address
-from psdist.types import WIRE_DTYPES, DatasetSpec, DType, Layout, NonFinite, ParametersSpec, check_name
+from psdist.settings.config import TransportName
+from psdist.types import WIRE_DTYPES, DatasetSpec, DType, NonFinite, ParametersSpec, check_name
 from psdist.v1 import scheduler_pb2
-
-logger = logging.getLogger("psdist")
-
-_POLL_SECONDS: Final = 0.02
-#: Leaving waits no longer for the snapshot that is taken before.
-_LAST_SNAPSHOT_SECONDS: Final = 120.0
 
 
 class AsyncClient:
@@ -88,7 +70,7 @@ class AsyncClient:
         rank: int | None = None,
         connect_timeout: float = 60.0,
         request_timeout: float | None = None,
-        transport: Transport | None = None,
+        transport: TransportName | None = None,
         rejoin: bool = True,
     ) -> None:
         self._arguments = (scheduler, token, run_id, worker_id, rank)
@@ -97,15 +79,10 @@ class AsyncClient:
         self._rng = random.Random()
         self._connect_timeout = _positive("connect_timeout", connect_timeout)
         self._request_timeout = None if request_timeout is None else _positive("request_timeout", request_timeout)
-        self._link: WorkerSession | None = None
-        self._data: DataPath | None = None
-        self._handles: dict[str, AsyncParameters] = {}
-        #: All there ever were: one opened for reading may have been replaced.
-        self._opened_handles: list[AsyncParameters] = []
-        self._creating: dict[str, asyncio.Lock] = {}
+        self._session: WorkerSession | None = None
+        self._handles: Handles | None = None
         self._datasets: dict[str, AsyncDataset] = {}
-        #: Snapshots that nobody waits for.
-        self._saving: set[asyncio.Task[SnapshotInfo]] = set()
+        self._snapshots: SnapshotRequests | None = None
         self._barriers: dict[str, Barrier] = {}
         self._is_alone: Callable[[], bool] = lambda: False
         self._closed = False
@@ -118,59 +95,22 @@ class AsyncClient:
         """Joins the run. Raises ConfigurationError, SchedulerUnreachableError, and what the scheduler refuses with."""
         if self._closed:
             raise ClosedError("the client is closed: make a new one")
-        if self._link is not None:
+        if self._session is not None:
             return self
         loop.claim(self)
         try:
-            target = await self._find_target()
-            self._link = WorkerSession(target, __version__, self._rng, rejoins=self._rejoin)
-            self._link.activities.is_alone = self._is_alone
-            self._data = DataPath(self._link)
-            await self._link.connect(self._connect_timeout)
+            target, settings = await find_target(*self._arguments, self._transport, self._connect_timeout)
+            self.local_rank, self._transport = settings.local_rank, settings.transport
+            session = WorkerSession(target, __version__, self._rng, self._connections, rejoins=self._rejoin)
+            session.activities.is_alone = self._is_alone
+            self._handles = Handles(session, self._rng)
+            self._snapshots = SnapshotRequests(session, self._quiesce)
+            self._session = session
+            await session.connect(self._connect_timeout)
         except BaseException:
             await self.close()
             raise
         return self
-
-    async def _find_target(self) -> SchedulerTarget:
-        scheduler, token, run_id, worker_id, rank = self._arguments
-        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
-            raise InvalidArgumentError(f"rank={rank!r} is out of range: use a whole number of 0 or more")
-        if worker_id is not None:
-            check_name(worker_id, "worker_id")
-        # The file is waited for here, where the wait can be cancelled, not by client_settings.
-        environ = {name: value for name, value in os.environ.items() if name != "PSDIST_SCHEDULER_FILE"}
-        settings = client_settings(environ, scheduler=scheduler, token=token, run_id=run_id, transport=self._transport)
-        address, source = settings.scheduler, "the argument" if scheduler else "PSDIST_SCHEDULER"
-        if not address and (file := os.environ.get("PSDIST_SCHEDULER_FILE")):
-            address, source = await self._await_address(Path(file)), f"the file {file} of PSDIST_SCHEDULER_FILE"
-        if not address:
-            raise ConfigurationError(
-                "no scheduler is named: run the script with 'psdist run script.py', or set PSDIST_SCHEDULER=HOST:PORT, "
-                "or pass psdist.Client('HOST:PORT'); psdist.init() starts a cluster of its own where there is none"
-            )
-        self.local_rank, self._transport = settings.local_rank, settings.transport
-        return SchedulerTarget(
-            address,
-            source,
-            settings.token,
-            settings.run_id,
-            worker_id or settings.worker_id or "",
-            settings.rank if rank is None else rank,
-            settings.world_size if "WORLD_SIZE" in environ else 0,
-        )
-
-    async def _await_address(self, file: Path) -> str:
-        try:
-            async with asyncio.timeout(self._connect_timeout):
-                while not (address := read_address(file)):  # noqa: ASYNC110 - another process writes it
-                    await asyncio.sleep(_POLL_SECONDS)
-        except TimeoutError:
-            raise SchedulerUnreachableError(
-                f"no scheduler left its address in {file} (PSDIST_SCHEDULER_FILE) within {self._connect_timeout:g} s: "
-                "is it running, with this --address-file?"
-            ) from None
-        return address
 
     async def close(self, reason: str = "closed") -> None:
         """Leaves the run. Closing again does nothing.
@@ -180,20 +120,18 @@ class AsyncClient:
         """
         if self._closed:
             return
-        if self._link is not None and reason != "failed":
-            await self._save_what_is_kept(self._link)
+        if self._snapshots is not None and reason != "failed":
+            await self._snapshots.take_last()
         self._closed = True
         try:
-            for task in self._saving:
-                task.cancel()
+            if self._snapshots is not None:
+                self._snapshots.close()
             for data in self._datasets.values():
                 await data.close()
-            for handle in self._opened_handles:
-                await handle.close()
-            if self._data is not None:
-                await self._data.close()
-            if self._link is not None:
-                await self._link.close(reason)
+            if self._handles is not None:
+                await self._handles.close()
+            if self._session is not None:
+                await self._session.close(reason)
         finally:
             loop.release(self)
 
@@ -209,7 +147,7 @@ class AsyncClient:
 
     @property
     def _registration(self) -> Registration:
-        return self._opened()[0].registration
+        return self._opened().membership.registration
 
     @property
     def rank(self) -> int:
@@ -237,7 +175,7 @@ class AsyncClient:
         return self._registration.incarnation
 
     def __repr__(self) -> str:
-        if self._closed or self._link is None:
+        if self._closed or self._session is None:
             return f"<{type(self).__name__} closed>"
         return f"<{type(self).__name__} {self.worker_id} (rank {self.rank}) of run {self.run_id!r}>"
 
@@ -281,37 +219,18 @@ class AsyncClient:
         InvalidNameError, InvalidArgumentError, ServerLostError, ClosedError; FencedError where this worker was
         expelled and does not rejoin; MutualWaitError (``Client`` alone) where the others wait for it elsewhere.
         """
-        link, data = self._opened()
-        options = self._options(compression, pull_dtype)
+        handles, options = self._opened_handles(), self._options(compression, pull_dtype)
         check_name(name, "parameters name")
         check_on_drop(on_drop)
         if init is None:
             if optimizer is not None or reset_optimizer:
                 what = "reset_optimizer=True" if optimizer is None else "an optimizer"
                 raise InvalidArgumentError(f"{name!r}: {what} without init: pass the initial values too")
-            async with self._creating.setdefault(name, asyncio.Lock()):
-                if name not in self._handles:
-                    ready = await link.retry_across_incarnations(lambda _: creation.describe(link, name))
-                    self._keep(AsyncParameters(link, data, ready, options, member=False))
-                return self._handles[name]
+            return await handles.open_reader(name, options)
         if optimizer is None:
             raise InvalidArgumentError(f"{name!r}: init without an optimizer: pass one, such as psdist.optim.Adam()")
         spec = _spec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer)
-        layout = partition.layout_of(init)
-        async with self._creating.setdefault(name, asyncio.Lock()):
-            existing = self._handles.get(name)
-            if existing is not None and existing.member:
-                return _check_same(existing, spec, layout)
-            values = partition.flatten(layout, init)
-            ready = await link.retry_across_incarnations(lambda _: creation.create(link, data, spec, layout, values))
-            handle = AsyncParameters(link, data, ready, options, member=True, on_drop=on_drop)
-            ready.announce()
-            return self._keep(handle)
-
-    def _keep(self, handle: AsyncParameters) -> AsyncParameters:
-        self._handles[handle.name] = handle
-        self._opened_handles.append(handle)
-        return handle
+        return await handles.open_member(spec, init, options, on_drop)
 
     def _options(self, compression: Cast | str | None, pull_dtype: DType) -> Options:
         if pull_dtype not in WIRE_DTYPES:
@@ -340,10 +259,10 @@ class AsyncClient:
         All workers must agree on these. Called again for the same name it returns the same handle. Raises
         SettingsMismatchError, InvalidNameError, InvalidArgumentError, LimitExceededError. See ``AsyncDataset``.
         """
-        link, _ = self._opened()
+        session = self._opened()
         spec = DatasetSpec(name, size, range_size, shuffle, seed, data_epochs, retries_max)
         if name not in self._datasets:
-            data = AsyncDataset(link, spec)
+            data = AsyncDataset(session, spec)
             await data.open()
             self._datasets.setdefault(name, data)
         self._datasets[name].check_same(spec)
@@ -351,97 +270,54 @@ class AsyncClient:
 
     # --- snapshots ---
 
-    @overload
-    async def snapshot(self, wait: Literal[True] = True, timeout: float | None = None) -> SnapshotInfo: ...
-
-    @overload
-    async def snapshot(self, wait: Literal[False], timeout: float | None = None) -> None: ...
-
-    @overload
-    async def snapshot(self, wait: bool, timeout: float | None = None) -> SnapshotInfo | None: ...
-
-    async def snapshot(self, wait: bool = True, timeout: float | None = None) -> SnapshotInfo | None:
+    async def snapshot(self, timeout: float | None = None) -> SnapshotInfo:
         """Takes a snapshot of the run: all parameters with their optimizers' state, and where data sets stand.
 
-        wait: returns when it is committed, and holds every push that this worker has made. Other calls on this client's
-            parameters wait until then; other workers may go on. Ranks that call it at the same step share one. False
-            returns None once the scheduler knows of the wish; training goes on, and the log tells how it ended.
-        timeout: seconds; it may be committed later all the same.
+        Returns when it is committed. It holds every push that this worker has made. Other calls on this client's
+        parameters wait until then; other workers may go on. Ranks that call it at the same step share one.
 
+        timeout: seconds; the snapshot may be committed later all the same.
         Raises NoStorageError where the run has no storage, SnapshotFailedError and StorageError where the snapshot was
         given up, which changes nothing else; WaitTimeoutError; FencedError if this worker was taken for dead while it
         waited, or the run went back to a snapshot: then call it again. InvalidArgumentError while a step is given in
         buckets, and after a push that failed, which has to be made first.
         """
-        link, _ = self._opened()
-        if not wait:
-            await self._snapshot_begun(link, timeout)
-            return None
-        try:
-            async with asyncio.timeout(timeout):
-                return await self._snapshot(link, "on demand")
-        except FencedError as error:
-            raise FencedError(f"no snapshot is known to be taken: {error.message}. Call it again") from None
-        except TimeoutError:
-            raise WaitTimeoutError(f"no snapshot was committed within {timeout:g} s") from None
+        return await self._snapshots_opened().take(timeout)
 
-    async def _snapshot(self, link: WorkerSession, reason: str, *, patient: bool = True) -> SnapshotInfo:
-        """A snapshot that has all pushes of this worker, which makes none meanwhile."""
-        async with AsyncExitStack() as stack:
-            for name in sorted(self._handles):
-                if self._handles[name].member:
-                    await stack.enter_async_context(self._handles[name].is_quiesced())
-            # What is done by now is done in the snapshot; what is said later comes too late for it.
-            for data in self._datasets.values():
-                await data.report()
-            mine = await link.retry_across_incarnations(_itself)
-            request = scheduler_pb2.SaveSnapshotRequest(
-                run_id=mine.run_id,
-                worker_id=mine.worker_id,
-                incarnation=mine.incarnation,
-                next=link.pushes.next(),
-                reason=reason,
-            )
-            with link.waits.open(f"for {link.peer} to take a snapshot") as waiting:
-                return await snapshot_request.save(link, request, waiting, patient=patient)
+    async def request_snapshot(self, timeout: float | None = None) -> None:
+        """Asks for a snapshot of the run, and returns once the scheduler knows of it. Training goes on meanwhile, and
+        the log tells how it ended.
 
-    async def _save_what_is_kept(self, link: WorkerSession) -> None:
-        """What this worker keeps for itself is in no snapshot that is taken when it has left: one is taken before.
-        Where all workers end together, that was done."""
-        if not link.states.names or not link.is_heard or link.stopping.together:
-            return
-        try:
-            async with asyncio.timeout(_LAST_SNAPSHOT_SECONDS):
-                await self._snapshot(link, "at the end", patient=False)
-        except NoStorageError:
-            return
-        except (PsdistError, TimeoutError) as error:
-            logger.warning("what this worker keeps is in no snapshot at the end: %s", error)
+        timeout: seconds to wait for the scheduler's word.
+        Raises NoStorageError, WaitTimeoutError, SnapshotFailedError, StorageError.
+        """
+        await self._snapshots_opened().begin(timeout)
 
-    async def _snapshot_begun(self, link: WorkerSession, timeout: float | None) -> None:
-        """Has a snapshot taken in a task of its own. Returns when the scheduler has said something about it."""
-        request = scheduler_pb2.SaveSnapshotRequest(run_id=link.registration.run_id, reason="on demand")
-        heard = asyncio.Event()
+    def _opened_handles(self) -> Handles:
+        self._opened()
+        assert self._handles is not None
+        return self._handles
 
-        async def save() -> SnapshotInfo:
-            with link.waits.open(f"for {link.peer} to take a snapshot") as waiting:
-                return await snapshot_request.save(link, request, waiting, heard.set)
+    def _connections(self) -> Iterable[scheduler_pb2.Connection]:
+        return self._handles.connections() if self._handles is not None else ()
 
-        task = asyncio.create_task(save(), name="psdist snapshot")
-        self._saving.add(task)
-        task.add_done_callback(self._saving.discard)
-        hearing = asyncio.ensure_future(heard.wait())
-        try:
-            await asyncio.wait({task, hearing}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            hearing.cancel()
-        if heard.is_set():
-            task.add_done_callback(_tell_saved)
-        elif task.done():
-            task.result()
-        else:
-            task.cancel()
-            raise WaitTimeoutError(f"{link.peer} did not answer within {timeout:g} s")
+    def _snapshots_opened(self) -> SnapshotRequests:
+        self._opened()
+        assert self._snapshots is not None
+        return self._snapshots
+
+    def _quiesce(self) -> Iterator[AbstractAsyncContextManager[None]]:
+        """What holds this worker's pushes while a snapshot is taken."""
+        for handle in self._opened_handles().members():
+            yield handle.quiesce()
+        yield self._report_data()
+
+    @asynccontextmanager
+    async def _report_data(self) -> AsyncIterator[None]:
+        """Reports what is done by now, so that it is done in the snapshot. What is said later comes too late for it."""
+        for data in self._datasets.values():
+            await data.report()
+        yield
 
     # --- the rest ---
 
@@ -454,8 +330,8 @@ class AsyncClient:
         where the others wait for this worker. InvalidNameError, ClosedError, and FencedError where this worker was
         expelled and does not rejoin.
         """
-        link, _ = self._opened()
-        await self._barriers.setdefault(check_name(name, "barrier name"), Barrier(link, name)).reach(timeout)
+        session = self._opened()
+        await self._barriers.setdefault(check_name(name, "barrier name"), Barrier(session, name)).reach(timeout)
 
     async def request_stop(self) -> None:
         """This worker is to end: agrees on that with the others, and returns when it may leave.
@@ -465,31 +341,31 @@ class AsyncClient:
         scheduler that is not heard for 5 s is not waited for; nor is, for longer than 10 s, a push that was under way.
         Raises nothing; returns at once where the client is not connected.
         """
-        if self._link is not None and not self._closed and self._link.is_connected:
-            self._link.stopping.request()
-            await self._link.stopping.until_leaving()
+        if self._session is not None and not self._closed and self._session.is_connected:
+            self._session.stopping.request()
+            await self._session.stopping.until_leaving()
 
-    def watch_signals(self, look: Callable[[], bool]) -> None:
-        """Has ``look`` called before the scheduler is told whether this worker was asked to end, which it returns."""
-        if self._link is not None:
-            self._link.stopping.look = look
+    def watch_signals(self, is_asked: Callable[[], bool]) -> None:
+        """Has ``is_asked`` called before the scheduler is told whether this worker was asked to end."""
+        if self._session is not None:
+            self._session.stopping.is_asked = is_asked
 
     def report_waits(self, is_alone: Callable[[], bool]) -> None:
         """Lets the scheduler find out that workers wait for each other. is_alone: whether one thread alone makes calls,
         which nobody else can end."""
         self._is_alone = is_alone
-        if self._link is not None:
-            self._link.activities.is_alone = is_alone
+        if self._session is not None:
+            self._session.activities.is_alone = is_alone
 
     async def status(self) -> dict[str, Any]:
         """The run as the scheduler sees it: members, parameters, waits and events, by the names of GetStatusResponse.
 
         Raises SchedulerUnreachableError.
         """
-        link, _ = self._opened()
-        return _as_dict(await link.call(link.stub.GetStatus, scheduler_pb2.GetStatusRequest()))
+        calls = self._opened().calls
+        return _as_dict(await calls.call(calls.stub.GetStatus, scheduler_pb2.GetStatusRequest()))
 
-    def _opened(self) -> tuple[WorkerSession, DataPath]:
+    def _opened(self) -> WorkerSession:
         if self._pid != os.getpid():
             raise ClosedError(
                 f"this client belongs to process {self._pid} and does not survive a fork: start processes by "
@@ -497,23 +373,9 @@ class AsyncClient:
             )
         if self._closed:
             raise ClosedError("the client is closed")
-        if self._link is None or self._data is None:
+        if self._session is None:
             raise ClosedError("the client is not connected: use it in a with block, or call connect() first")
-        return self._link, self._data
-
-
-def _tell_saved(task: asyncio.Task[SnapshotInfo]) -> None:
-    """Logs how a snapshot ended that nobody waits for."""
-    if task.cancelled():
-        return
-    if (error := task.exception()) is not None:
-        logger.warning("no snapshot was taken: %s", error)
-    else:
-        logger.info("snapshot %s is committed", task.result().directory)
-
-
-async def _itself(mine: Registration) -> Registration:
-    return mine
+        return self._session
 
 
 def _spec(
@@ -530,14 +392,6 @@ def _spec(
     if not isinstance(consistency, get_args(Consistency)):
         raise InvalidArgumentError(f"consistency={consistency!r:.60} is none of psdist.BSP(), SSP(n), ASP()")
     return ParametersSpec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer)
-
-
-def _check_same(existing: AsyncParameters, spec: ParametersSpec, layout: Layout) -> AsyncParameters:
-    if difference := existing.layout.difference(layout):
-        raise LayoutMismatchError(f"this client has {spec.name!r} with another layout: {difference}")
-    if difference := existing.spec.difference(spec):
-        raise SettingsMismatchError(f"this client has {spec.name!r} with other settings: {difference}")
-    return existing
 
 
 def _positive(name: str, value: float) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
+from enum import Enum, auto
 from typing import Any, NoReturn
 
 from psdist.client.core import partition
@@ -20,8 +21,8 @@ from psdist.client.core.buckets import ReadySlices, SliceIndex, StepPlan
 from psdist.client.core.partition import Arrays, Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.exchange import Exchange
+from psdist.client.results import Results
 from psdist.client.session.cluster_view import again
-from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.data_path import all_or_first_error
 from psdist.errors import (
     ClosedError,
@@ -33,16 +34,25 @@ from psdist.errors import (
 )
 
 
+class StepState(Enum):
+    """Where a step in buckets is. It goes from UNDER_WAY to OVER, or by LOST."""
+
+    UNDER_WAY = auto()
+    #: This worker was expelled, and the step does not go on in its next incarnation.
+    LOST = auto()
+    #: The next call has begun, or the step was dropped: what its buckets have is not valid any more.
+    OVER = auto()
+
+
 class AsyncBucket:
     """Tensors whose gradients were given together. Made by ``AsyncParameters.push_pull_async``; awaiting it gives their
     new weights."""
 
-    def __init__(self, step: BucketStep, numbers: tuple[int, ...], slices: frozenset[int]) -> None:
-        tensors = step.cut.layout.tensors
+    def __init__(self, step: BucketStep, index: SliceIndex, numbers: tuple[int, ...]) -> None:
         #: The tensors' names, in the layout's order.
-        self.names: tuple[str, ...] = tuple(tensors[number].name for number in numbers)
+        self.names: tuple[str, ...] = tuple(index.layout.tensors[number].name for number in numbers)
         self.numbers = numbers
-        self.slices = slices
+        self.slices = index.slices_of_all(numbers)
         self.weights: Arrays | None = None
         self.error: PsdistError | None = None
         self._step = step
@@ -80,28 +90,23 @@ class BucketStep:
     def __init__(
         self,
         exchange: Exchange,
-        cut: SliceIndex,
+        results: Results,
+        index: SliceIndex,
         vector: Flat,
-        arrival: PullTarget,
-        converted: Arrays,
         on_finished: Callable[[PendingRequest, bool], None],
         *,
         whole: bool,
     ) -> None:
-        self.cut = cut
-        #: Set by the next call on the parameters: what the buckets have is not valid any more.
-        self.over = False
+        self.state = StepState.UNDER_WAY
         #: Whether the user knows that this worker was expelled in this step.
         self.told_fenced = False
-        #: Whether this worker was expelled, and the step does not go on in its next incarnation.
-        self.lost = False
         self._exchange = exchange
+        self._results = results
         self._vector = vector
-        self._arrival = arrival
-        self._converted = converted
+        self._target = results.target(None, copy=False)
         self._on_finished = on_finished
-        self._request = exchange.session.begin_push()
-        self._plan = StepPlan(cut, whole=whole)
+        self._progress = exchange.participation.sequence.begin_push()
+        self._plan = StepPlan(index, whole=whole)
         self._waiting: list[AsyncBucket] = []
         self._failures: list[PsdistError] = []
         #: What ends the buckets under way, while it does.
@@ -123,32 +128,33 @@ class BucketStep:
 
     def give(self, numbers: tuple[int, ...], *, abstain: bool) -> AsyncBucket:
         """Sends what these tensors make ready; their gradients are in the vector. ``choose`` let them pass."""
-        bucket = AsyncBucket(self, numbers, self.cut.slices_of_all(numbers))
+        bucket = AsyncBucket(self, self._plan.index, numbers)
         self._waiting.append(bucket)
         self._abstained = self._abstained or abstain
         ready = self._plan.give(numbers, abstain=abstain)
-        self._tell_session()
+        self._update_sequence()
         if ready.valued or ready.abstaining:
             task = asyncio.create_task(self._send(bucket, numbers, ready), name="psdist bucket")
             self._tasks[task] = None
-            task.add_done_callback(self._forget)
+            task.add_done_callback(self._on_task_done)
         else:
-            self._notice()
+            self._update()
         return bucket
 
-    def _tell_session(self) -> None:
-        session = self._exchange.session
-        if session.step == self._request.number:
-            session.partial, session.given = self.open, not self.open
+    def _update_sequence(self) -> None:
+        sequence = self._exchange.participation.sequence
+        if sequence.step == self._progress.number:
+            sequence.set_given(whole=not self.open)
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
 
     async def _send(self, bucket: AsyncBucket, numbers: tuple[int, ...], ready: ReadySlices) -> None:
-        parts = [(self._request.part(slices), flat) for slices, flat in self._loads(ready)]
+        parts = [(self._progress.part(slices), flat) for slices, flat in self._parts(ready)]
         try:
-            self.lost = not await self._until_answered(parts) or self.lost
-            if self.lost:
+            if not await self._until_answered(parts):
+                self.state = StepState.LOST
+            if self.state is not StepState.UNDER_WAY:
                 raise self.dropped()
         except asyncio.CancelledError:
             bucket.error = self._broken or ClosedError("the client was closed before the bucket was answered")
@@ -158,40 +164,39 @@ class BucketStep:
             self._failures.append(bucket.error)
         finally:
             for part, _ in parts:
-                self._request.absorb(part)
+                self._progress.absorb(part)
                 self._plan.answer(part.versions)
             if bucket.error is not None:
                 self._plan.take_back(numbers, [index for part, _ in parts for index in part.pending])
-                self._tell_session()
-            self._notice()
+                self._update_sequence()
+            self._update()
 
     async def _until_answered(self, parts: Sequence[tuple[PendingRequest, Flat | None]]) -> bool:
         """Sends ``parts``, again in another incarnation if the step goes on there. Returns whether it does."""
         while any(part.pending for part, _ in parts):
-            incarnation = self._exchange.incarnation
+            incarnation = self._exchange.participation.incarnation
             try:
                 await all_or_first_error(
-                    [self._exchange.push_pull(part, flat, 0.0, self._arrival) for part, flat in parts if part.pending]
+                    [self._exchange.push(part, flat, 0.0, self._target) for part, flat in parts if part.pending]
                 )
             except FencedError as error:
                 if not await self._exchange.rejoin(error, incarnation):
                     return False
         return True
 
-    def _loads(self, ready: ReadySlices) -> list[tuple[tuple[int, ...], Flat | None]]:
+    def _parts(self, ready: ReadySlices) -> list[tuple[tuple[int, ...], Flat | None]]:
         """Slices, and the vector that their gradient is in (None: they abstain)."""
-        loads: list[tuple[tuple[int, ...], Flat | None]] = [(ready.valued, self._vector), (ready.abstaining, None)]
-        return [load for load in loads if load[0]]
+        parts: list[tuple[tuple[int, ...], Flat | None]] = [(ready.valued, self._vector), (ready.abstaining, None)]
+        return [part for part in parts if part[0]]
 
-    def _notice(self) -> None:
+    def _update(self) -> None:
         """Something was given, answered or failed: completes buckets and the step, and wakes who waits."""
         for bucket in self._waiting:
             if bucket.error is None and self._plan.is_complete(bucket.slices):
-                vector = self._arrival.vector(bucket.slices)
-                bucket.weights = partition.views(self.cut.layout, bucket.numbers, vector, self._converted)
+                bucket.weights = self._results.bucket_arrays(self._target, bucket.numbers, bucket.slices)
         self._waiting = [bucket for bucket in self._waiting if not bucket.done()]
         if self._plan.finished:
-            self._on_finished(self._request, self._abstained)
+            self._on_finished(self._progress, self._abstained)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -200,7 +205,7 @@ class BucketStep:
     async def wait(self, bucket: AsyncBucket, timeout: float | None) -> Arrays:
         """See ``AsyncBucket.wait``."""
         names = partition.join_names(bucket.names)
-        if self.over and bucket.error is None:
+        if self.state is StepState.OVER and bucket.error is None:
             raise InvalidArgumentError(
                 f"the new weights of {names} are not valid any more: wait for a bucket before the next call on its "
                 "parameters"
@@ -213,7 +218,7 @@ class BucketStep:
             raise WaitTimeoutError(f"the new weights of {names} did not come within {timeout:g} s") from None
         if bucket.error is not None:
             self.told_fenced = self.told_fenced or isinstance(bucket.error, FencedError)
-            await self._tell(bucket.error)
+            await self._raise(bucket.error)
         assert bucket.weights is not None
         return bucket.weights
 
@@ -235,7 +240,7 @@ class BucketStep:
             await self.raise_failure()
             if missing := self._plan.missing_names():
                 raise InvalidArgumentError(
-                    f"step {self._request.number} was begun in buckets and misses {missing}: give them by "
+                    f"step {self._progress.number} was begun in buckets and misses {missing}: give them by "
                     "push_pull_async first"
                 )
             await self._changed.wait()
@@ -243,9 +248,9 @@ class BucketStep:
     async def raise_failure(self) -> None:
         """Raises what a bucket failed with, if nobody was told yet."""
         if self._failures:
-            await self._tell(self._failures[0])
+            await self._raise(self._failures[0])
 
-    async def _tell(self, error: PsdistError) -> NoReturn:
+    async def _raise(self, error: PsdistError) -> NoReturn:
         """Raises the error of a bucket. The user may write to its memory then, which slices of other buckets may lie in
         too; so those under way end with the same error, and what a server may read still is not shared any more."""
         if error in self._failures:
@@ -265,7 +270,7 @@ class BucketStep:
     @property
     def number(self) -> int:
         """The step's number."""
-        return self._request.number
+        return self._progress.number
 
     @property
     def finished(self) -> bool:
@@ -275,22 +280,26 @@ class BucketStep:
     def dropped(self) -> FencedError:
         """What the user is told where this worker was expelled in this step, and takes part again without it."""
         return FencedError(
-            f"step {self._request.number} was dropped, with all of its buckets: {self._exchange.expulsion.reason}. "
+            f"step {self._progress.number} was dropped, with all of its buckets: {self._exchange.expulsion.reason}. "
             "Begin the next one with new gradients: this worker takes part again"
         )
 
     async def drop(self) -> None:
         """This worker was expelled, and takes part again without this step: buckets under way fail."""
-        self.over, self._broken = True, self.dropped()
+        self.state, self._broken = StepState.OVER, self.dropped()
         await self._end_tasks()
         for bucket in self._waiting:
             bucket.error = bucket.error or self._broken
         self._waiting.clear()
         self._changed.set()
 
+    def end(self) -> None:
+        """The next call begins."""
+        self.state = StepState.OVER
+
     async def close(self) -> None:
         """Ends what is under way."""
         under_way = bool(self._tasks)
         await self._end_tasks()
         if under_way:
-            self._exchange.shared_memory.renew()  # the memory is the user's again, as in _tell
+            self._exchange.shared_memory.renew()  # the memory is the user's again, as in _raise

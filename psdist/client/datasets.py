@@ -34,11 +34,10 @@ from psdist.client import loop
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.data import RangeOrder
-from psdist.errors import PsdistError, SchedulerUnreachableError, SettingsMismatchError
+from psdist.errors import PsdistError, SettingsMismatchError
 from psdist.types import DataPosition, DatasetSpec
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
-from psdist.wire.backoff import Backoff
 
 #: How long leaving a loop or closing waits for the scheduler to hear of it.
 _LEAVE_SECONDS: Final = 1.0
@@ -65,12 +64,15 @@ class AsyncDataset:
     data_epoch: of the range that was given last.
     """
 
-    def __init__(self, link: WorkerSession, spec: DatasetSpec) -> None:
+    def __init__(self, session: WorkerSession, spec: DatasetSpec) -> None:
         self.spec = spec
         self.repeated = 0
         self.failed = 0
         self.data_epoch = 0
-        self._link = link
+        self._calls = session.calls
+        self._membership = session.membership
+        self._waits = session.waits
+        self._marks = session.snapshots.marks
         self._order = RangeOrder(spec)
         self._asking = asyncio.Lock()
         #: The incarnation of this client that the leases belong to.
@@ -89,7 +91,7 @@ class AsyncDataset:
     async def open(self) -> None:
         """Makes the data set, or checks that all agree. Raises SettingsMismatchError, LimitExceededError."""
         async with self._asking:
-            await self._link.retry_across_incarnations(self._open)
+            await self._membership.retry_across_incarnations(self._open)
 
     def check_same(self, spec: DatasetSpec) -> None:
         """Raises SettingsMismatchError where ``spec`` differs."""
@@ -110,7 +112,7 @@ class AsyncDataset:
         async with self._asking:
             if before is not None:
                 self._mark_done(before.lease_id)
-            answer = await self._link.retry_across_incarnations(self._lease)
+            answer = await self._membership.retry_across_incarnations(self._lease)
             return None if answer.finished else await self._given(answer)
 
     def done(self) -> None:
@@ -128,14 +130,14 @@ class AsyncDataset:
     async def report(self) -> None:
         """Tells the scheduler what is done, and what was given back."""
         async with self._asking:
-            await self._link.retry_across_incarnations(self._report)
+            await self._membership.retry_across_incarnations(self._report)
 
     async def position(self) -> DataPosition:
         """Where the data set stands: what is done, by all workers. What they hold at the moment is not."""
         await self.report()
-        request = pb.GetDataPositionRequest(run_id=self._link.registration.run_id, dataset=self.name)
-        answer = await self._ask(self._link.stub.GetDataPosition, request)
-        self._hear(answer.position)
+        request = pb.GetDataPositionRequest(run_id=self._membership.registration.run_id, dataset=self.name)
+        answer = await self._ask(self._calls.stub.GetDataPosition, request)
+        self._on_position(answer.position)
         return convert.position_from_proto(answer.position)
 
     async def set_position(self, position: DataPosition) -> None:
@@ -144,8 +146,8 @@ class AsyncDataset:
         One worker sets it, and the others begin after: by a barrier, say. Raises InvalidArgumentError.
         """
         async with self._asking:
-            self._forget()
-            await self._link.retry_across_incarnations(lambda mine: self._set_position(mine, position))
+            self._discard_leases()
+            await self._membership.retry_across_incarnations(lambda mine: self._set_position(mine, position))
 
     async def close(self) -> None:
         """Gives back what is held and not done."""
@@ -160,8 +162,8 @@ class AsyncDataset:
 
     async def _open(self, mine: Registration) -> None:
         request = pb.OpenDatasetRequest(**mine.caller(), spec=convert.dataset_to_proto(self.spec))
-        answer = await self._ask(self._link.stub.OpenDataset, request)
-        self._hear(answer.position)
+        answer = await self._ask(self._calls.stub.OpenDataset, request)
+        self._on_position(answer.position)
 
     async def _lease(self, mine: Registration) -> Any:
         self._start_incarnation(mine)
@@ -175,14 +177,14 @@ class AsyncDataset:
         async def first(answer: Any) -> Any:
             return None if answer.waiting_for else answer
 
-        with self._link.waits.open(f"for {self._link.peer} to give a range of data set {self.name!r}") as wait:
-            answer = await self._link.follow(self._link.stub.LeaseRange, request, wait, first)
-        _drop(self._done, done)
+        with self._waits.open(f"for {self._calls.peer} to give a range of data set {self.name!r}") as wait:
+            answer = await self._calls.follow(self._calls.stub.LeaseRange, request, wait, first)
+        _remove(self._done, done)
         self.repeated, self.failed = answer.repeated_ranges, answer.failed_ranges
         return answer
 
     async def _given(self, answer: Any) -> Range:
-        self._held[answer.lease_id] = self._link.pushes.dropped
+        self._held[answer.lease_id] = self._marks.dropped
         self.data_epoch, number = answer.data_epoch, answer.range
         if self._order.knows(self.data_epoch) or self.spec.size <= _SHUFFLE_HERE_MAX:
             indices = self._order.indices(self.data_epoch, number)
@@ -197,62 +199,50 @@ class AsyncDataset:
         if not done and not returned:
             return
         request = pb.EndRangesRequest(
-            **mine.caller(),
-            dataset=self.name,
-            done=done,
-            returned=returned,
-            done_at=self._done.values(),
+            **mine.caller(), dataset=self.name, done=done, done_at=self._done.values(), returned=returned,
             now=self._now(),
-        )
-        await self._ask(self._link.stub.EndRanges, request)
-        _drop(self._done, done)
-        _drop(self._returned, returned)
+        )  # fmt: skip
+        await self._ask(self._calls.stub.EndRanges, request)
+        _remove(self._done, done)
+        _remove(self._returned, returned)
 
     async def _report_soon(self) -> None:
         with suppress(TimeoutError, PsdistError):
             async with asyncio.timeout(_LEAVE_SECONDS), self._asking:
-                await self._report(self._link.registration)
+                await self._report(self._membership.registration)
 
     async def _set_position(self, mine: Registration, position: DataPosition) -> None:
         where = convert.position_to_proto(position)
         request = pb.SetDataPositionRequest(**mine.caller(), dataset=self.name, position=where)
-        await self._ask(self._link.stub.SetDataPosition, request)
-        self._hear(where)
+        await self._ask(self._calls.stub.SetDataPosition, request)
+        self._on_position(where)
 
     async def _ask(self, method: Any, request: Any) -> Any:
-        """One call, until the scheduler answers it."""
-        backoff = Backoff(self._link.rng)
-        with self._link.waits.open(f"for {self._link.peer} to answer about data set {self.name!r}") as wait:
-            while True:
-                try:
-                    return await self._link.call(method, request)
-                except SchedulerUnreachableError as error:
-                    wait.hear(f"for {self._link.peer} to be back: {error.message}")
-                self._link.raise_if_expelled()
-                await asyncio.sleep(backoff.next_seconds())
+        reason = f"for {self._calls.peer} to answer about data set {self.name!r}"
+        return await self._calls.call_until_answered(method, lambda: request, reason)
 
     def _start_incarnation(self, mine: Registration) -> None:
         """Discards the leases of an earlier incarnation of this client: its ranges were given to others."""
         if mine.incarnation != self._incarnation:
             self._incarnation = mine.incarnation
-            self._forget()
+            self._discard_leases()
 
-    def _forget(self) -> None:
+    def _discard_leases(self) -> None:
         for leases in (self._held, self._done, self._returned):
             leases.clear()
 
     def _mark_done(self, lease_id: int) -> None:
         if lease_id not in self._held:
             return
-        if self._held.pop(lease_id) < self._link.pushes.dropped:
+        if self._held.pop(lease_id) < self._marks.dropped:
             self._returned[lease_id] = None  # The push of its samples was dropped, perhaps: others get it.
         else:
             self._done[lease_id] = self._now()
 
     def _now(self) -> pb.NextPushes:
-        return pb.NextPushes(next=self._link.pushes.next())
+        return pb.NextPushes(next=self._marks.next())
 
-    def _hear(self, position: pb.DataPosition) -> None:
+    def _on_position(self, position: pb.DataPosition) -> None:
         self.repeated, self.failed = position.repeated_ranges, position.failed_ranges
 
 
@@ -317,6 +307,6 @@ class Dataset:
         self._data.done()
 
 
-def _drop(leases: dict[int, Any], heard: tuple[int, ...]) -> None:
-    for lease_id in heard:
+def _remove(leases: dict[int, Any], told: tuple[int, ...]) -> None:
+    for lease_id in told:
         leases.pop(lease_id, None)

@@ -1,9 +1,9 @@
-"""What one handle and its servers exchange: the requests of its push sequence, over shared memory or gRPC.
+"""What one handle and its servers exchange: the requests of its push sequence, over its transports.
 
-A call gets its step, its routes and its time limit here.
+A request gets its number, its routes and its time limit here.
 
-Not here: the order of calls and what the user is given (``parameters``), the streams (``data_path``), the shared memory
-(``attachment``).
+Not here: the order of calls and what the user is given (``parameters``), the numbers (``participation``), attempts and
+retries (``data_path``).
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from dataclasses import dataclass
 
 from psdist.client.core import routing
 from psdist.client.core.partition import Flat
-from psdist.client.core.push_sequence import PendingRequest, PushSequence
+from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import RoutingPlan, ServerNews
+from psdist.client.participation import Participation
 from psdist.client.session.activity import ReportedWait
+from psdist.client.session.membership import Expulsion
 from psdist.client.session.registration import Registration
-from psdist.client.session.scheduler_session import Expulsion, WorkerSession
-from psdist.client.session.worker_state import Restore, Save, State, check_state, fetch
-from psdist.client.transport import creation
+from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.transport.buffer_pool import PullTarget
-from psdist.client.transport.creation import CreatedParameters
-from psdist.client.transport.data_path import DataPath, Job
-from psdist.client.transport.requests import ByteCounters, PullJob, PushJob, PushPullJob, RequestIdentity
+from psdist.client.transport.data_path import DataPath
+from psdist.client.transport.grpc.streams import GrpcTransport
+from psdist.client.transport.requests import ByteCounters, PullRequest, PushRequest, Request
 from psdist.client.transport.shm.attachment import SharedMemory
+from psdist.client.transport.transport import Transports
 from psdist.compression import Cast
-from psdist.consistency import BSP, SSP
 from psdist.errors import FencedError, NotMemberError, WaitTimeoutError
-from psdist.settings.config import Transport
-from psdist.types import ClusterMap, DType, Slicing
-from psdist.v1 import scheduler_pb2
+from psdist.settings.config import TransportName
+from psdist.types import ClusterMap, DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,60 +41,34 @@ class Options:
     codec: Cast
     pull_dtype: DType
     request_timeout: float | None = None
-    transport: Transport = "auto"
+    transport: TransportName = "auto"
 
 
 class Exchange:
-    """The way of one handle's calls to the servers."""
+    """The requests of one handle. grpc: the transport that all handles of a client share."""
 
     def __init__(
-        self, link: WorkerSession, data: DataPath, ready: CreatedParameters, options: Options, *, member: bool
+        self, session: WorkerSession, grpc: GrpcTransport, participation: Participation, options: Options
     ) -> None:
-        spec = ready.entry.spec
-        self.slicing: Slicing = ready.entry.slicing
-        #: Where the values came from, and how often they began anew from a snapshot.
-        self.restore, self.generation = ready.entry.restore, ready.entry.generation
+        self.participation = participation
+        self.slicing = participation.entry.slicing
         self.options = options
         self.traffic = ByteCounters()
-        self._name = spec.name
-        self._link = link
-        self._data = data
-        self._every = range(self.slicing.count)
-        self._planned: tuple[ClusterMap, ServerNews, RoutingPlan] | None = None
-        self._spec, self._layout, self._member = spec, ready.layout, member
-        #: Another one in each incarnation of this worker.
-        self.session = self._make_session(ready)
-        #: Who this worker was when its pushes began to be numbered.
-        self._origin = link.registration
-        #: Whether this incarnation goes on with the pushes of the one before.
-        self._resumed = False
-        #: Pushes that were under way when this worker was expelled, and went on.
-        self.resumed = 0
-        self._rejoining = asyncio.Lock()
-        self._sender = self._make_sender(link.registration)
-        # Between its own pushes a member's weights stand still, if nobody goes on without it.
-        stable = member and isinstance(spec.consistency, BSP) and not spec.consistency.backup_workers
+        self._session = session
+        self._membership = session.membership
+        view, waits = session.membership.view, session.waits
         self.shared_memory = SharedMemory(
-            link, data, self._sender, ready.entry, options.codec.dtype, options.transport, member=member, stable=stable
-        )
-
-    def _make_sender(self, mine: Registration) -> RequestIdentity:
-        return RequestIdentity(mine.run_id, mine.worker_id, mine.incarnation, self._name)
-
-    def _make_session(self, ready: CreatedParameters, before: PushSequence | None = None) -> PushSequence:
-        consistency = self._spec.consistency if self._member else None
-        session = PushSequence(self.slicing.count, consistency, ready.first_step, before)
-        if self._member:
-            self._link.pushes.enter(self._name, session)
-        return session
-
-    @property
-    def incarnation(self) -> int:
-        """The incarnation of this worker that takes part."""
-        return self._sender.incarnation
+            view, waits, grpc, participation.sender, participation.entry, options.codec.dtype,
+            required=options.transport == "shm", member=participation.is_member, stable=participation.is_stable,
+        )  # fmt: skip
+        offered = (grpc,) if options.transport == "grpc" else (self.shared_memory, grpc)
+        self._transports = Transports(*offered)
+        self.path = DataPath(self._transports, view, waits, session.calls.rng)
+        self._planned: tuple[ClusterMap, ServerNews, RoutingPlan] | None = None
+        self._rejoining = asyncio.Lock()
 
     async def rejoin(self, fenced: FencedError, incarnation: int) -> bool:
-        """After ``fenced`` ended a call of ``incarnation``: takes part anew, in the next one of this client.
+        """After ``fenced`` ended a call of ``incarnation``: takes part as the next one of this client.
 
         Returns whether the push that was under way, or was to be made next, goes on: it is to be sent again, and slices
         that have it ignore it. Else its place is taken, and it is dropped.
@@ -104,151 +77,78 @@ class Exchange:
         limit = self.options.request_timeout
         try:
             async with asyncio.timeout(limit), self._rejoining:
-                if self.incarnation == incarnation:  # Else another call has done it.
-                    await self._link.wait_until_rejoined(fenced, incarnation)
-                    await self._link.retry_across_incarnations(self._start_incarnation)
+                if self.participation.incarnation == incarnation:  # Else another call has done it.
+                    await self._membership.wait_until_rejoined(fenced, incarnation)
+                    await self._membership.retry_across_incarnations(self._start_incarnation)
         except TimeoutError:
             raise WaitTimeoutError(
-                f"taking part in {self._name!r} again took longer than request_timeout={limit:g} s: calling again goes "
-                "on with it"
+                f"taking part in {self.participation.name!r} again took longer than request_timeout={limit:g} s: "
+                "calling again goes on with it"
             ) from None
-        return self._resumed
+        return self.participation.goes_on
 
     async def _start_incarnation(self, mine: Registration) -> None:
-        if self._member:
-            ready = await creation.create(
-                self._link, self._data, self._spec, self._layout, None, self._resume_push(mine)
-            )
-        else:
-            ready = await creation.describe(self._link, self._name)
-        self._resumed = ready.resumed and ready.entry.generation == self.generation
-        self.resumed += self._resumed and self.session.unfinished
-        if not self._resumed:
-            self._origin = mine
-        self._sender = self._make_sender(mine)
+        await self.participation.start_incarnation(mine)
         self._planned = None
-        self.session = self._make_session(ready, self.session if self._resumed else None)
-        if ready.entry.generation != self.generation:  # The run went back, perhaps to before its settings were changed.
-            ready.announce()
-        self.restore = ready.entry.restore
-        restore = self._link.states.start_incarnation(self._name, self.session)
-        if restore is not None and ready.entry.generation != self.generation:
-            restore(await self.state())
-        self.generation = ready.entry.generation
-        self.shared_memory.rejoin(self._sender, ready.entry)
-
-    def _resume_push(self, mine: Registration) -> scheduler_pb2.ResumePush | None:
-        """What this worker would go on with. In BSP, under another rank, its contribution would be added in another
-        place."""
-        if self.session.synchronous and mine.rank != self._origin.rank:
-            return None
-        return scheduler_pb2.ResumePush(
-            origin=self._origin.incarnation, number=self.session.step, generation=self.generation
-        )
-
-    def end_push(self, request: PendingRequest, *, seen: bool) -> None:
-        """All of a push is answered. seen: the answers carried the weights."""
-        self.session.end_push(request, seen=seen)
-        self._link.states.ended(self._name)
-        self._link.stopping.push_ended()
-
-    async def keep_state(self, save: Save, restore: Restore) -> None:
-        """See ``AsyncParameters.keep_state``."""
-        if state := await self.state():
-            restore(state)
-        check_state(self._name, save())
-        self._link.states.keep(self._name, save, restore, self.session)
-        self._link.tell_kept()
-
-    async def state(self) -> State:
-        """What this rank handed in for the snapshot that the values came from. Empty where there is none, and for who
-        joins later: what it belonged to was pushed long ago."""
-        if self.restore is None or not self._member or self._name in self._link.ready_before:
-            return {}
-        return await fetch(self._link, self._name)
-
-    def dropped(self) -> None:
-        """A push of this worker was dropped."""
-        self._link.pushes.dropped += 1
-        self._link.stopping.push_ended()
-
-    def waiting(self, *, push: bool, reads: bool, limited: bool = False) -> ReportedWait:
-        """For a ``with`` block in which the user waits for the answer to the next push, or to a pull. reads: the answer
-        has weights. limited: the wait ends by itself, whatever the client's time limit."""
-        # The last of this worker's pushes that must be in the weights, and with it those of the others.
-        last = self.session.step - (not push)
-        consistency, what = self._spec.consistency, dict[str, scheduler_pb2.Activity.Step]()
-        if self._member and isinstance(consistency, BSP) and last >= 0:
-            what["step"] = scheduler_pb2.Activity.Step(parameters=self._name, step=last)
-        elif self._member and isinstance(consistency, SSP) and reads and (first := self._first_clock()) is not None:
-            clock = first + last + 1 - consistency.staleness
-            what["clock"] = scheduler_pb2.Activity.Step(parameters=self._name, step=max(0, clock))
-        sent = (lambda: self.session.step > last or self.session.unfinished) if push else (lambda: True)
-        limited = limited or self.options.request_timeout is not None
-        return self._link.activities.waits(limited=limited, sent=sent, **what)
-
-    def _first_clock(self) -> int | None:
-        """SSP: this worker's clock, less the number of its next push; None while the map does not have it."""
-        entry = self._link.watch.cluster.entry(self._name)
-        mine = (self._sender.worker_id, self._sender.incarnation)
-        members = (m for m in (entry.members if entry is not None else ()) if (m.worker_id, m.incarnation) == mine)
-        return next((member.first_step - member.first_push for member in members), None)
+        self.shared_memory.rejoin(self.participation.sender, self.participation.entry)
 
     @property
     def expulsion(self) -> Expulsion:
         """How the incarnation before this one ended."""
-        return self._link.expulsion
+        return self._membership.expulsion
 
-    @property
-    def resent(self) -> int:
-        """Slices that were sent again after a break."""
-        return self._data.resent.get(self._name, 0)
+    def waiting(self, *, push: bool, reads: bool, limited: bool = False) -> ReportedWait:
+        """See ``Participation.report_wait``. limited: the wait ends by itself, whatever the client's time limit."""
+        limited = limited or self.options.request_timeout is not None
+        return self.participation.report_wait(push=push, reads=reads, limited=limited)
+
+    def transports(self) -> dict[str, str]:
+        """By server, the transport that is used, and why others are not: "shm", "grpc: the transport is 'grpc'"."""
+        entry = self._membership.view.cluster.entry(self.participation.name) or self.participation.entry
+        # A shard of few slices may have none.
+        servers = tuple(dict.fromkeys(entry.primaries[: self.slicing.count]))
+        if self.options.transport == "grpc":
+            return dict.fromkeys(servers, "grpc: the transport is 'grpc'")
+        return self._transports.statuses(servers)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Before each call: raises if this client is out (FencedError if only this incarnation has ended, see
-        ``rejoin``), and shares memory with servers where that was not tried."""
-        routes = self._plan(self._every).routes
-        if not self.shared_memory.is_missing(routes):
+        ``rejoin``), and prepares transports where that was not tried."""
+        routes = self._plan(range(self.slicing.count)).routes
+        if not self._transports.is_missing(routes):
             return
+        limit = self.options.request_timeout
         try:
-            async with asyncio.timeout(self.options.request_timeout):
-                await self.shared_memory.ensure(routes)
+            async with asyncio.timeout(limit):
+                await self._transports.prepare(routes)
         except TimeoutError:
             raise WaitTimeoutError(
-                f"sharing memory for {self._name!r} took longer than request_timeout={self.options.request_timeout:g} s"
+                f"connecting {self.participation.name!r} to its servers took longer than request_timeout={limit:g} s"
             ) from None
 
-    async def push(self, request: PendingRequest, flat: Flat | None, norm: float) -> None:
-        """Sends a gradient (None: abstains)."""
-        job = PushJob(
-            self._sender, request, self.slicing, self.session.versions, flat, self.options.codec, norm,
-            self._push_title(request), self.traffic, shared_memory=self.shared_memory,
+    async def push(
+        self, progress: PendingRequest, flat: Flat | None, norm: float, target: PullTarget | None = None
+    ) -> None:
+        """Sends a gradient (None: abstains). target: where the new weights go; None if they are not asked for."""
+        part = self.participation
+        what = "step" if part.sequence.synchronous else "push"
+        title = f"{what} {progress.number} of {part.name!r}"
+        await self._deliver(
+            PushRequest(
+                part.sender, progress, self.slicing, title, part.sequence.versions, flat, self.options.codec, norm,
+                self.traffic, target,
+            )
         )  # fmt: skip
-        await self._deliver(job)
 
-    async def push_pull(self, request: PendingRequest, flat: Flat | None, norm: float, arrival: PullTarget) -> None:
-        """Sends a gradient (None: abstains); the new weights arrive."""
-        job = PushPullJob(
-            self._sender, request, self.slicing, self.session.versions, flat, self.options.codec, norm,
-            self._push_title(request), self.traffic, shared_memory=self.shared_memory, target=arrival.target,
-            pull_dtype=self.options.pull_dtype, in_place=arrival.shared is not None, received=arrival.received,
-        )  # fmt: skip
-        await self._deliver(job)
-
-    async def pull(self, arrival: PullTarget) -> None:
-        """Weights arrive."""
-        request = self.session.begin_pull()
-        job = PullJob(
-            self._sender, request, self.slicing, arrival.target, self.options.pull_dtype,
-            f"the pull of {self._name!r}", self.traffic, shared_memory=self.shared_memory,
-            in_place=arrival.shared is not None, received=arrival.received,
-        )  # fmt: skip
-        await self._deliver(job)
-        self.session.end_pull(request)
-
-    def _push_title(self, request: PendingRequest) -> str:
-        what = "step" if self.session.synchronous else "push"
-        return f"{what} {request.number} of {self._name!r}"
+    async def pull(self, target: PullTarget) -> None:
+        """Gets weights into ``target``."""
+        part = self.participation
+        progress = part.sequence.begin_pull()
+        title = f"the pull of {part.name!r}"
+        await self._deliver(PullRequest(part.sender, progress, self.slicing, title, target, self.traffic))
+        part.sequence.end_pull(progress)
 
     @contextmanager
     def invalidate_on_error(self) -> Iterator[None]:
@@ -260,53 +160,49 @@ class Exchange:
             self.shared_memory.renew()
             raise
 
-    async def _deliver(self, job: Job) -> None:
-        """Gets a job answered. A push begins only while the run has enough workers."""
-        if self.options.request_timeout is None:
-            await self._deliver_in_time(job)
+    async def _deliver(self, request: Request) -> None:
+        """Gets a request answered, within the time limit."""
+        limit = self.options.request_timeout
+        if limit is None:
+            await self._deliver_in_time(request)
             return
         try:
-            async with asyncio.timeout(self.options.request_timeout):
-                await self._deliver_in_time(job)
+            async with asyncio.timeout(limit):
+                await self._deliver_in_time(request)
         except TimeoutError:
             raise WaitTimeoutError(
-                f"{job.title} took longer than request_timeout={self.options.request_timeout:g} s: waiting "
-                f"{self._data.last_reason}. The step was not advanced; calling again goes on with it"
+                f"{request.title} took longer than request_timeout={limit:g} s: waiting {self.path.last_reason}. The "
+                "step was not advanced; calling again goes on with it"
             ) from None
 
-    async def _deliver_in_time(self, job: Job) -> None:
-        if isinstance(job, PushJob):
-            if self._link.watch.cluster.paused:
-                await self._until_resumed(job)
-            if not self.session.unfinished:
-                await self._link.stopping.until_allowed()
-            self._link.states.begins(self._name)
-            job.mark = self.session.send(self._link.pushes.mark)
+    async def _deliver_in_time(self, request: Request) -> None:
+        if isinstance(request, PushRequest):
+            # A push begins only while the run has enough workers.
+            if self._membership.view.cluster.paused:
+                await self.path.wait_while(lambda: self._pause_reason(request))
+            request.mark = await self.participation.start_push()
         try:
-            await self._data.deliver(job, self._plan)
+            await self.path.deliver(request, self._plan)
         except NotMemberError:
-            if self._member:  # A server says so too of one that was expelled after its call had begun.
-                await self._link.confirm_membership(job.sender.incarnation)
+            if self.participation.is_member:  # A server says so too of one that was expelled after its call had begun.
+                await self._session.calls.confirm_membership(request.sender.incarnation)
             raise
 
-    async def _until_resumed(self, job: Job) -> None:
-        watch = self._link.watch
-        with self._link.waits.open(f"{watch.cluster.paused}, for {job.title}") as wait:
-            while watch.cluster.paused:
-                self._link.raise_if_expelled(self._sender.incarnation)
-                wait.hear(f"{watch.cluster.paused}, for {job.title}")
-                self._data.last_reason = wait.reason
-                await watch.changed()
+    def _pause_reason(self, request: Request) -> str:
+        """Why pushes pause; empty if they do not. Raises if this incarnation has ended."""
+        if not (paused := self._membership.view.cluster.paused):
+            return ""
+        self._membership.raise_if_expelled(self.participation.incarnation)
+        return f"{paused}, for {request.title}"
 
     def _plan(self, slices: Sequence[int]) -> RoutingPlan:
-        """Where ``slices`` go; for all of them that is kept as long as nothing is heard."""
-        link, watch = self._link, self._link.watch
-        link.raise_if_expelled(self._sender.incarnation)
-        if watch.cluster.entry(self._name) is None:  # The map may be here before the news.
-            raise FencedError(f"the run goes back to a snapshot: {self._name!r} is not placed any more")
+        """Where ``slices`` go. The plan for all of them is kept as long as nothing is heard."""
+        view, name = self._membership.view, self.participation.name
+        self._membership.raise_if_expelled(self.participation.incarnation)
+        if view.cluster.entry(name) is None:  # The map may be here before the news.
+            raise FencedError(f"the run goes back to a snapshot: {name!r} is not placed any more")
         if len(slices) < self.slicing.count:
-            return routing.plan(watch.cluster, self._name, slices, watch.news)
-        if self._planned is None or self._planned[0] is not watch.cluster or self._planned[1] is not watch.news:
-            plan = routing.plan(watch.cluster, self._name, slices, watch.news)
-            self._planned = watch.cluster, watch.news, plan
+            return routing.plan(view.cluster, name, slices, view.news)
+        if self._planned is None or self._planned[0] is not view.cluster or self._planned[1] is not view.news:
+            self._planned = view.cluster, view.news, routing.plan(view.cluster, name, slices, view.news)
         return self._planned[2]

@@ -36,7 +36,7 @@ class Closable(Protocol):
     async def request_stop(self) -> None:
         """Returns when this worker may leave."""
 
-    def watch_signals(self, look: Callable[[], bool]) -> None:
+    def watch_signals(self, is_asked: Callable[[], bool]) -> None:
         """See ``sigterm``."""
 
 

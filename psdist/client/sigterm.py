@@ -36,8 +36,8 @@ class StoppableClient(Protocol):
     async def request_stop(self) -> None:
         """Returns when this worker may leave."""
 
-    def watch_signals(self, look: Callable[[], bool]) -> None:
-        """Has ``look`` called before it is said whether this worker is to end, which it returns."""
+    def watch_signals(self, is_asked: Callable[[], bool]) -> None:
+        """Has ``is_asked`` called before it is said whether this worker is to end."""
 
 
 class SigtermHandler:
@@ -137,9 +137,9 @@ class SigtermHandler:
 
     def _watch(self) -> None:
         if self._pipe >= 0 and self._loop is not None:
-            self._loop.add_reader(self._pipe, self.look)
+            self._loop.add_reader(self._pipe, self.read_signals)
 
-    def look(self) -> bool:
+    def read_signals(self) -> bool:
         """Whether a signal came, which the interpreter may not have come to yet."""
         with suppress(BlockingIOError):
             came = self._pipe >= 0 and signal.SIGTERM in os.read(self._pipe, _READ_BYTES)

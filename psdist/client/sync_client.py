@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,15 +18,16 @@ from psdist.client.async_client import AsyncClient
 from psdist.client.bucket_step import AsyncBucket
 from psdist.client.core.partition import Arrays
 from psdist.client.datasets import Dataset
-from psdist.client.parameters import AsyncParameters, Statistics
+from psdist.client.parameters import AsyncParameters
 from psdist.client.session.drops import OnDrop
 from psdist.client.session.snapshot_request import SnapshotInfo
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.sigterm import sigterm
+from psdist.client.steps import Statistics
 from psdist.compression import Cast
 from psdist.consistency import Consistency
 from psdist.optim import Optimizer
-from psdist.settings.config import Transport
+from psdist.settings.config import TransportName
 from psdist.types import DType, Layout, NonFinite, ParametersSpec
 
 
@@ -43,7 +44,7 @@ class Client:
         rank: int | None = None,
         connect_timeout: float = 60.0,
         request_timeout: float | None = None,
-        transport: Transport | None = None,
+        transport: TransportName | None = None,
         rejoin: bool = True,
     ) -> None:
         self._client = AsyncClient(
@@ -60,7 +61,7 @@ class Client:
         self._handles: dict[int, Parameters] = {}
         self._client.report_waits(lambda: loop.shared().has_one_caller)
         loop.shared().call(self._client.connect())
-        self._client.watch_signals(sigterm.look)
+        self._client.watch_signals(sigterm.read_signals)
 
     def close(self) -> None:
         """Leaves the run. Closing again does nothing."""
@@ -142,18 +143,13 @@ class Client:
         settings = (name, size, range_size, shuffle, seed, data_epochs, retries_max)
         return Dataset(loop.shared().call(self._client.dataset(*settings)))
 
-    @overload
-    def snapshot(self, wait: Literal[True] = True, timeout: float | None = None) -> SnapshotInfo: ...
-
-    @overload
-    def snapshot(self, wait: Literal[False], timeout: float | None = None) -> None: ...
-
-    @overload
-    def snapshot(self, wait: bool, timeout: float | None = None) -> SnapshotInfo | None: ...
-
-    def snapshot(self, wait: bool = True, timeout: float | None = None) -> SnapshotInfo | None:
+    def snapshot(self, timeout: float | None = None) -> SnapshotInfo:
         """Takes a snapshot of the run. See ``AsyncClient.snapshot``."""
-        return loop.shared().call(self._client.snapshot(wait, timeout))
+        return loop.shared().call(self._client.snapshot(timeout))
+
+    def request_snapshot(self, timeout: float | None = None) -> None:
+        """Asks for a snapshot of the run, and does not wait for it. See ``AsyncClient.request_snapshot``."""
+        loop.shared().call(self._client.request_snapshot(timeout))
 
     def barrier(self, name: str = "default", timeout: float | None = None) -> None:
         """Returns when all live workers have called it with this name. See ``AsyncClient.barrier``."""
@@ -191,9 +187,9 @@ class Parameters:
         return self._handle.spec
 
     @property
-    def member(self) -> bool:
+    def is_member(self) -> bool:
         """Whether this client takes part in the training, or only reads."""
-        return self._handle.member
+        return self._handle.is_member
 
     @property
     def step(self) -> int:
@@ -206,8 +202,8 @@ class Parameters:
         return self._handle.first_step
 
     @property
-    def restored(self) -> str:
-        """Directory of the snapshot that the values came from; empty where they began with ``init``."""
+    def restored(self) -> str | None:
+        """Directory of the snapshot that the values came from; None where they began with ``init``."""
         return self._handle.restored
 
     @property

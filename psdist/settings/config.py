@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: How gradients and weights travel: "auto" shares memory with the servers of this host and uses gRPC to all others,
 #: "grpc" never shares, "shm" fails where memory cannot be shared.
-Transport = Literal["auto", "grpc", "shm"]
+TransportName = Literal["auto", "grpc", "shm"]
 
 START_TIMEOUT_SECONDS: Final = 60.0
 #: Silence of a server, and of a worker, after which it is taken for lost.
@@ -114,7 +114,7 @@ class ClientSettings:
     world_size: int
     local_rank: int
     worker_id: str | None
-    transport: Transport
+    transport: TransportName
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -281,14 +281,14 @@ def client_settings(
     )
 
 
-def _find_transport(environ: Mapping[str, str], argument: str | None) -> Transport:
+def _find_transport(environ: Mapping[str, str], argument: str | None) -> TransportName:
     source, value = "PSDIST_TRANSPORT", environ.get("PSDIST_TRANSPORT") or "auto"
     if argument is not None:
         source, value = "transport", argument
-    for choice in get_args(Transport):
+    for choice in get_args(TransportName):
         if value == choice:
-            return cast(Transport, choice)
-    raise ConfigurationError(f"{source}={value!r:.80} is unknown: use one of {', '.join(get_args(Transport))}")
+            return cast(TransportName, choice)
+    raise ConfigurationError(f"{source}={value!r:.80} is unknown: use one of {', '.join(get_args(TransportName))}")
 
 
 def _integer(environ: Mapping[str, str], names: tuple[str, ...], minimum: int) -> int | None:

@@ -120,7 +120,7 @@ async def test_readers_wait_see_and_do_not_push(join: Join, name: str) -> None:
     client = await join()
     weights = await client.parameters(name, {"w": np.ones(10, np.float32)}, SGD)
     reader = await (await join()).parameters(name)
-    assert reader.layout == weights.layout and reader.spec.optimizer == SGD and not reader.member
+    assert reader.layout == weights.layout and reader.spec.optimizer == SGD and not reader.is_member
     await weights.push({"w": np.ones(10)})
     assert (await reader.pull())["w"][0] == np.float32(1) - np.float32(0.1)
     assert reader.version == 1

@@ -13,7 +13,7 @@ import pytest
 
 from psdist import AsyncClient, optim
 from psdist.launch.embedded import EmbeddedCluster
-from psdist.settings.config import Transport
+from psdist.settings.config import TransportName
 from psdist.types import SLICE_ELEMENTS_MAX
 
 ELEMENTS = 8_000_000
@@ -31,7 +31,7 @@ def peak_bytes(pid: int) -> int:
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
 # With one worker there is less of the same.
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 4])
-async def test_server_memory_stays_within_its_bound(workers: int, transport: Transport) -> None:
+async def test_server_memory_stays_within_its_bound(workers: int, transport: TransportName) -> None:
     cluster = EmbeddedCluster(servers=1)
     clients = [AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport) for rank in range(workers)]
     try:

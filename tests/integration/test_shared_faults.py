@@ -224,7 +224,7 @@ async def test_why_a_server_ended_the_stream_is_told_to_calls_under_way(cluster:
         waiting = asyncio.create_task(handles[0].push_pull(gradient()))
         await until(lambda: under_way(handles[0]))
         for stream in handles[0]._exchange.shared_memory._streams.values():
-            stream._line.send(b"no message")
+            stream._socket.send(b"no message")
         with pytest.raises(InvalidArgumentError, match="not a valid"):
             await waiting
         # It attaches again.
@@ -239,8 +239,8 @@ async def test_a_connection_that_breaks_is_made_again_and_the_step_counts_once(c
         waiting = asyncio.create_task(handles[0].push_pull(gradient()))
         await until(lambda: under_way(handles[0]))
         for stream in handles[0]._exchange.shared_memory._streams.values():
-            assert stream._line._transport is not None
-            stream._line._transport.abort()
+            assert stream._socket._transport is not None
+            stream._socket._transport.abort()
         results = await asyncio.gather(waiting, handles[1].push_pull(gradient()))
         assert set(results[0]["w"].tolist()) == set(results[1]["w"].tolist()) == {2.0}
 
@@ -335,7 +335,7 @@ async def until_pushed(client: AsyncClient, name: str) -> None:
                 if one["parameters"] == name
             ]
             # Heartbeats tell it, every 2.5 s.
-            ended, _ = await asyncio.wait({client._link._session}, timeout=0.1)
+            ended, _ = await asyncio.wait({client._session._task}, timeout=0.1)
             assert not ended
 
 

@@ -22,7 +22,7 @@ from psdist.cli.status import as_json
 from psdist.client.transport.shm import stream
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.launch.embedded import EmbeddedCluster
-from psdist.settings.config import Transport
+from psdist.settings.config import TransportName
 from psdist.v1 import scheduler_pb2
 from psdist.wire import fd_passing
 from tests.integration.test_exact import OPTIMIZERS, STEPS, TOTAL, gradient, initial, joined, reference_run, split
@@ -44,7 +44,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
 
 
 @asynccontextmanager
-async def workers(cluster: EmbeddedCluster, *transports: Transport) -> AsyncIterator[list[AsyncClient]]:
+async def workers(cluster: EmbeddedCluster, *transports: TransportName) -> AsyncIterator[list[AsyncClient]]:
     """One client for each transport."""
     clients = [
         AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport)
@@ -62,20 +62,22 @@ async def opened(clients: list[AsyncClient], name: str, **settings: Any) -> list
     return list(await asyncio.gather(*(client.parameters(name, **given) for client in clients)))
 
 
-def check_transports(clients: list[AsyncClient], handles: list[AsyncParameters], transports: list[Transport]) -> None:
+def check_transports(
+    clients: list[AsyncClient], handles: list[AsyncParameters], transports: list[TransportName]
+) -> None:
     for handle, transport in zip(handles, transports, strict=True):
         assert handle.statistics().transport == ("grpc" if transport == "grpc" else "shm"), handle.statistics()
 
 
 # --- the same bytes ---------------------------------------------------------------------------------------------------
 
-MIXES: tuple[list[Transport], ...] = (["shm"], ["shm", "shm"], ["grpc", "shm"], ["shm", "auto", "grpc", "shm"])
+MIXES: tuple[list[TransportName], ...] = (["shm"], ["shm", "shm"], ["grpc", "shm"], ["shm", "auto", "grpc", "shm"])
 
 
 @pytest.mark.parametrize("slice_elements", [4096, 1000], ids=["pages", "uneven"])
 @pytest.mark.parametrize("transports", MIXES, ids="-".join)
 async def test_bytes_are_those_of_the_reference(
-    cluster: EmbeddedCluster, transports: list[Transport], slice_elements: int
+    cluster: EmbeddedCluster, transports: list[TransportName], slice_elements: int
 ) -> None:
     # Clipping adds the slices' squares in order, so its reference is for one size of slices.
     names = [name for name in SOME if slice_elements == 4096 or "clipped" not in name]
@@ -241,16 +243,16 @@ async def test_status_shows_each_connection_and_why(cluster: EmbeddedCluster) ->
             if len(told) == len(servers) and shown["worker-1"]:
                 break
             # Heartbeats tell it, every 2.5 s.
-            ended, _ = await asyncio.wait({clients[0]._link._session}, timeout=0.1)
+            ended, _ = await asyncio.wait({clients[0]._session._task}, timeout=0.1)
             assert not ended
         assert sorted(one["server_id"] for one in told) == servers
         assert {one["parameters"] for one in told} == {"shown"}
         assert [one["transport"] for one in shown["worker-1"]] == ["grpc"] * len(servers)
         assert {one["reason"] for one in shown["worker-1"]} == {"the transport is 'grpc'"}
 
-        answer = await clients[0]._link.stub.GetStatus(
+        answer = await clients[0]._session.calls.stub.GetStatus(
             scheduler_pb2.GetStatusRequest(),
-            metadata=clients[0]._link.metadata,
+            metadata=clients[0]._session.calls.metadata,
         )
         form = as_json(answer)
         (mine,) = [member for member in form["members"] if member["id"] == "worker-0"]

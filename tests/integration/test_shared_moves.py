@@ -25,7 +25,7 @@ from psdist.client.transport.shm import attachment
 from psdist.client.transport.shm.stream import SharedStream
 from psdist.consistency import Consistency
 from psdist.launch.embedded import EmbeddedCluster
-from psdist.settings.config import Transport
+from psdist.settings.config import TransportName
 
 SIZE = 1 << 19
 SGD = psdist.optim.SGD(lr=1.0)
@@ -51,7 +51,7 @@ def whole() -> Iterator[EmbeddedCluster]:
 
 @asynccontextmanager
 async def joined(
-    cluster: EmbeddedCluster, *transports: Transport, consistency: Consistency = _BSP, name: str = "p"
+    cluster: EmbeddedCluster, *transports: TransportName, consistency: Consistency = _BSP, name: str = "p"
 ) -> AsyncIterator[tuple[list[AsyncClient], list[AsyncParameters]]]:
     clients = [
         AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport)
@@ -84,7 +84,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def epoch_of(handle: AsyncParameters) -> int:
-    return handle._exchange._link.watch.cluster.epoch
+    return handle._exchange._membership.view.cluster.epoch
 
 
 def check_shared(handle: AsyncParameters, without: str) -> None:
@@ -239,7 +239,6 @@ async def test_what_was_shared_ends_with_its_last_user_without_the_garbage_colle
             await step(handles, copy=False)
             assert [stream() for stream in streams] == [None] * len(streams) and count() == before > 0
             await handles[0].close()
-            handles[0]._viewed = None
             assert count() == 0
         finally:
             gc.enable()

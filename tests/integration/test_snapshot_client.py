@@ -17,7 +17,7 @@ from safetensors.numpy import load
 import psdist
 from psdist import errors
 from psdist.launch.embedded import EmbeddedCluster
-from psdist.settings.config import Transport
+from psdist.settings.config import TransportName
 from psdist.snapshots import reader
 from psdist.snapshots.format import Manifest
 from psdist.snapshots.opening import open_storage
@@ -45,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     end()
 
 
-def client_of(cluster: EmbeddedCluster, rank: int = 0, transport: Transport = "auto") -> psdist.AsyncClient:
+def client_of(cluster: EmbeddedCluster, rank: int = 0, transport: TransportName = "auto") -> psdist.AsyncClient:
     return psdist.AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport)
 
 
@@ -68,7 +68,7 @@ class Rest:
 
     def __init__(self, weights: psdist.AsyncParameters) -> None:
         self.sum, self.count, self.given = np.zeros(300_000), 0, list[dict[str, np.ndarray]]()
-        session = weights._exchange.session
+        session = weights._exchange.participation.sequence
         send = session.send
 
         def encode(mark: int) -> int:
@@ -98,7 +98,7 @@ async def test_a_script_goes_on_where_the_snapshot_was_cut(start: Start, tmp_pat
         await weights.keep_state(rest.save, rest.given.append)
         for step in range(5):
             values = await weights.push_pull(grads[step])
-        assert await client.snapshot(wait=False) is None
+        await client.request_snapshot()
         info = await client.snapshot()
         assert info.steps == {"p": 5} and info.reason == "on demand"
         assert (await client.snapshot()).unchanged

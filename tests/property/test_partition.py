@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from psdist.client.core import partition, routing
 from psdist.consistency import BSP
 from psdist.optim import SGD
-from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
+from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard, Slicing
 
 DTYPES = [np.dtype("f4"), np.dtype("f8"), np.dtype("f2"), np.dtype(">f4"), np.dtype(ml_dtypes.bfloat16)]
 names = st.text(alphabet="abcXYZ019._/-", min_size=1, max_size=12)
@@ -98,10 +98,11 @@ def test_routes_cover_each_slice_once(total: int, elements: int, shards: list[st
 
 @given(hnp.arrays(np.uint16, st.integers(1, 40)))
 def test_bfloat16_is_widened_exactly(bits: np.ndarray) -> None:
-    from psdist.client.transport.requests import decode_into
+    from psdist.client.transport.buffer_pool import PullTarget
 
     target = np.empty(len(bits), np.float32)
-    decode_into(target, bits.view(np.uint8).data, "bfloat16", "server-0")
+    pulled = PullTarget(Slicing(len(bits), len(bits)), target, dtype="bfloat16")
+    pulled.write(0, bits.view(np.uint8).data, "server-0")
     expected = bits.view(ml_dtypes.bfloat16).astype(np.float32)
     assert np.array_equal(target, expected, equal_nan=True)
 

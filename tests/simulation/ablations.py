@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from psdist import ASP, BSP, SSP
 from psdist.client.session import drops
 from psdist.client.transport import data_path
-from psdist.client.transport.requests import PushJob
+from psdist.client.transport.grpc import messages
+from psdist.client.transport.requests import PushRequest
 from psdist.optim import SGD
 from psdist_scheduler import cluster as scheduler_cluster
 from psdist_scheduler import service
@@ -152,26 +153,26 @@ def _no_duplicates_async(put: Put) -> None:
 
 @_ablation("a push keeps its number", **_CUTS)
 def _new_number(put: Put) -> None:
-    messages = PushJob.header
+    push_header = messages.push_header
 
-    def header(self: Any, *args: Any) -> Any:
-        made = messages(self, *args)
-        self.headers = getattr(self, "headers", 0) + 1
-        made.step += self.headers > 4
+    def header(push: Any, *args: Any) -> Any:
+        made = push_header(push, *args)
+        push.headers = getattr(push, "headers", 0) + 1
+        made.step += push.headers > 4
         return made
 
-    put(PushJob, "header", header)
+    put(messages, "push_header", header)
 
 
 @_ablation("every slice is answered before a push returns", **_CUTS)
 def _early_return(put: Put) -> None:
     attempt = data_path.DataPath._attempt
 
-    async def careless(self: Any, job: Any, route: Any, wait: Any) -> Any:
-        broken = await attempt(self, job, route, wait)
-        if broken is not None and job.method == "Push":
-            for index in job.request.unanswered(route.slices):
-                job.request.answer(index, 0)
+    async def careless(self: Any, request: Any, route: Any, wait: Any) -> Any:
+        broken = await attempt(self, request, route, wait)
+        if broken is not None and isinstance(request, PushRequest) and request.target is None:
+            for index in request.progress.unanswered(route.slices):
+                request.progress.answer(index, 0)
             return None
         return broken
 

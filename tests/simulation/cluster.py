@@ -375,7 +375,7 @@ class World:
             self._joined(life, client, handle)
         else:
             self.counts["resumed"] += after.resumed > before.resumed
-            if handle.member and life.incarnation != _incarnation(handle):
+            if handle.is_member and life.incarnation != _incarnation(handle):
                 self._joined(life, client, handle)
                 life.since.append(push)
             self._acked(life, handle, push, after.ignored - before.ignored)
@@ -391,14 +391,14 @@ class World:
     async def _read(self, client: AsyncClient, life: Life, handle: AsyncParameters) -> None:
         others, acked = self.members_beside(life), self.oracle.acked
         weights = await handle.pull()
-        if handle.member and life.incarnation != _incarnation(handle):
+        if handle.is_member and life.incarnation != _incarnation(handle):
             self.counts["joined again by a pull"] += 1
             self._joined(life, client, handle)
         self._saw(life, handle, weights["w"], others, acked)
 
     def _saw(self, life: Life, handle: AsyncParameters, weights: Any, others: list[Life], acked: list[Push]) -> None:
         still = [other for other in others if other in self.members_beside(life)]
-        self.oracle.saw(life, handle._session.versions, weights, still, acked)
+        self.oracle.saw(life, handle._sequence.versions, weights, still, acked)
 
     def members_beside(self, life: Life) -> list[Life]:
         """Other lives that take part, by the scheduler's map."""
@@ -482,7 +482,7 @@ class World:
         client = await self._connect("reader")
         handle = await client.parameters(NAME)
         weights = (await handle.pull())["w"]
-        self.oracle.check_end(handle._session.versions, weights)
+        self.oracle.check_end(handle._sequence.versions, weights)
         await client.close()
 
     def _may_cut(self, client: str, server: str, method: str) -> bool:
@@ -494,4 +494,4 @@ class World:
 
 def _incarnation(handle: AsyncParameters) -> int:
     """The life in which the handle pushes; the client's may be a newer one already."""
-    return handle._exchange._sender.incarnation
+    return handle._exchange.participation.incarnation

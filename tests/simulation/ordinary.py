@@ -225,7 +225,7 @@ class OrdinaryWorld(SnapshotWorld):
         script.client = client = await script.call(self._connect(life.worker_id))
         self.clients[life.number] = client
         client.report_waits(lambda: True)
-        client.watch_signals(script.handler.look)
+        client.watch_signals(script.handler.read_signals)
         handle = await script.call(self._open(client))
         self._joined(life, client, handle)
         self.created = True
@@ -434,7 +434,7 @@ class OrdinaryWorld(SnapshotWorld):
 
 def _is_newest(client: AsyncClient | None, incarnation: int) -> bool:
     """Whether the client is in this incarnation, as far as it knows."""
-    return client is not None and client._link is not None and client._link.registration.incarnation == incarnation
+    return client is not None and client._session is not None and client.incarnation == incarnation
 
 
 async def _faults(world: OrdinaryWorld, nemesis: SnapshotNemesis) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from psdist import ASP, BSP
-from psdist.client import exchange
+from psdist.client import participation
 from psdist.client.session import activity, barriers, stopping
 from psdist.optim import SGD
 from psdist_scheduler.coordination import mutual_waits, stops
@@ -56,7 +56,7 @@ def _one_lease(put: Put) -> None:
 
 @_ablation("a push goes on in the next incarnation", **_ASP, **_EXPELLED)
 def _never_resumed(put: Put) -> None:
-    put(exchange.Exchange, "_resume_push", lambda self, mine: None)
+    put(participation.Participation, "_resume_push", lambda self, mine: None)
 
 
 @_ablation("servers keep the duplicate tables of workers that were lost", **_ASP, **_EXPELLED)
@@ -113,7 +113,7 @@ def _not_final(put: Put) -> None:
 @_ablation("a busy worker says that it is to end, too", **{**_STOPS, "busy": 0.8, "workers": 2, "stop_seconds": 3.0})
 def _does_not_look(put: Put) -> None:
     def on_command(self: Any, command: Any) -> None:
-        self.look = lambda: False
+        self.is_asked = lambda: False
         told(self, command)
 
     told = stopping.Stopping.on_command

@@ -32,7 +32,7 @@ class Handler(SigtermHandler):
         """SIGTERM is sent. The process may be busy; then its loop learns of it before the interpreter does."""
         self._is_pending = True
 
-    def look(self) -> bool:
+    def read_signals(self) -> bool:
         """See SigtermHandler."""
         if self._is_pending:
             self._begin()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from psdist import ASP, BSP
-from psdist.client import exchange
+from psdist.client import participation
 from psdist.optim import SGD
 from psdist.snapshots import reader
 from psdist_scheduler import snapshot_io
@@ -131,4 +131,4 @@ def _done_at_once(put: Put) -> None:
     save_steps=0, save_seconds=0.3, lives=24,
 )  # fmt: skip
 def _dropped_is_done(put: Put) -> None:
-    put(exchange.Exchange, "dropped", lambda self: None)
+    put(participation.Participation, "on_dropped", lambda self: None)

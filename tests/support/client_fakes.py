@@ -445,9 +445,9 @@ class Setup:
 
     async def expelled(self) -> None:
         """Returns once the client is in its next life."""
-        link = self.client._link
-        while link.watch.fenced is not None or link.registration.incarnation < self.scheduler.fenced:
-            await link.watch.changed()
+        membership = self.client._session.membership
+        while membership.view.fenced is not None or membership.registration.incarnation < self.scheduler.fenced:
+            await membership.view.changed()
         await self.scheduler.hello.wait()
 
     async def stop(self) -> None:
@@ -459,7 +459,7 @@ class Setup:
 
 async def waits_for(client: psdist.AsyncClient, words: str) -> None:
     """Returns once a call says that it waits for that."""
-    waits = client._link.waits
+    waits = client._session.waits
     while not any(words in wait.reason for wait in waits._open.values()):  # noqa: ASYNC110 - yields, and no more
         await asyncio.sleep(0)
 

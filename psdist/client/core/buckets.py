@@ -76,15 +76,15 @@ class StepPlan:
         needs all tensors.
     """
 
-    def __init__(self, cut: SliceIndex, *, whole: bool) -> None:
-        self._cut = cut
+    def __init__(self, index: SliceIndex, *, whole: bool) -> None:
+        self.index = index
         self._whole = whole
         #: Tensors that were given, and whether they abstain.
         self._given: dict[int, bool] = {}
         #: Tensors that each slice still needs.
-        self._needs = list(cut.touching)
+        self._needs = list(index.touching)
         self._under_way: set[int] = set()
-        self._unanswered = set(range(cut.slicing.count))
+        self._unanswered = set(range(index.slicing.count))
 
     def choose(self, names: Sequence[str]) -> tuple[int, ...]:
         """The numbers of tensors that may be given, ascending.
@@ -95,10 +95,10 @@ class StepPlan:
             raise InvalidArgumentError("the bucket names no tensor: give at least one")
         chosen: set[int] = set()
         for name in names:
-            number = self._cut.numbers.get(name) if isinstance(name, str) else None
+            number = self.index.numbers.get(name) if isinstance(name, str) else None
             if number is None:
                 raise UnknownTensorError(
-                    f"tensor {name!r:.100} is unknown: these parameters have {tensor_names(self._cut.layout)}"
+                    f"tensor {name!r:.100} is unknown: these parameters have {tensor_names(self.index.layout)}"
                 )
             if number in self._given or number in chosen:
                 raise InvalidArgumentError(
@@ -112,7 +112,7 @@ class StepPlan:
         ready = []
         for number in numbers:
             self._given[number] = abstain
-            for index in self._cut.slices_of(number):
+            for index in self.index.slices_of(number):
                 self._needs[index] -= 1
                 if not self._needs[index] and index in self._unanswered and index not in self._under_way:
                     ready.append(index)
@@ -131,25 +131,25 @@ class StepPlan:
         self._under_way.difference_update(slices)
         for number in numbers:
             del self._given[number]
-            for index in self._cut.slices_of(number):
+            for index in self.index.slices_of(number):
                 self._needs[index] += 1
 
     def _abstains(self, index: int) -> bool:
-        return any(self._given[number] for number in self._cut.tensors_of(index))
+        return any(self._given[number] for number in self.index.tensors_of(index))
 
     @property
     def missing(self) -> list[int]:
         """The tensors that were not given, ascending."""
-        return [number for number in range(len(self._cut.layout.tensors)) if number not in self._given]
+        return [number for number in range(len(self.index.layout.tensors)) if number not in self._given]
 
     @property
     def finished(self) -> bool:
         """Whether all was given and answered."""
-        return not self._unanswered and len(self._given) == len(self._cut.layout.tensors)
+        return not self._unanswered and len(self._given) == len(self.index.layout.tensors)
 
     def missing_names(self) -> str:
         """The tensors that were not given, for a message."""
-        return join_names([self._cut.layout.tensors[number].name for number in self.missing])
+        return join_names([self.index.layout.tensors[number].name for number in self.missing])
 
     def is_complete(self, slices: Iterable[int]) -> bool:
         """Whether all of ``slices`` are answered."""
@@ -161,6 +161,6 @@ class StepPlan:
         waited = self._unanswered.intersection(slices)
         if waited and self._whole:
             return self.missing_names()
-        needed = {number for index in waited - self._under_way for number in self._cut.tensors_of(index)}
-        tensors = self._cut.layout.tensors
+        needed = {number for index in waited - self._under_way for number in self.index.tensors_of(index)}
+        tensors = self.index.layout.tensors
         return join_names([tensors[number].name for number in sorted(needed - self._given.keys())])

@@ -134,6 +134,10 @@ class PushSequence:
             self._mark = mark
         return self._mark
 
+    def set_given(self, *, whole: bool) -> None:
+        """The push under way is given in pieces. whole: none is missing."""
+        self.partial, self.given = not whole, whole
+
     def begin_push(self) -> PendingRequest:
         """The next push, with all slices unanswered. Beginning it again after a failure gives the same number."""
         return PendingRequest(self.step, set(range(len(self.versions))))

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
+from psdist.client.session.wait_tracker import Wait
 from psdist.errors import FencedError, PsdistError, WaitTimeoutError
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -23,17 +24,20 @@ _WITHDRAW_SECONDS: Final = 5.0
 class Barrier:
     """The barrier ``name``."""
 
-    def __init__(self, link: WorkerSession, name: str) -> None:
-        self._link = link
+    def __init__(self, session: WorkerSession, name: str) -> None:
+        self._calls = session.calls
+        self._membership = session.membership
+        self._waits = session.waits
+        self._activities = session.activities
         self._name = name
-        self._origin = link.registration.incarnation
+        self._origin = session.membership.registration.incarnation
         self._passed = 0
         self._attempt = 0
         self._turn = asyncio.Lock()
 
     async def reach(self, timeout: float | None) -> None:
         """See ``AsyncClient.barrier``."""
-        with self._link.waits.open(f"for the others at barrier {self._name!r}") as wait:
+        with self._waits.open(f"for the others at barrier {self._name!r}") as wait:
             arrives = False
             try:
                 async with asyncio.timeout(timeout):
@@ -50,22 +54,20 @@ class Barrier:
             except FencedError as error:
                 raise FencedError(f"barrier {self._name!r} was not reached: {error.message}") from None
 
-    async def _arrive(self, wait: Any, *, limited: bool) -> None:
+    async def _arrive(self, wait: Wait, *, limited: bool) -> None:
         async def released(mine: Registration) -> bool:
-            with self._link.activities.waits(limited=limited, call=True) as waits:
+            with self._activities.waits(limited=limited, call=True) as waits:
                 request = self._request(mine, activity=waits.activity)
-                return await self._link.follow(self._link.stub.Barrier, request, wait, handle)
+                return await self._calls.follow(self._calls.stub.Barrier, request, wait, handle)
 
         async def handle(response: Any) -> bool | None:
             return True if response.released else None
 
-        await self._link.retry_across_incarnations(released)
+        await self._membership.retry_across_incarnations(released)
 
     def _request(self, mine: Registration, **more: Any) -> pb.BarrierRequest:
         return pb.BarrierRequest(
-            run_id=mine.run_id,
-            worker_id=mine.worker_id,
-            incarnation=mine.incarnation,
+            **mine.caller(),
             name=self._name,
             origin=self._origin,
             passed=self._passed,
@@ -78,18 +80,18 @@ class Barrier:
 
         async def withdrawn(mine: Registration) -> bool:
             request = self._request(mine, withdraw=True)
-            return await self._link.follow(self._link.stub.Barrier, request, wait, handle)
+            return await self._calls.follow(self._calls.stub.Barrier, request, wait, handle)
 
         async def handle(response: Any) -> bool | None:
             return bool(response.withdrawn) if response.withdrawn or response.released else None
 
         try:
-            with self._link.waits.open(f"for {self._link.peer} to take back the arrival at {self._name!r}") as wait:
+            with self._waits.open(f"for {self._calls.peer} to take back the arrival at {self._name!r}") as wait:
                 async with asyncio.timeout(_WITHDRAW_SECONDS), self._turn:
-                    does_not_count = await self._link.retry_across_incarnations(withdrawn)
+                    does_not_count = await self._membership.retry_across_incarnations(withdrawn)
                     self._passed += not does_not_count
         except (TimeoutError, PsdistError) as error:
-            reason = error.message if isinstance(error, PsdistError) else f"{self._link.peer} does not answer"
+            reason = error.message if isinstance(error, PsdistError) else f"{self._calls.peer} does not answer"
             raise WaitTimeoutError(
                 f"{sentence}. Whether the others have passed is not known ({reason}): the next call finds out"
             ) from None

@@ -18,10 +18,10 @@ from psdist.types import ClusterMap, Replica
 
 
 class ClusterView:
-    """The newest map and the news, with futures for those who wait."""
+    """The newest map and the news, with futures for those who wait. Empty until this client is registered."""
 
-    def __init__(self, cluster: ClusterMap) -> None:
-        self.cluster = cluster
+    def __init__(self) -> None:
+        self.cluster = ClusterMap("", 0)
         #: Replaced, never changed, so that who keeps it can see whether there is more.
         self.news = ServerNews()
         #: Set once: nothing this client sends counts any more.

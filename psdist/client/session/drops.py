@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Final, Literal, get_args
 
-from psdist.client.session.scheduler_session import Expulsion
+from psdist.client.session.membership import Expulsion
 from psdist.errors import InvalidArgumentError, PushDroppedError
 
 logger = logging.getLogger("psdist")

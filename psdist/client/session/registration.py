@@ -91,8 +91,10 @@ class Registrar:
         return f"the scheduler at {self._target.address}"
 
     async def register(self, timeout: float) -> scheduler_pb2.RegisterResponse:
-        """The first time. Raises SchedulerUnreachableError after ``timeout`` seconds, and what the scheduler refuses
-        with."""
+        """Registers for the first time.
+
+        Raises SchedulerUnreachableError after ``timeout`` seconds, and what the scheduler refuses with.
+        """
         attempts, last = 0, "no answer"
         backoff = Backoff(self._rng)
         with self._waits.open(f"for {self._peer} (from {self._target.source}) to answer") as wait:
@@ -104,7 +106,7 @@ class Registrar:
                             return await self._register_once(self._target.worker_id, self._target.rank)
                         except ServerUnreachableError as error:
                             last = error.message
-                            wait.hear(f"for {self._peer} (from {self._target.source}) to answer; last: {last}")
+                            wait.update_reason(f"for {self._peer} (from {self._target.source}) to answer; last: {last}")
                         await asyncio.sleep(backoff.next_seconds())
             except TimeoutError:
                 raise self.unreachable(timeout, attempts, last) from None
@@ -146,7 +148,7 @@ class Registrar:
         )
 
     async def register_again(self, mine: Registration) -> scheduler_pb2.RegisterResponse:
-        """Under the same id, however long that takes. Raises what the scheduler refuses with."""
+        """Registers under the same id, however long that takes. Raises what the scheduler refuses with."""
         rank: int | None = mine.rank
         backoff = Backoff(self._rng)
         with self._waits.open(f"for {self._peer} to take {mine.worker_id} back") as wait:
@@ -154,7 +156,7 @@ class Registrar:
                 try:
                     return await self._register_once(mine.worker_id, rank)
                 except (ServerUnreachableError, ClosedError) as error:
-                    wait.hear(f"for {self._peer} to take {mine.worker_id} back; last: {error.message}")
+                    wait.update_reason(f"for {self._peer} to take {mine.worker_id} back; last: {error.message}")
                 except DuplicateMemberError as error:
                     holder = error.details
                     if holder.get("member_id") != mine.worker_id:
@@ -162,5 +164,5 @@ class Registrar:
                     elif (holder.get("host"), holder.get("pid")) != (socket.gethostname(), str(os.getpid())):
                         raise
                     # Else this very process, by an answer that was lost: that incarnation has no session and ends soon.
-                    wait.hear(f"for {self._peer} to take {mine.worker_id} back; last: {error.message}")
+                    wait.update_reason(f"for {self._peer} to take {mine.worker_id} back; last: {error.message}")
                 await asyncio.sleep(backoff.next_seconds())

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from psdist.client.session.scheduler_session import WorkerSession
+from psdist.client.session.scheduler_calls import SchedulerCalls
 from psdist.client.session.wait_tracker import Wait
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -38,7 +38,7 @@ class SnapshotInfo:
 
 
 async def save(
-    link: WorkerSession,
+    calls: SchedulerCalls,
     request: pb.SaveSnapshotRequest,
     wait: Wait,
     heard: Callable[[], None] = lambda: None,
@@ -56,7 +56,7 @@ async def save(
         return _info(response) if response.HasField("committed") else None
 
     take: Callable[[Any], Awaitable[SnapshotInfo | None]] = handle
-    return await link.follow(link.stub.SaveSnapshot, request, wait, take, patient=patient)
+    return await calls.follow(calls.stub.SaveSnapshot, request, wait, take, patient=patient)
 
 
 def _info(response: pb.SaveSnapshotResponse) -> SnapshotInfo:

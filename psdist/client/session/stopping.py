@@ -43,7 +43,7 @@ class Stopping:
         #: All workers of the run end, and the last snapshot is taken for them.
         self.together = False
         #: Whether this worker was asked to end, also where nobody has said so yet.
-        self.look: Callable[[], bool] = lambda: False
+        self.is_asked: Callable[[], bool] = lambda: False
         self._told = asyncio.Event()
         self._ends: dict[str, int] = {}
         self._changed = asyncio.Event()
@@ -57,7 +57,7 @@ class Stopping:
 
     def on_command(self, command: pb.StopCommand) -> None:
         """Carries a command out."""
-        if self.look():
+        if self.is_asked():
             self.request()
         match command.WhichOneof("kind"):
             case "ask":

@@ -49,7 +49,7 @@ class Wait:
         """``waiting 12 s for worker-1 (rank 1) to push step 12``."""
         return f"waiting {self.seconds:.0f} s {self.reason}"
 
-    def hear(self, reason: str) -> None:
+    def update_reason(self, reason: str) -> None:
         """The peer says what it waits for."""
         if reason == self.reason:
             return

@@ -17,27 +17,25 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from psdist.client.core.push_sequence import PushSequence
+from psdist.client.session.membership import WorkerMembership
+from psdist.client.session.scheduler_calls import SchedulerCalls
+from psdist.client.session.wait_tracker import WaitTracker
 from psdist.errors import (
     FencedError,
     InternalError,
     InvalidArgumentError,
     PsdistError,
-    SchedulerUnreachableError,
     SnapshotFailedError,
 )
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import limits
-from psdist.wire.backoff import Backoff
-
-if TYPE_CHECKING:
-    from psdist.client.session.scheduler_session import WorkerSession
 
 logger = logging.getLogger("psdist")
 
@@ -91,19 +89,19 @@ class WorkerStates:
         kept.session, kept.before, kept.wanted = session, None, None
         return kept.restore
 
-    def begins(self, parameters: str) -> None:
+    def push_started(self, parameters: str) -> None:
         """A push is about to be encoded for the first time."""
         kept = self._kept.get(parameters)
         if kept is not None and not kept.session.unfinished:
-            self._look(parameters, kept)
+            self._check(parameters, kept)
             kept.before = self._save(parameters, kept)
 
-    def ended(self, parameters: str) -> None:
+    def push_finished(self, parameters: str) -> None:
         """A push is over."""
         kept = self._kept.get(parameters)
         if kept is not None:
             kept.before = None
-            self._look(parameters, kept)
+            self._check(parameters, kept)
 
     def mark(self, attempt: int, sessions: Mapping[str, PushSequence], steps: Mapping[str, int]) -> dict[str, int]:
         """An attempt wants what is kept. Returns the lowest push before which each can be had.
@@ -119,7 +117,7 @@ class WorkerStates:
             before = steps[name] if session.synchronous else session.next
             if lowest[name] <= before:
                 kept.wanted = attempt, before
-                self._look(name, kept)
+                self._check(name, kept)
         return lowest
 
     def end(self, attempt: int) -> None:
@@ -128,7 +126,7 @@ class WorkerStates:
             if kept.wanted is not None and kept.wanted[0] <= attempt:
                 kept.wanted = None
 
-    def _look(self, name: str, kept: _Kept) -> None:
+    def _check(self, name: str, kept: _Kept) -> None:
         """Takes the state if it is wanted as it is now, or was when the push under way began."""
         if kept.wanted is None:
             return
@@ -173,10 +171,13 @@ def check_state(parameters: str, state: object) -> State:
 
 
 class StateUploads:
-    """What is on its way to the scheduler."""
+    """States that are on their way to the scheduler. failed: gets the attempt and the error where one is refused."""
 
-    def __init__(self, link: WorkerSession, failed: Callable[[int, PsdistError], None]) -> None:
-        self._link = link
+    def __init__(
+        self, calls: SchedulerCalls, membership: WorkerMembership, failed: Callable[[int, PsdistError], None]
+    ) -> None:
+        self._calls = calls
+        self._membership = membership
         self._failed = failed
         #: By parameters. A newer attempt's replaces an older's.
         self._tasks: dict[str, tuple[int, asyncio.Task[None]]] = {}
@@ -204,39 +205,30 @@ class StateUploads:
     async def _send(self, attempt: int, parameters: str, before: int, state: State) -> None:
         try:
             data = await asyncio.to_thread(_to_bytes, state)
-            mine = self._link.registration
+            mine = self._membership.registration
             header = pb.HandInStateRequest.Header(
                 **mine.caller(), attempt=attempt, parameters=parameters, next=before, length=len(data),
                 digest=xxhash.xxh3_128_digest(data),
             )  # fmt: skip
-            await self._until_taken(header, data)
+            reason = f"for {self._calls.peer} to take the state of {parameters!r} for a snapshot"
+            method = self._calls.stub.HandInState
+            await self._calls.call_until_answered(method, lambda: _parts(header, data), reason, mine.incarnation)
         except FencedError:  # Nobody waits for the state of an incarnation that has ended.
             return
         except PsdistError as error:
             logger.warning("the state of %r is not taken for the snapshot: %s", parameters, error)
             self._failed(attempt, error)
 
-    async def _until_taken(self, header: pb.HandInStateRequest.Header, data: bytes) -> None:
-        backoff = Backoff(self._link.rng)
-        while True:
-            try:
-                await self._link.call(self._link.stub.HandInState, _parts(header, data))
-                return
-            except SchedulerUnreachableError:
-                self._link.raise_if_expelled(header.incarnation)
-            await asyncio.sleep(backoff.next_seconds())
 
-
-async def fetch(link: WorkerSession, parameters: str) -> State:
+async def fetch(calls: SchedulerCalls, membership: WorkerMembership, waits: WaitTracker, parameters: str) -> State:
     """What the worker of this rank handed in for the snapshot that the parameters began from; empty where it did not.
 
     Raises SnapshotCorruptError, StorageError, FencedError.
     """
-    mine = link.registration
-    request = pb.GetStateRequest(**mine.caller(), parameters=parameters)
-    with link.waits.open(f"for {link.peer} to give the state of {parameters!r} back") as wait:
+    request = pb.GetStateRequest(**membership.registration.caller(), parameters=parameters)
+    with waits.open(f"for {calls.peer} to give the state of {parameters!r} back") as wait:
         received = _Received()
-        data = await link.follow(link.stub.GetState, request, wait, received.take)
+        data = await calls.follow(calls.stub.GetState, request, wait, received.on_part)
     return await asyncio.to_thread(_from_bytes, data) if data else {}
 
 
@@ -246,8 +238,8 @@ class _Received:
     def __init__(self) -> None:
         self._data, self._length, self._digest = bytearray(), 0, b""
 
-    async def take(self, response: Any) -> bytes | None:
-        """The whole, with its last part."""
+    async def on_part(self, response: Any) -> bytes | None:
+        """Adds a part. Returns the whole with its last part."""
         if response.digest:
             if response.length > limits.STATE_BYTES_MAX:
                 raise InternalError(f"the scheduler has a state of {response.length} bytes")

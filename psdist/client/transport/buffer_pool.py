@@ -17,7 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.client.core.partition import Arrays, Flat
-from psdist.types import Layout, Slicing
+from psdist.compression import payloads
+from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.errors import InternalError
+from psdist.types import DType, Layout, Slicing
 
 #: Vectors that were given to the user are remembered, and used again when nobody holds them any more. A loop that
 #: assigns each result to the same name holds the last one while the next is made.
@@ -60,12 +63,30 @@ class PullTarget:
 
     target: takes the weights of each slice that is in ``received``.
     shared: the servers' own memory, if the other slices are read in place; else None, and all are received.
+    dtype: in which the weights are sent.
     """
 
     slicing: Slicing
     target: Flat
     shared: Flat | None = None
+    dtype: DType = "float32"
     received: set[int] = field(default_factory=set)
+
+    def write(self, index: int, payload: memoryview, peer: str) -> None:
+        """Writes the weights of a slice that ``peer`` sent, widened to float32.
+
+        Raises InternalError for a payload of another size.
+        """
+        start, stop = self.slicing.bounds(index)
+        size = NUMPY_DTYPES[self.dtype].itemsize * (stop - start)
+        if len(payload) != size:
+            raise InternalError(f"{peer} sent {len(payload)} bytes for slice {index}, which has {size} in {self.dtype}")
+        values = np.frombuffer(payload, NUMPY_DTYPES[self.dtype])
+        if self.dtype == "float32":
+            self.target[start:stop] = values
+        else:
+            payloads.widen(values, self.target[start:stop])
+        self.received.add(index)
 
     def vector(self, slices: Iterable[int]) -> Flat:
         """The vector that holds the weights of all of ``slices``, which are answered."""

@@ -8,7 +8,6 @@ Not here: what the handle does afterwards (``parameters``).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,24 +20,21 @@ from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import RoutingPlan
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.transport.data_path import DataPath
-from psdist.client.transport.requests import InstallJob, RequestIdentity
-from psdist.errors import SchedulerUnreachableError, StaleEpochError, UnknownParametersError
+from psdist.client.transport.requests import InstallRequest, RequestIdentity
+from psdist.errors import StaleEpochError, UnknownParametersError
 from psdist.types import Layout, ParametersEntry, ParametersSpec, Replica
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
 
 logger = logging.getLogger("psdist")
 
-#: Pause before a commit is sent again to a scheduler that could not be reached.
-_COMMIT_AGAIN_SECONDS = 0.2
-
 
 @dataclass(frozen=True, slots=True)
 class CreatedParameters:
-    """Parameters that can be used.
+    """A parameter set that can be used.
 
-    resumed: the push that was asked for goes on, under its number. notice: what their user should know of how they
-    began; empty for nothing.
+    resumed: the push that was asked for goes on, under its number. notice: what the user should know of how the
+    parameter set began; empty for nothing.
     """
 
     entry: ParametersEntry
@@ -53,116 +49,98 @@ class CreatedParameters:
             logger.warning("%s", self.notice)
 
 
-async def create(
-    link: WorkerSession,
-    data: DataPath,
-    spec: ParametersSpec,
-    layout: Layout,
-    values: Flat | None,
-    resume: pb.ResumePush | None = None,
-) -> CreatedParameters:
-    """Creates the parameters, or attaches to them. Returns when they are ready.
+class ParametersCreator:
+    """Creates parameter sets for one client. path: carries initial values."""
 
-    values: None where they were ready before, and this worker takes part again; then ``resume`` is the push that it
-        would make next.
-    Raises LayoutMismatchError, SettingsMismatchError and whatever else scheduler or servers refuse with.
-    """
-    mine = link.registration
-    placed: dict[int, Replica] = {}
-    request = pb.CreateParametersRequest(
-        run_id=mine.run_id,
-        worker_id=mine.worker_id,
-        incarnation=mine.incarnation,
-        spec=convert.spec_to_proto(spec),
-        layout=convert.layout_to_proto(layout),
-        resume=resume,
-    )
-    waits = link.activities.waits(limited=False, call=True)
+    def __init__(self, session: WorkerSession, path: DataPath) -> None:
+        self._calls = session.calls
+        self._membership = session.membership
+        self._waits = session.waits
+        self._activities = session.activities
+        self._path = path
 
-    async def handle(response: Any) -> CreatedParameters | None:
-        if response.HasField("map"):
-            link.watch.on_map(convert.map_from_proto(response.map))
-        if response.state == pb.CreateParametersResponse.STATE_UPLOAD:
-            if values is None:
-                raise UnknownParametersError(f"{link.peer} does not know {spec.name!r} any more: restart the run")
-            await _upload(link, data, spec.name, values, placed)
-            # A server that is gone by now had some of them: the scheduler asks again.
-            with suppress(StaleEpochError):
-                await _commit(link, spec.name)
-        elif response.state == pb.CreateParametersResponse.STATE_READY:
-            link.raise_if_expelled(
-                mine.incarnation
-            )  # It was long on its way: this worker's new incarnation is no member yet.
-            entry = routing.find_entry(link.watch.cluster, spec.name)
-            return CreatedParameters(entry, layout, response.first_step, response.resumed, response.notice)
-        return None
+    async def create(
+        self, spec: ParametersSpec, layout: Layout, values: Flat | None, resume: pb.ResumePush | None = None
+    ) -> CreatedParameters:
+        """Creates the parameter set, or attaches to it. Returns when it is ready.
 
-    with waits, link.waits.open(f"for {link.peer} to create {spec.name!r}") as wait:
-        request.activity.CopyFrom(waits.activity)
-        return await link.follow(link.stub.CreateParameters, request, wait, handle)
-
-
-async def describe(link: WorkerSession, name: str) -> CreatedParameters:
-    """Waits until the parameters exist and are ready."""
-    mine = link.registration
-    request = pb.DescribeParametersRequest(
-        run_id=mine.run_id, worker_id=mine.worker_id, incarnation=mine.incarnation, parameters=name
-    )
-
-    async def handle(response: Any) -> CreatedParameters | None:
-        if not response.HasField("spec"):
-            return None
-        link.watch.on_map(convert.map_from_proto(response.map))
-        layout = convert.layout_from_proto(response.layout)
-        return CreatedParameters(routing.find_entry(link.watch.cluster, name), layout, first_step=0)
-
-    with link.waits.open(f"for {name!r} to be created") as wait:
-        return await link.follow(link.stub.DescribeParameters, request, wait, handle)
-
-
-async def _upload(link: WorkerSession, data: DataPath, name: str, values: Flat, placed: dict[int, Replica]) -> None:
-    """Puts all slices on their primaries. ``placed`` says which of them have theirs, and to whom they went."""
-    mine = link.registration
-
-    def planner(slices: Sequence[int]) -> RoutingPlan:
-        link.raise_if_expelled(mine.incarnation)
-        return routing.plan(link.watch.cluster, name, slices, link.watch.news)
-
-    while True:
-        link.raise_if_expelled(mine.incarnation)
-        entry = routing.find_entry(link.watch.cluster, name)
-        missing = [index for index in range(entry.slicing.count) if placed.get(index) != _primary(entry, index)]
-        if not missing:
-            return
-        job = InstallJob(
-            sender=RequestIdentity(mine.run_id, mine.worker_id, mine.incarnation, name),
-            request=PendingRequest(0, set(missing)),
-            slicing=entry.slicing,
-            flat=values,
-            title=f"the upload of {name!r}",
-            placed=placed,
+        values: None where it was ready before, and this worker takes part again; then ``resume`` is the push that it
+            would make next.
+        Raises LayoutMismatchError, SettingsMismatchError and whatever else scheduler or servers refuse with.
+        """
+        mine, view, peer = self._membership.registration, self._membership.view, self._calls.peer
+        placed: dict[int, Replica] = {}
+        request = pb.CreateParametersRequest(
+            **mine.caller(), spec=convert.spec_to_proto(spec), layout=convert.layout_to_proto(layout), resume=resume
         )
-        await data.deliver(job, planner)
+
+        async def handle(response: Any) -> CreatedParameters | None:
+            if response.HasField("map"):
+                view.on_map(convert.map_from_proto(response.map))
+            if response.state == pb.CreateParametersResponse.STATE_UPLOAD:
+                if values is None:
+                    raise UnknownParametersError(f"{peer} does not know {spec.name!r} any more: restart the run")
+                await self._upload(spec.name, values, placed)
+                # A server that is gone by now had some of them: the scheduler asks again.
+                with suppress(StaleEpochError):
+                    await self._commit(spec.name)
+            elif response.state == pb.CreateParametersResponse.STATE_READY:
+                # An answer that was long on its way is none to this worker's new incarnation.
+                self._membership.raise_if_expelled(mine.incarnation)
+                entry = routing.find_entry(view.cluster, spec.name)
+                return CreatedParameters(entry, layout, response.first_step, response.resumed, response.notice)
+            return None
+
+        activity = self._activities.waits(limited=False, call=True)
+        with activity, self._waits.open(f"for {peer} to create {spec.name!r}") as wait:
+            request.activity.CopyFrom(activity.activity)
+            return await self._calls.follow(self._calls.stub.CreateParameters, request, wait, handle)
+
+    async def describe(self, name: str) -> CreatedParameters:
+        """Waits until the parameter set exists and is ready."""
+        view = self._membership.view
+        request = pb.DescribeParametersRequest(**self._membership.registration.caller(), parameters=name)
+
+        async def handle(response: Any) -> CreatedParameters | None:
+            if not response.HasField("spec"):
+                return None
+            view.on_map(convert.map_from_proto(response.map))
+            layout = convert.layout_from_proto(response.layout)
+            return CreatedParameters(routing.find_entry(view.cluster, name), layout, first_step=0)
+
+        with self._waits.open(f"for {name!r} to be created") as wait:
+            return await self._calls.follow(self._calls.stub.DescribeParameters, request, wait, handle)
+
+    async def _upload(self, name: str, values: Flat, placed: dict[int, Replica]) -> None:
+        """Puts all slices on their primaries. placed: the server of each slice that is there."""
+        mine, view = self._membership.registration, self._membership.view
+
+        def planner(slices: Sequence[int]) -> RoutingPlan:
+            self._membership.raise_if_expelled(mine.incarnation)
+            return routing.plan(view.cluster, name, slices, view.news)
+
+        while True:
+            self._membership.raise_if_expelled(mine.incarnation)
+            entry = routing.find_entry(view.cluster, name)
+            missing = [index for index in range(entry.slicing.count) if placed.get(index) != _primary(entry, index)]
+            if not missing:
+                return
+            request = InstallRequest(
+                sender=RequestIdentity(mine.run_id, mine.worker_id, mine.incarnation, name),
+                progress=PendingRequest(0, set(missing)),
+                slicing=entry.slicing,
+                title=f"the upload of {name!r}",
+                flat=values,
+                placed=placed,
+            )
+            await self._path.deliver(request, planner)
+
+    async def _commit(self, name: str) -> None:
+        mine, epoch = self._membership.registration, self._membership.view.cluster.epoch
+        request = pb.CommitParametersRequest(**mine.caller(), parameters=name, epoch=epoch)
+        reason = f"for {self._calls.peer} to commit {name!r}"
+        await self._calls.call_until_answered(self._calls.stub.CommitParameters, lambda: request, reason)
 
 
 def _primary(entry: ParametersEntry, index: int) -> Replica:
     return entry.shards[index % len(entry.shards)].primary
-
-
-async def _commit(link: WorkerSession, name: str) -> None:
-    mine = link.registration
-    request = pb.CommitParametersRequest(
-        run_id=mine.run_id,
-        worker_id=mine.worker_id,
-        incarnation=mine.incarnation,
-        parameters=name,
-        epoch=link.watch.cluster.epoch,
-    )
-    with link.waits.open(f"for {link.peer} to commit {name!r}"):
-        while True:
-            try:
-                await link.call(link.stub.CommitParameters, request)
-                return
-            except SchedulerUnreachableError:
-                link.raise_if_expelled()
-            await asyncio.sleep(_COMMIT_AGAIN_SECONDS)

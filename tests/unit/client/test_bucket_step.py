@@ -46,7 +46,7 @@ class Setup:
 
     async def settle(self) -> None:
         """Returns when no bucket is on its way."""
-        await asyncio.wait(self.handle._step._tasks)
+        await asyncio.wait(self.handle._steps._bucket_step._tasks)
 
     def sent(self, server: int) -> list[tuple[int, int]]:
         return self.servers[server].requests
@@ -158,7 +158,7 @@ async def test_a_failure_ends_the_buckets_under_way_before_their_memory_may_be_w
     failed = await setup.give("a")
     with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
         await failed
-    assert under_way.done() and not setup.handle._step._tasks and setup.renewed == 1
+    assert under_way.done() and not setup.handle._steps._bucket_step._tasks and setup.renewed == 1
     with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
         await under_way
     again = [await setup.give("b"), await setup.give("a")]

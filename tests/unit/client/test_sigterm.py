@@ -47,7 +47,7 @@ async def answer():
     return "answered"
 
 async def looked():
-    return sigterm.look()
+    return sigterm.read_signals()
 
 began = threading.Event()
 async def ever():

@@ -1,6 +1,6 @@
 """One Share stream: calls to one server whose payloads lie in memory that both processes have mapped.
 
-``attach`` opens it, and ``SharedStream.attempt`` carries one job out for one route. Calls go over the socket on which
+``attach`` opens it, and ``SharedStream.exchange`` carries one request to the server. Calls go over the socket on which
 the memory files were exchanged (``psdist.wire.framed_socket``), several at once if need be. The gRPC stream
 authenticates the attachment, and says why it ended.
 
@@ -21,7 +21,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import grpc.aio
 import numpy as np
@@ -30,36 +30,32 @@ from psdist.client.core.partition import Flat
 from psdist.client.core.routing import Route
 from psdist.client.session.cluster_view import again
 from psdist.client.session.wait_tracker import Wait
-from psdist.client.transport.requests import PullJob, PushJob, PushPullJob
+from psdist.client.transport.buffer_pool import PullTarget
+from psdist.client.transport.grpc import messages
+from psdist.client.transport.requests import PullRequest, PushRequest, Request
+from psdist.client.transport.transport import Loss, attempt_error
 from psdist.compression import payloads
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import (
-    ClosedError,
     InternalError,
     NotMemberError,
     PsdistError,
     ServerUnreachableError,
     SharingUnavailableError,
-    StaleEpochError,
 )
 from psdist.types import ITEM_BYTES, Slicing
 from psdist.v1 import server_pb2
-from psdist.wire import convert, fd_passing, frames, status
+from psdist.wire import fd_passing, frames, status
 from psdist.wire.framed_socket import FramedSocket
 from psdist.wire.shm import GradientArena, WeightsArena
-
-if TYPE_CHECKING:
-    from psdist.client.transport.data_path import Job
 
 #: A slice that is being written is looked at again so often before the loop goes on with other things for a while.
 _SPINS: Final = 4
 _SPIN_SECONDS: Final = 0.0005
 #: After so many of these a slice that cannot be read is asked for again: it may be another server's.
 _WAITS_MAX: Final = 2000
-#: Where the line ended, the stream is given so long to say why.
+#: Where the socket closed, the stream is given so long to say why.
 _REASON_SECONDS: Final = 2.0
-
-Loss = asyncio.Future[PsdistError]
 
 
 async def attach(
@@ -138,6 +134,17 @@ async def _ask(call: Any, attaching: server_pb2.Attach, peer: str) -> server_pb2
     return response.attached
 
 
+class StreamOwner(Protocol):
+    """What a stream needs to know of the servers as a whole."""
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether other servers have copies."""
+
+    def shows(self, index: int, arena: WeightsArena) -> bool:
+        """Whether the vector of all weights shows a slice as it is in ``arena``."""
+
+
 class _ReadSlice(NamedTuple):
     """A slice that was answered, and the version of the weights that were read then. ``is_ahead``: it is newer than the
     one that the server told of."""
@@ -176,18 +183,19 @@ class SharedStream:
         self.stable = stable
         self._loss = loss
         self._last_id = 0
-        #: Kind of the last push, and its request: the next is mostly the same but for its numbers, and is made of it.
-        self._pushed: tuple[tuple[type[PushJob], int, tuple[int, ...]], server_pb2.ShareRequest] | None = None
+        #: Whether the last push asked for weights, its epoch and slices, and its request. The next one is mostly the
+        #: same but for its numbers, and is made of it.
+        self._pushed: tuple[tuple[bool, int, tuple[int, ...]], server_pb2.ShareRequest] | None = None
         #: Calls under way: what gets their answer, and the wait that it ends.
         self._calls: dict[int, tuple[asyncio.Future[server_pb2.ShareResponse | PsdistError], Wait]] = {}
-        self._line = FramedSocket(self._hear, self._line_ended)
-        self._giving_reason: asyncio.TimerHandle | None = None
+        self._socket = FramedSocket(self._on_message, self._on_closed)
+        self._reason_timer: asyncio.TimerHandle | None = None
         self._watcher = asyncio.create_task(self._watch(), name="psdist share")
-        loss.add_done_callback(self._lost)
+        loss.add_done_callback(self._on_loss)
 
     async def open(self, connection: socket.socket) -> None:
         """Begins, on the connection that ``attach`` gave."""
-        await self._line.open(connection)
+        await self._socket.open(connection)
 
     @property
     def is_open(self) -> bool:
@@ -201,135 +209,122 @@ class SharedStream:
 
     # --- a call -------------------------------------------------------------------------------------------------------
 
-    async def attempt(self, job: Job, route: Route, wait: Wait) -> PsdistError | None:
-        """One call for what is unanswered of ``route``. Returns why it broke if it is worth another attempt; raises
-        what is not."""
-        assert isinstance(job, PushJob | PullJob)
-        slices = job.request.unanswered(route.slices)
-        request = self._pull(job, route, slices) if isinstance(job, PullJob) else self._push(job, route, slices)
-        response = await self._ask(request, wait)
-        if isinstance(response, PsdistError):
-            if isinstance(response, StaleEpochError | ServerUnreachableError | ClosedError):
-                return response
-            raise response
+    async def exchange(self, request: Request, route: Route, wait: Wait, owner: StreamOwner) -> None:
+        """One call for the slices of ``route`` that are not answered. See ``Transport.exchange``."""
+        assert isinstance(request, PushRequest | PullRequest), "initial values are sent over gRPC"
+        slices = request.progress.unanswered(route.slices)
+        if isinstance(request, PullRequest):
+            encoded = _encode_pull(request, route, request.progress.number, slices)
+        else:
+            encoded = self._encode_push(request, route, slices)
+        response = await self._call_server(encoded, wait)
         wait.progress()
-        try:
-            taken = await self._take(job, response.answers)
-            await self._confirm(job, route, taken, wait)
-        except (StaleEpochError, ServerUnreachableError, ClosedError) as error:  # Broken while weights were read.
-            return error
-        for answer in taken.values():
-            job.request.answer(answer.slice, answer.version, answer.staleness, answer.ignored)
-        if job.request.unanswered(slices):
-            return ServerUnreachableError(f"{self._peer} did not answer all slices")
-        return None
+        read = await self._read(request, response.answers, owner)
+        if owner.is_replicated:
+            await self._confirm(request, route, read, wait)
+        for answer in read.values():
+            request.progress.answer(answer.slice, answer.version, answer.staleness, answer.ignored)
+        if request.progress.unanswered(slices):
+            raise ServerUnreachableError(f"{self._peer} did not answer all slices")
 
-    def _push(self, job: PushJob, route: Route, slices: tuple[int, ...]) -> server_pb2.ShareRequest:
+    def _encode_push(self, push: PushRequest, route: Route, slices: tuple[int, ...]) -> server_pb2.ShareRequest:
         """The request, after the gradient is where the server will read it."""
-        self._stage(job, slices)
-        kind = (type(job), route.epoch, slices)
+        self._stage(push, slices)
+        wants_weights = push.target is not None
+        kind = (wants_weights, route.epoch, slices)
         if self._pushed is None or self._pushed[0] != kind:
-            pull_dtype = convert.dtype_to_proto(job.pull_dtype) if isinstance(job, PushPullJob) else None
-            push = server_pb2.SharedPush(
-                header=job.header(route, pull_dtype), wants_weights=isinstance(job, PushPullJob), slices=slices
-            )
-            self._pushed = kind, server_pb2.ShareRequest(push=push)
+            header = messages.push_header(push, route)
+            shared = server_pb2.SharedPush(header=header, wants_weights=wants_weights, slices=slices)
+            self._pushed = kind, server_pb2.ShareRequest(push=shared)
         request = self._pushed[1]
-        job.number(request.push.header)
-        bases = [job.versions[index] for index in slices]
+        messages.number_push(request.push.header, push)
+        bases = [push.versions[index] for index in slices]
         request.push.base_versions[:] = bases if min(bases) != max(bases) else bases[:1]
         return request
 
-    def _stage(self, job: PushJob, slices: Sequence[int]) -> None:
-        if job.flat is None:
+    def _stage(self, push: PushRequest, slices: Sequence[int]) -> None:
+        """Writes the gradient into the arena, unless it lies there."""
+        if push.flat is None:
             return
-        lies_there = job.flat.__array_interface__["data"][0] == self._arena.address
+        lies_there = push.flat.__array_interface__["data"][0] == self._arena.address
         for index in slices:
             start, stop = self._slicing.bounds(index)
             part = self._arena.part(start, stop)
             if not lies_there:
-                encoded = job.codec.encode(job.flat[start:stop], part)
-                if encoded is not part:  # no cast was needed
+                encoded = push.codec.encode(push.flat[start:stop], part)
+                if encoded is not part:  # No cast was needed.
                     part[...] = encoded
-            job.traffic.sent += part.nbytes
+            push.traffic.sent += part.nbytes
 
-    def _pull(self, job: PullJob, route: Route, slices: Sequence[int]) -> server_pb2.ShareRequest:
-        identity = job.sender.identity(route.epoch)
-        pull = server_pb2.SharedPull(identity=identity, min_version=job.request.number, slices=slices)
-        return server_pb2.ShareRequest(pull=pull)
-
-    async def _ask(self, request: server_pb2.ShareRequest, wait: Wait) -> server_pb2.ShareResponse | PsdistError:
-        """Sends a request; the message that ends its call, or why there is none."""
+    async def _call_server(self, request: server_pb2.ShareRequest, wait: Wait) -> server_pb2.ShareResponse:
+        """Sends a request, and returns the message that ends its call. Raises why there is none."""
         if self.broken is not None:
-            return self.broken
+            raise again(self.broken)
         self._last_id += 1
         request.call_id = call_id = self._last_id
         ended: asyncio.Future[server_pb2.ShareResponse | PsdistError] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = ended, wait
         try:
-            self._line.send(request.SerializeToString())
-            return await ended
+            self._socket.send(request.SerializeToString())
+            response = await ended
         finally:
             if self._calls.pop(call_id, None) is not None:  # Nobody waits for it any more.
                 cancel = server_pb2.ShareRequest(call_id=call_id, cancel=server_pb2.SharedCancel())
-                self._line.send(cancel.SerializeToString())
+                self._socket.send(cancel.SerializeToString())
+        if isinstance(response, PsdistError):
+            raise response
+        return response
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    async def _take(self, job: PushJob | PullJob, answers: server_pb2.SharedAnswers) -> dict[int, _ReadSlice]:
-        """Reads the weights that were answered; what was, by slice."""
+    async def _read(
+        self, request: PushRequest | PullRequest, answers: server_pb2.SharedAnswers, owner: StreamOwner
+    ) -> dict[int, _ReadSlice]:
+        """Reads the weights that were answered, if they were asked for. Returns what was answered, by slice."""
         slices, count = answers.slices, len(answers.slices)
         versions = answers.versions if len(answers.versions) != 1 else [answers.versions[0]] * count
         staleness = answers.staleness or [0] * count
         if len(versions) != count or len(staleness) != count:
             raise InternalError(f"{self._peer} told {len(versions)} versions of {count} slices")
         ignored = set(answers.ignored)
-        taken: dict[int, _ReadSlice] = {}
+        read: dict[int, _ReadSlice] = {}
+        target = request.target
         for index, told, behind in zip(slices, versions, staleness, strict=True):
             version = told
-            if index not in job.request.pending or index in taken:
+            if index not in request.progress.pending or index in read:
                 raise InternalError(f"{self._peer} answered slice {index}, which is not asked for")
-            if isinstance(job, PushPullJob | PullJob):
-                job.traffic.received += self._slicing.size(index) * ITEM_BYTES[_pull_dtype(job)]
-                if not (job.in_place and self.stable and self._is_shown(job, index)):
-                    version = await self._copy(job, index, told)
+            if target is not None:
+                request.traffic.received += self._slicing.size(index) * ITEM_BYTES[target.dtype]
+                # The vector that shows all weights may show another server's since.
+                if target.shared is None or not self.stable or not owner.shows(index, self.weights):
+                    version = await self._copy(target, index, told)
                 if self.stable and int(self.weights.sequence[index]) != 2 * version:
                     # Since the answer: this worker slept for longer than its lease.
                     raise NotMemberError(f"{self._peer} went on from version {version} without this worker")
-            taken[index] = _ReadSlice(index, version, version > told, behind, index in ignored)
-        return taken
+            read[index] = _ReadSlice(index, version, version > told, behind, index in ignored)
+        return read
 
-    async def _confirm(self, job: PushJob | PullJob, route: Route, taken: Mapping[int, _ReadSlice], wait: Wait) -> None:
+    async def _confirm(self, request: Request, route: Route, read: Mapping[int, _ReadSlice], wait: Wait) -> None:
         """Returns when all replicas have acknowledged what was read: a version that is newer than the server told of
         may be lost with it until then, and never have been. Raises why that cannot be known."""
-        if job.shared_memory is None or not job.shared_memory.is_replicated:
-            return
-        ahead = [answer for answer in taken.values() if answer.is_ahead]
+        ahead = [answer for answer in read.values() if answer.is_ahead]
         for version in sorted({answer.version for answer in ahead}):
             slices = sorted(answer.slice for answer in ahead if answer.version == version)
-            pull = server_pb2.SharedPull(identity=job.sender.identity(route.epoch), min_version=version, slices=slices)
-            response = await self._ask(server_pb2.ShareRequest(pull=pull), wait)
-            if isinstance(response, PsdistError):
-                raise again(response)
+            await self._call_server(_encode_pull(request, route, version, slices), wait)
 
-    def _is_shown(self, job: PushPullJob | PullJob, index: int) -> bool:
-        """Whether the vector that shows all weights has this slice from here: it may be another server's since."""
-        return job.shared_memory is not None and job.shared_memory.shows(index, self.weights)
-
-    async def _copy(self, job: PushPullJob | PullJob, index: int, version: int) -> int:
-        """Copies the weights of a slice into the job's target; their version."""
-        assert job.target is not None
+    async def _copy(self, target: PullTarget, index: int, version: int) -> int:
+        """Copies the weights of a slice into ``target``. Returns their version."""
         start, stop = self._slicing.bounds(index)
-        target, dtype = job.target[start:stop], _pull_dtype(job)
+        part = target.target[start:stop]
         if self.stable:
-            target[...] = self.view(index)
+            part[...] = self.view(index)
         else:
-            version = await self._copy_moving(index, target)
-        if dtype != "float32":  # as if they had been sent
-            payload = np.empty(target.size, NUMPY_DTYPES[dtype])
-            payloads.narrow(target, payload)
-            payloads.widen(payload, target)
-        job.received.add(index)
+            version = await self._copy_moving(index, part)
+        if target.dtype != "float32":  # As if they had been sent.
+            payload = np.empty(part.size, NUMPY_DTYPES[target.dtype])
+            payloads.narrow(part, payload)
+            payloads.widen(payload, part)
+        target.received.add(index)
         return version
 
     async def _copy_moving(self, index: int, target: Flat) -> int:
@@ -348,7 +343,7 @@ class SharedStream:
             await asyncio.sleep(_SPIN_SECONDS)
         raise ServerUnreachableError(f"{self._peer} does not let slice {index} be read")
 
-    # --- line and stream ----------------------------------------------------------------------------------------------
+    # --- socket and stream --------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """Waits for the end of the stream, which is the end of everything here."""
@@ -358,20 +353,20 @@ class SharedStream:
             if data is not grpc.aio.EOF:
                 error = InternalError(f"{self._peer} sent an answer on the stream after it was attached")
         except grpc.aio.AioRpcError as failure:
-            error = status.from_call(failure, self._peer)
+            error = attempt_error(status.from_call(failure, self._peer))
         except asyncio.CancelledError:
-            error = ClosedError(f"the stream to {self._peer} was closed")
+            error = ServerUnreachableError(f"the stream to {self._peer} was closed")
         self._break(error)
 
-    def _line_ended(self, error: PsdistError | None) -> None:
+    def _on_closed(self, error: PsdistError | None) -> None:
         if error is not None:
             self._break(InternalError(f"what {self._peer} sent cannot be read: {error.message}"))
         else:
             # The server says why by the stream; but it may hang, or be gone.
             reason = ServerUnreachableError(f"{self._peer} closed the connection")
-            self._giving_reason = asyncio.get_running_loop().call_later(_REASON_SECONDS, self._break, reason)
+            self._reason_timer = asyncio.get_running_loop().call_later(_REASON_SECONDS, self._break, reason)
 
-    def _hear(self, data: bytes) -> None:
+    def _on_message(self, data: bytes) -> None:
         response = frames.parse(server_pb2.ShareResponse, data)
         waiting = self._calls.get(response.call_id)
         if waiting is None:  # It was cancelled.
@@ -379,19 +374,19 @@ class SharedStream:
         ended, wait = waiting
         match response.WhichOneof("kind"):
             case "waiting_for":
-                wait.hear(response.waiting_for)
+                wait.update_reason(response.waiting_for)
                 return
             case "answers":
                 result: server_pb2.ShareResponse | PsdistError = response
             case "error":
-                result = status.from_detail(response.error)
+                result = attempt_error(status.from_detail(response.error))
             case kind:
                 result = InternalError(f"{self._peer} answered a call with {kind}")
         del self._calls[response.call_id]
         if not ended.done():
             ended.set_result(result)
 
-    def _lost(self, loss: Loss) -> None:
+    def _on_loss(self, loss: Loss) -> None:
         self._break(loss.result())
 
     def _break(self, error: PsdistError) -> None:
@@ -399,19 +394,19 @@ class SharedStream:
         if self.broken is not None:
             return
         self.broken = error
-        self._loss.remove_done_callback(self._lost)
-        if self._giving_reason is not None:
-            self._giving_reason.cancel()
+        self._loss.remove_done_callback(self._on_loss)
+        if self._reason_timer is not None:
+            self._reason_timer.cancel()
         for ended, _ in self._calls.values():
             if not ended.done():
                 ended.set_result(again(error))
         self._calls.clear()
-        self._line.close()
+        self._socket.close()
         self._call.cancel()
 
     def close(self) -> None:
         """Ends the stream; the weights may still be read."""
-        self._break(ClosedError(f"the stream to {self._peer} was closed"))
+        self._break(ServerUnreachableError(f"the stream to {self._peer} was closed"))
         self._watcher.cancel()
 
     async def ended(self) -> None:
@@ -419,5 +414,7 @@ class SharedStream:
         await asyncio.gather(self._watcher, return_exceptions=True)
 
 
-def _pull_dtype(job: PushPullJob | PullJob) -> str:
-    return job.pull_dtype if isinstance(job, PushPullJob) else job.dtype
+def _encode_pull(request: Request, route: Route, version: int, slices: Sequence[int]) -> server_pb2.ShareRequest:
+    """Asks for ``slices`` in ``version`` or a newer one."""
+    identity = request.sender.identity(route.epoch)
+    return server_pb2.ShareRequest(pull=server_pb2.SharedPull(identity=identity, min_version=version, slices=slices))

@@ -115,7 +115,7 @@ class Kept:
         return self.states.mark(attempt, self.pushes.sessions, steps)
 
     def begin(self) -> PendingRequest:
-        self.states.begins("p")
+        self.states.push_started("p")
         self.session.send(0)
         self.encoded += 1
         return self.session.begin_push()
@@ -123,7 +123,7 @@ class Kept:
     def end(self, push: PendingRequest) -> None:
         answer(push, push.number + 1)
         self.session.end_push(push, seen=False)
-        self.states.ended("p")
+        self.states.push_finished("p")
 
 
 async def test_a_state_is_taken_before_the_step_of_the_cut() -> None:
@@ -152,7 +152,7 @@ async def test_a_state_is_taken_where_pushes_are_marked() -> None:
     assert kept.mark(5) == {"p": 0} and kept.taken == [(5, 0, 0)]
     push = kept.begin()
     assert kept.mark(6) == {"p": 1} and len(kept.taken) == 1
-    kept.states.begins("p")  # again, after it broke off
+    kept.states.push_started("p")  # again, after it broke off
     kept.end(push)
     assert kept.taken[-1] == (6, 1, 1)
 
@@ -259,26 +259,26 @@ async def test_pushes_wait_until_the_snapshot_is_taken(setup: Setup) -> None:
 @pytest.mark.parametrize(
     "error", [errors.NoStorageError("no storage"), errors.SnapshotFailedError("disk full"), errors.StorageError("x")]
 )
-@pytest.mark.parametrize("wait", [True, False])
-async def test_a_refusal_is_raised_and_training_goes_on(setup: Setup, error: errors.PsdistError, wait: bool) -> None:
+@pytest.mark.parametrize("method", ["snapshot", "request_snapshot"])
+async def test_a_refusal_is_raised_and_training_goes_on(setup: Setup, error: errors.PsdistError, method: str) -> None:
     setup.scheduler.save_answers.put_nowait(error)
     with pytest.raises(type(error), match=error.message):
-        await setup.client.snapshot(wait)
+        await getattr(setup.client, method)()
     await setup.weights.push(gradient())
 
 
 async def test_a_snapshot_that_nobody_waits_for(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "psdist")
-    assert await setup.client.snapshot(wait=False) is None
+    await setup.client.request_snapshot()
     await setup.weights.push(gradient())
     [request] = setup.scheduler.saves
     assert (request.worker_id, request.run_id, dict(request.next)) == ("", "fake-run", {})
     setup.scheduler.save_answers.put_nowait(saved())
-    await asyncio.gather(*setup.client._saving)
+    await asyncio.gather(*setup.client._snapshots._under_way)
     assert "snapshot 000000000005-1-7-abcdef is committed" in caplog.text
-    await setup.client.snapshot(wait=False)
+    await setup.client.request_snapshot()
     setup.scheduler.save_answers.put_nowait(errors.SnapshotFailedError("disk full"))
-    await asyncio.gather(*setup.client._saving, return_exceptions=True)
+    await asyncio.gather(*setup.client._snapshots._under_way, return_exceptions=True)
     assert "no snapshot was taken: disk full" in caplog.text
 
 
@@ -348,7 +348,7 @@ async def test_a_run_that_goes_back_is_followed(caplog: pytest.LogCaptureFixture
     try:
         for _ in range(5):
             await setup.weights.push_pull(gradient())
-        assert setup.weights.restored == "" and setup.weights.statistics().rolled_back == 0
+        assert setup.weights.restored is None and setup.weights.statistics().rolled_back == 0
         hang = asyncio.Event()
         setup.servers[1].breaks = [Break(0, hang=hang)]
         call = asyncio.create_task(setup.weights.push_pull(gradient()))
@@ -392,7 +392,7 @@ async def test_a_state_is_handed_in_and_given_back(caplog: pytest.LogCaptureFixt
     setup = await Setup().start()
     scheduler, given = setup.scheduler, []
     residual = {"rest": np.zeros(300_000), "count": np.zeros(1, np.int64)}
-    session = setup.weights._exchange.session
+    session = setup.weights._exchange.participation.sequence
     send = session.send
 
     def encode(mark: int) -> int:

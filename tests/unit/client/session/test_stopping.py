@@ -88,7 +88,7 @@ async def test_it_is_said_once_and_in_every_session_after() -> None:
 async def test_asked_it_looks_before_it_answers() -> None:
     worker = Worker()
     worker.stopping.on_command(pb.StopCommand(number=3, ask=True))
-    worker.stopping.look = lambda: True
+    worker.stopping.is_asked = lambda: True
     worker.stopping.on_command(pb.StopCommand(number=4, ask=True))
     assert worker.told == [
         pb.StopReport(number=3, stopping=False),

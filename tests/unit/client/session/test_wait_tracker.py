@@ -14,6 +14,6 @@ async def test_lasting_waits_are_listed_once_per_reason(monkeypatch: pytest.Monk
         assert waits.sentences() == []
         monkeypatch.setattr(limits, "REPORT_WAIT_SECONDS", 0.0)
         assert waits.sentences() == ["for server-0 (0 s)", "for worker-1 (0 s)"]
-        second.hear("for worker-1")
+        second.update_reason("for worker-1")
         assert waits.sentences() == ["for server-0 (0 s)", "for worker-1 (0 s)"]
     assert waits.sentences() == []

@@ -29,9 +29,9 @@ class Setup:
 
     async def heard(self) -> None:
         """Returns once the client has the newest map."""
-        watch = self.client._link.watch
-        while watch.cluster.epoch < self.scheduler.epoch:
-            await watch.changed()
+        view = self.client._session.membership.view
+        while view.cluster.epoch < self.scheduler.epoch:
+            await view.changed()
 
     async def start(self) -> Setup:
         for server in self.servers:
@@ -115,7 +115,7 @@ async def test_stale_routes_are_planned_anew(setup: Setup) -> None:
 
 async def waits_for(setup: Setup, words: str) -> None:
     """Returns once a call says that it waits for that."""
-    waits = setup.client._link.waits
+    waits = setup.client._session.waits
     while not any(words in wait.reason for wait in waits._open.values()):  # noqa: ASYNC110 - yields, and no more
         await asyncio.sleep(0)
 

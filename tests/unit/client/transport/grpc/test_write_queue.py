@@ -6,16 +6,16 @@ import asyncio
 
 import pytest
 
-from psdist.client.transport import write_queue
-from psdist.client.transport.write_queue import WriteQueue
+from psdist.client.transport.grpc import write_queue
+from psdist.client.transport.grpc.write_queue import WriteQueue
 
 
 async def write(turns: WriteQueue, slices: list[int], written: list[int]) -> None:
     for index in slices:
-        turn = await turns.take(index)
+        turn = await turns.acquire(index)
         await asyncio.sleep(0)
         written.append(index)
-        turns.give(turn)
+        turns.release(turn)
 
 
 async def test_lower_slices_are_written_first() -> None:
@@ -32,11 +32,11 @@ async def test_a_writer_alone_does_not_wait() -> None:
 
 async def test_nobody_waits_for_a_write_that_is_stuck() -> None:
     ours, written = WriteQueue(), list[int]()
-    stuck = await ours.take(0)
+    stuck = await ours.acquire(0)
     async with asyncio.timeout(60):
         await asyncio.gather(write(ours, [5, 6], written), write(ours, [1], written))
     assert written == [1, 5, 6]
-    ours.give(stuck)
+    ours.release(stuck)
     await write(ours, [7], written)
     assert written[-1] == 7
 
@@ -45,18 +45,18 @@ async def test_nobody_waits_for_a_write_that_is_stuck() -> None:
 async def test_a_cancelled_writer_holds_nobody_up(come: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_queue, "PATIENCE_SECONDS", 60)
     ours, written = WriteQueue(), list[int]()
-    first = await ours.take(0)
+    first = await ours.acquire(0)
     cancelled = asyncio.create_task(write(ours, [1], written))
     other = asyncio.create_task(write(ours, [2], written))
     await asyncio.sleep(0)
     if come:
-        ours.give(first)
+        ours.release(first)
     cancelled.cancel()
     if not come:
-        ours.give(first)
+        ours.release(first)
     async with asyncio.timeout(60):
         await other
         with pytest.raises(asyncio.CancelledError):
             await cancelled
     assert written == [2]
-    assert await ours.take(9)
+    assert await ours.acquire(9)

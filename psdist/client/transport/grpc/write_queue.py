@@ -29,8 +29,8 @@ class WriteQueue:
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    async def take(self, slice_index: int) -> int:
-        """Waits until nobody with a lower slice wants to write. Returns what ``give`` wants."""
+    async def acquire(self, slice_index: int) -> int:
+        """Waits until nobody with a lower slice wants to write. Returns what ``release`` wants."""
         number = next(self._order)
         if not self._current:
             self._current = number
@@ -44,16 +44,16 @@ class WriteQueue:
             await ready
         except asyncio.CancelledError:
             if not ready.cancelled():  # its turn had come just then
-                self.give(number)
+                self.release(number)
             raise
         return number
 
-    def give(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """The turn is over."""
         if number != self._current:
             return
         if self._waiting:
-            # Not at once: whoever gives wants its next turn right away, and that may be of a lower slice.
+            # Not at once: whoever releases wants its next turn right away, and that may be of a lower slice.
             self._current = _BEING_CHOSEN
             asyncio.get_running_loop().call_soon(self._next)
         else:

@@ -1,0 +1,104 @@
+"""The parameter sets that one client has opened: one handle for each name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from random import Random
+
+from numpy.typing import ArrayLike
+
+from psdist.client.core import partition
+from psdist.client.exchange import Exchange, Options
+from psdist.client.parameters import AsyncParameters
+from psdist.client.participation import Participation
+from psdist.client.session.drops import OnDrop
+from psdist.client.session.scheduler_session import WorkerSession
+from psdist.client.transport.creation import CreatedParameters, ParametersCreator
+from psdist.client.transport.data_path import DataPath
+from psdist.client.transport.grpc.streams import GrpcTransport
+from psdist.client.transport.transport import Transports
+from psdist.errors import LayoutMismatchError, SettingsMismatchError
+from psdist.types import Layout, ParametersSpec
+from psdist.v1 import scheduler_pb2
+
+
+class Handles:
+    """The handles of one client, and the gRPC transport that they share."""
+
+    def __init__(self, session: WorkerSession, rng: Random) -> None:
+        self._session = session
+        self._grpc = GrpcTransport(session.calls.metadata)
+        self._rng = rng
+        self._by_name: dict[str, AsyncParameters] = {}
+        #: All there ever were: one opened for reading may have been replaced.
+        self._opened: list[AsyncParameters] = []
+        self._opening: dict[str, asyncio.Lock] = {}
+
+    async def open_reader(self, name: str, options: Options) -> AsyncParameters:
+        """A handle that only reads, once the parameter set exists."""
+        async with self._opening.setdefault(name, asyncio.Lock()):
+            if name not in self._by_name:
+                creator = self._creator()
+                described = await self._session.membership.retry_across_incarnations(lambda _: creator.describe(name))
+                self._open(creator, described, options, "warn", is_member=False)
+            return self._by_name[name]
+
+    async def open_member(
+        self, spec: ParametersSpec, init: Mapping[str, ArrayLike], options: Options, on_drop: OnDrop
+    ) -> AsyncParameters:
+        """A handle that takes part in the training. Raises LayoutMismatchError, SettingsMismatchError."""
+        layout = partition.layout_of(init)
+        async with self._opening.setdefault(spec.name, asyncio.Lock()):
+            existing = self._by_name.get(spec.name)
+            if existing is not None and existing.is_member:
+                return _check_same(existing, spec, layout)
+            values, creator = partition.flatten(layout, init), self._creator()
+            created = await self._session.membership.retry_across_incarnations(
+                lambda _: creator.create(spec, layout, values)
+            )
+            handle = self._open(creator, created, options, on_drop, is_member=True)
+            created.announce()
+            return handle
+
+    def _creator(self) -> ParametersCreator:
+        path = DataPath(Transports(self._grpc), self._session.membership.view, self._session.waits, self._rng)
+        return ParametersCreator(self._session, path)
+
+    def _open(
+        self, creator: ParametersCreator, created: CreatedParameters, options: Options, on_drop: OnDrop, *,
+        is_member: bool,
+    ) -> AsyncParameters:  # fmt: skip
+        participation = Participation(self._session, creator, created, is_member=is_member)
+        exchange = Exchange(self._session, self._grpc, participation, options)
+        handle = AsyncParameters(exchange, created.layout, on_drop)
+        self._by_name[handle.name] = handle
+        self._opened.append(handle)
+        return handle
+
+    def members(self) -> list[AsyncParameters]:
+        """Those that take part in the training, by name."""
+        return [handle for _, handle in sorted(self._by_name.items()) if handle.is_member]
+
+    def connections(self) -> Iterator[scheduler_pb2.Connection]:
+        """How the handles reach servers, for heartbeats."""
+        for handle in self._opened:
+            for server_id, transport in handle.statistics().transports.items():
+                kind, _, reason = transport.partition(": ")
+                yield scheduler_pb2.Connection(
+                    server_id=server_id, parameters=handle.name, transport=kind, reason=reason
+                )
+
+    async def close(self) -> None:
+        """Ends what is under way, and closes all connections to servers."""
+        for handle in self._opened:
+            await handle.close()
+        await self._grpc.close()
+
+
+def _check_same(existing: AsyncParameters, spec: ParametersSpec, layout: Layout) -> AsyncParameters:
+    if difference := existing.layout.difference(layout):
+        raise LayoutMismatchError(f"this client has {spec.name!r} with another layout: {difference}")
+    if difference := existing.spec.difference(spec):
+        raise SettingsMismatchError(f"this client has {spec.name!r} with other settings: {difference}")
+    return existing

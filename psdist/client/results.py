@@ -1,0 +1,63 @@
+"""The weights that a call gives to the user: where they arrive, and the arrays that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from psdist.client.core import partition
+from psdist.client.core.partition import Arrays, Flat
+from psdist.client.exchange import Exchange
+from psdist.client.transport.buffer_pool import BufferPool, PullTarget
+from psdist.errors import InvalidArgumentError
+from psdist.types import Layout
+
+
+class Results:
+    """The results of one handle's calls. Arguments ``out`` and ``copy`` are those of ``AsyncParameters.pull``."""
+
+    def __init__(self, layout: Layout, exchange: Exchange) -> None:
+        self._layout = layout
+        self._exchange = exchange
+        self._pool = BufferPool(layout)
+        #: What the last result without a copy was made of, and that result: mostly the next one too.
+        self._viewed: tuple[Flat, Arrays] | None = None
+
+    def target(self, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> PullTarget:
+        """Where the weights of a call arrive. Raises InvalidArgumentError, and as ``partition.check_out``."""
+        slicing, dtype = self._exchange.slicing, self._exchange.options.pull_dtype
+        if out is not None:
+            if not copy:
+                raise InvalidArgumentError("out and copy=False exclude each other: pass one of them")
+            mine = partition.check_out(self._layout, out)
+            if mine is not None:
+                return PullTarget(slicing, mine, dtype=dtype)
+        elif copy:
+            return PullTarget(slicing, self._pool.fresh(), dtype=dtype)
+        # Weights that are asked for in fewer bits are rounded, so they cannot be read where they lie.
+        shared = self._exchange.shared_memory.weights if dtype == "float32" else None
+        return PullTarget(slicing, self._pool.kept, shared, dtype)
+
+    def arrays(self, target: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
+        """The arrays for the user, once all weights have arrived."""
+        if out is None and copy:
+            return partition.unflatten(self._layout, target.target)
+        vector = target.vector(range(self._exchange.slicing.count))
+        if out is not None:
+            if target.target is self._pool.kept:
+                partition.copy_out(self._layout, vector, out)
+            return {tensor.name: out[tensor.name] for tensor in self._layout.tensors}
+        if self._viewed is None or self._viewed[0] is not vector or self._pool.converted:
+            every = range(len(self._layout.tensors))
+            self._viewed = vector, partition.views(self._layout, every, vector, self._pool.converted)
+        return {name: array.view() for name, array in self._viewed[1].items()}
+
+    def bucket_arrays(self, target: PullTarget, numbers: tuple[int, ...], slices: frozenset[int]) -> Arrays:
+        """Read-only arrays of these tensors, whose ``slices`` have arrived."""
+        return partition.views(self._layout, numbers, target.vector(slices), self._pool.converted)
+
+    def discard(self) -> None:
+        """Lets go of the last result: its memory may end."""
+        self._viewed = None

@@ -1,0 +1,131 @@
+"""Calls to the scheduler, with its errors and with patience for a scheduler that is away.
+
+Not here: the session that keeps this worker a member (``scheduler_session``), what the calls mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import Any, Final, TypeVar
+
+import grpc
+import grpc.aio
+
+from psdist.client.session.membership import WorkerMembership
+from psdist.client.session.wait_tracker import Wait, WaitTracker
+from psdist.errors import ClosedError, FencedError, SchedulerUnreachableError, ServerUnreachableError
+from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
+from psdist.wire import auth, channels, limits, status
+from psdist.wire.backoff import Backoff
+
+T = TypeVar("T")
+
+_LEAVE_SECONDS: Final = 1.0
+
+
+class SchedulerCalls:
+    """The channel to the scheduler at ``address``, and calls over it. rng: for pauses between attempts."""
+
+    def __init__(self, address: str, token: str, membership: WorkerMembership, waits: WaitTracker, rng: Random) -> None:
+        self.metadata = auth.metadata(token)
+        self.rng = rng
+        self._address = address
+        self._membership = membership
+        self._waits = waits
+        self._channel = channels.open_channel(address, limits.CONTROL_MESSAGE_BYTES)
+        self.stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
+
+    @property
+    def peer(self) -> str:
+        """The scheduler's name for messages."""
+        return self._membership.peer
+
+    async def call(self, method: Any, request: Any, timeout: float | None = None) -> Any:
+        """One unary call. Raises what the scheduler refuses with, and SchedulerUnreachableError."""
+        try:
+            return await method(request, metadata=self.metadata, timeout=timeout)
+        except grpc.aio.AioRpcError as failure:
+            error = status.from_call(failure, self.peer)
+            if isinstance(error, ServerUnreachableError):
+                raise SchedulerUnreachableError(error.message, address=self._address) from None
+            raise error from None
+
+    async def call_until_answered(
+        self, method: Any, make_request: Callable[[], Any], reason: str, incarnation: int | None = None
+    ) -> Any:
+        """The same, but a scheduler that cannot be reached is asked again until it is back.
+
+        make_request: makes the request of each attempt. reason: of the wait.
+        Raises what the scheduler refuses with; FencedError if ``incarnation`` has ended, ClosedError.
+        """
+        backoff = Backoff(self.rng)
+        with self._waits.open(reason) as wait:
+            while True:
+                self._membership.raise_if_expelled(incarnation)
+                try:
+                    return await self.call(method, make_request())
+                except (SchedulerUnreachableError, ClosedError) as error:
+                    wait.update_reason(f"for {self.peer} to be back: {error.message}")
+                await asyncio.sleep(backoff.next_seconds())
+
+    async def follow(
+        self,
+        method: Any,
+        request: Any,
+        wait: Wait,
+        handle: Callable[[Any], Awaitable[T | None]],
+        *,
+        patient: bool = True,
+    ) -> T:
+        """Reads what ``method`` answers ``request`` with until ``handle`` returns something, and returns that.
+
+        Where the scheduler cannot be reached it is asked again, until it is back, or SchedulerUnreachableError is
+        raised if not ``patient``. Raises what it refuses with.
+        """
+        backoff = Backoff(self.rng)
+        while True:
+            call = method(request, metadata=self.metadata)
+            try:
+                async for response in call:
+                    if reason := getattr(response, "waiting_for", ""):
+                        wait.update_reason(reason)
+                    if (result := await handle(response)) is not None:
+                        return result
+            except grpc.aio.AioRpcError as failure:
+                error = status.from_call(failure, self.peer)
+                if not isinstance(error, ServerUnreachableError | ClosedError):
+                    raise error from None
+                if not patient:
+                    raise SchedulerUnreachableError(error.message, address=self._address) from None
+                wait.update_reason(f"for {self.peer} to be back: {error.message}")
+            finally:
+                call.cancel()
+            self._membership.raise_if_expelled()
+            await asyncio.sleep(backoff.next_seconds())
+
+    async def confirm_membership(self, incarnation: int) -> None:
+        """Asks the scheduler, however long that takes, whether ``incarnation`` has ended. Raises FencedError then.
+
+        A server may hear of that before this client does.
+        """
+        mine = self._membership.registration
+        request = scheduler_pb2.GetClusterMapRequest(run_id=mine.run_id)
+        reason = f"for {self.peer} to say whether {mine.worker_id} is still a member"
+        response = await self.call_until_answered(self.stub.GetClusterMap, lambda: request, reason, incarnation)
+        if not any((w.worker_id, w.incarnation) == (mine.worker_id, incarnation) for w in response.map.workers):
+            raise FencedError(f"incarnation {incarnation} of {mine.worker_id} is not in the cluster map any more")
+
+    async def leave(self, reason: str) -> None:
+        """Ends the membership, if the scheduler answers within a second."""
+        mine = self._membership.registration
+        request = scheduler_pb2.LeaveRequest(member_id=mine.worker_id, incarnation=mine.incarnation, reason=reason)
+        try:
+            await self.stub.Leave(request, metadata=self.metadata, timeout=_LEAVE_SECONDS)
+        except grpc.aio.AioRpcError:
+            return
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()

@@ -1,0 +1,332 @@
+"""The steps of one handle: each call of the user, in whatever incarnation of this worker it is answered.
+
+``AsyncParameters`` says what the calls mean for the user. Here they are carried out: the gradient is gathered, the push
+is sent, and the weights arrive. A call that ends with FencedError is made again after this worker took part again.
+
+Invariants: one call runs at a time. A push that does not go on is counted as dropped, once, and the user is told.
+
+Not here: numbers (``push_sequence``, ``participation``), requests (``exchange``), the buckets of a step
+(``bucket_step``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from psdist.client.bucket_step import AsyncBucket, BucketStep, StepState
+from psdist.client.core import partition
+from psdist.client.core.buckets import SliceIndex
+from psdist.client.core.partition import Arrays, Flat
+from psdist.client.core.push_sequence import PendingRequest, PushSequence
+from psdist.client.exchange import Exchange
+from psdist.client.gradients import GradientVector
+from psdist.client.results import Results
+from psdist.client.session.drops import DropCounter
+from psdist.client.session.worker_state import Restore, Save
+from psdist.client.transport.buffer_pool import PullTarget
+from psdist.consistency import SSP
+from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
+from psdist.types import Layout, ParametersSpec
+
+T = TypeVar("T")
+#: Vectors of more elements are looked at and copied in a thread, so that heartbeats go on.
+_LARGE_ELEMENTS: Final = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Counters of one handle since it was made.
+
+    ignored: slices whose contribution was not used, because it had been taken before or came after its step was closed.
+    resent: slices that were sent again after a break.
+    dropped: pushes that were dropped because this worker had been expelled, or the run went back to a snapshot.
+    resumed: pushes and steps in buckets that were under way when this worker was expelled, and went on in its next
+        incarnation.
+    rolled_back: how often the parameters went back to a snapshot.
+    staleness_mean, staleness_max: over the slices of the last push, in versions.
+    push_bytes, pull_bytes: payloads only, those in shared memory too.
+    transport: "shm" or "grpc", "mixed" where it depends on the server.
+    transports: by server: "shm", or "grpc: " and why.
+    """
+
+    pushes: int = 0
+    pulls: int = 0
+    abstained: int = 0
+    ignored: int = 0
+    resent: int = 0
+    dropped: int = 0
+    resumed: int = 0
+    rolled_back: int = 0
+    push_bytes: int = 0
+    pull_bytes: int = 0
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    transport: str = "grpc"
+    transports: dict[str, str] = field(default_factory=dict)
+
+
+class Steps:
+    """The calls of one handle. drops: what a dropped push comes to."""
+
+    def __init__(self, exchange: Exchange, layout: Layout, drops: DropCounter) -> None:
+        self.counters = Statistics()
+        self._spec: ParametersSpec = exchange.participation.entry.spec
+        self._elements = layout.total
+        self._clips = self._spec.optimizer.max_grad_norm > 0
+        self._exchange = exchange
+        self._participation = exchange.participation
+        self._gradients = GradientVector(
+            layout, exchange.options.codec.dtype, self._spec.non_finite, lambda: exchange.shared_memory.gradients
+        )
+        self._results = Results(layout, exchange)
+        self._index = SliceIndex(layout, exchange.slicing)
+        #: The step that is given in buckets, or was, until the next call.
+        self._bucket_step: BucketStep | None = None
+        self._calling = asyncio.Lock()
+        self.drops = drops
+
+    @property
+    def _sequence(self) -> PushSequence:
+        """Another one in each incarnation."""
+        return self._participation.sequence
+
+    @asynccontextmanager
+    async def call(self) -> AsyncIterator[None]:
+        """For each call of the user. All methods are called in it."""
+        async with self._calling:
+            if self._bucket_step is not None and self._bucket_step.state is StepState.LOST:
+                await self._drop_step()
+            yield
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    async def pull(self, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
+        """See ``AsyncParameters.pull``."""
+
+        async def pull_once() -> PullTarget:
+            await self._begin()
+            target = self._results.target(out, copy)
+            await self._pull_into(target)
+            return target
+
+        return await self._result(await self._retry(pull_once), out, copy)
+
+    async def push(
+        self, gradients: Mapping[str, ArrayLike], make_target: Callable[[], PullTarget] | None = None
+    ) -> PullTarget | None:
+        """Makes one push, again in another incarnation where it goes on there.
+
+        make_target: says where the new weights go, if they are wanted. Returns where they are; None if the push was
+        dropped.
+        """
+        self._check_member()
+        gathered: tuple[Flat | None, float] | None = None
+        while True:
+            incarnation = self._participation.incarnation
+            try:
+                await self._begin()
+                target = make_target() if make_target is not None else None
+                if gathered is None:
+                    gathered = await _off_loop(self._elements, lambda: self._gather(gradients))
+                await self._reach_first_step()
+                await self._send(*gathered, target)
+                return target
+            except FencedError as error:
+                number = self._sequence.step
+                if not await self._rejoin(error, incarnation):
+                    self._drop(number)
+                    return None
+
+    async def push_pull(
+        self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None, copy: bool
+    ) -> Arrays:
+        """See ``AsyncParameters.push_pull``."""
+        if (target := await self.push(gradients, lambda: self._results.target(out, copy))) is None:
+            return await self.pull(out, copy)
+        return await self._result(target, out, copy)
+
+    async def give_bucket(self, gradients: Mapping[str, ArrayLike] | Iterable[str]) -> AsyncBucket:
+        """See ``AsyncParameters.push_pull_async``."""
+        self._check_member()
+        if self._clips and not self._sequence.synchronous:
+            raise InvalidArgumentError(
+                f"{self._participation.name!r} clips by max_grad_norm={self._spec.optimizer.max_grad_norm:g} without "
+                "common steps: the norm of the whole gradient is needed first, so use push_pull"
+            )
+        step = await self._retry(self._current_step)
+        self._gradients.check_bucket(gradients)
+        numbers = step.choose(list(gradients))
+        bucket = step.give(numbers, abstain=not self._gradients.gather_bucket(numbers, gradients))
+        self._bucket_step = step
+        return bucket
+
+    async def gradient_buffers(self) -> dict[str, NDArray[np.float32]]:
+        """See ``AsyncParameters.gradient_buffers``."""
+        await self._retry(self._exchange.open)
+        return self._gradients.buffers()
+
+    async def keep_state(self, save: Save, restore: Restore) -> None:
+        """See ``AsyncParameters.keep_state``."""
+        self._check_member()
+        await self._retry(self._exchange.open)
+        await self._participation.keep_state(save, restore)
+
+    async def finish(self) -> None:
+        """Returns when all that was pushed is applied. Raises InvalidArgumentError where that takes another call."""
+        await self._retry(self._begin)
+        if self._sequence.unfinished:
+            raise InvalidArgumentError(
+                f"push {self._sequence.step} of {self._participation.name!r} failed, and servers may have a part of "
+                "it: push its gradient again before a snapshot"
+            )
+
+    async def close(self) -> None:
+        """Ends what is under way, and gives shared memory back."""
+        if self._bucket_step is not None:
+            await self._bucket_step.close()
+        self._results.discard()
+        await self._exchange.shared_memory.close()
+
+    # --- their parts --------------------------------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        await self._exchange.open()
+        await self._end_step()
+
+    async def _send(self, flat: Flat | None, norm: float, target: PullTarget | None) -> None:
+        progress = self._sequence.begin_push()
+        with self._exchange.invalidate_on_error(), self._exchange.waiting(push=True, reads=target is not None):
+            await self._exchange.push(progress, flat, norm, target)
+        self._on_pushed(progress, flat is None, seen=target is not None)
+
+    def _on_pushed(self, progress: PendingRequest, abstained: bool, *, seen: bool = True) -> None:
+        self._participation.end_push(progress, seen=seen)
+        self._exchange.shared_memory.settle()
+        self.drops.not_dropped()
+        counters = self.counters
+        self.counters = replace(
+            counters,
+            pushes=counters.pushes + 1,
+            pulls=counters.pulls + seen,
+            abstained=counters.abstained + abstained,
+            ignored=counters.ignored + progress.ignored,
+            staleness_mean=progress.staleness_mean,
+            staleness_max=progress.staleness_max,
+        )
+
+    async def _pull_into(self, target: PullTarget) -> None:
+        with self._exchange.waiting(push=False, reads=True):
+            await self._exchange.pull(target)
+        self.counters = replace(self.counters, pulls=self.counters.pulls + 1)
+
+    async def _reach_first_step(self) -> None:
+        """A worker that joined and pushes without a pull: waits until the others are at its first step."""
+        if self._sequence.before_first_step:
+            await self._pull_into(self._results.target(None, copy=False))
+
+    async def _result(self, target: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
+        return await _off_loop(self._elements, lambda: self._results.arrays(target, out, copy))
+
+    def _gather(self, gradients: Mapping[str, ArrayLike]) -> tuple[Flat | None, float]:
+        """The checked gradient and, where the servers need it, its norm; None to abstain."""
+        flat = self._gradients.gather(gradients)
+        if flat is None or not self._clips or self._sequence.synchronous:
+            return flat, 0.0
+        return flat, partition.grad_norm(flat, self._exchange.slicing.slice_elements)
+
+    def _check_member(self) -> None:
+        if not self._participation.is_member:
+            raise NotMemberError(
+                f"{self._participation.name!r} was opened for reading: pass init and optimizer to client.parameters() "
+                "to take part"
+            )
+
+    # --- another incarnation ------------------------------------------------------------------------------------------
+
+    async def _retry(self, work: Callable[[], Awaitable[T]]) -> T:
+        """What ``work`` returns, in this incarnation or a later one."""
+        while True:
+            incarnation = self._participation.incarnation
+            try:
+                return await work()
+            except FencedError as error:
+                await self._rejoin(error, incarnation)
+
+    async def _rejoin(self, fenced: FencedError, incarnation: int) -> bool:
+        """Takes part again, where ``fenced`` ended what was done in ``incarnation``. Returns whether the push under
+        way, or next to be made, goes on.
+
+        A step in buckets that does not is dropped; raises FencedError if the user does not know that yet.
+        """
+        goes_on = await self._exchange.rejoin(fenced, incarnation)
+        self._results.discard()
+        if not goes_on:
+            await self._drop_step()
+        return goes_on
+
+    def _drop(self, number: int) -> None:
+        """The push of this number is dropped. Raises PushDroppedError as ``on_drop`` says."""
+        self._participation.on_dropped()
+        expulsion, sequence = self._exchange.expulsion, self._sequence
+        what = "step" if sequence.synchronous else "push"
+        goes_on = f"this worker takes part again{f' from step {sequence.first_step}' if sequence.synchronous else ''}"
+        title = f"{what} {number} of {self._participation.name!r}"
+        self.drops.add(f"{title} was dropped: {expulsion.reason}; {goes_on}", expulsion)
+
+    # --- a step in buckets --------------------------------------------------------------------------------------------
+
+    async def _current_step(self) -> BucketStep:
+        """The step that the next bucket belongs to. A new one is kept only with its first bucket."""
+        await self._exchange.open()
+        if self._bucket_step is not None:
+            await self._bucket_step.raise_failure()
+            if self._bucket_step.open:
+                return self._bucket_step
+        await self._end_step()
+        await self._reach_first_step()
+        # Whose slices are answered only with the whole step: BSP that clips, and SSP where a read waits for all others.
+        consistency = self._spec.consistency
+        whole = self._clips or (isinstance(consistency, SSP) and consistency.staleness == 0)
+        return BucketStep(
+            self._exchange, self._results, self._index, self._gradients.vector, self._on_pushed, whole=whole
+        )
+
+    async def _end_step(self) -> None:
+        """The step in buckets is over, once it is answered."""
+        if self._bucket_step is not None:
+            await self._bucket_step.finish()
+            self._bucket_step.end()
+            self._bucket_step = None
+
+    async def _drop_step(self) -> None:
+        """A step in buckets, if there is one, does not go on. Raises FencedError if the user does not know that."""
+        step, self._bucket_step = self._bucket_step, None
+        if step is None:
+            return
+        await step.drop()
+        if not step.finished:
+            self._drop(step.number)
+            if not step.told_fenced:
+                raise step.dropped()
+
+
+async def _off_loop(elements: int, work: Callable[[], T]) -> T:
+    """What ``work`` returns, which touches ``elements`` numbers: in a thread where these are many."""
+    if elements < _LARGE_ELEMENTS:
+        return work()
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        # The call gives the user's arrays back: nobody may touch them any more.
+        await asyncio.wait({task})
+        task.exception()
+        raise
+    return task.result()

@@ -1,0 +1,1 @@
+"""The gRPC transport: every payload in a message of its own."""

@@ -1,0 +1,108 @@
+"""Requests as messages of ServerService, and the answers to them.
+
+``encode`` makes the messages of one route, each with the slice that it is for. ``on_answer`` takes one message of the
+server. On the wire a stream of one message is the same as a unary request, so all methods are streams here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from psdist.client.core.routing import Route
+from psdist.client.transport.requests import InstallRequest, PullRequest, PushRequest, Request, write_weights
+from psdist.errors import InternalError
+from psdist.v1 import common_pb2
+from psdist.v1 import server_pb2 as pb
+from psdist.wire import convert, frames
+
+
+def push_header(push: PushRequest, route: Route) -> pb.PushHeader:
+    """Who pushes what to the server of ``route``."""
+    header = pb.PushHeader(
+        pull_dtype=convert.dtype_to_proto(push.target.dtype) if push.target is not None else None,
+        identity=push.sender.identity(route.epoch),
+        codec=common_pb2.CODEC_RAW,
+        dtype=convert.dtype_to_proto(push.codec.dtype),
+    )
+    number_push(header, push)
+    return header
+
+
+def number_push(header: pb.PushHeader, push: PushRequest) -> None:
+    """Writes into a header what differs from push to push."""
+    header.step, header.abstain, header.grad_norm = push.progress.number, push.flat is None, push.grad_norm
+    header.mark = push.mark
+
+
+def method_of(request: Request) -> str:
+    """The method of ServerService for ``request``."""
+    match request:
+        case PushRequest():
+            return "Push" if request.target is None else "PushPull"
+        case PullRequest():
+            return "Pull"
+        case InstallRequest():
+            return "Install"
+    raise InternalError(f"no method carries {type(request).__name__}")
+
+
+def encode(request: Request, route: Route) -> Iterator[tuple[int, bytes]]:
+    """The messages for the slices of ``route`` that are not answered, each with the slice that it is for."""
+    match request:
+        case PushRequest():
+            yield from _encode_push(request, route)
+        case PullRequest():
+            message = pb.PullRequest(
+                identity=request.sender.identity(route.epoch),
+                dtype=convert.dtype_to_proto(request.target.dtype),
+                min_version=request.progress.number,
+                slices=request.progress.unanswered(route.slices),
+            )
+            yield 0, message.SerializeToString()
+        case InstallRequest():
+            # A server that has only some of the slices does not answer: after a break all of them are sent again.
+            identity: pb.Identity | None = request.sender.identity(route.epoch)
+            for index in route.slices:
+                yield index, frames.pack(pb.InstallRequest(identity=identity, slice=index), request.payload(index))
+                identity = None
+
+
+def _encode_push(push: PushRequest, route: Route) -> Iterator[tuple[int, bytes]]:
+    """One message per slice; the first has the header."""
+    message_type = pb.PushRequest if push.target is None else pb.PushPullRequest
+    header: pb.PushHeader | None = push_header(push, route)
+    for index in push.progress.unanswered(route.slices):
+        message = message_type(header=header, slice=index, base_version=push.versions[index])
+        yield index, frames.pack(message, push.payload(index))
+        header = None
+
+
+def on_answer(request: Request, route: Route, data: bytes) -> str:
+    """Takes one message of the route's server. Returns its reason if all it says is that it waits."""
+    match request:
+        case PushRequest(target=None):
+            ack = pb.PushResponse.FromString(data)
+            if not ack.waiting_for:
+                request.progress.answer(ack.slice, ack.version, ack.staleness, ack.ignored)
+            return ack.waiting_for
+        case PushRequest():
+            pushed = frames.unpack(pb.PushPullResponse, data)
+            answer = pushed.header
+            if not answer.waiting_for:
+                write_weights(request, answer.slice, pushed.payload, route.peer)
+                request.progress.answer(answer.slice, answer.version, answer.staleness, answer.ignored)
+            return answer.waiting_for
+        case PullRequest():
+            pulled = frames.unpack(pb.PullResponse, data)
+            if not pulled.header.waiting_for:
+                write_weights(request, pulled.header.slice, pulled.payload, route.peer)
+                request.progress.answer(pulled.header.slice, pulled.header.version)
+            return pulled.header.waiting_for
+        case InstallRequest():
+            installed = pb.InstallResponse.FromString(data)
+            if installed.slices != len(route.slices):
+                raise InternalError(
+                    f"{route.peer} took {installed.slices} of {len(route.slices)} slices of initial values"
+                )
+            request.on_installed(route.server, route.slices)
+    return ""

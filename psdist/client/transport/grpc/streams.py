@@ -1,0 +1,130 @@
+"""``GrpcTransport``: one stream per attempt. It is open to every server.
+
+All handles of a client share it, so that several calls to one server write in the order of their slices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from psdist.client.core.routing import Route
+from psdist.client.session.cluster_view import again
+from psdist.client.session.wait_tracker import Wait
+from psdist.client.transport.grpc import messages
+from psdist.client.transport.grpc.write_queue import WriteQueue
+from psdist.client.transport.requests import Request
+from psdist.client.transport.transport import Loss, attempt_error
+from psdist.errors import ClosedError, ServerUnreachableError
+from psdist.wire import channels, malloc_options, status
+
+#: What grpc.aio says, in place of the server's own status, where a write came after the server had ended the stream
+#: (grpc issue 36066). The next attempt meets that status, or a server that is well again.
+_WRITE_FAILED: Final = "Internal error from Core"
+_SERVICE: Final = "/psdist.v1.ServerService/"
+
+
+class GrpcTransport:
+    """Channels to servers. metadata: of every call."""
+
+    name = "grpc"
+
+    def __init__(self, metadata: Any) -> None:
+        malloc_options.keep_buffers()
+        self._metadata = metadata
+        self._methods: dict[tuple[str, str], Any] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._write_queues: defaultdict[str, WriteQueue] = defaultdict(WriteQueue)
+
+    def is_open(self, route: Route) -> bool:
+        """Always."""
+        return True
+
+    def is_missing(self, route: Route) -> bool:
+        """Never: a channel connects when it is first used."""
+        return False
+
+    async def prepare(self, routes: Sequence[Route]) -> None:
+        """Does nothing."""
+
+    def why_closed(self, server_id: str) -> str:
+        """Always empty."""
+        return ""
+
+    def open_stream(self, address: str, method: str) -> Any:
+        """A call of a method of ServerService, with raw bytes both ways."""
+        known = self._methods.get((address, method))
+        if known is None:
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = self._channels[address] = channels.open_channel(address)
+            known = self._methods[address, method] = channel.stream_stream(_SERVICE + method)
+        return known(metadata=self._metadata)
+
+    async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
+        """One stream, to its end. See ``Transport.exchange``."""
+        call = self.open_stream(route.address, messages.method_of(request))
+        send = asyncio.create_task(_send(call, request, route, self._write_queues[route.address]))
+        receive = asyncio.create_task(_receive(call, request, route, wait))
+        try:
+            await _until_received(receive, send, loss)
+        except grpc.aio.AioRpcError as failure:
+            if failure.code() is grpc.StatusCode.INTERNAL and failure.details() == _WRITE_FAILED:
+                raise ServerUnreachableError(f"{route.peer} ended the stream while it was written to") from None
+            raise attempt_error(status.from_call(failure, route.peer)) from None
+        finally:
+            call.cancel()
+            send.cancel()
+            receive.cancel()
+            await asyncio.gather(send, receive, return_exceptions=True)
+        if request.progress.unanswered(route.slices):
+            raise ServerUnreachableError(f"{route.peer} ended the stream before all slices were answered")
+
+    async def close(self) -> None:
+        """Closes all channels."""
+        opened = list(self._channels.values())
+        self._channels.clear()
+        self._methods.clear()
+        for channel in opened:
+            await channel.close()
+
+
+async def _send(call: Any, request: Request, route: Route, queue: WriteQueue) -> None:
+    """Writes all messages. A stream that breaks meanwhile is left for its reader to report."""
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        for index, message in messages.encode(request, route):
+            turn = await queue.acquire(index)
+            try:
+                await call.write(message)
+            finally:
+                queue.release(turn)
+        await call.done_writing()
+
+
+async def _receive(call: Any, request: Request, route: Route, wait: Wait) -> None:
+    """Takes answers until the stream ends."""
+    async for data in call:
+        if reason := messages.on_answer(request, route, data):
+            wait.update_reason(reason)
+        else:
+            wait.progress()
+
+
+async def _until_received(receive: asyncio.Task[None], send: asyncio.Task[None], loss: Loss) -> None:
+    """Returns when ``receive`` has ended well. Raises its error, an error of ``send``, or the loss."""
+    waiting: set[asyncio.Future[Any]] = {receive, send, loss}
+    while not receive.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if loss in done and not receive.done():
+            raise again(loss.result())
+        if send in done and not send.cancelled():
+            send.result()
+    if receive.cancelled():  # Only its channel cancels it, when that is closed.
+        raise ClosedError("the client was closed before the call was answered")
+    receive.result()

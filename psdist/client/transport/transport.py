@@ -1,0 +1,87 @@
+"""What a transport is, and which of them carries a request to a server.
+
+A handle has its transports in the order of preference. Before each call the missing ones are prepared, which may take a
+negotiation with servers. A request then goes by the first transport that is open to its server. gRPC is last, and is
+always open.
+
+Not here: retries and routes (``data_path``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from psdist.client.core.routing import Route
+from psdist.client.session.wait_tracker import Wait
+from psdist.client.transport.requests import Request
+from psdist.errors import ClosedError, PsdistError, ServerUnreachableError
+
+#: Gets the error with which attempts on a server end.
+Loss = asyncio.Future[PsdistError]
+
+
+def attempt_error(error: PsdistError) -> PsdistError:
+    """The error of a peer, as ``Transport.exchange`` raises it: one that closes is one that cannot be reached."""
+    return ServerUnreachableError(error.message) if isinstance(error, ClosedError) else error
+
+
+class Transport(Protocol):
+    """A way to carry requests of one handle to servers."""
+
+    #: As ``Statistics.transports`` and ``psdist status`` show it.
+    name: str
+
+    def is_open(self, route: Route) -> bool:
+        """Whether a request can be carried to the route's server now."""
+
+    def is_missing(self, route: Route) -> bool:
+        """Whether ``prepare`` would try to open it to the route's server."""
+
+    async def prepare(self, routes: Sequence[Route]) -> None:
+        """Opens it to the servers of ``routes`` where it is missing. Raises SharingUnavailableError where the user
+        insists on it and it cannot be opened."""
+
+    async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
+        """One attempt to get the slices of ``route`` answered that are not.
+
+        wait: is given the server's reasons. loss: ends the attempt.
+        Raises StaleEpochError and ServerUnreachableError where another attempt may go well, and what the server refuses
+        with; then some slices may be answered.
+        """
+
+    def why_closed(self, server_id: str) -> str:
+        """Why it is not used to a server; empty where it is open."""
+
+
+class Transports:
+    """The transports of one handle, the preferred one first. The last is always open."""
+
+    def __init__(self, *transports: Transport) -> None:
+        self._transports = transports
+
+    def choose(self, route: Route) -> Transport:
+        """The one that carries requests to the route's server now."""
+        return next(transport for transport in self._transports if transport.is_open(route))
+
+    def is_missing(self, routes: Sequence[Route]) -> bool:
+        """Whether ``prepare`` would do anything. Call it before each call."""
+        return any(transport.is_missing(route) for transport in self._transports for route in routes)
+
+    async def prepare(self, routes: Sequence[Route]) -> None:
+        """Opens the transports to the servers of ``routes`` where that was not tried yet, or they broke."""
+        for transport in self._transports:
+            await transport.prepare(routes)
+
+    def statuses(self, servers: Iterable[str]) -> dict[str, str]:
+        """By server, the transport that is used, and why those before it are not: "shm", "grpc: too old a kernel"."""
+        return {server_id: self._status(server_id) for server_id in servers}
+
+    def _status(self, server_id: str) -> str:
+        reasons = []
+        for transport in self._transports:
+            if not (reason := transport.why_closed(server_id)):
+                break
+            reasons.append(reason)
+        return f"{transport.name}: {'; '.join(reasons)}" if reasons else transport.name
