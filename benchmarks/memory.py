@@ -35,8 +35,8 @@ def measure(params: int, transport: Transport) -> dict[str, int]:
     try:
         with Client(cluster.address, cluster.token, transport=transport) as client:
             StepBench(client, BenchSettings(params=1)).measure(1)  # so the server is there, and has what any step needs
-            members = client.status()["members"]
-            (pid,) = [member["pid"] for member in members if member["member_id"] == "server-0"]
+            members = client.status().members
+            (pid,) = [member.pid for member in members if member.member_id == "server-0"]
             idle = sizes(pid)["VmRSS"]
             StepBench(client, BenchSettings(params=params)).measure(STEPS)
             after = sizes(pid)

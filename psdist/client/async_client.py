@@ -14,7 +14,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Self, get_args
 
 from numpy.typing import ArrayLike
 
@@ -42,6 +42,7 @@ from psdist.optim import Optimizer
 from psdist.settings.config import TransportName
 from psdist.types import WIRE_DTYPES, DatasetSpec, DType, NonFinite, ParametersSpec, check_name
 from psdist.v1 import scheduler_pb2
+from psdist.v1.scheduler_pb2 import GetStatusResponse
 
 
 class AsyncClient:
@@ -357,13 +358,15 @@ class AsyncClient:
         if self._session is not None:
             self._session.activities.is_alone = is_alone
 
-    async def status(self) -> dict[str, Any]:
-        """The run as the scheduler sees it: members, parameters, waits and events, by the names of GetStatusResponse.
+    async def status(self) -> GetStatusResponse:
+        """The run as the scheduler sees it: members, parameters, waits and events.
 
-        Raises SchedulerUnreachableError.
+        A protobuf message; ``proto/psdist/v1/scheduler.proto`` says what its fields are. Raises
+        SchedulerUnreachableError.
         """
         calls = self._opened().calls
-        return _as_dict(await calls.call(calls.stub.GetStatus, scheduler_pb2.GetStatusRequest()))
+        response: GetStatusResponse = await calls.call(calls.stub.GetStatus, scheduler_pb2.GetStatusRequest())
+        return response
 
     def _opened(self) -> WorkerSession:
         if self._pid != os.getpid():
@@ -398,24 +401,3 @@ def _positive(name: str, value: float) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise InvalidArgumentError(f"{name}={value!r} is out of range: use a number of seconds above 0")
     return float(value)
-
-
-def _as_dict(message: Any) -> dict[str, Any]:
-    """A protobuf message as plain values, all fields present; enums as their names, bytes as hexadecimal."""
-    return {field.name: _field_value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
-
-
-def _field_value(field: Any, value: Any) -> Any:
-    if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        return dict(value)
-    if field.is_repeated:
-        return [_single_value(field, item) for item in value]
-    return _single_value(field, value)
-
-
-def _single_value(field: Any, value: Any) -> Any:
-    if field.message_type is not None:
-        return _as_dict(value)
-    if field.enum_type is not None:
-        return field.enum_type.values_by_number[value].name
-    return value.hex() if isinstance(value, bytes) else value

@@ -29,6 +29,7 @@ from psdist.consistency import Consistency
 from psdist.optim import Optimizer
 from psdist.settings.config import TransportName
 from psdist.types import DType, Layout, NonFinite, ParametersSpec
+from psdist.v1.scheduler_pb2 import GetStatusResponse
 
 
 class Client:
@@ -155,7 +156,7 @@ class Client:
         """Returns when all live workers have called it with this name. See ``AsyncClient.barrier``."""
         loop.shared().call(self._client.barrier(name, timeout))
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> GetStatusResponse:
         """The run as the scheduler sees it. See ``AsyncClient.status``."""
         return loop.shared().call(self._client.status(), reading=True)
 

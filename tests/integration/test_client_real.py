@@ -203,14 +203,14 @@ async def test_barriers_wait_for_all_and_name_who_is_missing(join: Join) -> None
         await asyncio.gather(*(client.barrier("eval") for client in clients))
 
 
-async def test_status_is_plain_values(join: Join, name: str) -> None:
+async def test_status_names_members_and_parameters(join: Join, name: str) -> None:
     client = await join()
     await client.parameters(name, {"w": np.ones(10, np.float32)}, SGD)
     status = await client.status()
-    assert status["run_id"] == client.run_id
-    live = {member["member_id"] for member in status["members"] if member["state"] == "live"}
+    assert status.run_id == client.run_id
+    live = {member.member_id for member in status.members if member.state == "live"}
     assert live == {"server-0", "server-1", client.worker_id}
-    assert name in {entry["entry"]["spec"]["name"] for entry in status["parameters"]}
+    assert name in {one.entry.spec.name for one in status.parameters}
 
 
 async def test_no_elements_at_all(join: Join, name: str) -> None:
@@ -231,8 +231,8 @@ async def test_a_killed_server_is_an_error_at_once(join: Join, name: str) -> Non
     client = await join()
     weights = await client.parameters(name, {"w": np.ones(100_000, np.float32)}, SGD)
     await weights.push({"w": np.ones(100_000)})
-    members = (await client.status())["members"]
-    os.kill(next(member["pid"] for member in members if member["member_id"] == "server-1"), signal.SIGKILL)
+    members = (await client.status()).members
+    os.kill(next(member.pid for member in members if member.member_id == "server-1"), signal.SIGKILL)
     async with asyncio.timeout(60):
         with pytest.raises(errors.ServerLostError, match="server-1"):
             while True:

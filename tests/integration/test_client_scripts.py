@@ -69,7 +69,7 @@ def test_a_script_that_just_ends_leaves_politely(cluster: EmbeddedCluster) -> No
     code, _, error = run("client = psdist.Client(worker_id='careless'); psdist.Client(worker_id='second')", cluster)
     assert (code, error) == (0, "")
     code, out, error = run(
-        "with psdist.Client() as c: print({m['member_id']: m['state'] for m in c.status()['members']})", cluster
+        "with psdist.Client() as c: print({m.member_id: m.state for m in c.status().members})", cluster
     )
     assert code == 0, error
     assert "'careless': 'left'" in out and "'second': 'left'" in out
@@ -88,7 +88,7 @@ try:
     print("waiting", flush=True)
     client.parameters("never")
 except KeyboardInterrupt:
-    print("interrupted", client.status()["run_id"] == client.run_id)
+    print("interrupted", client.status().run_id == client.run_id)
     client.close()
     client.close()
 """,

@@ -43,10 +43,10 @@ async def test_server_memory_stays_within_its_bound(workers: int, transport: Tra
         for _ in range(5):
             await asyncio.gather(*(handle.push_pull(init) for handle in handles))
         status = await clients[0].status()
-        (server,) = [member for member in status["members"] if member["member_id"] == "server-0"]
+        (server,) = [member for member in status.members if member.member_id == "server-0"]
         lent = 4 * ELEMENTS * workers if transport == "shm" else 0
         bound = 12 * ELEMENTS + 2 * workers * SLICE_ELEMENTS_MAX * 4 + OTHER_BYTES + lent
-        peak = peak_bytes(server["pid"])
+        peak = peak_bytes(server.pid)
         print(f"peak {peak / 1e6:.0f} MB, bound {bound / 1e6:.0f} MB")
         assert peak <= bound
     finally:

@@ -116,7 +116,7 @@ class Life:
 
     async def events(self) -> list[str]:
         """What the scheduler tells by ``psdist status``."""
-        return [event["text"] for event in (await self.clients[0].status())["events"]]
+        return [event.text for event in (await self.clients[0].status()).events]
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:

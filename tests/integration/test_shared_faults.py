@@ -329,10 +329,10 @@ async def until_pushed(client: AsyncClient, name: str) -> None:
         while len(counted) < 2 or not all(counted):
             report = await client.status()
             counted = [
-                sum(int(worker.get("pushes", 0)) for worker in one.get("workers", []))
-                for server in report["members"]
-                for one in server.get("statistics", {}).get("parameters", [])
-                if one["parameters"] == name
+                sum(worker.pushes for worker in one.workers)
+                for server in report.members
+                for one in server.statistics.parameters
+                if one.parameters == name
             ]
             # Heartbeats tell it, every 2.5 s.
             ended, _ = await asyncio.wait({client._session._task}, timeout=0.1)

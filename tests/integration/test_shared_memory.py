@@ -238,17 +238,17 @@ async def test_status_shows_each_connection_and_why(cluster: EmbeddedCluster) ->
         servers = sorted(handles[0].statistics().transports)
         while True:
             report = await clients[0].status()
-            shown = {member["member_id"]: member.get("connections", []) for member in report["members"]}
-            told = [one for one in shown["worker-0"] if one["transport"] == "shm"]
+            shown = {member.member_id: member.connections for member in report.members}
+            told = [one for one in shown["worker-0"] if one.transport == "shm"]
             if len(told) == len(servers) and shown["worker-1"]:
                 break
             # Heartbeats tell it, every 2.5 s.
             ended, _ = await asyncio.wait({clients[0]._session._task}, timeout=0.1)
             assert not ended
-        assert sorted(one["server_id"] for one in told) == servers
-        assert {one["parameters"] for one in told} == {"shown"}
-        assert [one["transport"] for one in shown["worker-1"]] == ["grpc"] * len(servers)
-        assert {one["reason"] for one in shown["worker-1"]} == {"the transport is 'grpc'"}
+        assert sorted(one.server_id for one in told) == servers
+        assert {one.parameters for one in told} == {"shown"}
+        assert [one.transport for one in shown["worker-1"]] == ["grpc"] * len(servers)
+        assert {one.reason for one in shown["worker-1"]} == {"the transport is 'grpc'"}
 
         answer = await clients[0]._session.calls.stub.GetStatus(
             scheduler_pb2.GetStatusRequest(),
