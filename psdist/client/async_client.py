@@ -80,13 +80,14 @@ class AsyncClient:
         self._rng = random.Random()
         self._connect_timeout = _positive("connect_timeout", connect_timeout)
         self._request_timeout = None if request_timeout is None else _positive("request_timeout", request_timeout)
-        self._session: WorkerSession | None = None
+        #: The parts of a connected client, for tests and tools.
+        self.session: WorkerSession | None = None
         self._handles: Handles | None = None
         self._datasets: dict[str, AsyncDataset] = {}
-        self._snapshots: SnapshotRequests | None = None
+        self.snapshots: SnapshotRequests | None = None
         self._barriers: dict[str, Barrier] = {}
         self._is_alone: Callable[[], bool] = lambda: False
-        self._closed = False
+        self.is_closed = False
         self._pid = os.getpid()
         self.local_rank = 0
 
@@ -94,9 +95,9 @@ class AsyncClient:
 
     async def connect(self) -> Self:
         """Joins the run. Raises ConfigurationError, SchedulerUnreachableError, and what the scheduler refuses with."""
-        if self._closed:
+        if self.is_closed:
             raise ClosedError("the client is closed: make a new one")
-        if self._session is not None:
+        if self.session is not None:
             return self
         loop.claim(self)
         try:
@@ -105,8 +106,8 @@ class AsyncClient:
             session = WorkerSession(target, __version__, self._rng, self._connections, rejoins=self._rejoin)
             session.activities.is_alone = self._is_alone
             self._handles = Handles(session, self._rng)
-            self._snapshots = SnapshotRequests(session, self._quiesce)
-            self._session = session
+            self.snapshots = SnapshotRequests(session, self._quiesce)
+            self.session = session
             await session.connect(self._connect_timeout)
         except BaseException:
             await self.close()
@@ -119,20 +120,20 @@ class AsyncClient:
         reason: what others read about it. "stopped" and "failed" say that the work was not done: a run with a least
             number of workers waits for another.
         """
-        if self._closed:
+        if self.is_closed:
             return
-        if self._snapshots is not None and reason != "failed":
-            await self._snapshots.take_last()
-        self._closed = True
+        if self.snapshots is not None and reason != "failed":
+            await self.snapshots.take_last()
+        self.is_closed = True
         try:
-            if self._snapshots is not None:
-                self._snapshots.close()
+            if self.snapshots is not None:
+                self.snapshots.close()
             for data in self._datasets.values():
                 await data.close()
             if self._handles is not None:
                 await self._handles.close()
-            if self._session is not None:
-                await self._session.close(reason)
+            if self.session is not None:
+                await self.session.close(reason)
         finally:
             loop.release(self)
 
@@ -176,7 +177,7 @@ class AsyncClient:
         return self._registration.incarnation
 
     def __repr__(self) -> str:
-        if self._closed or self._session is None:
+        if self.is_closed or self.session is None:
             return f"<{type(self).__name__} closed>"
         return f"<{type(self).__name__} {self.worker_id} (rank {self.rank}) of run {self.run_id!r}>"
 
@@ -304,8 +305,8 @@ class AsyncClient:
 
     def _snapshots_opened(self) -> SnapshotRequests:
         self._opened()
-        assert self._snapshots is not None
-        return self._snapshots
+        assert self.snapshots is not None
+        return self.snapshots
 
     def _quiesce(self) -> Iterator[AbstractAsyncContextManager[None]]:
         """What holds this worker's pushes while a snapshot is taken."""
@@ -342,21 +343,21 @@ class AsyncClient:
         scheduler that is not heard for 5 s is not waited for; nor is, for longer than 10 s, a push that was under way.
         Raises nothing; returns at once where the client is not connected.
         """
-        if self._session is not None and not self._closed and self._session.is_connected:
-            self._session.stopping.request()
-            await self._session.stopping.until_leaving()
+        if self.session is not None and not self.is_closed and self.session.is_connected:
+            self.session.stopping.request()
+            await self.session.stopping.until_leaving()
 
     def watch_signals(self, is_asked: Callable[[], bool]) -> None:
         """Has ``is_asked`` called before the scheduler is told whether this worker was asked to end."""
-        if self._session is not None:
-            self._session.stopping.is_asked = is_asked
+        if self.session is not None:
+            self.session.stopping.is_asked = is_asked
 
     def report_waits(self, is_alone: Callable[[], bool]) -> None:
         """Lets the scheduler find out that workers wait for each other. is_alone: whether one thread alone makes calls,
         which nobody else can end."""
         self._is_alone = is_alone
-        if self._session is not None:
-            self._session.activities.is_alone = is_alone
+        if self.session is not None:
+            self.session.activities.is_alone = is_alone
 
     async def status(self) -> GetStatusResponse:
         """The run as the scheduler sees it: members, parameters, waits and events.
@@ -374,11 +375,11 @@ class AsyncClient:
                 f"this client belongs to process {self._pid} and does not survive a fork: start processes by "
                 "spawn, and make a client in each"
             )
-        if self._closed:
+        if self.is_closed:
             raise ClosedError("the client is closed")
-        if self._session is None:
+        if self.session is None:
             raise ClosedError("the client is not connected: use it in a with block, or call connect() first")
-        return self._session
+        return self.session
 
 
 def _spec(

@@ -55,7 +55,7 @@ class AsyncBucket:
         self.slices = index.slices_of_all(numbers)
         self.weights: Arrays | None = None
         self.error: PsdistError | None = None
-        self._step = step
+        self.step = step
 
     def done(self) -> bool:
         """Whether ``wait`` would not wait: the weights are here, or the bucket failed."""
@@ -73,7 +73,7 @@ class AsyncBucket:
         begin the next one; and whatever the sending failed with. After that, give the bucket's tensors again, and those
         of the buckets that were under way with it.
         """
-        return await self._step.wait(self, timeout)
+        return await self.step.wait(self, timeout)
 
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.done() else "under way"
@@ -111,7 +111,7 @@ class BucketStep:
         self._failures: list[PsdistError] = []
         #: What ends the buckets under way, while it does.
         self._broken: PsdistError | None = None
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self.tasks: dict[asyncio.Task[None], None] = {}
         self._abstained = False
         self._changed = asyncio.Event()
 
@@ -135,7 +135,7 @@ class BucketStep:
         self._update_sequence()
         if ready.valued or ready.abstaining:
             task = asyncio.create_task(self._send(bucket, numbers, ready), name="psdist bucket")
-            self._tasks[task] = None
+            self.tasks[task] = None
             task.add_done_callback(self._on_task_done)
         else:
             self._update()
@@ -147,7 +147,7 @@ class BucketStep:
             sequence.set_given(whole=not self.open)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(task, None)
+        self.tasks.pop(task, None)
 
     async def _send(self, bucket: AsyncBucket, numbers: tuple[int, ...], ready: ReadySlices) -> None:
         parts = [(self._progress.part(slices), flat) for slices, flat in self._parts(ready)]
@@ -262,7 +262,7 @@ class BucketStep:
         raise again(error)
 
     async def _end_tasks(self) -> None:
-        tasks = list(self._tasks)
+        tasks = list(self.tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -299,7 +299,7 @@ class BucketStep:
 
     async def close(self) -> None:
         """Ends what is under way."""
-        under_way = bool(self._tasks)
+        under_way = bool(self.tasks)
         await self._end_tasks()
         if under_way:
             self._exchange.shared_memory.renew()  # the memory is the user's again, as in _raise

@@ -44,13 +44,14 @@ class AsyncParameters:
         self.layout: Layout = layout
         #: Whether this client takes part in the training, or only reads.
         self.is_member = exchange.participation.is_member
-        self._exchange = exchange
+        #: The way to the servers, for tests and tools.
+        self.exchange = exchange
         self._steps = Steps(exchange, layout, DropCounter(on_drop))
         self._generation = exchange.participation.entry.generation
 
     @property
     def _sequence(self) -> PushSequence:
-        return self._exchange.participation.sequence
+        return self.exchange.participation.sequence
 
     # --- what there is to know ---
 
@@ -78,7 +79,7 @@ class AsyncParameters:
     def restored(self) -> str | None:
         """Directory of the snapshot that the values were loaded from when they began, or last went back; None where
         they began with ``init``."""
-        restore = self._exchange.participation.entry.restore
+        restore = self.exchange.participation.entry.restore
         return restore.directory if restore is not None else None
 
     @property
@@ -93,7 +94,7 @@ class AsyncParameters:
 
     def statistics(self) -> Statistics:
         """Counters of this handle."""
-        exchange, transports = self._exchange, self._exchange.transports()
+        exchange, transports = self.exchange, self.exchange.transports()
         kinds = {how.partition(":")[0] for how in transports.values()} or {"grpc"}
         return replace(
             self._steps.counters,

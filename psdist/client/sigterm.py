@@ -74,8 +74,8 @@ class SigtermHandler:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
-        self._loop, self._clients, self._give_up = loop, clients, give_up
-        signal.signal(signal.SIGTERM, self._on_signal)
+        self.attach(loop, clients, give_up)
+        signal.signal(signal.SIGTERM, self.on_signal)
         os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._in_fork)
         self._pipe, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         others = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
@@ -85,6 +85,15 @@ class SigtermHandler:
             os.close(self._pipe)
             self._pipe = -1
         loop.call_soon_threadsafe(self._watch)
+
+    def attach(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        clients: Callable[[], Sequence[StoppableClient]],
+        give_up: Callable[[], None],
+    ) -> None:
+        """What ``install`` does before it installs anything. Arguments as there."""
+        self._loop, self._clients, self._give_up = loop, clients, give_up
 
     def _block(self) -> None:
         """Until a forked process is done with ``_in_fork`` it would write its signals to this one's pipe."""
@@ -97,7 +106,7 @@ class SigtermHandler:
         """A forked process ends by its signals as any other, and its signals are none of this one's."""
         if self._pipe >= 0:
             signal.set_wakeup_fd(-1)
-        if signal.getsignal(signal.SIGTERM) == self._on_signal:
+        if signal.getsignal(signal.SIGTERM) == self.on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._unblock()
 
@@ -121,7 +130,8 @@ class SigtermHandler:
 
     # --- in the main thread -------------------------------------------------------------------------------------------
 
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
+        """The signal handler."""
         self.asked = True
         self._signals += 1
         if self._loop is not None and not self._loop.is_closed():
@@ -144,7 +154,7 @@ class SigtermHandler:
         with suppress(BlockingIOError):
             came = self._pipe >= 0 and signal.SIGTERM in os.read(self._pipe, _READ_BYTES)
             if (
-                came and signal.getsignal(signal.SIGTERM) == self._on_signal
+                came and signal.getsignal(signal.SIGTERM) == self.on_signal
             ):  # The script may have one of its own by now.
                 self._begin()
         return self.asked

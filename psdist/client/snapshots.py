@@ -36,7 +36,7 @@ class SnapshotRequests:
         self._session = session
         self._quiesce = quiesce
         #: Snapshots that nobody waits for.
-        self._under_way: set[asyncio.Task[SnapshotInfo]] = set()
+        self.under_way: set[asyncio.Task[SnapshotInfo]] = set()
 
     async def take(self, timeout: float | None) -> SnapshotInfo:
         """See ``AsyncClient.snapshot``."""
@@ -71,8 +71,8 @@ class SnapshotRequests:
                 return await snapshot_request.save(session.calls, request, waiting, accepted.set)
 
         task = asyncio.create_task(save(), name="psdist snapshot")
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        self.under_way.add(task)
+        task.add_done_callback(self.under_way.discard)
         accepting = asyncio.ensure_future(accepted.wait())
         try:
             await asyncio.wait({task, accepting}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -104,7 +104,7 @@ class SnapshotRequests:
 
     def close(self) -> None:
         """Waits for no snapshot any more. Those that the scheduler knows of are taken all the same."""
-        for task in self._under_way:
+        for task in self.under_way:
             task.cancel()
 
 

@@ -42,7 +42,7 @@ class FramedSocket(asyncio.Protocol):
         self._receive = receive
         self._ended = ended
         self._waits_for_reader = waits_for_reader
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._holds = 0
         self._closed = False
@@ -55,20 +55,20 @@ class FramedSocket(asyncio.Protocol):
 
     def send(self, message: bytes) -> None:
         """Sends a message. After the end it goes nowhere."""
-        if self._transport is not None:
-            self._transport.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+        if self.transport is not None:
+            self.transport.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
 
     def hold(self) -> None:
         """Receives nothing until ``release``, which is called as often."""
         self._holds += 1
-        if self._holds == 1 and self._transport is not None:
-            self._transport.pause_reading()
+        if self._holds == 1 and self.transport is not None:
+            self.transport.pause_reading()
 
     def release(self) -> None:
         """Ends a ``hold``."""
         self._holds -= 1
-        if self._holds == 0 and self._transport is not None:
-            self._transport.resume_reading()
+        if self._holds == 0 and self.transport is not None:
+            self.transport.resume_reading()
             self._deliver()
 
     def close(self) -> None:
@@ -76,9 +76,9 @@ class FramedSocket(asyncio.Protocol):
         self._closed = True
         # Who is told refers to the line, too: without this both would stay until the garbage collector comes.
         self._receive, self._ended = _nobody, _nobody
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
 
     # --- what the loop calls ------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class FramedSocket(asyncio.Protocol):
         if self._closed:
             transport.close()
         else:
-            self._transport = cast(asyncio.Transport, transport)
+            self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -109,7 +109,7 @@ class FramedSocket(asyncio.Protocol):
 
     def _deliver(self) -> None:
         try:
-            while self._transport is not None and not self._holds and (message := self._next()) is not None:
+            while self.transport is not None and not self._holds and (message := self._next()) is not None:
                 self._receive(message)
         except PsdistError as error:
             self._end(error)
@@ -127,7 +127,7 @@ class FramedSocket(asyncio.Protocol):
         return message
 
     def _end(self, error: PsdistError | None) -> None:
-        if self._transport is not None:
+        if self.transport is not None:
             ended = self._ended
             self.close()
             ended(error)

@@ -243,16 +243,15 @@ async def test_status_shows_each_connection_and_why(cluster: EmbeddedCluster) ->
             if len(told) == len(servers) and shown["worker-1"]:
                 break
             # Heartbeats tell it, every 2.5 s.
-            ended, _ = await asyncio.wait({clients[0]._session._task}, timeout=0.1)
-            assert not ended
+            await clients[0].session.membership.view.changed(0.1)
         assert sorted(one.server_id for one in told) == servers
         assert {one.parameters for one in told} == {"shown"}
         assert [one.transport for one in shown["worker-1"]] == ["grpc"] * len(servers)
         assert {one.reason for one in shown["worker-1"]} == {"the transport is 'grpc'"}
 
-        answer = await clients[0]._session.calls.stub.GetStatus(
+        answer = await clients[0].session.calls.stub.GetStatus(
             scheduler_pb2.GetStatusRequest(),
-            metadata=clients[0]._session.calls.metadata,
+            metadata=clients[0].session.calls.metadata,
         )
         form = as_json(answer)
         (mine,) = [member for member in form["members"] if member["id"] == "worker-0"]

@@ -84,14 +84,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def epoch_of(handle: AsyncParameters) -> int:
-    return handle._exchange._membership.view.cluster.epoch
+    return handle.exchange.path.view.cluster.epoch
 
 
 def check_shared(handle: AsyncParameters, without: str) -> None:
     """All servers but one are shared with, and the weights are read in place."""
     transports = handle.statistics().transports
     assert without not in transports and set(transports.values()) == {"shm"}, transports
-    shared = handle._exchange.shared_memory.weights
+    shared = handle.exchange.shared_memory.weights
     assert shared is not None
 
 
@@ -102,7 +102,7 @@ async def test_when_a_server_dies_training_goes_on_in_shared_memory(cluster: Emb
         await step(handles)
         lent = (await step(handles, copy=copy))[0]
         first = asyncio.create_task(handles[0].push_pull(GRADIENT, copy=copy))
-        await until(lambda: any(stream._calls for stream in handles[0]._exchange.shared_memory._streams.values()))
+        await until(lambda: any(stream.calls for stream in handles[0].exchange.shared_memory.streams.values()))
         cluster._children[2].kill()
         assert values(lent) == {2.0}
         second = await handles[1].push_pull(GRADIENT, copy=copy)
@@ -111,7 +111,7 @@ async def test_when_a_server_dies_training_goes_on_in_shared_memory(cluster: Emb
             results = await step(handles, copy=copy)
             assert all(values(result) == {done} for result in results)
         check_shared(handles[0], "server-1")
-        shared = handles[0]._exchange.shared_memory.weights
+        shared = handles[0].exchange.shared_memory.weights
         assert shared is not None and np.shares_memory(results[0]["a"], shared) == (not copy)
 
 
@@ -168,7 +168,7 @@ async def test_weights_that_replicas_do_not_have_yet_are_waited_for(
 ) -> None:
     async with joined(whole, "shm", "shm", consistency=psdist.ASP(), name="waited-for") as (_, (reader, writer)):
         await step([reader, writer])
-        copy, ahead = SharedStream._copy_moving, []
+        copy, ahead = SharedStream.copy_moving, []
 
         async def copy_newer(stream: SharedStream, index: int, target: np.ndarray) -> int:
             """As if the server had just written another version, which is not acknowledged."""
@@ -176,13 +176,13 @@ async def test_weights_that_replicas_do_not_have_yet_are_waited_for(
             ahead.append(version + 1)
             return version + 1
 
-        monkeypatch.setattr(SharedStream, "_copy_moving", copy_newer)
+        monkeypatch.setattr(SharedStream, "copy_moving", copy_newer)
         pulling = asyncio.create_task(reader.pull())
-        slices = reader._exchange.slicing.count
+        slices = reader.exchange.slicing.count
         await until(lambda: len(ahead) == slices)
         await asyncio.wait({pulling}, timeout=0.2)
         assert not pulling.done()
-        monkeypatch.setattr(SharedStream, "_copy_moving", copy)
+        monkeypatch.setattr(SharedStream, "copy_moving", copy)
         await writer.push(GRADIENT)
         await pulling
         assert reader.version == 3
@@ -195,7 +195,7 @@ async def test_an_arena_that_is_replaced_while_it_is_offered_is_offered_anew(
     whole: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with joined(whole, "auto", "grpc", name="replaced") as (_, handles):
-        shared_memory, attach, replaced = handles[0]._exchange.shared_memory, attachment.attach, []
+        shared_memory, attach, replaced = handles[0].exchange.shared_memory, attachment.attach, []
 
         async def slow(*arguments: Any) -> Any:
             attached = await attach(*arguments)
@@ -207,7 +207,7 @@ async def test_an_arena_that_is_replaced_while_it_is_offered_is_offered_anew(
         monkeypatch.setattr(attachment, "attach", slow)
         buffer = await handles[0].gradient_buffers()
         assert "replaced while it was offered" in str(handles[0].statistics().transports)
-        assert not shared_memory._streams
+        assert not shared_memory.streams
         # What servers would read by the file that they were given is not what is written now.
         for array in buffer.values():
             array[...] = -1.0
@@ -232,8 +232,8 @@ async def test_what_was_shared_ends_with_its_last_user_without_the_garbage_colle
         gc.collect()
         gc.disable()
         try:
-            shared_memory = handles[0]._exchange.shared_memory
-            streams = [weakref.ref(stream) for stream in shared_memory._streams.values()]
+            shared_memory = handles[0].exchange.shared_memory
+            streams = [weakref.ref(stream) for stream in shared_memory.streams.values()]
             before = count()
             shared_memory.renew()  # ends the streams; the next call opens others
             await step(handles, copy=False)

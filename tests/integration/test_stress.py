@@ -104,8 +104,8 @@ class Training:
         """Ends ``client`` without a word while it pushes: all that the scheduler sees is a broken stream."""
         for _ in range(rng.randrange(60)):
             await asyncio.sleep(0)
-        assert client._session is not None
-        client._session.membership.view.on_fatal(ClosedError("dead"))
+        assert client.session is not None
+        client.session.membership.view.on_fatal(ClosedError("dead"))
         await client.close()
         await asyncio.gather(push, return_exceptions=True)
 

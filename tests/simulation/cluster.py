@@ -398,7 +398,7 @@ class World:
 
     def _saw(self, life: Life, handle: AsyncParameters, weights: Any, others: list[Life], acked: list[Push]) -> None:
         still = [other for other in others if other in self.members_beside(life)]
-        self.oracle.saw(life, handle._sequence.versions, weights, still, acked)
+        self.oracle.saw(life, handle.exchange.participation.sequence.versions, weights, still, acked)
 
     def members_beside(self, life: Life) -> list[Life]:
         """Other lives that take part, by the scheduler's map."""
@@ -482,7 +482,7 @@ class World:
         client = await self._connect("reader")
         handle = await client.parameters(NAME)
         weights = (await handle.pull())["w"]
-        self.oracle.check_end(handle._sequence.versions, weights)
+        self.oracle.check_end(handle.exchange.participation.sequence.versions, weights)
         await client.close()
 
     def _may_cut(self, client: str, server: str, method: str) -> bool:
@@ -494,4 +494,4 @@ class World:
 
 def _incarnation(handle: AsyncParameters) -> int:
     """The life in which the handle pushes; the client's may be a newer one already."""
-    return handle._exchange.participation.incarnation
+    return handle.exchange.participation.incarnation

@@ -434,7 +434,7 @@ class OrdinaryWorld(SnapshotWorld):
 
 def _is_newest(client: AsyncClient | None, incarnation: int) -> bool:
     """Whether the client is in this incarnation, as far as it knows."""
-    return client is not None and client._session is not None and client.incarnation == incarnation
+    return client is not None and client.session is not None and client.incarnation == incarnation
 
 
 async def _faults(world: OrdinaryWorld, nemesis: SnapshotNemesis) -> None:

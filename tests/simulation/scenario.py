@@ -94,8 +94,8 @@ def _state(world: World) -> str:
     for life in world.lives:
         client = world.clients.get(life.number)
         if not life.over:
-            session = client._session if client is not None else None
-            waits = [wait.sentence for wait in session.waits._open.values()] if session is not None else []
+            session = client.session if client is not None else None
+            waits = [wait.sentence for wait in session.waits.open_waits.values()] if session is not None else []
             acked = sum(push.acked for push in life.pushes)
             workers.append(f"{life.worker_id} pushed {len(life.pushes)}, {acked} answered, {waits}")
     phase = world.scheduler.cluster.phase if world.scheduler is not None else "no scheduler"

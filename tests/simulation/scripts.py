@@ -105,7 +105,7 @@ class Script:
         raise SystemExit(EXIT_STATUS)
 
     def _clients(self) -> list[AsyncClient]:
-        return [self.client] if self.client is not None and not self.client._closed else []
+        return [self.client] if self.client is not None and not self.client.is_closed else []
 
     def _give_up(self) -> None:
         if self._call is not None:

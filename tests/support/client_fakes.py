@@ -445,7 +445,7 @@ class Setup:
 
     async def expelled(self) -> None:
         """Returns once the client is in its next life."""
-        membership = self.client._session.membership
+        membership = self.client.session.membership
         while membership.view.fenced is not None or membership.registration.incarnation < self.scheduler.fenced:
             await membership.view.changed()
         await self.scheduler.hello.wait()
@@ -459,8 +459,8 @@ class Setup:
 
 async def waits_for(client: psdist.AsyncClient, words: str) -> None:
     """Returns once a call says that it waits for that."""
-    waits = client._session.waits
-    while not any(words in wait.reason for wait in waits._open.values()):  # noqa: ASYNC110 - yields, and no more
+    waits = client.session.waits
+    while not any(words in wait.reason for wait in waits.open_waits.values()):  # noqa: ASYNC110 - yields, and no more
         await asyncio.sleep(0)
 
 

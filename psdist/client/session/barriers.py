@@ -18,7 +18,7 @@ from psdist.errors import FencedError, PsdistError, WaitTimeoutError
 from psdist.v1 import scheduler_pb2 as pb
 
 #: So long an arrival that is given up waits for the scheduler's word.
-_WITHDRAW_SECONDS: Final = 5.0
+WITHDRAW_SECONDS: Final = 5.0
 
 
 class Barrier:
@@ -87,7 +87,7 @@ class Barrier:
 
         try:
             with self._waits.open(f"for {self._calls.peer} to take back the arrival at {self._name!r}") as wait:
-                async with asyncio.timeout(_WITHDRAW_SECONDS), self._turn:
+                async with asyncio.timeout(WITHDRAW_SECONDS), self._turn:
                     does_not_count = await self._membership.retry_across_incarnations(withdrawn)
                     self._passed += not does_not_count
         except (TimeoutError, PsdistError) as error:

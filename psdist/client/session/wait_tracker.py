@@ -83,15 +83,16 @@ class WaitTracker:
     """The open waits of one client."""
 
     def __init__(self) -> None:
-        self._open: dict[int, Wait] = {}
+        #: Waits under way, by the identity of each.
+        self.open_waits: dict[int, Wait] = {}
 
     def open(self, reason: str) -> Wait:
         """A wait for a ``with`` block, at first for ``reason``."""
-        return Wait(reason, self._open, asyncio.get_running_loop())
+        return Wait(reason, self.open_waits, asyncio.get_running_loop())
 
     def sentences(self) -> list[str]:
         """The reason of each wait that has lasted, and for how long, longest first. Who reads it knows who waits."""
-        long = [wait for wait in self._open.values() if wait.seconds >= limits.REPORT_WAIT_SECONDS]
+        long = [wait for wait in self.open_waits.values() if wait.seconds >= limits.REPORT_WAIT_SECONDS]
         long.sort(key=lambda wait: -wait.seconds)
         reasons = dict.fromkeys(f"{wait.reason} ({wait.seconds:.0f} s)" for wait in long)
         return list(reasons)[:_SENTENCES_MAX]

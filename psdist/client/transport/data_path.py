@@ -37,7 +37,7 @@ class DataPath:
 
     def __init__(self, transports: Transports, view: ClusterView, waits: WaitTracker, rng: Random) -> None:
         self._transports = transports
-        self._view = view
+        self.view = view
         self._waits = waits
         self._rng = rng
         #: Slices that were sent more than once.
@@ -59,7 +59,7 @@ class DataPath:
             while text := reason():
                 wait.update_reason(text)
                 self.last_reason = text
-                await self._view.changed()
+                await self.view.changed()
 
     async def _send_routes(self, request: Request, planner: Planner, plan: RoutingPlan) -> None:
         parts = [self._deliver_route(request, planner, route) for route in plan.routes]
@@ -78,7 +78,7 @@ class DataPath:
             while len((plan := planner(orphans)).orphans) == len(orphans):
                 wait.update_reason(f"{plan.reason}, for {request.title}")
                 try:
-                    await self._view.changed()
+                    await self.view.changed()
                 finally:
                     self.last_reason = wait.reason
         await self._send_routes(request, planner, plan)
@@ -97,7 +97,7 @@ class DataPath:
                     return
                 if isinstance(broken, StaleEpochError):
                     wait.update_reason(f"for a newer cluster map, for {request.title}: {broken.message}")
-                    await self._view.newer_than(route.epoch, _NEWER_MAP_SECONDS)
+                    await self.view.newer_than(route.epoch, _NEWER_MAP_SECONDS)
                 elif broken is not None:
                     if len(left) < len(route.slices):
                         backoff.reset()
@@ -112,12 +112,12 @@ class DataPath:
 
     async def _pause(self, route: Route, seconds: float) -> None:
         """Waits before the next attempt, but not for a server that is gone meanwhile."""
-        loss = self._view.loss_of(route.server_id, route.incarnation)
+        loss = self.view.loss_of(route.server_id, route.incarnation)
         await asyncio.wait({loss}, timeout=seconds)
 
     async def _attempt(self, request: Request, route: Route, wait: Wait) -> PsdistError | None:
         """One attempt. Returns why it broke if it is worth another one; raises what is not."""
-        loss = self._view.loss_of(route.server_id, route.incarnation)
+        loss = self.view.loss_of(route.server_id, route.incarnation)
         try:
             if loss.done():
                 raise again(loss.result())

@@ -27,6 +27,7 @@ class Setup:
         self.servers = [FakeServer("server-0"), FakeServer("server-1")]
         self.scheduler = FakeScheduler(self.servers[:])
         self.renewed = 0
+        self.given: list[psdist.AsyncBucket] = []
 
     async def start(self, **settings: Any) -> Setup:
         for server in self.servers:
@@ -35,18 +36,20 @@ class Setup:
         self.client = psdist.AsyncClient(self.scheduler.address, connect_timeout=60, **settings)
         await self.client.connect()
         self.handle = await self.client.parameters("p", INIT, psdist.optim.SGD())
-        self.handle._exchange.shared_memory.renew = self._renew
+        self.handle.exchange.shared_memory.renew = self._renew
         return self
 
     def _renew(self) -> None:
         self.renewed += 1
 
-    async def give(self, name: str, value: float = 1.0) -> psdist.client.bucket_step.AsyncBucket:
-        return await self.handle.push_pull_async({name: ONES[name] * np.float32(value)})
+    async def give(self, name: str, value: float = 1.0) -> psdist.AsyncBucket:
+        self.given.append(await self.handle.push_pull_async({name: ONES[name] * np.float32(value)}))
+        return self.given[-1]
 
     async def settle(self) -> None:
         """Returns when no bucket is on its way."""
-        await asyncio.wait(self.handle._steps._bucket_step._tasks)
+        if tasks := self.given[-1].step.tasks:
+            await asyncio.wait(tasks)
 
     def sent(self, server: int) -> list[tuple[int, int]]:
         return self.servers[server].requests
@@ -158,7 +161,7 @@ async def test_a_failure_ends_the_buckets_under_way_before_their_memory_may_be_w
     failed = await setup.give("a")
     with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
         await failed
-    assert under_way.done() and not setup.handle._steps._bucket_step._tasks and setup.renewed == 1
+    assert under_way.done() and not under_way.step.tasks and setup.renewed == 1
     with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
         await under_way
     again = [await setup.give("b"), await setup.give("a")]

@@ -344,8 +344,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *clients: Client) -> None:
         self.loop = SimLoop(random.Random(0))
         self.handler = SigtermHandler()
-        self.handler._loop, self.handler._clients = self.loop, lambda: clients
-        self.handler._give_up = lambda: self.given_up.append(self.loop.time() - self.begin)
+        self.handler.attach(self.loop, lambda: clients, lambda: self.given_up.append(self.loop.time() - self.begin))
         self.given_up: list[float] = []
         self.again: list[float] = []
         self.begin = self.loop.time()
@@ -359,7 +358,7 @@ class Clock:
         """SIGTERM comes, and the script makes no call for so long; then it does ``then``."""
 
         async def script() -> None:
-            self.handler._on_signal(signal.SIGTERM, None)
+            self.handler.on_signal(signal.SIGTERM, None)
             await pass_time(seconds)
             if then is not None:
                 then()
@@ -381,7 +380,7 @@ def test_the_signal_comes_again_as_long_as_the_script_makes_no_call(monkeypatch:
     clock.run(35)
     assert clock.again == [12, 22, 32]
     with pytest.raises(SystemExit) as raised:
-        clock.handler._on_signal(signal.SIGTERM, None)
+        clock.handler.on_signal(signal.SIGTERM, None)
     assert raised.value.code == EXIT_STATUS == 143
 
 

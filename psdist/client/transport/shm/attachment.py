@@ -84,7 +84,7 @@ class SharedMemory:
         self._settled = True
         self._arena = OfferedArena(entry.total if member else 0, dtype)
         self._weights = WeightsView()
-        self._streams: dict[str, SharedStream] = {}
+        self.streams: dict[str, SharedStream] = {}
         #: Why a server is not shared with, by its id.
         self._reasons: dict[str, str] = {}
         #: Incarnations of servers that cannot be shared with.
@@ -125,7 +125,7 @@ class SharedMemory:
 
     def why_closed(self, server_id: str) -> str:
         """Why the server is not shared with; empty if it is."""
-        stream = self._streams.get(server_id)
+        stream = self.streams.get(server_id)
         if stream is not None and stream.is_open:
             return ""
         broken = stream.broken.message if stream is not None and stream.broken is not None else _NOT_TRIED
@@ -147,17 +147,17 @@ class SharedMemory:
             self._streams_changed()
 
     def _stream_to(self, server: Replica) -> SharedStream | None:
-        stream = self._streams.get(server.server_id)
+        stream = self.streams.get(server.server_id)
         return stream if stream is not None and stream.incarnation == server.incarnation and stream.is_open else None
 
     def _streams_changed(self) -> None:
         """There may be other primaries, or other streams to them."""
         self._weights.update(self._entry, self._stream_to)
         primaries = {shard.primary for shard in self._entry.shards}
-        for server_id, stream in list(self._streams.items()):
+        for server_id, stream in list(self.streams.items()):
             if Replica(server_id, stream.incarnation) not in primaries:
                 stream.close()
-                del self._streams[server_id]
+                del self.streams[server_id]
                 self._reasons.pop(server_id, None)
 
     async def _make_arena(self) -> str:
@@ -184,8 +184,8 @@ class SharedMemory:
                 stream.close()
                 await stream.ended()
         elif stream is not None:
-            old = self._streams.get(route.server_id)
-            self._streams[route.server_id] = stream
+            old = self.streams.get(route.server_id)
+            self.streams[route.server_id] = stream
             self._reasons.pop(route.server_id, None)
             if old is not None:
                 await old.ended()
@@ -264,7 +264,7 @@ class SharedMemory:
         """A push ended well: all of it is in the weights."""
         if not self._settled:
             self._settled = True
-            for stream in self._streams.values():
+            for stream in self.streams.values():
                 stream.stable = self._stable
 
     def renew(self) -> None:
@@ -272,7 +272,7 @@ class SharedMemory:
         place."""
         self._settled = False
         if self._arena.renew():
-            for stream in self._streams.values():
+            for stream in self.streams.values():
                 stream.close()
 
     def rejoin(self, sender: RequestIdentity, entry: ParametersEntry) -> None:
@@ -283,9 +283,9 @@ class SharedMemory:
 
     async def close(self) -> None:
         """Ends the streams."""
-        for stream in self._streams.values():
+        for stream in self.streams.values():
             stream.close()
         self._arena.close()
-        await asyncio.gather(*(stream.ended() for stream in self._streams.values()))
-        self._streams.clear()
+        await asyncio.gather(*(stream.ended() for stream in self.streams.values()))
+        self.streams.clear()
         self._weights.close()

@@ -187,15 +187,15 @@ class SharedStream:
         #: same but for its numbers, and is made of it.
         self._pushed: tuple[tuple[bool, int, tuple[int, ...]], server_pb2.ShareRequest] | None = None
         #: Calls under way: what gets their answer, and the wait that it ends.
-        self._calls: dict[int, tuple[asyncio.Future[server_pb2.ShareResponse | PsdistError], Wait]] = {}
-        self._socket = FramedSocket(self._on_message, self._on_closed)
+        self.calls: dict[int, tuple[asyncio.Future[server_pb2.ShareResponse | PsdistError], Wait]] = {}
+        self.socket = FramedSocket(self._on_message, self._on_closed)
         self._reason_timer: asyncio.TimerHandle | None = None
         self._watcher = asyncio.create_task(self._watch(), name="psdist share")
         loss.add_done_callback(self._on_loss)
 
     async def open(self, connection: socket.socket) -> None:
         """Begins, on the connection that ``attach`` gave."""
-        await self._socket.open(connection)
+        await self.socket.open(connection)
 
     @property
     def is_open(self) -> bool:
@@ -263,14 +263,14 @@ class SharedStream:
         self._last_id += 1
         request.call_id = call_id = self._last_id
         ended: asyncio.Future[server_pb2.ShareResponse | PsdistError] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = ended, wait
+        self.calls[call_id] = ended, wait
         try:
-            self._socket.send(request.SerializeToString())
+            self.socket.send(request.SerializeToString())
             response = await ended
         finally:
-            if self._calls.pop(call_id, None) is not None:  # Nobody waits for it any more.
+            if self.calls.pop(call_id, None) is not None:  # Nobody waits for it any more.
                 cancel = server_pb2.ShareRequest(call_id=call_id, cancel=server_pb2.SharedCancel())
-                self._socket.send(cancel.SerializeToString())
+                self.socket.send(cancel.SerializeToString())
         if isinstance(response, PsdistError):
             raise response
         return response
@@ -319,7 +319,7 @@ class SharedStream:
         if self.stable:
             part[...] = self.view(index)
         else:
-            version = await self._copy_moving(index, part)
+            version = await self.copy_moving(index, part)
         if target.dtype != "float32":  # As if they had been sent.
             payload = np.empty(part.size, NUMPY_DTYPES[target.dtype])
             payloads.narrow(part, payload)
@@ -327,7 +327,7 @@ class SharedStream:
         target.received.add(index)
         return version
 
-    async def _copy_moving(self, index: int, target: Flat) -> int:
+    async def copy_moving(self, index: int, target: Flat) -> int:
         """Copies weights that the server may be writing; the version that they are all of. Raises why the stream
         broke."""
         sequence, source = self.weights.sequence, self.view(index)
@@ -368,7 +368,7 @@ class SharedStream:
 
     def _on_message(self, data: bytes) -> None:
         response = frames.parse(server_pb2.ShareResponse, data)
-        waiting = self._calls.get(response.call_id)
+        waiting = self.calls.get(response.call_id)
         if waiting is None:  # It was cancelled.
             return
         ended, wait = waiting
@@ -382,7 +382,7 @@ class SharedStream:
                 result = attempt_error(status.from_detail(response.error))
             case kind:
                 result = InternalError(f"{self._peer} answered a call with {kind}")
-        del self._calls[response.call_id]
+        del self.calls[response.call_id]
         if not ended.done():
             ended.set_result(result)
 
@@ -397,11 +397,11 @@ class SharedStream:
         self._loss.remove_done_callback(self._on_loss)
         if self._reason_timer is not None:
             self._reason_timer.cancel()
-        for ended, _ in self._calls.values():
+        for ended, _ in self.calls.values():
             if not ended.done():
                 ended.set_result(again(error))
-        self._calls.clear()
-        self._socket.close()
+        self.calls.clear()
+        self.socket.close()
         self._call.cancel()
 
     def close(self) -> None:

@@ -142,7 +142,7 @@ async def test_who_had_not_arrived_gives_up_at_once(scheduler: FakeScheduler, cl
     """Another call of this client is at the barrier, so that this one has nothing to take back."""
     first = asyncio.create_task(client.barrier("a"))
     await has_arrived(scheduler)
-    async with asyncio.timeout(barriers._WITHDRAW_SECONDS / 2):
+    async with asyncio.timeout(barriers.WITHDRAW_SECONDS / 2):
         with pytest.raises(errors.WaitTimeoutError, match=r"^barrier 'a': waiting \d+ s for the others at [^:]*$"):
             await client.barrier("a", timeout=1e-6)
     assert told(scheduler) == [("a", 0, False)]

@@ -107,7 +107,7 @@ async def test_a_scheduler_that_comes_later_is_waited_for(scheduler: FakeSchedul
     await scheduler.stop()
     client = psdist.AsyncClient(scheduler.address)
     connecting = asyncio.create_task(client.connect())
-    while client._session is None:  # noqa: ASYNC110 - yields, and no more
+    while client.session is None:  # noqa: ASYNC110 - yields, and no more
         await asyncio.sleep(0)
     await waits_for(client, "; last: ")
     await scheduler.start(port)

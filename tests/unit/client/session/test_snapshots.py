@@ -274,11 +274,11 @@ async def test_a_snapshot_that_nobody_waits_for(setup: Setup, caplog: pytest.Log
     [request] = setup.scheduler.saves
     assert (request.worker_id, request.run_id, dict(request.next)) == ("", "fake-run", {})
     setup.scheduler.save_answers.put_nowait(saved())
-    await asyncio.gather(*setup.client._snapshots._under_way)
+    await asyncio.gather(*setup.client.snapshots.under_way)
     assert "snapshot 000000000005-1-7-abcdef is committed" in caplog.text
     await setup.client.request_snapshot()
     setup.scheduler.save_answers.put_nowait(errors.SnapshotFailedError("disk full"))
-    await asyncio.gather(*setup.client._snapshots._under_way, return_exceptions=True)
+    await asyncio.gather(*setup.client.snapshots.under_way, return_exceptions=True)
     assert "no snapshot was taken: disk full" in caplog.text
 
 
@@ -392,7 +392,7 @@ async def test_a_state_is_handed_in_and_given_back(caplog: pytest.LogCaptureFixt
     setup = await Setup().start()
     scheduler, given = setup.scheduler, []
     residual = {"rest": np.zeros(300_000), "count": np.zeros(1, np.int64)}
-    session = setup.weights._exchange.participation.sequence
+    session = setup.weights.exchange.participation.sequence
     send = session.send
 
     def encode(mark: int) -> int:

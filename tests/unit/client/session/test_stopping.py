@@ -39,10 +39,10 @@ class Worker:
         #: How often somebody asked whether the scheduler answers.
         self.asked = 0
         self.enough = asyncio.Event()
-        pushes = SnapshotMarks()
+        self.marks = SnapshotMarks()
         for name, session in self.sessions.items():
-            pushes.enter(name, session)
-        self.stopping = Stopping(pushes, self.told.append, self._is_heard)
+            self.marks.enter(name, session)
+        self.stopping = Stopping(self.marks, self.told.append, self._is_heard)
 
     def _is_heard(self) -> bool:
         self.asked += 1
@@ -143,7 +143,7 @@ async def test_each_of_several_pushes_is_finished_or_dropped() -> None:
     assert not await is_over(leaves)
     worker.end("b")
     assert not await is_over(leaves)
-    worker.stopping._pushes.start_incarnation()  # This worker was expelled, and the push dropped.
+    worker.marks.start_incarnation()  # This worker was expelled, and the push dropped.
     worker.stopping.push_ended()
     await leaves
 

@@ -29,7 +29,7 @@ class Setup:
 
     async def heard(self) -> None:
         """Returns once the client has the newest map."""
-        view = self.client._session.membership.view
+        view = self.client.session.membership.view
         while view.cluster.epoch < self.scheduler.epoch:
             await view.changed()
 
@@ -115,8 +115,8 @@ async def test_stale_routes_are_planned_anew(setup: Setup) -> None:
 
 async def waits_for(setup: Setup, words: str) -> None:
     """Returns once a call says that it waits for that."""
-    waits = setup.client._session.waits
-    while not any(words in wait.reason for wait in waits._open.values()):  # noqa: ASYNC110 - yields, and no more
+    waits = setup.client.session.waits
+    while not any(words in wait.reason for wait in waits.open_waits.values()):  # noqa: ASYNC110 - yields, and no more
         await asyncio.sleep(0)
 
 
