@@ -120,7 +120,7 @@ class ParameterServer:
                 self._stores[name] = ParameterStore(entry, self.me, self._pool, self, self._share_norm)
             if name in self._stores:
                 # First, since the end of a membership ends what its worker waits for too: it would read past the bound.
-                self._stores[name].fence(self._live)
+                self._stores[name].router.calls.fence(self._live)
                 await self._stores[name].update(entry, cluster.epoch)
         for gone in sorted(self._stores.keys() - {entry.spec.name for entry in cluster.parameters}):
             await self._close_holding(gone)
@@ -223,18 +223,18 @@ class ParameterServer:
         store = self._stores.get(parameters)
         if store is None:
             return True, 0
-        accepted = store.propose(member)
-        return accepted, store.step_next
+        accepted = store.router.propose(member)
+        return accepted, store.router.step_next
 
     def withdraw(self, parameters: str, worker_id: str) -> None:
         """Forgets a proposal that was accepted."""
         if parameters in self._stores:
-            self._stores[parameters].withdraw(worker_id)
+            self._stores[parameters].router.withdraw(worker_id)
 
     @property
     def proposals(self) -> set[tuple[str, str]]:
         """Parameters and worker of every proposal that was accepted and is no member yet."""
-        return {(name, worker_id) for name, store in self._stores.items() for worker_id in store.proposed}
+        return {(name, worker_id) for name, store in self._stores.items() for worker_id in store.router.proposed}
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class ParameterServer:
     def end(self, call: Call) -> None:
         """The call is over, whatever the reason."""
         if store := self._stores.get(call.identity.parameters):
-            store.cancel(call)
+            store.router.cancel(call)
 
     # --- clipping by the global norm ----------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class ParameterServer:
         """Asks the other servers for their squares, then lets the step be applied."""
         name = store.entry.spec.name
         while self._stores.get(name) is store:
-            missing = set(range(store.slicing.count)) - store.norms.known(step).keys()
+            missing = set(range(store.dense.slicing.count)) - store.norms.known(step).keys()
             if not missing:
                 # A slice that is aggregated again from here on, after a promotion, asks anew.
                 self._tasks.pop((name, step), None)

@@ -64,7 +64,7 @@ class ServerService:
         call = Call(_NOBODY, is_push=True, wants_weights=True)
 
         async def weights(answer: SliceAnswer, store: ParameterStore) -> bytes:
-            return await store.encode(answer, call)
+            return await store.reads.encode(answer, call)
 
         async for message in self._serve_push(call, server_pb2.PushPullRequest, requests, context, weights):
             yield message
@@ -119,7 +119,7 @@ class ServerService:
                     store = await self._open_push(call, frame.header)
                 self._host.heard(call.identity)
                 last = _check_ascending(frame.header.slice, last)
-                store.push(call, frame.header.slice, frame.header.base_version, frame.payload)
+                store.router.push(call, frame.header.slice, frame.header.base_version, frame.payload)
                 await call.slots.acquire()
             call.asked_all()
         except PsdistError as error:
@@ -140,7 +140,7 @@ class ServerService:
         call.mark = header.mark
         call.dtype = convert.payload_dtype_from_proto(header.dtype)
         call.pull_dtype = convert.payload_dtype_from_proto(header.pull_dtype) if call.wants_weights else "float32"
-        store.contributions.check_norm(call)
+        store.gradients.check_norm(call)
         return store
 
     # --- pulling ------------------------------------------------------------------------------------------------------
@@ -154,19 +154,19 @@ class ServerService:
             store.check_installed()
             call.pull_dtype = convert.payload_dtype_from_proto(request.dtype)
             last = -1
-            slices = request.slices or store.indices
+            slices = request.slices or store.router.indices
             if store.replicator.needs_confirm(slices):
                 await store.replicator.confirm(slices)
                 self._host.check_live(call.identity)
             for index in slices:
                 last = _check_ascending(index, last)
-                store.pull(call, index, request.min_version)
+                store.router.pull(call, index, request.min_version)
             call.asked_all()
             async for answer in self._answers(call):
                 if isinstance(answer, str):
                     yield server_pb2.PullResponse(waiting_for=answer).SerializeToString()
                     continue
-                version, payload = await store.read(answer.index, call.pull_dtype)
+                version, payload = await store.reads.read(answer.index, call.pull_dtype)
                 store.counters.of(call.identity.worker_id).pull_bytes += len(payload)
                 yield frames.pack(server_pb2.PullResponse(slice=answer.index, version=version), payload)
         except PsdistError as error:
@@ -256,11 +256,11 @@ class ServerService:
                     is_first = sender is None
                     sender, store = await self._host.admit_primary(frame.header.hello)
                     if is_first:
-                        answers.put_nowait(store.copies.open_stream(sender, answers.put_nowait))
+                        answers.put_nowait(store.backups.open_stream(sender, answers.put_nowait))
                 elif sender is None or store is None:
                     raise InvalidArgumentError("the first message of a Replicate stream must be hello")
                 else:
-                    store.copies.take(sender, frame, store.entry, answers.put_nowait)
+                    store.backups.take(sender, frame, store.entry, answers.put_nowait)
             answers.put_nowait(None)
         except PsdistError as error:
             answers.put_nowait(error)

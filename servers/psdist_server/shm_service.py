@@ -99,9 +99,9 @@ async def _attach(host: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
     dtype, elements = (
         ("float32", 0) if reads_only else (convert.payload_dtype_from_proto(attach.dtype), store.entry.total)
     )
-    weights = store.dense.arena
+    weights = store.dense.weights.arena
     if weights is None:
-        raise SharingUnavailableError(store.dense.arena_error)
+        raise SharingUnavailableError(store.dense.weights.arena_error)
     fd, connection = await fd_passing.connect(attach.socket)
     try:
         # In a thread, because mapping a large file takes longer than heartbeats may; once begun it closes ``fd``.
@@ -203,7 +203,7 @@ class _Stream:
     async def open(self, connection: socket.socket) -> None:
         """Begins to take calls."""
         await self._line.open(connection)
-        self._attachment.store.readers.present.append(self)
+        self._attachment.store.shm_readers.present.append(self)
 
     @property
     def epoch(self) -> int:
@@ -312,19 +312,19 @@ class _Stream:
             held = self._attachment.dtype or "nothing"
             raise InvalidArgumentError(f"the gradient arena holds {held}, not {call.dtype}")
         call.pull_dtype = convert.payload_dtype_from_proto(header.pull_dtype) if call.wants_weights else "float32"
-        store.contributions.check_norm(call)
+        store.gradients.check_norm(call)
         slices = self._check_slices(call, push.slices)
         bases = _one_for_each(push.base_versions, slices, "base_versions")
-        slicing = store.slicing
+        slicing = store.dense.slicing
         counters = store.counters.of(call.identity.worker_id)
         for index, base in zip(slices, bases, strict=True):
             values = self._attachment.arena.part(*slicing.bounds(index))
             counters.push_bytes += 0 if call.abstain else values.nbytes
-            store.push_shared(call, index, base, values)
+            store.router.push_shared(call, index, base, values)
 
     def _pull(self, call: _SharedCall, pull: server_pb2.SharedPull) -> None:
         for index in self._check_slices(call, pull.slices):
-            self._attachment.store.pull(call, index, pull.min_version)
+            self._attachment.store.router.pull(call, index, pull.min_version)
 
     def _check_slices(self, call: _SharedCall, slices: Sequence[int]) -> Sequence[int]:
         """The slices of a call, of which all or none are taken."""
@@ -340,7 +340,7 @@ class _Stream:
         for index in slices:
             if index <= last:
                 raise InvalidArgumentError(f"slice {index} came after slice {last}: name each once, in ascending order")
-            store.check_slice(index, call.identity.epoch)
+            store.router.check_slice(index, call.identity.epoch)
             last = index
         call.named = len(slices)
         self._named += call.named
@@ -357,7 +357,7 @@ class _Stream:
 
     def _count_pulled(self, call: _SharedCall) -> None:
         if call.wants_weights and call.error is None:
-            slicing = self._attachment.store.slicing
+            slicing = self._attachment.store.dense.slicing
             elements = sum(slicing.size(answer.index) for answer in call.answers)
             counters = self._attachment.store.counters.of(call.identity.worker_id)
             counters.pull_bytes += elements * ITEM_BYTES[call.pull_dtype]
@@ -392,7 +392,7 @@ class _Stream:
 
     def end(self) -> None:
         """It is over, whatever the reason."""
-        self._attachment.store.readers.present.remove(self)
+        self._attachment.store.shm_readers.present.remove(self)
         self._line.close()
         if self._admitting is not None:
             self._admitting.cancel()

@@ -108,7 +108,7 @@ class SnapshotLoader:
                 found.append(load.failed)
                 continue
             for number, machine in sorted(load.store.replicator.machines.items()):
-                if number not in load.store.unloaded:
+                if number not in load.store.roles.unloaded:
                     found.append(ShardLoaded(name, generation, number, machine.term))
         return found
 
@@ -140,7 +140,7 @@ class SnapshotLoader:
 
     @staticmethod
     def _missing(load: _Load) -> list[tuple[int, BspShard | AsyncShard]]:
-        return [(number, load.store.shards[number]) for number in sorted(load.store.unloaded)]
+        return [(number, load.store.router.machines[number]) for number in sorted(load.store.roles.unloaded)]
 
     def _ended(self, load: _Load, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
@@ -177,8 +177,8 @@ class SnapshotLoader:
         for number, machine in self._missing(load):
             pending = iter(machine.slices)
             await together(_load_slices(load, reader, state, number, pending) for _ in range(_AT_A_TIME))
-            if load.store.shards.get(number) is machine:
-                load.store.unloaded.discard(number)
+            if load.store.router.machines.get(number) is machine:
+                load.store.roles.loaded(number)
                 _log.info("loaded", parameters=state.spec.name, shard=number, snapshot=manifest.directory)
                 self._report()
 
@@ -187,10 +187,10 @@ async def _load_slices(
     load: _Load, reader: SliceReader, state: ParametersState, number: int, pending: Iterator[int]
 ) -> None:
     """Loads slices of shard ``number`` until none are pending, or the shard goes elsewhere."""
-    machine = load.store.shards.get(number)
+    machine = load.store.router.machines.get(number)
     for index in pending:
         arrays = await reader.slice(state, index)
-        if machine is None or load.store.shards.get(number) is not machine:
+        if machine is None or load.store.router.machines.get(number) is not machine:
             return
         position, shard = divmod(index, len(state.shards))
         load.store.load(index, arrays, state.shards[shard].versions[position])
@@ -230,4 +230,4 @@ def _state(manifest: Manifest, store: ParameterStore) -> ParametersState:
 
 
 def _bytes_of(load: _Load) -> int:
-    return 4 * load.arrays * sum(load.store.slicing.size(index) for index in load.store.indices)
+    return 4 * load.arrays * sum(load.store.dense.slicing.size(index) for index in load.store.router.indices)

@@ -448,22 +448,22 @@ class World:
                     if primary.dense.digest(index) != copy.dense.digest(index):
                         self.oracle.violation(f"slice {index} differs between {shard.primary} and {replica}")
                     self._check_records(
-                        index, primary.shards[number].record(index), copy.copies.machines[number], entry
+                        index, primary.router.of(index).record(index), copy.backups.machines[number], entry
                     )
 
     def check_tables(self, primary: ParameterStore, index: int) -> None:
         """While workers are there: what a copy knows of a slice that stands still is what its primary knows, where
         both have the same updates of it, by the same members."""
         number = index % len(primary.entry.shards)
-        shard, machine = primary.shards[number], primary.replicator.machines[number]
+        shard, machine = primary.router.machines[number], primary.replicator.machines[number]
         if shard.slices[index].busy:
             return
         for host in self.hosts.values():
             copy = host._stores.get(NAME)
-            other = copy.copies.machines.get(number) if copy is not None else None
+            other = copy.backups.machines.get(number) if copy is not None else None
             if copy is None or other is None or copy.entry.members != primary.entry.members:
                 continue
-            if (other.primary, other.term) != (primary.me, machine.term) or index in other.awaited:
+            if (other.primary, other.term) != (primary.roles.me, machine.term) or index in other.awaited:
                 continue
             mine = shard.record(index)
             if index in other.records and other.records[index].version == mine.version:

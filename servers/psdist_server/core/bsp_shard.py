@@ -51,7 +51,6 @@ class _BspSlice(SliceBase):
     #: Tokens to answer when the step that was open at their time is applied, and whether they were ignored and late.
     waiters: dict[int, tuple[bool, bool]] = field(default_factory=dict)
     next_waiters: dict[int, tuple[bool, bool]] = field(default_factory=dict)
-    aggregated: bool = False
 
     @property
     def step(self) -> int:

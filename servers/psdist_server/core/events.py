@@ -49,6 +49,14 @@ class PullRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class SliceLoaded:
+    """Slice ``index`` was filled from a snapshot, in which it has ``version``; it was never updated here."""
+
+    index: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class SliceAggregated:
     """The effect ``Aggregate`` is done; the parts are no longer needed."""
 
@@ -132,6 +140,7 @@ class CutEnded:
 Event = (
     SlicePushed
     | PullRequested
+    | SliceLoaded
     | SliceAggregated
     | NormKnown
     | SliceApplied

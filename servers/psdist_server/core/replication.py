@@ -133,6 +133,11 @@ class PrimaryReplication(Generic[G]):
         before this one may have died with updates that only this server has, and who waits for them asks here."""
         return all(peer.level for peer in self.peers.values() if peer.required)
 
+    @property
+    def behind(self) -> list[Replica]:
+        """Replicas that updates wait for and that have not acknowledged all of them."""
+        return [peer.replica for peer in self.peers.values() if peer.required and peer.waiting_since is not None]
+
     def lag(self, replica: Replica) -> tuple[int, int]:
         """Updates, and bytes of them, that ``replica`` has not acknowledged."""
         acked = self.peers[replica].acked

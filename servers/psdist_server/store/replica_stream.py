@@ -161,7 +161,7 @@ class Link:
         for machine in self._replicator.machines.values():
             machine.closed(self.replica, now())
         if not self._closed:
-            self._replicator.source.has_room_again()  # Nothing is kept for a copy that broke off.
+            self._replicator.updates.ship_waiting()  # Nothing is kept for a copy that broke off.
         return stood
 
     async def _session(self) -> None:
@@ -252,7 +252,7 @@ class Link:
             else:
                 done.set_result(None)
 
-        self._replicator.source.is_quiesced(index, copy)
+        self._replicator.updates.when_quiescent(index, copy)
         await done
 
 

@@ -33,12 +33,13 @@ from psdist_server.core.replication import (
     SendBegin,
     SendUpdate,
 )
-from psdist_server.kernels.arrays import Array, Gradient
+from psdist_server.kernels.arrays import DenseParameters, Gradient
+from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.replica_stream import Link, Machine, now, state_message, update_message
 
 _log = structlog.get_logger("psdist.server")
 
-#: Bytes of gradients of one holding that are kept until replicas acknowledge them.
+#: Bytes of gradients of one parameter set that are kept until replicas acknowledge them.
 KEPT_BYTES_MAX: Final = 32 << 20
 #: Each so many updates of a shard the bytes of a slice are compared.
 DIGEST_EVERY: Final = 64
@@ -73,48 +74,58 @@ class ReplicaNetwork(Protocol):
 
 
 class Source(Protocol):
-    """The slices that are copied."""
+    """Who serves the shards that are copied."""
 
-    def is_quiesced(self, index: int, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` as soon as slice ``index`` has its content and is not being written."""
+    def record(self, index: int) -> SliceRecord:
+        """What is in the arrays of a quiescent slice."""
 
-    def export(self, index: int) -> tuple[SliceRecord, list[Array]]:
-        """Record and arrays of a slice at rest; the arrays are views."""
-
-    def digest(self, index: int) -> bytes:
-        """The digest of a slice at rest."""
-
-    def square(self, index: int, step: int) -> float:
-        """The sum of squares of a slice in ``step``, as far as it is known; else 0."""
-
-    def replicated(self, index: int, lsn: int) -> None:
-        """An update is with everybody who must have it."""
-
-    def level(self, number: int) -> None:
-        """All who must have it have what this server began with as the primary of a shard."""
-
-    def has_room_again(self) -> None:
-        """Updates that wait may go on."""
-
-    def fenced(self, number: int) -> None:
+    def fence_shard(self, number: int) -> None:
         """A shard has another primary."""
 
-    def stop(self, error: PsdistError) -> None:
+    def fail_permanently(self, error: PsdistError) -> None:
         """Copies differ."""
 
 
-class Replicator:
-    """The primary's side for the shards of one holding."""
+class Updates(Protocol):
+    """Who carries the updates out that are replicated."""
 
-    def __init__(self, entry: ParametersEntry, me: Replica, network: ReplicaNetwork, source: Source) -> None:
+    def replicated(self, index: int, lsn: int) -> None:
+        """All replicas that must have update ``lsn`` of slice ``index`` have it."""
+
+    def ship_waiting(self) -> None:
+        """There may be room for updates that wait."""
+
+    def when_quiescent(self, index: int, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` as soon as slice ``index`` has its content and no kernel writes it: now, or when the one
+        that does has ended."""
+
+
+class Replicator:
+    """The primary's side of the shards of one parameter store."""
+
+    def __init__(
+        self,
+        entry: ParametersEntry,
+        network: ReplicaNetwork,
+        source: Source,
+        dense: DenseParameters,
+        norms: NormBoard,
+    ) -> None:
         self.name = entry.spec.name
         self.machines: dict[int, Machine] = {}
         self.network = network
-        self.source = source
-        self._me = me
+        self._source = source
+        self._dense = dense
+        self._norms = norms
         self._shard_count = max(1, len(entry.shards))
         self._links: dict[Replica, Link] = {}
         self._updates: Counter[int] = Counter()
+        #: By shard, whom to call when all replicas have what this server began with.
+        self._caught_up: dict[int, list[Callable[[], None]]] = {}
+
+    def subscribe(self, updates: Updates) -> None:
+        """Names who is notified of replicated updates; once, before the first map."""
+        self.updates = updates
 
     # --- the map ------------------------------------------------------------------------------------------------------
 
@@ -123,8 +134,9 @@ class Replicator:
         self.machines[number] = PrimaryReplication(number, term, slices, base)
 
     def remove(self, number: int) -> None:
-        """It is the primary of this shard no more: who waits for the word that it is gets none."""
+        """It is the primary of this shard no more: who waits for a confirmation of that gets none."""
         self.machines.pop(number, None)
+        self._caught_up.pop(number, None)
         for link in self._links.values():
             link.refuse(number)
 
@@ -146,7 +158,7 @@ class Replicator:
         wanted = {replica for machine in self.machines.values() for replica in machine.peers}
         for replica in [replica for replica in self._links if replica not in wanted]:
             self._links.pop(replica).close()
-        self.source.has_room_again()
+        self.updates.ship_waiting()
 
     async def close(self) -> None:
         """Ends all streams."""
@@ -168,35 +180,33 @@ class Replicator:
         return self.machines.get(index % self._shard_count)
 
     def needs_gradient(self, index: int) -> bool:
-        """See Replicas."""
+        """Whether an update of slice ``index`` is sent with its gradient to any replica."""
         machine = self._machine(index)
         return machine is not None and bool(machine.peers) and machine.needs_gradient(index)
 
     def next_lsn(self, index: int) -> int | None:
-        """See Replicas."""
+        """Number of the next update of the slice's shard; None where it has no replicas at all."""
         machine = self._machine(index)
         return machine.lsn + 1 if machine is not None and machine.peers else None
 
     def has_room(self) -> bool:
-        """See Replicas."""
+        """Whether another update may be kept until it is acknowledged."""
         return sum(machine.log_bytes for machine in self.machines.values()) < KEPT_BYTES_MAX
 
     def update(self, update: ReplicaUpdate[Gradient]) -> None:
-        """See Replicas."""
+        """Numbers an update, which must have ``next_lsn``, and sends it to the replicas."""
         machine = self._machine(update.index)
         assert machine is not None
         self._carry_out(machine, machine.update(update, now()))
 
     def is_caught_up(self, number: int) -> bool:
-        """Whether workers may hear of what this server began with as the primary of a shard."""
+        """Whether workers may be answered by what this server began with as the primary of a shard."""
         machine = self.machines.get(number)
         return machine is None or machine.is_caught_up
 
-    def behind(self, index: int) -> str:
-        """Names of the replicas that have not acknowledged all updates of the slice's shard."""
-        machine = self._machine(index)
-        peers = machine.peers.values() if machine is not None else ()
-        return ", ".join(sorted(str(p.replica) for p in peers if p.required and p.waiting_since is not None))
+    def when_caught_up(self, number: int, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once a shard that is not caught up is; never where another primary comes first."""
+        self._caught_up.setdefault(number, []).append(callback)
 
     def applied(self, index: int) -> None:
         """The slice's update is done and nothing of it is under way: now and then its bytes are compared."""
@@ -210,8 +220,8 @@ class Replicator:
                     self._compare(machine, self._links[replica], index)
 
     def _compare(self, machine: Machine, link: Link, index: int) -> None:
-        record, _ = self.source.export(index)
-        digest = pb.ReplicateRequest.Digest(slice=index, version=record.version, digest=self.source.digest(index))
+        version = self._source.record(index).version
+        digest = pb.ReplicateRequest.Digest(slice=index, version=version, digest=self._dense.digest(index))
         link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, digest=digest))
         machine.peers[link.replica].digests += 1
 
@@ -226,9 +236,10 @@ class Replicator:
                     link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, begin=begin))
                     link.copy(machine)
                 case Replicated(index, lsn):
-                    self.source.replicated(index, lsn)
+                    self.updates.replicated(index, lsn)
         if machine.is_caught_up:
-            self.source.level(machine.number)
+            for callback in self._caught_up.pop(machine.number, ()):
+                callback()
 
     # --- what links tell ----------------------------------------------------------------------------------------------
 
@@ -238,8 +249,8 @@ class Replicator:
 
     def copy_slice(self, link: Link, machine: Machine, index: int) -> None:
         """Sends a slice at rest."""
-        record, arrays = self.source.export(index)
-        square = self.source.square(index, record.version - 1)
+        record, arrays = self._source.record(index), self._dense.export(index)
+        square = self._norms.known(record.version - 1).get(index, 0.0)
         for number, array in enumerate(arrays):
             state = state_message(record, square, index, number, len(arrays))
             link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, state=state), array.copy())
@@ -254,13 +265,13 @@ class Replicator:
                     peer = machine.peers.get(link.replica)
                     waited = peer is not None and not peer.complete
                     self._carry_out(machine, machine.acknowledged(link.replica, response.ack.lsn, now()))
-                    self.source.has_room_again()
+                    self.updates.ship_waiting()
                     if waited and peer is not None and peer.complete:
                         self.network.report()
             case "filled":
                 if (machine := self._current(response.filled.shard, response.filled.term)) is not None:
                     self._carry_out(machine, machine.filled(link.replica, now()))
-                    self.source.has_room_again()
+                    self.updates.ship_waiting()
                     self.network.report()
             case "refused":
                 self._refused(link, response.refused)
@@ -271,7 +282,7 @@ class Replicator:
             return
         error = status.from_detail(refused.error)
         if isinstance(error, ReplicaMismatchError):
-            self.source.stop(error)
+            self._source.fail_permanently(error)
             return
         if isinstance(error, LimitExceededError):
             if peer := machine.peers.get(link.replica):
@@ -285,7 +296,7 @@ class Replicator:
         machine.refused(refused.term)
         for other in self._links.values():
             other.refuse(machine.number)
-        self.source.fenced(machine.number)
+        self._source.fence_shard(machine.number)
 
     def _current(self, number: int, term: int) -> Machine | None:
         machine = self.machines.get(number)
@@ -326,25 +337,3 @@ class Replicator:
                 reason = machine.peers[replica].refusal or self._links[replica].reason or "it does not answer"
                 found.append(ReplicaReport("unreachable", self.name, number, machine.term, replica, reason))
         return found
-
-    def statistics(self) -> list[pb.ReplicaStatistics]:
-        """How far each replica is behind."""
-        told = []
-        for number, machine in sorted(self.machines.items()):
-            unreachable = machine.unreachable(now(), self.network.lease_seconds)
-            for replica, peer in machine.peers.items():
-                updates, size = machine.lag(replica)
-                state = "filling" if peer.copying or not peer.required else "in sync"
-                told.append(
-                    pb.ReplicaStatistics(
-                        shard=number,
-                        server_id=replica.server_id,
-                        state="unreachable" if replica in unreachable else state,
-                        lag_updates=updates,
-                        lag_bytes=size,
-                        slices_filled=len(machine.slices) - len(peer.missing) if peer.copying or peer.required else 0,
-                        slices=len(machine.slices),
-                        digests=peer.digests,
-                    )
-                )
-        return told

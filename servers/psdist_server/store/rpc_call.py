@@ -1,4 +1,4 @@
-"""The server's side of one stream of slices, between the gRPC handler and the parameter store.
+"""The server's side of one stream of slices, between the gRPC handler and the parameter store; and all of a store.
 
 A call holds at most HELD_SLICES_MAX payloads that are not used yet. More stay in the network, which holds the sender
 back. Answers queue up without their weights, which are read when the answer is written. So a slow reader costs no
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from psdist.errors import FencedError, PsdistError
@@ -16,11 +17,6 @@ from psdist.types import Identity
 from psdist.wire import limits
 
 _tokens = itertools.count(1)
-
-
-def next_token() -> int:
-    """A number that no slice of any call had before."""
-    return next(_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +31,7 @@ class SliceAnswer:
 
 @dataclass
 class Call:
-    """One stream: who it is from, what it waits for, what it is to be told."""
+    """One stream: its sender, the slices that it waits for, and the answers that were not sent yet."""
 
     identity: Identity
     is_push: bool
@@ -58,13 +54,13 @@ class Call:
         self._asked_all = False
 
     def ask(self, index: int) -> int:
-        """A token for one more slice."""
-        token = next_token()
+        """A token for one more slice: a number that no slice of any call had before."""
+        token = next(_tokens)
         self.outstanding[token] = index
         return token
 
     def answer(self, token: int, answer: SliceAnswer) -> None:
-        """Tells the answer for ``token``."""
+        """Queues the answer for ``token``."""
         del self.outstanding[token]
         self._answers.put_nowait(answer)
         self._end_if_done()
@@ -94,6 +90,54 @@ class Call:
         if isinstance(answer, PsdistError):
             raise answer
         return answer
+
+
+class CallTable:
+    """The calls that wait for slices of one parameter set, by token.
+
+    Once the parameter set has failed, all calls have the error, and ``raise_if_failed`` raises it.
+    """
+
+    def __init__(self) -> None:
+        self._by_token: dict[int, Call] = {}
+        self._failure: PsdistError | None = None
+
+    def __iter__(self) -> Iterator[Call]:
+        """Each call that waits for something, once."""
+        return iter({id(call): call for call in self._by_token.values()}.values())
+
+    def ask(self, call: Call, index: int) -> int:
+        """A token under which ``call`` waits for slice ``index``."""
+        token = call.ask(index)
+        self._by_token[token] = call
+        return token
+
+    def pop(self, token: int) -> Call | None:
+        """The call that waits under ``token``, which it does no more; None where it was cancelled."""
+        return self._by_token.pop(token, None)
+
+    def fence(self, live: Mapping[str, int]) -> None:
+        """Ends the calls of workers that are no longer ``live`` (incarnation by worker id)."""
+        for call in self:
+            if live.get(call.identity.worker_id) != call.identity.incarnation:
+                call.fail(fenced(call.identity))
+
+    def fail_slices(self, indices: Collection[int], error: PsdistError) -> None:
+        """Ends the calls that wait for one of these slices."""
+        for call in self:
+            if any(index in indices for index in call.outstanding.values()):
+                call.fail(error)
+
+    def fail_permanently(self, error: PsdistError) -> None:
+        """Ends all calls, and those of the future: some slices will never be updated again."""
+        self._failure = error
+        for call in self:
+            call.fail(error)
+
+    def raise_if_failed(self) -> None:
+        """Raises the error of ``fail_permanently``, if there was one."""
+        if self._failure is not None:
+            raise type(self._failure)(self._failure.message, **self._failure.details)
 
 
 def fenced(identity: Identity) -> FencedError:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from psdist.v1 import server_pb2
+from psdist_server.core.replication import PrimaryReplication
 
 
 @dataclass(slots=True)
@@ -75,3 +77,28 @@ class Counters:
                 for worker_id, counters in sorted(self.workers.items())
             ],
         )
+
+
+def replica_statistics(
+    machines: Mapping[int, PrimaryReplication[Any]], now: float, lease_seconds: float
+) -> list[server_pb2.ReplicaStatistics]:
+    """How far each replica of these shards is behind."""
+    found = []
+    for number, machine in sorted(machines.items()):
+        unreachable = machine.unreachable(now, lease_seconds)
+        for replica, peer in machine.peers.items():
+            updates, size = machine.lag(replica)
+            state = "filling" if peer.copying or not peer.required else "in sync"
+            found.append(
+                server_pb2.ReplicaStatistics(
+                    shard=number,
+                    server_id=replica.server_id,
+                    state="unreachable" if replica in unreachable else state,
+                    lag_updates=updates,
+                    lag_bytes=size,
+                    slices_filled=len(machine.slices) - len(peer.missing) if peer.copying or peer.required else 0,
+                    slices=len(machine.slices),
+                    digests=peer.digests,
+                )
+            )
+    return found

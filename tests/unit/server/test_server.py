@@ -42,7 +42,8 @@ async def test_a_slice_that_is_aggregated_as_the_norm_becomes_known_is_not_forgo
     norms = NormBoard()
     norms.merge(3, {0: 9.0, 1: 16.0})
     entry = SimpleNamespace(spec=SimpleNamespace(name="p"))
-    made = SimpleNamespace(entry=entry, slicing=Slicing(2, 1), norms=norms, norm_known=norm_known)
+    dense = SimpleNamespace(slicing=Slicing(2, 1))
+    made = SimpleNamespace(entry=entry, dense=dense, norms=norms, norm_known=norm_known)
     store = cast(ParameterStore, made)
     host._stores["p"] = store
     host._share_norm(store, 3)
@@ -71,10 +72,10 @@ async def test_a_read_that_waits_for_the_bound_is_refused_when_its_worker_is_exp
     identity = Identity("run", "worker-0", 1, 2, "p")
     store = await host.admit(identity)
     push, pull = (Call(identity, is_push=is_push, wants_weights=not is_push) for is_push in (True, False))
-    store.push(push, 0, 0, memoryview(zeros).cast("B"))
+    store.router.push(push, 0, 0, memoryview(zeros).cast("B"))
     async with asyncio.timeout(60):
         assert await push.next_answer() is not None
-        store.pull(pull, 0, 0)
+        store.router.pull(pull, 0, 0)
         assert "worker-1" in store.waiting_for(pull)
         await host.follow(_map(3, True, 1))
         with pytest.raises(FencedError):

@@ -353,14 +353,14 @@ async def test_an_optimizer_begins_anew_at_the_weights_of_a_snapshot(driver: Dri
     entry = replace(loading(replace(restore, weights_only=True), 3, optimizer=after), state_since=3)
     await other.follow(entry)
     await until(other, lambda: len(other.host.reports()) == 3)
-    weights = driver.host.store("p").dense.weights.copy()
+    weights = driver.host.store("p").dense.weights.array.copy()
     states = [np.zeros(TOTAL, np.float32) for _ in after.state_names]
     Rule(after).initialize(weights, states)
     for step in range(3, 6):
         store = other.host.store("p")
-        assert [shard.version_min for shard in store.shards.values()] == [step] * 3
-        assert set(store.dense._sequence.tolist()) == {2 * step}, "who reads in place goes by it"
-        assert [array.tobytes() for array in (store.dense.weights, *store.dense.states)] == [
+        assert [shard.version_min for shard in store.router.machines.values()] == [step] * 3
+        assert set(store.dense.weights.sequence.tolist()) == {2 * step}, "who reads in place goes by it"
+        assert [array.tobytes() for array in (store.dense.weights.array, *store.dense.states)] == [
             array.tobytes() for array in (weights, *states)
         ]
         gradient = noise()

@@ -47,10 +47,10 @@ async def test_weights_stay_until_every_reader_called_by_the_map_by_which_they_w
     mine.present += [first, second]
     mine.release([1], epoch=5)
     await turns()
-    assert (dense.weights == 1.0).all() and dense.held == {0}
+    assert (dense.weights.array == 1.0).all() and dense.held == {0}
     first.epoch = 5
     await turns()
-    assert (dense.weights[:SLICE] == 1.0).all() and not dense.weights[SLICE:].any()
+    assert (dense.weights.array[:SLICE] == 1.0).all() and not dense.weights.array[SLICE:].any()
 
 
 async def test_a_slice_that_came_back_and_went_again_stays_for_its_later_readers(dense: DenseParameters) -> None:
@@ -60,7 +60,7 @@ async def test_a_slice_that_came_back_and_went_again_stays_for_its_later_readers
     mine.present.append(Reader(6))
     mine.release([1], epoch=7)
     await turns()
-    assert (dense.weights == 1.0).all()
+    assert (dense.weights.array == 1.0).all()
     mine.present.clear()
     await turns()
-    assert not dense.weights[SLICE:].any()
+    assert not dense.weights.array[SLICE:].any()
