@@ -30,7 +30,7 @@ from psdist.types import ClusterMap
 from psdist.v1 import common_pb2, scheduler_pb2_grpc
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import auth, channels, convert, limits, status
-from psdist_server.server import ParameterServer
+from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.snapshot_loader import LoadReport, ShardLoaded
 from psdist_server.store.replicator import ReplicaReport
 
@@ -55,13 +55,7 @@ class ServerSession:
         self._channel = channels.open_channel(address, limits.CONTROL_MESSAGE_BYTES)
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         self._advertise = advertise
-        self.server_id = server_id
-        self.run_id = run_id
-        self.incarnation = 0
-        self.lease_seconds = 2.0
-        self._heartbeat_seconds = 0.5
-        #: Where the run's snapshots lie; empty for none.
-        self.storage = ""
+        self.registration = ServerRegistration(run_id, server_id)
         self._rng = rng or Random()
         self._in_session = False
         self._leaving = False
@@ -78,18 +72,22 @@ class ServerSession:
         request = pb.RegisterRequest(
             protocol_version=limits.PROTOCOL_VERSION,
             psdist_version=psdist.__version__,
-            run_id=self.run_id,
+            run_id=self.registration.run_id,
             role=pb.ROLE_SERVER,
-            member_id=self.server_id,
+            member_id=self.registration.server_id,
             address=self._advertise,
             host=socket.gethostname(),
             pid=os.getpid(),
         )
         answer = await self._register(request, timeout_seconds)
-        self.run_id, self.server_id = answer.run_id, answer.member_id
-        self.incarnation, self.lease_seconds = answer.incarnation, answer.lease_seconds
-        self._heartbeat_seconds = answer.heartbeat_seconds
-        self.storage = answer.storage
+        self.registration = ServerRegistration(
+            answer.run_id,
+            answer.member_id,
+            answer.incarnation,
+            answer.lease_seconds,
+            answer.heartbeat_seconds,
+            answer.storage,
+        )
         return convert.map_from_proto(answer.map)
 
     async def _register(self, request: pb.RegisterRequest, timeout_seconds: float) -> pb.RegisterResponse:
@@ -143,19 +141,20 @@ class ServerSession:
     async def _session(self, host: ParameterServer) -> None:
         up = self._up = asyncio.Queue()
         self._stale = host.proposals
-        host.report = lambda: up.put_nowait(None)
-        host.tell = lambda report: up.put_nowait(pb.SessionRequest(snapshot=report))
+        host.report_to(lambda: up.put_nowait(None), lambda report: up.put_nowait(pb.SessionRequest(snapshot=report)))
         call = self._stub.Session(self._requests(host), metadata=self._metadata)
         async for response in call:
             await self._handle(response, host)
 
     async def _requests(self, host: ParameterServer) -> AsyncIterator[pb.SessionRequest]:
-        hello = pb.SessionRequest.Hello(member_id=self.server_id, incarnation=self.incarnation)
+        hello = pb.SessionRequest.Hello(
+            member_id=self.registration.server_id, incarnation=self.registration.incarnation
+        )
         yield pb.SessionRequest(hello=hello)
         loop, told, beat_at = asyncio.get_running_loop(), set[ReplicaReport | LoadReport](), 0.0
         while True:
             if loop.time() >= beat_at:
-                beat_at = loop.time() + self._heartbeat_seconds
+                beat_at = loop.time() + self.registration.heartbeat_seconds
                 yield self._heartbeat(host)
             # All that is true is told once in each session: the scheduler may have missed what an earlier one told.
             reports = host.reports()
@@ -177,13 +176,13 @@ class ServerSession:
         statistics = host.statistics()
         waits = sorted({wait for part in statistics.parameters for wait in part.waiting_for})
         beat = pb.SessionRequest.Heartbeat(
-            epoch=host.map.epoch,
+            epoch=host.admission.map.epoch,
             statistics=statistics,
             waiting_for=waits,
             snapshot=host.snapshot_progress(),
             heard=[
                 common_pb2.WorkerIncarnation(worker_id=worker_id, incarnation=incarnation)
-                for worker_id, incarnation in host.take_heard()
+                for worker_id, incarnation in host.admission.take_heard()
             ],
         )
         return pb.SessionRequest(heartbeat=beat)
@@ -222,7 +221,7 @@ class ServerSession:
         after ``timeout_seconds``. Does nothing where that is 0."""
         if not timeout_seconds:
             return
-        request = pb.DrainRequest(run_id=self.run_id, server_id=self.server_id)
+        request = pb.DrainRequest(run_id=self.registration.run_id, server_id=self.registration.server_id)
         try:
             call = self._stub.Drain(request, metadata=self._metadata, timeout=timeout_seconds)
             async for progress in call:
@@ -235,7 +234,9 @@ class ServerSession:
     async def leave(self, reason: str) -> None:
         """Ends the membership politely, if the scheduler answers soon."""
         self._leaving = True
-        request = pb.LeaveRequest(member_id=self.server_id, incarnation=self.incarnation, reason=reason)
+        request = pb.LeaveRequest(
+            member_id=self.registration.server_id, incarnation=self.registration.incarnation, reason=reason
+        )
         try:
             await self._stub.Leave(request, metadata=self._metadata, timeout=_LEAVE_SECONDS)
         except (grpc.aio.AioRpcError, PsdistError) as error:

@@ -28,12 +28,18 @@ _NORMS_PER_MESSAGE: Final = 1 << 17
 #: Whom a call is from until its first message is read.
 _NOBODY: Final = Identity(run_id="", worker_id="", incarnation=0, epoch=0, parameters="")
 
+#: What a stream of updates is answered with; None ends it.
+_Answers = asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None]
+
 
 class ServerService:
     """Carries the calls of workers and other servers to ``server``."""
 
     def __init__(self, host: ParameterServer) -> None:
         self._host = host
+        self._admission = host.admission
+        #: Answers to other servers, by the number of their stream.
+        self._replicate_answers: dict[int, _Answers] = {}
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a grpc server is given."""
@@ -95,13 +101,13 @@ class ServerService:
                 if isinstance(answer, str):
                     yield server_pb2.PushPullResponse(waiting_for=answer).SerializeToString()
                     continue
-                store = store or self._host.store(call.identity.parameters)
+                store = store or self._admission.store(call.identity.parameters)
                 yield await encode(answer, store)
         except PsdistError as error:
             await status.abort(context, error)
         finally:
             reader.cancel()
-            self._host.end(call)
+            self._host.cancel_call(call)
 
     async def _read_pushes(
         self,
@@ -117,7 +123,7 @@ class ServerService:
                 frame = frames.unpack(cls, data)
                 if store is None:
                     store = await self._open_push(call, frame.header)
-                self._host.heard(call.identity)
+                self._admission.heard(call.identity)
                 last = _check_ascending(frame.header.slice, last)
                 store.router.push(call, frame.header.slice, frame.header.base_version, frame.payload)
                 await call.slots.acquire()
@@ -132,7 +138,7 @@ class ServerService:
     ) -> ParameterStore:
         header = message.header
         call.identity = convert.identity_from_proto(header.identity)
-        store = await self._host.admit(call.identity)
+        store = await self._admission.admit(call.identity)
         store.check_installed()
         if header.codec != common_pb2.CODEC_RAW:
             raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
@@ -150,14 +156,14 @@ class ServerService:
         try:
             request = frames.parse(server_pb2.PullRequest, data)
             call.identity = convert.identity_from_proto(request.identity)
-            store = await self._host.admit(call.identity)
+            store = await self._admission.admit(call.identity)
             store.check_installed()
             call.pull_dtype = convert.payload_dtype_from_proto(request.dtype)
             last = -1
             slices = request.slices or store.router.indices
             if store.replicator.needs_confirm(slices):
                 await store.replicator.confirm(slices)
-                self._host.check_live(call.identity)
+                self._admission.check_live(call.identity)
             for index in slices:
                 last = _check_ascending(index, last)
                 store.router.pull(call, index, request.min_version)
@@ -172,7 +178,7 @@ class ServerService:
         except PsdistError as error:
             await status.abort(context, error)
         finally:
-            self._host.end(call)
+            self._host.cancel_call(call)
 
     async def _answers(self, call: Call) -> AsyncIterator[SliceAnswer | str]:
         """Answers, and between them whom the call is waiting for."""
@@ -200,9 +206,9 @@ class ServerService:
                 frame = frames.unpack(server_pb2.InstallRequest, data)
                 if store is None or identity is None:
                     identity = convert.identity_from_proto(frame.header.identity)
-                    store = await self._host.admit(identity)
+                    store = await self._admission.admit(identity)
                 # It may be fenced since, and another's values may be on their way.
-                self._host.check_live(identity)
+                self._admission.check_live(identity)
                 store.install(frame.header.slice, frame.payload, identity.epoch)
                 count += 1
         except PsdistError as error:
@@ -214,7 +220,7 @@ class ServerService:
     ) -> AsyncIterator[server_pb2.FetchNormsResponse]:
         try:
             request = frames.parse(server_pb2.FetchNormsRequest, data)
-            store = await self._host.admit_server(request.run_id, request.epoch, request.parameters)
+            store = await self._admission.admit_server(request.run_id, request.epoch, request.parameters)
         except PsdistError as error:
             await status.abort(context, error)
         while not store.aggregation.is_complete(request.step):
@@ -230,22 +236,27 @@ class ServerService:
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         """Reads in a task of its own, since an update may wait for its kernel while the next ones come."""
-        answers: asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None] = asyncio.Queue()
+        answers: _Answers = asyncio.Queue()
         reader = asyncio.create_task(self._read_updates(requests, answers))
-        disconnect = self._host.on_end(lambda: answers.put_nowait(None))
+        self._replicate_answers[id(answers)] = answers
         try:
             while (answer := await answers.get()) is not None:
                 if isinstance(answer, PsdistError):
                     await status.abort(context, answer)
                 yield answer.SerializeToString()
         finally:
-            disconnect()
+            del self._replicate_answers[id(answers)]
             reader.cancel()
+
+    def disconnect(self) -> None:
+        """Ends the streams of other servers, which would keep the server from ending."""
+        for answers in self._replicate_answers.values():
+            answers.put_nowait(None)
 
     async def _read_updates(
         self,
         requests: AsyncIterator[bytes],
-        answers: asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None],
+        answers: _Answers,
     ) -> None:
         sender: Replica | None = None
         store: ParameterStore | None = None
@@ -254,7 +265,7 @@ class ServerService:
                 frame = frames.unpack(server_pb2.ReplicateRequest, data)
                 if frame.header.WhichOneof("kind") == "hello":
                     is_first = sender is None
-                    sender, store = await self._host.admit_primary(frame.header.hello)
+                    sender, store = await self._admission.admit_primary(frame.header.hello)
                     if is_first:
                         answers.put_nowait(store.backups.open_stream(sender, answers.put_nowait))
                 elif sender is None or store is None:

@@ -93,7 +93,7 @@ async def _attach(host: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
         raise InvalidArgumentError("the first request of a Share stream must be attach, with call_id 0")
     attach = request.attach
     identity = convert.identity_from_proto(attach.identity)
-    store = await host.admit(identity)
+    store = await host.admission.admit(identity)
     # Who never pushes has an arena without elements.
     reads_only = attach.dtype == common_pb2.DTYPE_UNSPECIFIED
     dtype, elements = (
@@ -215,7 +215,7 @@ class _Stream:
     def _take(self, data: bytes) -> None:
         """Takes a request. Raises InvalidArgumentError for what cannot be told to a call."""
         request = frames.parse(server_pb2.ShareRequest, data)
-        self._host.heard(self._attachment.identity)
+        self._host.admission.heard(self._attachment.identity)
         kind = request.WhichOneof("kind")
         if kind == "cancel":
             if (call := self._calls.get(request.call_id)) is not None:
@@ -241,7 +241,7 @@ class _Stream:
         """Whether ``sender`` is who was admitted last, by the map that is still the newest."""
         before = self._admitted
         return (
-            sender.epoch == before.epoch == self._host.map.epoch
+            sender.epoch == before.epoch == self._host.admission.map.epoch
             and sender.incarnation == before.incarnation
             and sender.worker_id == before.worker_id
             and sender.parameters == before.parameters
@@ -259,7 +259,7 @@ class _Stream:
                 await self._check_sender(sender)
             if not call.is_push and self._needs_confirm(request.pull):
                 await self._attachment.store.replicator.confirm(request.pull.slices)
-                self._host.check_live(self._admitted)
+                self._host.admission.check_live(self._admitted)
         except PsdistError as error:
             self._refuse(call, error)
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
@@ -275,7 +275,7 @@ class _Stream:
         who = (identity.worker_id, identity.incarnation, identity.parameters)
         if who != (mine.worker_id, mine.incarnation, mine.parameters):
             raise InvalidArgumentError("a Share stream is for the worker and the parameters that attached it")
-        store = await self._host.admit(identity)
+        store = await self._host.admission.admit(identity)
         if store is not self._attachment.store:
             raise UnknownParametersError(f"{identity.parameters!r} are not those that this stream attached to")
         self._admitted = identity
@@ -385,7 +385,7 @@ class _Stream:
         if call.timer is not None:
             call.timer.cancel()
         if call.outstanding:
-            self._host.end(call)
+            self._host.cancel_call(call)
 
     def _line_ended(self, error: PsdistError | None) -> None:
         self.over.set_result(error)

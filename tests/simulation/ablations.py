@@ -22,7 +22,7 @@ from psdist_scheduler import cluster as scheduler_cluster
 from psdist_scheduler import service
 from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.placement import replicas
-from psdist_server import server
+from psdist_server import admission
 from psdist_server.core import async_shard, bsp_shard, gates, replication, shard
 from psdist_server.core.records import SliceRecord
 from psdist_server.store import applier, backup_shards, replica_roles, replicator, rpc_call, shard_router, slice_reads
@@ -234,7 +234,7 @@ def _no_fence(put: Put) -> None:
         refusal(self, event)
 
     put(shard.ShardMachine, "_refusal", lenient)
-    put(server.ParameterServer, "check_live", lambda *_: None)
+    put(admission.Admission, "check_live", lambda *_: None)
     put(rpc_call.CallTable, "fence", lambda *_: None)
 
 

@@ -150,14 +150,7 @@ class World:
 
     def make_host(self, link: ServerSession) -> ParameterServer:
         """The host of a registered server."""
-        return ParameterServer(
-            link.server_id,
-            link.run_id,
-            "",
-            KERNEL_THREADS,
-            incarnation=link.incarnation,
-            lease_seconds=link.lease_seconds,
-        )
+        return ParameterServer(link.registration, "", KERNEL_THREADS)
 
     def server_ended(self, number: int, node: Node) -> None:
         """The process of a server ended by itself; a launcher starts another."""
@@ -430,7 +423,9 @@ class World:
         shards = [shard for entry in cluster.parameters for shard in entry.shards]
         whole = all(len(shard.backups) == self.options.replicas - 1 and not shard.filling for shard in shards)
         return whole and all(
-            host.map.epoch == cluster.epoch for number, host in self.hosts.items() if not self.server_nodes[number].dead
+            host.admission.map.epoch == cluster.epoch
+            for number, host in self.hosts.items()
+            if not self.server_nodes[number].dead
         )
 
     def check_copies(self) -> None:
@@ -440,9 +435,9 @@ class World:
         entry = self.scheduler.cluster.map.entry(NAME)
         assert entry is not None
         for number, shard in enumerate(entry.shards):
-            primary = hosts[shard.primary].store(NAME)
+            primary = hosts[shard.primary].admission.store(NAME)
             for replica in shard.backups:
-                copy = hosts[replica].store(NAME)
+                copy = hosts[replica].admission.store(NAME)
                 self.counts["copies compared"] += 1
                 for index in range(number, entry.slicing.count, len(entry.shards)):
                     if primary.dense.digest(index) != copy.dense.digest(index):

@@ -23,7 +23,7 @@ from psdist.types import (
     Slicing,
     WorkerEntry,
 )
-from psdist_server.server import ParameterServer
+from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call
@@ -31,12 +31,12 @@ from psdist_server.store.rpc_call import Call
 
 async def test_a_slice_that_is_aggregated_as_the_norm_becomes_known_is_not_forgotten() -> None:
     """After a promotion the squares of a step are known already, so each of its slices asks for the norm."""
-    host = ParameterServer("server-0", "run", "", kernel_threads=1)
+    host = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1)
     loop, told = asyncio.get_running_loop(), list[float]()
 
     def norm_known(step: int, norm: float) -> None:
         if not told:  # Another slice is aggregated before anything else happens.
-            loop.call_soon(host._share_norm, store, step)
+            loop.call_soon(host._norm_exchange.find, store, step)
         told.append(norm)
 
     norms = NormBoard()
@@ -46,7 +46,7 @@ async def test_a_slice_that_is_aggregated_as_the_norm_becomes_known_is_not_forgo
     made = SimpleNamespace(entry=entry, dense=dense, norms=norms, norm_known=norm_known)
     store = cast(ParameterStore, made)
     host._stores["p"] = store
-    host._share_norm(store, 3)
+    host._norm_exchange.find(store, 3)
     for _ in range(5):
         await asyncio.wait({asyncio.ensure_future(asyncio.sleep(0))})
     assert told == [5.0, 5.0]
@@ -64,13 +64,13 @@ def _map(epoch: int, ready: bool, *workers: int) -> ClusterMap:
 
 async def test_a_read_that_waits_for_the_bound_is_refused_when_its_worker_is_expelled() -> None:
     """With its membership ends what it waited for: it would be served weights that are too old."""
-    host = ParameterServer("server-0", "run", "", kernel_threads=1)
+    host = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1)
     await host.follow(_map(1, False, 0, 1))
     zeros = np.zeros(16, np.float32)
-    host.store("p").install(0, memoryview(zeros).cast("B"), 1)
+    host.admission.store("p").install(0, memoryview(zeros).cast("B"), 1)
     await host.follow(_map(2, True, 0, 1))
     identity = Identity("run", "worker-0", 1, 2, "p")
-    store = await host.admit(identity)
+    store = await host.admission.admit(identity)
     push, pull = (Call(identity, is_push=is_push, wants_weights=not is_push) for is_push in (True, False))
     store.router.push(push, 0, 0, memoryview(zeros).cast("B"))
     async with asyncio.timeout(60):
