@@ -14,9 +14,9 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from psdist.errors import InternalError, InvalidArgumentError, PsdistError, UnknownCodecError
+from psdist.errors import InternalError, InvalidArgumentError, PsdistError
 from psdist.types import Identity, Replica
-from psdist.v1 import common_pb2, server_pb2
+from psdist.v1 import server_pb2
 from psdist.wire import convert, frames, status
 from psdist_server.server import ParameterServer
 from psdist_server.shm_service import ShareService
@@ -136,16 +136,10 @@ class ServerService:
     async def _open_push(
         self, call: Call, message: server_pb2.PushPullRequest | server_pb2.PushRequest
     ) -> ParameterStore:
-        header = message.header
-        call.identity = convert.identity_from_proto(header.identity)
+        call.identity = convert.identity_from_proto(message.header.identity)
         store = await self._admission.admit(call.identity)
         store.check_installed()
-        if header.codec != common_pb2.CODEC_RAW:
-            raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
-        call.step, call.abstain, call.grad_norm = header.step, header.abstain, header.grad_norm
-        call.mark = header.mark
-        call.dtype = convert.payload_dtype_from_proto(header.dtype)
-        call.pull_dtype = convert.payload_dtype_from_proto(header.pull_dtype) if call.wants_weights else "float32"
+        call.read_header(message.header)
         store.gradients.check_norm(call)
         return store
 

@@ -30,7 +30,6 @@ from psdist.errors import (
     LimitExceededError,
     PsdistError,
     SharingUnavailableError,
-    UnknownCodecError,
     UnknownParametersError,
 )
 from psdist.types import ITEM_BYTES, Identity
@@ -40,7 +39,7 @@ from psdist.wire.framed_socket import FramedSocket
 from psdist.wire.shm import GradientArena
 from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
-from psdist_server.store.rpc_call import Call, SliceAnswer
+from psdist_server.store.rpc_call import Call, CallState, SliceAnswer
 
 
 class ShareService:
@@ -135,8 +134,6 @@ class _SharedCall(Call):
     call_id: int = 0
     #: How many slices it named.
     named: int = 0
-    #: Whether all of its slices were taken, or it was refused.
-    taken: bool = False
     answers: list[SliceAnswer] = field(default_factory=list)
     error: PsdistError | None = None
     stream: _Stream | None = None
@@ -145,28 +142,23 @@ class _SharedCall(Call):
     def __post_init__(self) -> None:
         pass  # No queue of answers, nor slots for payloads.
 
-    @property
-    def ended(self) -> bool:
-        """Whether it is to be told its answers, or its error."""
-        return self.taken and (self.error is not None or not self.outstanding)
-
-    def answer(self, token: int, answer: SliceAnswer) -> None:
-        del self.outstanding[token]
-        self.answers.append(answer)
-        self._tell_if_ended()
-
     def fail(self, error: PsdistError) -> None:
-        if self.error is None:
-            self.error = error
-            self._tell_if_ended()
+        self.error = self.error or error
+        if self.state is CallState.WAITING:
+            self._end()
 
     def asked_all(self) -> None:
-        self.taken = True
-        self._tell_if_ended()
+        super().asked_all()
+        if self.error is not None and self.state is CallState.WAITING:
+            self._end()
 
-    def _tell_if_ended(self) -> None:
-        if self.ended and self.stream is not None:
-            self.stream.tell_end(self)
+    def _add_answer(self, answer: SliceAnswer) -> None:
+        self.answers.append(answer)
+
+    def _end(self) -> None:
+        self.state = CallState.ENDED
+        if self.stream is not None:
+            self.stream.call_ended(self)
 
     def response(self) -> server_pb2.ShareResponse:
         """What ends it."""
@@ -203,7 +195,7 @@ class _Stream:
     async def open(self, connection: socket.socket) -> None:
         """Begins to take calls."""
         await self._line.open(connection)
-        self._attachment.store.shm_readers.present.append(self)
+        self._attachment.store.shm_readers.add(self)
 
     @property
     def epoch(self) -> int:
@@ -298,20 +290,15 @@ class _Stream:
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
             call.fail(InternalError(f"taking the call failed: {error!r}"))
         call.asked_all()
-        if not call.ended:
+        if call.state is not CallState.ENDED:
             self._report_later(call)
 
     def _push(self, call: _SharedCall, push: server_pb2.SharedPush) -> None:
-        header, store = push.header, self._attachment.store
-        if header.codec != common_pb2.CODEC_RAW:
-            raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
-        call.step, call.abstain, call.grad_norm = header.step, header.abstain, header.grad_norm
-        call.mark = header.mark
-        call.dtype = convert.payload_dtype_from_proto(header.dtype)
+        store = self._attachment.store
+        call.read_header(push.header)
         if call.dtype != self._attachment.dtype:
             held = self._attachment.dtype or "nothing"
             raise InvalidArgumentError(f"the gradient arena holds {held}, not {call.dtype}")
-        call.pull_dtype = convert.payload_dtype_from_proto(header.pull_dtype) if call.wants_weights else "float32"
         store.gradients.check_norm(call)
         slices = self._check_slices(call, push.slices)
         bases = _one_for_each(push.base_versions, slices, "base_versions")
@@ -348,7 +335,7 @@ class _Stream:
 
     # --- telling ------------------------------------------------------------------------------------------------------
 
-    def tell_end(self, call: _SharedCall) -> None:
+    def call_ended(self, call: _SharedCall) -> None:
         """``call`` ended."""
         if call.call_id in self._calls:
             self._count_pulled(call)
@@ -392,7 +379,7 @@ class _Stream:
 
     def end(self) -> None:
         """It is over, whatever the reason."""
-        self._attachment.store.shm_readers.present.remove(self)
+        self._attachment.store.shm_readers.remove(self)
         self._line.close()
         if self._admitting is not None:
             self._admitting.cancel()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Generic, Literal, TypeVar
 
 from psdist.errors import InvalidArgumentError, StaleTermError
@@ -65,23 +66,28 @@ class Replicated:
 ReplicationEffect = SendBegin | SendUpdate[G] | Replicated
 
 
+class PeerState(Enum):
+    """What a primary knows of a replica's copy."""
+
+    UNKNOWN = "no stream has stood yet"
+    COPYING = "the shard is being copied"
+    CAUGHT_UP = "it has what this primary began with, and is sent every update"
+
+
 @dataclass(slots=True)
 class Peer:
-    """One replica, as its primary sees it."""
+    """One replica, as its primary sees it. Its state changes in ``resume``, ``begin_copy`` and ``complete_copy``."""
 
     replica: Replica
     #: The map has it among the backups.
     in_sync: bool
-    #: It answered that its copy is complete.
+    state: PeerState = PeerState.UNKNOWN
+    #: It answered, under this primary, that its copy is complete.
     filled: bool = False
     #: A stream stands, and it is known what the replica has.
     is_open: bool = False
-    #: A copy is under way.
-    copying: bool = False
     #: Slices that the copy under way has not sent.
     missing: set[int] = field(default_factory=set)
-    #: It was found to have, or was given, what this primary began with.
-    level: bool = False
     #: Highest lsn that it acknowledged.
     acked: int = 0
     #: Highest lsn that workers may have been answered for without its acknowledgement, before it was filled.
@@ -90,7 +96,13 @@ class Peer:
     waiting_since: float | None = None
     #: Why it cannot hold the shard.
     refusal: str = ""
+    #: How often its bytes were compared.
     digests: int = 0
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether the shard is being copied to it."""
+        return self.state is PeerState.COPYING
 
     @property
     def required(self) -> bool:
@@ -101,7 +113,23 @@ class Peer:
     def complete(self) -> bool:
         """Whether it has all that workers were ever answered for, so that it may be promoted. Its copy is not enough:
         updates that were sent behind the copy may still be under way."""
-        return self.filled and not self.copying and self.acked >= self.required_acks
+        return self.filled and not self.is_copying and self.acked >= self.required_acks
+
+    def has(self, index: int) -> bool:
+        """Whether it has slice ``index``, so that it needs the gradients of its updates."""
+        return index not in self.missing if self.is_copying else self.required
+
+    def resume(self, lsn: int) -> None:
+        """It has all updates up to ``lsn``, and is sent those after it."""
+        self.state, self.missing, self.acked = PeerState.CAUGHT_UP, set(), lsn
+
+    def begin_copy(self, slices: Iterable[int], lsn: int) -> None:
+        """It is sent all slices, as they are after update ``lsn`` or later."""
+        self.state, self.missing, self.acked = PeerState.COPYING, set(slices), lsn
+
+    def complete_copy(self, lsn: int) -> None:
+        """It said that its copy is complete, while the newest update is ``lsn``."""
+        self.state, self.filled, self.required_acks = PeerState.CAUGHT_UP, True, lsn
 
 
 class PrimaryReplication(Generic[G]):
@@ -131,7 +159,7 @@ class PrimaryReplication(Generic[G]):
     def is_caught_up(self) -> bool:
         """Whether all who must have it have what this primary began with: nobody may hear of that before. The primary
         before this one may have died with updates that only this server has, and who waits for them asks here."""
-        return all(peer.level for peer in self.peers.values() if peer.required)
+        return all(peer.state is PeerState.CAUGHT_UP for peer in self.peers.values() if peer.required)
 
     @property
     def behind(self) -> list[Replica]:
@@ -146,13 +174,7 @@ class PrimaryReplication(Generic[G]):
 
     def needs_gradient(self, index: int) -> bool:
         """Whether an update of slice ``index`` is sent with its gradient to anybody."""
-        return any(self._has(peer, index) for peer in self.peers.values())
-
-    @staticmethod
-    def _has(peer: Peer, index: int) -> bool:
-        if peer.copying:
-            return index not in peer.missing
-        return peer.required
+        return any(peer.has(index) for peer in self.peers.values())
 
     # --- the map ------------------------------------------------------------------------------------------------------
 
@@ -175,13 +197,12 @@ class PrimaryReplication(Generic[G]):
         """A stream to ``replica`` stands, which has ``held`` of the shard."""
         peer = self.peers[replica]
         peer.is_open, peer.waiting_since, peer.refusal = True, None, ""
-        lsn = self._resumable(held) if peer.required and not peer.copying else None
+        lsn = self._resumable(held) if peer.required and not peer.is_copying else None
         if lsn is None:
             return self.begin(replica)
-        peer.copying, peer.missing, peer.level = False, set(), True
+        peer.resume(lsn)
         again = [SendUpdate(replica, update, True) for update in self._log.values() if update.lsn > lsn]
         peer.waiting_since = now if again else None
-        peer.acked = lsn
         return [*again, *self._settle()]
 
     def _resumable(self, held: ReplicaState | None) -> int | None:
@@ -196,9 +217,7 @@ class PrimaryReplication(Generic[G]):
 
     def begin(self, replica: Replica) -> list[ReplicationEffect[G]]:
         """Copies the shard to ``replica`` (again)."""
-        peer = self.peers[replica]
-        peer.copying, peer.missing, peer.level = True, set(self.slices), False
-        peer.acked = self.lsn
+        self.peers[replica].begin_copy(self.slices, self.lsn)
         return [SendBegin(replica, self.lsn), *self._settle()]
 
     def closed(self, replica: Replica, now: float) -> None:
@@ -206,7 +225,7 @@ class PrimaryReplication(Generic[G]):
         peer = self.peers.get(replica)
         if peer is not None:
             peer.is_open = False
-            if peer.copying:
+            if peer.is_copying:
                 peer.missing = set(self.slices)
             if peer.waiting_since is None:
                 peer.waiting_since = now
@@ -217,7 +236,7 @@ class PrimaryReplication(Generic[G]):
     def next_copy(self, replica: Replica) -> int | None:
         """The slice to copy next to ``replica``; None where all were."""
         peer = self.peers.get(replica)
-        return min(peer.missing, default=None) if peer is not None and peer.copying and peer.is_open else None
+        return min(peer.missing, default=None) if peer is not None and peer.is_copying and peer.is_open else None
 
     def copied(self, replica: Replica, index: int) -> None:
         """Slice ``index`` as it is now is on its way to ``replica``."""
@@ -226,7 +245,7 @@ class PrimaryReplication(Generic[G]):
     def copy_again(self, replica: Replica, index: int) -> list[ReplicationEffect[G]]:
         """Slice ``index``, which ``replica`` has, was replaced without an update."""
         peer = self.peers[replica]
-        if not (peer.copying and peer.missing):
+        if not (peer.is_copying and peer.missing):
             return self.begin(replica)
         peer.missing.add(index)
         return []
@@ -238,9 +257,9 @@ class PrimaryReplication(Generic[G]):
     def filled(self, replica: Replica, now: float) -> list[ReplicationEffect[G]]:
         """``replica`` said that its copy is complete."""
         peer = self.peers.get(replica)
-        if peer is None or not peer.copying or peer.missing:
+        if peer is None or not peer.is_copying or peer.missing:
             return []
-        peer.copying, peer.filled, peer.level, peer.required_acks = False, True, True, self.lsn
+        peer.complete_copy(self.lsn)
         peer.waiting_since = now if peer.acked < self.lsn else None
         return self._settle()
 
@@ -255,7 +274,7 @@ class PrimaryReplication(Generic[G]):
         effects: list[ReplicationEffect[G]] = []
         for peer in self.peers.values():
             if peer.is_open:
-                effects.append(SendUpdate(peer.replica, update, self._has(peer, update.index)))
+                effects.append(SendUpdate(peer.replica, update, peer.has(update.index)))
                 peer.waiting_since = now if peer.waiting_since is None else peer.waiting_since
         return [*effects, *self._settle()]
 
@@ -270,7 +289,7 @@ class PrimaryReplication(Generic[G]):
 
     def _settle(self) -> list[ReplicationEffect[G]]:
         """What is replicated by now, in the order of the updates."""
-        required = [0 if peer.copying else peer.acked for peer in self.peers.values() if peer.required]
+        required = [0 if peer.is_copying else peer.acked for peer in self.peers.values() if peer.required]
         reached = min(required, default=self.lsn)
         ready = [Replicated(index, lsn) for lsn, index in self._unreplicated.items() if lsn <= reached]
         for effect in ready:
@@ -280,12 +299,22 @@ class PrimaryReplication(Generic[G]):
 
     def _trim(self) -> None:
         """Forgets the updates that nobody needs any more."""
-        needed = [peer.acked for peer in self.peers.values() if peer.is_open or (peer.required and not peer.copying)]
+        needed = [peer.acked for peer in self.peers.values() if peer.is_open or (peer.required and not peer.is_copying)]
         reached = min(needed, default=self.lsn)
         for lsn in [lsn for lsn in self._log if lsn <= reached]:
             del self._log[lsn]
 
     # --- failures -----------------------------------------------------------------------------------------------------
+
+    def refused_copy(self, replica: Replica, reason: str) -> bool:
+        """``replica`` cannot hold the shard; whether it has a role in it."""
+        if (peer := self.peers.get(replica)) is not None:
+            peer.refusal = reason
+        return peer is not None
+
+    def compared(self, replica: Replica) -> None:
+        """``replica`` is sent a digest, and reports where its bytes differ."""
+        self.peers[replica].digests += 1
 
     def unreachable(self, now: float, limit: float) -> list[Replica]:
         """Replicas that have owed an answer for longer than ``limit``, or cannot hold the shard."""
@@ -304,6 +333,7 @@ class PrimaryReplication(Generic[G]):
         """Asserts the invariants."""
         assert list(self._log) == list(range(self.lsn - len(self._log) + 1, self.lsn + 1)), (self._log, self.lsn)
         assert all(peer.acked <= self.lsn for peer in self.peers.values()), self.peers
+        assert all(peer.is_copying or not peer.missing for peer in self.peers.values()), self.peers
 
 
 # --- the replica's side -----------------------------------------------------------------------------------------------

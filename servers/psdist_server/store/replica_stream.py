@@ -230,7 +230,7 @@ class Link:
                 while self._bytes_waiting > COPY_AHEAD_BYTES:
                     self._written.clear()
                     await self._written.wait()
-            if self._is_current(machine) and machine.peers[self.replica].copying:
+            if self._is_current(machine) and machine.peers[self.replica].is_copying:
                 self.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, end=pb.ReplicateRequest.End()))
                 machine.ended(self.replica, now())
 
@@ -245,7 +245,7 @@ class Link:
             if done.done():
                 return
             try:
-                if self._is_current(machine) and machine.peers[self.replica].copying:
+                if self._is_current(machine) and machine.peers[self.replica].is_copying:
                     self._replicator.copy_slice(self, machine, index)
             except Exception as error:  # Whoever waits for the copy raises it.
                 done.set_exception(error)

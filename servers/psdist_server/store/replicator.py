@@ -223,7 +223,7 @@ class Replicator:
         version = self._source.record(index).version
         digest = pb.ReplicateRequest.Digest(slice=index, version=version, digest=self._dense.digest(index))
         link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, digest=digest))
-        machine.peers[link.replica].digests += 1
+        machine.compared(link.replica)
 
     def _carry_out(self, machine: Machine, effects: Sequence[ReplicationEffect[Gradient]]) -> None:
         for effect in effects:
@@ -285,8 +285,7 @@ class Replicator:
             self._source.fail_permanently(error)
             return
         if isinstance(error, LimitExceededError):
-            if peer := machine.peers.get(link.replica):
-                peer.refusal = str(error)
+            if machine.refused_copy(link.replica, str(error)):
                 self.network.report()
             return
         _log.warning("refused by a replica", parameters=self.name, server=str(link.replica), reason=str(error))

@@ -11,10 +11,12 @@ import asyncio
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
-from psdist.errors import FencedError, PsdistError
+from psdist.errors import FencedError, PsdistError, UnknownCodecError
 from psdist.types import Identity
-from psdist.wire import limits
+from psdist.v1 import common_pb2, server_pb2
+from psdist.wire import convert, limits
 
 _tokens = itertools.count(1)
 
@@ -27,6 +29,14 @@ class SliceAnswer:
     version: int
     ignored: bool = False
     staleness: int = 0
+
+
+class CallState(Enum):
+    """How far a call is. It changes in ``asked_all``, and when the last answer is there."""
+
+    ASKING = "more slices may be asked about"
+    WAITING = "some slices are not answered"
+    ENDED = "all slices are answered, or the call was refused"
 
 
 @dataclass
@@ -47,11 +57,20 @@ class Call:
     outstanding: dict[int, int] = field(default_factory=dict)
     #: Why the oldest of them has waited for longer than REPORT_WAIT_SECONDS; "" if it has not.
     waiting_for: str = ""
+    state: CallState = CallState.ASKING
 
     def __post_init__(self) -> None:
         self.slots = asyncio.Semaphore(limits.HELD_SLICES_MAX)
         self._answers: asyncio.Queue[SliceAnswer | PsdistError | None] = asyncio.Queue()
-        self._asked_all = False
+
+    def read_header(self, header: server_pb2.PushHeader) -> None:
+        """Notes what a push says of itself. Raises UnknownCodecError, and InvalidArgumentError for an unknown dtype."""
+        if header.codec != common_pb2.CODEC_RAW:
+            raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
+        self.step, self.abstain, self.grad_norm = header.step, header.abstain, header.grad_norm
+        self.mark = header.mark
+        self.dtype = convert.payload_dtype_from_proto(header.dtype)
+        self.pull_dtype = convert.payload_dtype_from_proto(header.pull_dtype) if self.wants_weights else "float32"
 
     def ask(self, index: int) -> int:
         """A token for one more slice: a number that no slice of any call had before."""
@@ -62,21 +81,26 @@ class Call:
     def answer(self, token: int, answer: SliceAnswer) -> None:
         """Queues the answer for ``token``."""
         del self.outstanding[token]
-        self._answers.put_nowait(answer)
-        self._end_if_done()
+        self._add_answer(answer)
+        if self.state is CallState.WAITING and not self.outstanding:
+            self._end()
 
     def asked_all(self) -> None:
         """No more slices will be asked about."""
-        self._asked_all = True
-        self._end_if_done()
+        self.state = CallState.WAITING
+        if not self.outstanding:
+            self._end()
 
     def fail(self, error: PsdistError) -> None:
         """Ends the stream with ``error``, after the answers that are there already."""
         self._answers.put_nowait(error)
 
-    def _end_if_done(self) -> None:
-        if self._asked_all and not self.outstanding:
-            self._answers.put_nowait(None)
+    def _add_answer(self, answer: SliceAnswer) -> None:
+        self._answers.put_nowait(answer)
+
+    def _end(self) -> None:
+        self.state = CallState.ENDED
+        self._answers.put_nowait(None)
 
     async def next_answer(self) -> SliceAnswer | None:
         """The next answer; None at the end of the stream. Raises the error that the call failed with, and TimeoutError

@@ -27,10 +27,18 @@ class ShmReaders:
     """Those of one holding, whose arrays are ``arrays``."""
 
     def __init__(self, dense: DenseParameters) -> None:
-        self.present: list[Reader] = []
+        self._readers: list[Reader] = []
         self._dense = dense
         #: By which map a slice went elsewhere last.
         self._released: dict[int, int] = {}
+
+    def add(self, reader: Reader) -> None:
+        """One more worker reads weights in place."""
+        self._readers.append(reader)
+
+    def remove(self, reader: Reader) -> None:
+        """A worker reads nothing in place any more."""
+        self._readers.remove(reader)
 
     def release(self, indices: Sequence[int], epoch: int) -> None:
         """These slices went elsewhere by the map of ``epoch``: gives their state back now, and their weights in
@@ -43,7 +51,7 @@ class ShmReaders:
         asyncio.get_running_loop().call_later(RECLAIM_SECONDS, self._reclaim, indices, epoch)
 
     def _reclaim(self, indices: Sequence[int], epoch: int) -> None:
-        if any(reader.epoch < epoch for reader in self.present):
+        if any(reader.epoch < epoch for reader in self._readers):
             self._reclaim_later(indices, epoch)
         else:
             self._dense.reclaim(index for index in indices if self._released.get(index) == epoch)

@@ -88,7 +88,7 @@ def replica_statistics(
         unreachable = machine.unreachable(now, lease_seconds)
         for replica, peer in machine.peers.items():
             updates, size = machine.lag(replica)
-            state = "filling" if peer.copying or not peer.required else "in sync"
+            state = "filling" if peer.is_copying or not peer.required else "in sync"
             found.append(
                 server_pb2.ReplicaStatistics(
                     shard=number,
@@ -96,7 +96,7 @@ def replica_statistics(
                     state="unreachable" if replica in unreachable else state,
                     lag_updates=updates,
                     lag_bytes=size,
-                    slices_filled=len(machine.slices) - len(peer.missing) if peer.copying or peer.required else 0,
+                    slices_filled=len(machine.slices) - len(peer.missing) if peer.is_copying or peer.required else 0,
                     slices=len(machine.slices),
                     digests=peer.digests,
                 )
