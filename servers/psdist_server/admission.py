@@ -44,8 +44,6 @@ class Admission:
         self._heard: dict[tuple[str, int], None] = {}
         self._map_changed = asyncio.Condition()
 
-    # --- the cluster map ----------------------------------------------------------------------------------------------
-
     def follow(self, cluster: ClusterMap) -> None:
         """A newer map: who is not in it is refused from now on."""
         self.live = {worker.worker_id: worker.incarnation for worker in cluster.workers}
@@ -68,8 +66,6 @@ class Admission:
                 f"within {MAP_WAIT_SECONDS:.0f} s",
                 epoch=self.map.epoch,
             ) from None
-
-    # --- requests -----------------------------------------------------------------------------------------------------
 
     def store(self, parameters: str) -> ParameterStore:
         """The parameter store of this name. Raises UnknownParametersError."""
@@ -124,8 +120,6 @@ class Admission:
             else:
                 await asyncio.wrap_future(compiled)
         return store
-
-    # --- workers ------------------------------------------------------------------------------------------------------
 
     def check_live(self, identity: Identity) -> None:
         """Raises FencedError for a worker, or an incarnation of one, that is not in the map."""

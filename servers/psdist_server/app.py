@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def main(settings: ServerSettings) -> int:
-    """Runs a server until it is told to stop; the exit status."""
+    """Runs a server until a signal or its launcher stops it; returns the exit status."""
     malloc_options.keep_buffers(one_heap=True)
     logs.configure("server", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
@@ -66,7 +66,7 @@ def default_kernel_threads(cluster: ClusterMap, advertise: str) -> int:
 async def _serve(settings: ServerSettings, scheduler: str) -> int:
     stop = asyncio.Event()
     _stop_on_signals(stop, settings.lifeline_fd)
-    # While the others start: half a second that the first step does not have to wait for.
+    # While the other members start: the first step need not wait half a second for this.
     threading.Thread(target=compile_kernels, name="compile", daemon=True).start()
     server = channels.make_server(settings.token)
     port = channels.bind(server, settings.host, settings.port, settings.insecure)

@@ -1,7 +1,7 @@
 """The server's session with the scheduler: registration, heartbeats, and commands.
 
 Heartbeats with counters go up. Maps, proposals and news come down and are passed to the server in the order in which
-they came. A session that breaks is opened again with the same incarnation; the data path does not notice. The server
+they came. A session that breaks is opened again with the same incarnation, while the data path goes on. The server
 ends when the scheduler no longer knows this incarnation, because its shards then belong to others.
 """
 
@@ -42,7 +42,7 @@ _LEAVE_SECONDS: Final = 1.0
 
 
 class ServerSession:
-    """One membership of a server.
+    """The membership of one server.
 
     address: of the scheduler. advertise: host:port where workers reach this server. rng: for pauses between attempts.
     """
@@ -59,13 +59,13 @@ class ServerSession:
         self._rng = rng or Random()
         self._in_session = False
         self._leaving = False
-        #: Proposals of earlier sessions: what the first map does not confirm, nobody is left to confirm or withdraw.
+        #: Proposals of earlier sessions: those that the first map does not confirm are withdrawn.
         self._stale: set[tuple[str, str]] = set()
-        #: What goes up beside heartbeats; None where there is something new to report.
+        #: Messages for the scheduler beside heartbeats; None where there may be new reports.
         self._up: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
 
     async def register(self, timeout_seconds: float) -> ClusterMap:
-        """Becomes a member; the cluster map as it is. Retries while nobody answers.
+        """Registers this server, and returns the current cluster map. Tries again while no scheduler answers.
 
         Raises SchedulerUnreachableError after ``timeout_seconds``, and whatever the scheduler refuses with.
         """
@@ -132,7 +132,7 @@ class ServerSession:
                 reason = str(known)
             if self._leaving:
                 return
-            if self._in_session:  # It stood until now; what follows are attempts, and one line is enough for them.
+            if self._in_session:  # One line is enough: it is not repeated for the attempts that follow.
                 delay = _RETRY_MIN_SECONDS
                 _log.warning("session broken, trying again", scheduler=self._address, reason=reason)
             await asyncio.sleep(delay * self._rng.uniform(0.5, 1.0))
@@ -151,17 +151,17 @@ class ServerSession:
             member_id=self.registration.server_id, incarnation=self.registration.incarnation
         )
         yield pb.SessionRequest(hello=hello)
-        loop, told, beat_at = asyncio.get_running_loop(), set[ReplicaReport | LoadReport](), 0.0
+        loop, sent, beat_at = asyncio.get_running_loop(), set[ReplicaReport | LoadReport](), 0.0
         while True:
             if loop.time() >= beat_at:
                 beat_at = loop.time() + self.registration.heartbeat_seconds
                 yield self._heartbeat(host)
-            # All that is true is told once in each session: the scheduler may have missed what an earlier one told.
+            # Every report is sent once in each session: the scheduler may have missed what an earlier one sent.
             reports = host.reports()
-            told.intersection_update(reports)
+            sent.intersection_update(reports)
             for report in reports:
-                if report not in told:
-                    told.add(report)
+                if report not in sent:
+                    sent.add(report)
                     yield _report_message(report)
             try:
                 async with asyncio.timeout_at(beat_at):
@@ -217,8 +217,8 @@ class ServerSession:
                 _log.warning("rolled back", text=response.rolled_back.text)
 
     async def drain(self, timeout_seconds: float) -> None:
-        """Has everything moved away from this server; returns when it holds nothing, when nothing can be moved, or
-        after ``timeout_seconds``. Does nothing where that is 0."""
+        """Asks the scheduler to move all shards away from this server; returns when it holds none, when none can be
+        moved, or after ``timeout_seconds``. Does nothing where that is 0."""
         if not timeout_seconds:
             return
         request = pb.DrainRequest(run_id=self.registration.run_id, server_id=self.registration.server_id)
@@ -232,7 +232,7 @@ class ServerSession:
             _log.warning("not drained", reason=str(error))
 
     async def leave(self, reason: str) -> None:
-        """Ends the membership politely, if the scheduler answers soon."""
+        """Ends the membership; waits a second at most for the scheduler to answer."""
         self._leaving = True
         request = pb.LeaveRequest(
             member_id=self.registration.server_id, incarnation=self.registration.incarnation, reason=reason
@@ -240,7 +240,7 @@ class ServerSession:
         try:
             await self._stub.Leave(request, metadata=self._metadata, timeout=_LEAVE_SECONDS)
         except (grpc.aio.AioRpcError, PsdistError) as error:
-            _log.info("left without a word", reason=str(error))
+            _log.info("left without an answer of the scheduler", reason=str(error))
 
     async def close(self) -> None:
         """Closes the channel."""

@@ -33,7 +33,7 @@ from psdist_server.store.rpc_call import Call
 
 
 def compile_kernels() -> None:
-    """Compiles the kernels that all parameters need, or loads them from the cache; again does nothing. In a thread."""
+    """Compiles the kernels that all parameter sets need, or loads them from the cache. In a thread."""
     kernels.warm_up()
     memory.release_compiler()
 
@@ -87,8 +87,6 @@ class ParameterServer:
         each report about a snapshot."""
         self._report, self._report_snapshot = report, report_snapshot
 
-    # --- the cluster map ----------------------------------------------------------------------------------------------
-
     async def follow(self, cluster: ClusterMap) -> None:
         """Follows a newer cluster map: takes and leaves roles, and passes changed members to the machines."""
         if not self.peers.follow(cluster):
@@ -113,8 +111,6 @@ class ParameterServer:
         self._norm_exchange.cancel(name)
         await self._stores.pop(name).close()
 
-    # --- joins --------------------------------------------------------------------------------------------------------
-
     def propose(self, parameters: str, member: ParametersMember) -> tuple[bool, int]:
         """Whether ``member`` may join, and the highest version of any slice here."""
         store = self._stores.get(parameters)
@@ -133,22 +129,18 @@ class ParameterServer:
         """Parameters and worker of every proposal that was accepted and is no member yet."""
         return {(name, worker_id) for name, store in self._stores.items() for worker_id in store.router.proposed}
 
-    # --- calls --------------------------------------------------------------------------------------------------------
-
     def waiting_for(self, call: Call) -> str:
-        """Whom the call is waiting for; "" where that is only its own sender."""
+        """What the call is waiting for; "" where that is only its own sender."""
         store = self._stores.get(call.identity.parameters)
         return store.waiting_for(call) if store else ""
 
     def cancel_call(self, call: Call) -> None:
-        """The call is over, whatever the reason."""
+        """Nothing answers the call any more."""
         if store := self._stores.get(call.identity.parameters):
             store.router.cancel(call)
 
-    # --- reports ------------------------------------------------------------------------------------------------------
-
     def reports(self) -> list[ReplicaReport | LoadReport]:
-        """What the scheduler must hear about replicas, and about values that are loaded."""
+        """What the scheduler must know about replicas, and about values that are loaded."""
         replicas = [report for store in self._stores.values() for report in store.replicator.reports(store.entry)]
         return [*replicas, *self.loader.reports()]
 
@@ -183,14 +175,14 @@ def _opened_once(url: str, opener: Callable[[str], Storage]) -> Callable[[], Sto
     @functools.cache
     def opened() -> Storage:
         if not url:
-            raise NoStorageError("the scheduler told this server of no storage")
+            raise NoStorageError("the scheduler gave this server no storage")
         return opener(url)
 
     return opened
 
 
 def _begins_anew(before: ParametersEntry, after: ParametersEntry) -> bool:
-    """Whether nothing that is held of the parameters counts any more."""
+    """Whether what this server has of the parameter set is of no use any more."""
     if after.generation != before.generation:
         return after.generation > before.generation
     return not after.ready and after.restore != before.restore

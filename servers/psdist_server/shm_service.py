@@ -50,7 +50,7 @@ class ShareService:
         fd_passing.sweep()
 
     async def serve(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        """One stream, to its end."""
+        """Serves one stream until it ends."""
         stream: _Stream | None = None
         try:
             async for data in requests:
@@ -66,27 +66,27 @@ class ShareService:
 
 
 async def _until_over(stream: _Stream, requests: AsyncIterator[bytes]) -> None:
-    """Returns when the worker ended the stream or the line. Raises what is wrong with something that came on either."""
-    hung_up = asyncio.create_task(_until_hung_up(requests))
+    """Returns when the worker ended the stream or the socket. Raises the error of an invalid message on either."""
+    disconnected = asyncio.create_task(_until_disconnected(requests))
     try:
-        ends: set[asyncio.Future[Any]] = {hung_up, stream.over}
+        ends: set[asyncio.Future[Any]] = {disconnected, stream.over}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if stream.over.done() and (error := stream.over.result()) is not None:
             raise error
-        if hung_up.done():
-            hung_up.result()
+        if disconnected.done():
+            disconnected.result()
     finally:
-        hung_up.cancel()
-        await asyncio.gather(hung_up, return_exceptions=True)
+        disconnected.cancel()
+        await asyncio.gather(disconnected, return_exceptions=True)
 
 
-async def _until_hung_up(requests: AsyncIterator[bytes]) -> None:
+async def _until_disconnected(requests: AsyncIterator[bytes]) -> None:
     async for _ in requests:
         raise InvalidArgumentError("the only request of a Share stream is attach: calls go over the connection")
 
 
 async def _attach(host: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
-    """Carries the first request out: what is attached, and the answer."""
+    """Carries out the first request of a stream: the attachment, and the answer."""
     request = frames.parse(server_pb2.ShareRequest, data)
     if request.WhichOneof("kind") != "attach" or request.call_id != 0:
         raise InvalidArgumentError("the first request of a Share stream must be attach, with call_id 0")
@@ -161,7 +161,7 @@ class _SharedCall(Call):
             self.stream.call_ended(self)
 
     def response(self) -> server_pb2.ShareResponse:
-        """What ends it."""
+        """The message that ends it."""
         if self.error is not None:
             return server_pb2.ShareResponse(call_id=self.call_id, error=status.to_detail(self.error))
         versions = [answer.version for answer in self.answers]
@@ -176,25 +176,25 @@ class _SharedCall(Call):
 
 
 class _Stream:
-    """What is attached: its line, and its calls under way."""
+    """One attachment: its socket, and its calls under way."""
 
     def __init__(self, host: ParameterServer, attachment: _Attachment) -> None:
         self._host = host
         self._attachment = attachment
-        self._line = FramedSocket(self._take, self._line_ended, waits_for_reader=True)
-        #: Done when the line ended; what was wrong, if that is why.
+        self._socket = FramedSocket(self._on_request, self._socket_ended, waits_for_reader=True)
+        #: Done when the socket ended, with the error if one ended it.
         self.over: asyncio.Future[PsdistError | None] = asyncio.get_running_loop().create_future()
         self._calls: dict[int, _SharedCall] = {}
         self._last_id = 0
         self._named = 0
-        #: Who was admitted last, which need not be found out again by the same map.
+        #: The identity that was admitted last; it needs no check again while the map is the same.
         self._admitted = attachment.identity
-        #: Takes a call that has to wait until it is admitted; those after it wait too.
+        #: Admits a call that has to wait for a map or for confirmations; those after it wait too.
         self._admitting: asyncio.Task[None] | None = None
 
     async def open(self, connection: socket.socket) -> None:
-        """Begins to take calls."""
-        await self._line.open(connection)
+        """Begins to receive calls."""
+        await self._socket.open(connection)
         self._attachment.store.shm_readers.add(self)
 
     @property
@@ -202,10 +202,10 @@ class _Stream:
         """The map by which the last call was made: by then the worker reads nothing that went elsewhere before."""
         return self._admitted.epoch
 
-    # --- taking -------------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _take(self, data: bytes) -> None:
-        """Takes a request. Raises InvalidArgumentError for what cannot be told to a call."""
+    def _on_request(self, data: bytes) -> None:
+        """Handles a request. Raises InvalidArgumentError for one that names no call that could fail with it."""
         request = frames.parse(server_pb2.ShareRequest, data)
         self._host.admission.heard(self._attachment.identity)
         kind = request.WhichOneof("kind")
@@ -226,11 +226,11 @@ class _Stream:
         if self._is_admitted(sender) and not (not is_push and self._needs_confirm(request.pull)):
             self._carry_out(call, request)
         else:
-            self._line.hold()
+            self._socket.hold()
             self._admitting = asyncio.create_task(self._admit(call, sender, request))
 
     def _is_admitted(self, sender: server_pb2.Identity) -> bool:
-        """Whether ``sender`` is who was admitted last, by the map that is still the newest."""
+        """Whether ``sender`` is the identity that was admitted last, and the map is still the same."""
         before = self._admitted
         return (
             sender.epoch == before.epoch == self._host.admission.map.epoch
@@ -244,8 +244,8 @@ class _Stream:
         return self._attachment.store.replicator.needs_confirm(pull.slices)
 
     async def _admit(self, call: _SharedCall, sender: server_pb2.Identity, request: server_pb2.ShareRequest) -> None:
-        """Carries a call out once its sender is admitted, which may have to wait for a newer map, and once it is sure
-        that its slices may be read."""
+        """Carries a call out once its sender is admitted, which may have to wait for a newer map, and once the backups
+        have confirmed that its slices may be read."""
         try:
             if not self._is_admitted(sender):
                 await self._check_sender(sender)
@@ -260,7 +260,7 @@ class _Stream:
             if call.call_id in self._calls:  # Else it was cancelled meanwhile.
                 self._carry_out(call, request)
         finally:
-            self._line.release()
+            self._socket.release()
 
     async def _check_sender(self, sender: server_pb2.Identity) -> None:
         identity, mine = convert.identity_from_proto(sender), self._attachment.identity
@@ -333,14 +333,14 @@ class _Stream:
         self._named += call.named
         return slices
 
-    # --- telling ------------------------------------------------------------------------------------------------------
+    # --- answers ------------------------------------------------------------------------------------------------------
 
     def call_ended(self, call: _SharedCall) -> None:
-        """``call`` ended."""
+        """Sends the answers, or the error, of a call that ended."""
         if call.call_id in self._calls:
             self._count_pulled(call)
             self._forget(call)
-            self._line.send(call.response().SerializeToString())
+            self._socket.send(call.response().SerializeToString())
 
     def _count_pulled(self, call: _SharedCall) -> None:
         if call.wants_weights and call.error is None:
@@ -354,19 +354,19 @@ class _Stream:
         call.timer = loop.call_later(limits.REPORT_WAIT_SECONDS, self._report, call, len(call.answers))
 
     def _report(self, call: _SharedCall, answered: int) -> None:
-        """Says whom ``call`` waits for, unless there was progress, or the worker does not read what it is told."""
+        """Sends the reason why ``call`` waits, unless there was progress, or the worker does not read its answers."""
         call.waiting_for = ""
         if len(call.answers) == answered:
             call.waiting_for = self._host.waiting_for(call) or "for this server to apply the update"
-            if not self._line.is_full:
-                told = server_pb2.ShareResponse(call_id=call.call_id, waiting_for=call.waiting_for)
-                self._line.send(told.SerializeToString())
+            if not self._socket.is_full:
+                report = server_pb2.ShareResponse(call_id=call.call_id, waiting_for=call.waiting_for)
+                self._socket.send(report.SerializeToString())
         self._report_later(call)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def _forget(self, call: _SharedCall) -> None:
-        """Nobody is to be told of ``call`` any more."""
+        """Nothing answers ``call`` any more."""
         del self._calls[call.call_id]
         self._named -= call.named
         if call.timer is not None:
@@ -374,13 +374,13 @@ class _Stream:
         if call.outstanding:
             self._host.cancel_call(call)
 
-    def _line_ended(self, error: PsdistError | None) -> None:
+    def _socket_ended(self, error: PsdistError | None) -> None:
         self.over.set_result(error)
 
     def end(self) -> None:
-        """It is over, whatever the reason."""
+        """Ends the attachment and its calls."""
         self._attachment.store.shm_readers.remove(self)
-        self._line.close()
+        self._socket.close()
         if self._admitting is not None:
             self._admitting.cancel()
         for call in list(self._calls.values()):

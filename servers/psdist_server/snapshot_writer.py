@@ -2,7 +2,7 @@
 
 There is one attempt at a time. ``Prepare`` arms the cut in the parameter stores (``cut_controller``). ``Cut`` starts a
 writer for each store, which writes one file for each shard of which this server is the primary, one after another.
-``End`` discards what is left. An error is reported, ends the attempt here at once, and never harms training. An attempt
+``End`` discards what is left. An error is reported and ends the attempt here at once; training goes on. An attempt
 belongs to one session with the scheduler. Where that breaks, both sides give the attempt up.
 
 Not here: when snapshots are taken, and what makes one exist (the scheduler); their bytes (``psdist.snapshots``).
@@ -47,7 +47,7 @@ STALL_SECONDS: Final = 15.0
 
 @dataclass(slots=True)
 class _Part:
-    """One parameters of an attempt. number: their place in the attempt."""
+    """One parameter set of an attempt. number: its place in the attempt."""
 
     number: int
     store: ParameterStore
@@ -62,43 +62,43 @@ class _Attempt:
     parts: dict[str, _Part] = field(default_factory=dict)
     bytes: int = 0
     bytes_done: int = 0
-    #: At the last check, training was waiting and nothing had been written.
-    stood: bool = False
+    #: At the last check, training was waiting and nothing had been written since the check before.
+    is_stalled: bool = False
 
 
 class SnapshotWriter:
-    """What ``server`` does for snapshots.
+    """Takes this server's part in snapshots.
 
-    store: the parameter store of a name, or None. storage: opens the run's storage. tell: sends a report to the
-    scheduler.
+    store: the parameter store of a name, or None. storage: opens the run's storage. send: sends a report to the
+    scheduler. copy_bytes_max: bytes of copies that are held.
     """
 
     def __init__(
         self,
         store: Callable[[str], ParameterStore | None],
         storage: Callable[[], Storage],
-        tell: Callable[[pb.SnapshotReport], None],
+        send: Callable[[pb.SnapshotReport], None],
         copy_bytes_max: int = COPY_BYTES_MAX,
     ) -> None:
         self._store = store
         self._open_storage = storage
-        self._tell = tell
+        self._send = send
         self._budget_bytes = copy_bytes_max
         self._attempt: _Attempt | None = None
         self._newest = 0
-        #: Hashes; a thread that updates do not wait for.
+        #: For hashing; kernels of updates do not wait for this thread.
         self._thread = ThreadPoolExecutor(1, "snapshot")
-        #: Writers of attempts that are over and clean up.
+        #: Writers of discarded attempts that have not ended yet.
         self._ending: set[asyncio.Task[None]] = set()
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def command(self, command: pb.SnapshotCommand) -> None:
-        """Carries out what the scheduler wants."""
+        """Carries out a command of the scheduler."""
         kind = command.WhichOneof("kind")
         if kind == "prepare" and command.attempt > self._newest:
             self._newest = command.attempt
-            self._drop()
+            self._discard()
             self._prepare(command.attempt, command.prepare)
         elif self._attempt is None or command.attempt != self._attempt.number:
             return
@@ -106,11 +106,11 @@ class SnapshotWriter:
             self._begin(self._attempt, command.cut)
         elif kind == "end":
             _log.info("snapshot ended", attempt=command.attempt, committed=command.end.committed)
-            self._drop()
+            self._discard()
 
     def session_ended(self) -> None:
         """The session with the scheduler broke: the attempt is over."""
-        self._drop()
+        self._discard()
 
     def _prepare(self, number: int, prepare: pb.SnapshotCommand.Prepare) -> None:
         found = [(place, wanted, self._store(wanted.parameters)) for place, wanted in enumerate(prepare.parameters)]
@@ -151,7 +151,7 @@ class SnapshotWriter:
         self._watch(attempt, -1)
 
     def _written(self, attempt: _Attempt, task: asyncio.Task[None]) -> None:
-        """A writer ended."""
+        """Ends the attempt where a writer failed."""
         self._ending.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -161,15 +161,15 @@ class SnapshotWriter:
         self._fail(attempt.number, error)
 
     def _fail(self, number: int, error: PsdistError) -> None:
-        """The attempt cannot go on here."""
+        """Ends the attempt here and reports why."""
         if self._attempt is None or self._attempt.number != number:
             return
         _log.warning("a snapshot is given up", attempt=number, reason=str(error))
-        self._drop()
+        self._discard()
         self._report(number, _failed(error))
 
-    def _drop(self) -> None:
-        """Nothing waits for the attempt any more; what was copied for it goes."""
+    def _discard(self) -> None:
+        """Discards the attempt: its writers end, its copies are released, and no update waits for it."""
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
@@ -181,7 +181,7 @@ class SnapshotWriter:
 
     def _report(self, number: int, report: pb.SnapshotReport) -> None:
         report.attempt = number
-        self._tell(report)
+        self._send(report)
 
     # --- progress -----------------------------------------------------------------------------------------------------
 
@@ -201,23 +201,23 @@ class SnapshotWriter:
         )
 
     def _watch(self, attempt: _Attempt, before: int) -> None:
-        """Gives the attempt up where training waits for a storage that takes nothing."""
+        """Checks regularly whether training waits for a storage that writes nothing, and then fails the attempt."""
         if self._attempt is not attempt:
             return
-        stands = attempt.bytes_done == before and any(
+        stalls = attempt.bytes_done == before and any(
             part.store.cuts.delays_training for part in attempt.parts.values()
         )
-        if stands and attempt.stood:
+        if stalls and attempt.is_stalled:
             seconds = 2 * STALL_SECONDS
             error = StorageError(f"the storage took nothing for {seconds:.0f} s, and training had to wait for it")
             self._fail(attempt.number, error)
             return
-        attempt.stood = stands
+        attempt.is_stalled = stalls
         asyncio.get_running_loop().call_later(STALL_SECONDS, self._watch, attempt, attempt.bytes_done)
 
     async def close(self) -> None:
-        """The server ends."""
-        self._drop()
+        """Discards the attempt; returns when its writers have ended."""
+        self._discard()
         await asyncio.gather(*self._ending, return_exceptions=True)
         self._thread.shutdown(wait=False)
 

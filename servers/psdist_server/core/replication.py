@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """What a replica says that it has of a shard: updates up to ``lsn`` under ``term``."""
+    """What a replica reports to have of a shard: updates up to ``lsn`` under ``term``."""
 
     term: int
     lsn: int
@@ -40,7 +40,7 @@ class ReplicaState:
 
 @dataclass(frozen=True, slots=True)
 class SendBegin:
-    """Tell ``replica`` that a copy begins; then copy slice by slice (``next_copy``, ``copied``)."""
+    """Begin a copy to ``replica``; then send it slice by slice (``next_copy``, ``copied``)."""
 
     replica: Replica
     lsn: int
@@ -57,7 +57,7 @@ class SendUpdate(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """The update of slice ``index`` is with everybody who must have it."""
+    """All required replicas have update ``lsn``, of slice ``index``."""
 
     index: int
     lsn: int
@@ -157,8 +157,8 @@ class PrimaryReplication(Generic[G]):
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether all who must have it have what this primary began with: nobody may hear of that before. The primary
-        before this one may have died with updates that only this server has, and who waits for them asks here."""
+        """Whether all required replicas have what this primary began with: no answer may show it before. The primary
+        before this one may have died with updates that only this server has."""
         return all(peer.state is PeerState.CAUGHT_UP for peer in self.peers.values() if peer.required)
 
     @property
@@ -179,7 +179,7 @@ class PrimaryReplication(Generic[G]):
     # --- the map ------------------------------------------------------------------------------------------------------
 
     def follow(self, shard: Shard, now: float) -> list[ReplicationEffect[G]]:
-        """A new map's word on who holds copies."""
+        """Follows a new map, which names the replicas."""
         self.fenced = False
         wanted = dict.fromkeys(shard.backups, True) | dict.fromkeys(shard.filling, False)
         for gone in [replica for replica in self.peers if replica not in wanted]:
@@ -251,7 +251,7 @@ class PrimaryReplication(Generic[G]):
         return []
 
     def ended(self, replica: Replica, now: float) -> None:
-        """``replica`` was told that it has every slice, and owes the word that it is filled."""
+        """``replica`` was sent every slice and the end of the copy, and owes the answer that it is filled."""
         self.peers[replica].waiting_since = now
 
     def filled(self, replica: Replica, now: float) -> list[ReplicationEffect[G]]:
@@ -298,7 +298,7 @@ class PrimaryReplication(Generic[G]):
         return list(ready)
 
     def _trim(self) -> None:
-        """Forgets the updates that nobody needs any more."""
+        """Discards the updates that no replica needs any more."""
         needed = [peer.acked for peer in self.peers.values() if peer.is_open or (peer.required and not peer.is_copying)]
         reached = min(needed, default=self.lsn)
         for lsn in [lsn for lsn in self._log if lsn <= reached]:
@@ -349,7 +349,7 @@ class BackupReplication:
         self.number = number
         self.slices = tuple(slices)
         #: Of the map: whose updates are taken.
-        self.primary, self.map_term = shard.primary, shard.term
+        self.primary = shard.primary
         #: Of what is held.
         self.term = 0
         self.lsn = 0
@@ -367,23 +367,18 @@ class BackupReplication:
 
     @property
     def base(self) -> tuple[int, int]:
-        """Term and lsn from which this server goes on once it is promoted. What is half copied is of no lsn: nobody
-        else holds just that."""
+        """Term and lsn from which this server goes on once it is promoted. What is half copied has no lsn: no
+        other server holds exactly that."""
         return (0 if self._copying else self.term), self.lsn
 
     @property
     def held(self) -> ReplicaState:
-        """What is here, for a primary that wants to go on. A copy that was broken off must begin anew."""
+        """What is here, for a primary that resumes its stream. A copy that was broken off must begin anew."""
         return ReplicaState(self.term, self.lsn, self.complete and not self._copying)
 
     def follow(self, shard: Shard) -> None:
-        """A new map's word on the primary."""
-        self.primary, self.map_term = shard.primary, shard.term
-
-    def check(self, sender: Replica, term: int) -> None:
-        """Raises StaleTermError where ``sender`` is not the shard's primary under ``term``."""
-        if sender != self.primary or term != self.map_term:
-            raise stale_term(self.number, sender, term, self.primary, self.map_term)
+        """Follows a new map, which names the primary."""
+        self.primary = shard.primary
 
     def begin(self, term: int, lsn: int) -> None:
         """A copy begins. What is here of a slice stays until the slice comes."""
@@ -405,8 +400,7 @@ class BackupReplication:
         self._copying = False
 
     def update(self, term: int, update: ReplicaUpdate[G]) -> Verdict:
-        """Takes an update's number and its word for the duplicate table. Raises InvalidArgumentError where there is a
-        gap."""
+        """Notes an update and what it adds to the duplicate table. Raises InvalidArgumentError where there is a gap."""
         if term == self.term and update.lsn <= self.lsn:
             return "repeat"
         if update.lsn != self.lsn + 1 or self.term == 0 or (term != self.term and self._copying):
@@ -437,13 +431,13 @@ class BackupReplication:
         return self._acked
 
     def retain(self, producers: Collection[Producer]) -> None:
-        """Only these are left; nothing of others can be repeated any more."""
+        """Forgets other producers: none of their pushes can be repeated any more."""
         for record in self.records.values():
             record.retain(producers)
 
 
 def stale_term(number: int, sender: Replica, term: int, primary: Replica, known: int) -> StaleTermError:
-    """The error for one that acts as the primary of a shard and is not."""
+    """The error for a server that acts as the primary of a shard and is not."""
     return StaleTermError(
         f"shard {number} has {primary} (incarnation {primary.incarnation}) as primary in term {known}, not "
         f"{sender} (incarnation {sender.incarnation}) in term {term}",

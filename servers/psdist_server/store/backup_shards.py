@@ -2,8 +2,8 @@
 
 What arrives for a slice is carried out in order: arrays that replace it, updates, and comparisons of its digest.
 Updates of different slices run in the kernel threads side by side. An update is acknowledged when it and all before it
-are in the arrays. Of a server's streams only the one that was opened last counts. A late message of an earlier one
-would begin again a copy that is complete, and the primary reads answers on the last stream only.
+are in the arrays. Of a server's streams only the newest counts. A late message on an earlier one could begin a copy
+again that is complete, and the primary reads answers on the newest stream only.
 
 Not here: who may send what (``replication``), the stream (``service``).
 """
@@ -34,8 +34,8 @@ Answer = Callable[[pb.ReplicateResponse], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _TakenUpdate:
-    """An update whose turn comes when the slice's earlier ones are done."""
+class _QueuedUpdate:
+    """An update that is carried out when the slice's earlier ones are done."""
 
     number: int
     term: int
@@ -67,7 +67,7 @@ class BackupShards:
         self._clipping = spec.optimizer.max_grad_norm > 0 and not self._asynchronous
         self._fail = fail
         self._incoming: dict[int, list[Array]] = {}
-        self._queues: dict[int, deque[_TakenUpdate | Callable[[], None]]] = {}
+        self._queues: dict[int, deque[_QueuedUpdate | Callable[[], None]]] = {}
         self._busy: set[int] = set()
         #: Shards that the map has this server copy, and that it has no memory for.
         self._no_room: dict[int, LimitExceededError] = {}
@@ -116,7 +116,7 @@ class BackupShards:
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def open_stream(self, sender: Replica, answer: Answer) -> pb.ReplicateResponse:
-        """What is here of the sender's shards. From now on it is heard on the stream that ``answer`` answers, only."""
+        """What is here of the sender's shards. From now on only messages on the stream of ``answer`` count."""
         self._answers[sender.server_id] = answer
         held = [
             pb.ReplicateResponse.Held(
@@ -128,10 +128,10 @@ class BackupShards:
         return pb.ReplicateResponse(welcome=pb.ReplicateResponse.Welcome(held=held))
 
     def take(self, sender: Replica, frame: Frame[pb.ReplicateRequest], entry: ParametersEntry, answer: Answer) -> None:
-        """Carries one message out. Raises InvalidArgumentError where the stream cannot go on."""
+        """Handles one message. Raises InvalidArgumentError where the stream cannot go on."""
         message = frame.header
         if self._answers.get(sender.server_id) != answer:
-            raise InvalidArgumentError(f"{sender} opened another stream since: this one counts no more")
+            raise InvalidArgumentError(f"{sender} has opened another stream since: this one counts no more")
         if message.WhichOneof("kind") == "confirm":
             self._confirm(sender, message.confirm, entry, answer)
             return
@@ -140,7 +140,7 @@ class BackupShards:
             if message.shard in self._no_room:
                 raise self._no_room[message.shard]
             machine = self.machines.get(message.shard)
-            if machine is not None:  # Else it was taken away from here, of which the primary will hear.
+            if machine is not None:  # Else it was moved from here, as the primary's next map says.
                 self._take(machine, sender, frame, answer)
         except (StaleTermError, ReplicaMismatchError, LimitExceededError) as error:
             answer(_refused(message.shard, message.term, error))
@@ -195,7 +195,7 @@ class BackupShards:
         self._check_slice(machine, index)
         arrays = self._incoming.setdefault(index, [])
         if state.array != len(arrays) or state.arrays != self._dense.array_count:
-            raise InvalidArgumentError(f"array {state.array} of {state.arrays} of slice {index} comes out of turn")
+            raise InvalidArgumentError(f"array {state.array} of {state.arrays} of slice {index} is out of order")
         values = self._values(index, payload, "float32")
         arrays.append(values)  # type: ignore[arg-type]  # float32, as asked for one line above
         if len(arrays) < state.arrays:
@@ -245,12 +245,12 @@ class BackupShards:
         number, term = message.shard, message.term
         verdict = machine.update(term, update)
         if verdict == "apply":
-            self._enqueue(update.index, _TakenUpdate(number, term, update, sender))
+            self._enqueue(update.index, _QueuedUpdate(number, term, update, sender))
         else:
             self._acknowledge(machine, sender, term, update.lsn)
 
     def _acknowledge(self, machine: BackupReplication, sender: Replica, term: int, lsn: int) -> None:
-        """An update is in the arrays. Under another term its number means something else."""
+        """Acknowledges an update, unless there is another term, under which its number means something else."""
         if term == machine.term:
             self._answers[sender.server_id](_ack(machine.number, term, machine.applied(term, lsn)))
 
@@ -283,7 +283,7 @@ class BackupShards:
             raise InvalidArgumentError(f"slice {index} has {expected} bytes in {dtype}, not {len(payload)}")
         return gradient_of(payload, dtype)
 
-    def _enqueue(self, index: int, work: _TakenUpdate | Callable[[], None]) -> None:
+    def _enqueue(self, index: int, work: _QueuedUpdate | Callable[[], None]) -> None:
         self._queues.setdefault(index, deque()).append(work)
         self._next(index)
 
@@ -292,19 +292,19 @@ class BackupShards:
         queue = self._queues.get(index)
         while queue and index not in self._busy:
             work = queue.popleft()
-            if isinstance(work, _TakenUpdate):
+            if isinstance(work, _QueuedUpdate):
                 self._busy.add(index)
                 self._kernels.submit(index, self._apply, work, self._applied)
             else:
                 work()
 
-    def _apply(self, works: Sequence[tuple[int, _TakenUpdate]]) -> list[float]:
+    def _apply(self, works: Sequence[tuple[int, _QueuedUpdate]]) -> list[float]:
         """Runs in a kernel thread, or on the loop."""
         started = time.perf_counter()
         self._dense.apply([_dense_update(work.update) for _, work in works])
         return [(time.perf_counter() - started) / len(works)] * len(works)
 
-    def _applied(self, work: _TakenUpdate, seconds: Any) -> None:
+    def _applied(self, work: _QueuedUpdate, seconds: Any) -> None:
         update, machine = work.update, self.machines.get(work.number)
         self._counters.apply_seconds += seconds
         self._busy.discard(update.index)

@@ -49,8 +49,6 @@ class CutController:
         self._updated_at = float("-inf")
         self._is_prefaulted = False
 
-    # --- an attempt ---------------------------------------------------------------------------------------------------
-
     def arm(self, attempt: int, state: CutState, fail: Callable[[str], None]) -> SliceCopies:
         """Begins to watch for the cut of ``state``, in BSP at a step that no slice has passed. ``fail`` is called with
         the reason where it cannot be taken any more."""
@@ -91,8 +89,6 @@ class CutController:
         """Whether an update waits for the snapshot to be written."""
         return bool(self._gate.deferred)
 
-    # --- memory -------------------------------------------------------------------------------------------------------
-
     def _memory(self, state: CutState) -> MemoryPool:
         largest = max(state.sizes.values(), default=4) // 4
         most = min(len(state.sizes), state.budget.limit // (4 * largest) + 1) + WRITER_COPIES
@@ -120,8 +116,6 @@ class CutController:
             self._pool = None
         elif self._pool is not None:
             self._pool.shrink()
-
-    # --- what the store reports ---------------------------------------------------------------------------------------
 
     def applied(self, index: int) -> list[Effect]:
         """What follows for slice ``index`` from an update that is done."""

@@ -77,8 +77,6 @@ class ParameterStore:
             self.shm_readers, self.aggregation, self.cuts,
         )  # fmt: skip
 
-    # --- values -------------------------------------------------------------------------------------------------------
-
     def check_installed(self) -> None:
         """Raises UnknownParametersError while initial values are missing, and the error after which nothing is updated
         here any more."""
@@ -116,8 +114,6 @@ class ParameterStore:
         self.replicator.installed(index)
         self.applier.installed(index)
 
-    # --- the cluster map ----------------------------------------------------------------------------------------------
-
     async def update(self, entry: ParametersEntry, epoch: int) -> None:
         """Follows a new map, that of ``epoch``, in which ``entry`` is the same parameter set."""
         before, self.entry = self.entry, entry
@@ -129,8 +125,6 @@ class ParameterStore:
         await self.roles.close()
         self.norms.wake()
         self.dense.close()
-
-    # --- effects that are carried out ---------------------------------------------------------------------------------
 
     def _carried_out(self, effect: Apply | Aggregate, outcome: Outcome) -> None:
         index = effect.index
@@ -153,8 +147,6 @@ class ParameterStore:
         self.applier.norm_known(step, norm)
         self.router.dispatch_all(NormKnown(step))
 
-    # --- failures -----------------------------------------------------------------------------------------------------
-
     def fail(self, what: str, error: BaseException) -> None:
         """A defect: all calls end with an error, now and in the future, and the log has the traceback."""
         _log.error("failed", parameters=self.entry.spec.name, what=what, exc_info=error)
@@ -165,8 +157,6 @@ class ParameterStore:
         _log.error("stopped", parameters=self.entry.spec.name, reason=str(error))
         self.router.calls.fail_permanently(error)
 
-    # --- replicas -----------------------------------------------------------------------------------------------------
-
     def record(self, index: int) -> SliceRecord:
         """See Source."""
         return self.applier.record(index, self.router.of(index).record(index))
@@ -174,8 +164,6 @@ class ParameterStore:
     def fence_shard(self, number: int) -> None:
         """See Source."""
         self.router.fence_shard(number)
-
-    # --- status -------------------------------------------------------------------------------------------------------
 
     def waiting_for(self, call: Call) -> str:
         """Why the call's oldest slice is not answered yet."""
@@ -193,14 +181,17 @@ class ParameterStore:
 
     def statistics(self) -> server_pb2.ParametersStatistics:
         """Counters and waits as a message."""
-        waits = sorted({call.waiting_for for call in self.router.calls if call.waiting_for})
         machines = self.router.machines.values()
-        return self.counters.to_proto(
-            self.entry.spec.name,
-            min((machine.version_min for machine in machines), default=0),
-            max((machine.version_max for machine in machines), default=0),
-            waits,
+        return server_pb2.ParametersStatistics(
+            parameters=self.entry.spec.name,
+            version_min=min((machine.version_min for machine in machines), default=0),
+            version_max=max((machine.version_max for machine in machines), default=0),
+            applied_slices=self.counters.applied_slices,
+            apply_seconds=self.counters.apply_seconds,
+            bytes_held=self.counters.bytes_held,
+            waiting_for=sorted({call.waiting_for for call in self.router.calls if call.waiting_for}),
             replicas=replica_statistics(self.replicator.machines, now(), self.replicator.network.lease_seconds),
             primary_of=sorted(self.router.machines),
             backup_of=sorted(self.backups.machines),
+            workers=self.counters.by_worker(),
         )

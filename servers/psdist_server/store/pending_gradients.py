@@ -41,8 +41,6 @@ class PendingGradients:
         self._needs_norm = spec.optimizer.max_grad_norm > 0 and not isinstance(spec.consistency, BSP)
         self._by_token: dict[int, PendingGradient] = {}
 
-    # --- checks -------------------------------------------------------------------------------------------------------
-
     def check_norm(self, call: Call) -> None:
         """Raises InvalidArgumentError where a push must bring its gradient's global norm and does not."""
         needed = self._needs_norm and not call.abstain
@@ -74,8 +72,6 @@ class PendingGradients:
             f"the gradient of {self._spec.name!r} holds NaN or Inf in elements {start} to {stop - 1} (slice "
             f"{index}); find out why, or set non_finite='skip'"
         )
-
-    # --- contents -----------------------------------------------------------------------------------------------------
 
     def add(self, token: int, gradient: PendingGradient) -> None:
         """Keeps a contribution until it is used or discarded."""

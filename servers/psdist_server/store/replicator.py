@@ -47,7 +47,7 @@ DIGEST_EVERY: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What the scheduler must hear from a primary: ``replica`` is filled, or does not answer."""
+    """What a primary reports to the scheduler: ``replica`` is filled, or does not answer."""
 
     kind: Literal["filled", "unreachable"]
     parameters: str
@@ -64,7 +64,7 @@ class ReplicaNetwork(Protocol):
     lease_seconds: float
 
     def hello(self, parameters: str) -> pb.ReplicateRequest:
-        """Who this server is, and by which map it speaks."""
+        """The first message of a stream: the identity of this server, and the epoch of its map."""
 
     def method(self, replica: Replica, name: str) -> Callable[..., Any]:
         """The raw bidirectional method of another server. Raises ServerUnreachableError where it is not in the map."""
@@ -130,18 +130,18 @@ class Replicator:
     # --- the map ------------------------------------------------------------------------------------------------------
 
     def add(self, number: int, term: int, slices: Iterable[int], base: tuple[int, int] = (0, 0)) -> None:
-        """This server is the primary of a shard now; ``follow`` comes next."""
+        """This server is the primary of a shard from now on; ``follow`` comes next."""
         self.machines[number] = PrimaryReplication(number, term, slices, base)
 
     def remove(self, number: int) -> None:
-        """It is the primary of this shard no more: who waits for a confirmation of that gets none."""
+        """This server is the primary of a shard no more: confirmations that wait fail."""
         self.machines.pop(number, None)
         self._caught_up.pop(number, None)
         for link in self._links.values():
             link.refuse(number)
 
     def follow(self, entry: ParametersEntry) -> None:
-        """A new map's word on who holds copies."""
+        """Follows a new map: opens and closes streams, and copies shards to new replicas."""
         for link in self._links.values():  # Before a copy begins by this map, which the replica may not have yet.
             link.send(self.network.hello(self.name))
         for number, machine in sorted(self.machines.items()):
@@ -168,7 +168,7 @@ class Replicator:
         await asyncio.gather(*(link.task for link in links), return_exceptions=True)
 
     def installed(self, index: int) -> None:
-        """Slice ``index`` has (other) initial values: who has it gets it again."""
+        """Slice ``index`` has (other) initial values: replicas that have it are sent it again."""
         machine = self._machine(index)
         for replica, peer in list(machine.peers.items()) if machine is not None else ():
             if machine is not None and peer.is_open and index not in peer.missing:
@@ -209,7 +209,7 @@ class Replicator:
         self._caught_up.setdefault(number, []).append(callback)
 
     def applied(self, index: int) -> None:
-        """The slice's update is done and nothing of it is under way: now and then its bytes are compared."""
+        """An update is done and the slice's next one has not begun: compares its bytes every DIGEST_EVERY-th time."""
         machine = self._machine(index)
         if machine is None or not machine.peers:
             return
@@ -241,14 +241,14 @@ class Replicator:
             for callback in self._caught_up.pop(machine.number, ()):
                 callback()
 
-    # --- what links tell ----------------------------------------------------------------------------------------------
+    # --- streams ------------------------------------------------------------------------------------------------------
 
     def opened(self, link: Link, machine: Machine, held: ReplicaState | None) -> None:
-        """The stream of ``scheduler_session`` stands."""
+        """The stream of ``link`` stands, and its replica has ``held`` of the shard."""
         self._carry_out(machine, machine.opened(link.replica, held, now()))
 
     def copy_slice(self, link: Link, machine: Machine, index: int) -> None:
-        """Sends a slice at rest."""
+        """Sends a quiescent slice."""
         record, arrays = self._source.record(index), self._dense.export(index)
         square = self._norms.known(record.version - 1).get(index, 0.0)
         for number, array in enumerate(arrays):
@@ -258,7 +258,7 @@ class Replicator:
         self._compare(machine, link, index)
 
     def answered(self, link: Link, response: pb.ReplicateResponse) -> None:
-        """Carries out what a replica said."""
+        """Handles an answer of a replica."""
         match response.WhichOneof("kind"):
             case "ack":
                 if (machine := self._current(response.ack.shard, response.ack.term)) is not None:
@@ -289,8 +289,8 @@ class Replicator:
                 self.network.report()
             return
         _log.warning("refused by a replica", parameters=self.name, server=str(link.replica), reason=str(error))
-        if int(error.details.get("term", machine.term)) < machine.term:  # Only its map is older: asked again, it waits.
-            link.restart()
+        if int(error.details.get("term", machine.term)) < machine.term:
+            link.restart()  # Only its map is older: on a new stream it waits for the newer one.
             return
         machine.refused(refused.term)
         for other in self._links.values():
@@ -304,7 +304,7 @@ class Replicator:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def needs_confirm(self, indices: Iterable[int]) -> bool:
-        """Whether somebody must be asked before these slices are read."""
+        """Whether backups must be asked before these slices are read."""
         return any(
             machine is not None and any(peer.required for peer in machine.peers.values())
             for machine in map(self._machine, indices)
@@ -322,10 +322,10 @@ class Replicator:
         links = [(self._links[replica], machines) for replica, machines in by_link.items()]
         await asyncio.gather(*(link.confirm(machines) for link, machines in links))
 
-    # --- telling ------------------------------------------------------------------------------------------------------
+    # --- reports ------------------------------------------------------------------------------------------------------
 
     def reports(self, entry: ParametersEntry) -> list[ReplicaReport]:
-        """What is true now and not yet in the map."""
+        """What is so now and not yet in the map."""
         found: list[ReplicaReport] = []
         for number, machine in sorted(self.machines.items()):
             shard = entry.shards[number]

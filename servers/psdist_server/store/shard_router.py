@@ -152,20 +152,11 @@ class ShardRouter:
         self._push(call, index, base_version, PendingGradient(index, call, values, is_shared=True), call.abstain)
 
     def _push(self, call: Call, index: int, base_version: int, gradient: PendingGradient, abstain: bool) -> None:
-        token = self.calls.ask(call, index)
-        self._counters.of(call.identity.worker_id).pushes += 1
+        token, worker_id, incarnation = self.calls.ask(call, index), call.identity.worker_id, call.identity.incarnation
+        self._counters.of(worker_id).pushes += 1
         self._gradients.add(token, gradient)
-        event = SlicePushed(
-            token,
-            index,
-            call.identity.worker_id,
-            call.identity.incarnation,
-            call.step,
-            base_version,
-            abstain,
-            call.wants_weights,
-            call.mark,
-        )
+        step, wants_weights, mark = call.step, call.wants_weights, call.mark
+        event = SlicePushed(token, index, worker_id, incarnation, step, base_version, abstain, wants_weights, mark)
         self.dispatch(index, event)
 
     def pull(self, call: Call, index: int, min_version: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,37 +46,14 @@ class Counters:
         """The counters of a worker; new ones where it is new."""
         return self.workers.setdefault(worker_id, WorkerCounters())
 
-    def to_proto(
-        self,
-        parameters: str,
-        version_min: int,
-        version_max: int,
-        waiting_for: list[str],
-        *,
-        replicas: Sequence[server_pb2.ReplicaStatistics] = (),
-        primary_of: Sequence[int] = (),
-        backup_of: Sequence[int] = (),
-    ) -> server_pb2.ParametersStatistics:
-        """As the message of GetStatistics and of heartbeats."""
-        return server_pb2.ParametersStatistics(
-            parameters=parameters,
-            version_min=version_min,
-            version_max=version_max,
-            applied_slices=self.applied_slices,
-            apply_seconds=self.apply_seconds,
-            bytes_held=self.bytes_held,
-            waiting_for=waiting_for,
-            replicas=replicas,
-            primary_of=primary_of,
-            backup_of=backup_of,
-            workers=[
-                server_pb2.WorkerStatistics(
-                    worker_id=worker_id,
-                    **{name: getattr(counters, name) for name in WorkerCounters.__dataclass_fields__},
-                )
-                for worker_id, counters in sorted(self.workers.items())
-            ],
-        )
+    def by_worker(self) -> list[server_pb2.WorkerStatistics]:
+        """The counters of workers as messages."""
+        return [
+            server_pb2.WorkerStatistics(
+                worker_id=worker_id, **{name: getattr(counters, name) for name in WorkerCounters.__dataclass_fields__}
+            )
+            for worker_id, counters in sorted(self.workers.items())
+        ]
 
 
 def replica_statistics(

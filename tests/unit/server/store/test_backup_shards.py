@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from psdist import BSP, optim
-from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError
+from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, StaleTermError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
@@ -160,3 +160,16 @@ def test_a_copy_that_has_no_room_is_refused_with_the_reason(backup: Backup, monk
     backup.take(answers, begin=pb.ReplicateRequest.Begin(lsn=0))
     assert [answer.WhichOneof("kind") for answer in answers] == ["welcome", "refused"]
     assert answers[1].refused.error.code == LimitExceededError.code
+
+
+@pytest.mark.parametrize(("sender", "term"), [(P, 1), (Replica("server-3", 1), 2), (Replica("server-2", 2), 2)])
+def test_a_replica_refuses_whoever_is_not_the_primary_of_its_map(backup: Backup, sender: Replica, term: int) -> None:
+    primary = Replica("server-2", 1)
+    entry = replace(ENTRY, shards=(Shard(primary, 2, (B,)),))
+    backup.backups.follow(entry.shards)
+    for who, number, refused in ((sender, term, True), (primary, 2, False)):
+        answers: list[pb.ReplicateResponse] = []
+        backup.backups.open_stream(who, answers.append)
+        message = pb.ReplicateRequest(shard=0, term=number, begin=pb.ReplicateRequest.Begin(lsn=0))
+        backup.backups.take(who, Frame(message, memoryview(b"")), entry, answers.append)
+        assert [answer.refused.error.code for answer in answers] == [StaleTermError.code] * refused
