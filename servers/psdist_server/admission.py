@@ -1,4 +1,4 @@
-"""Who may use which parameter store, and by which map a request was routed.
+"""Checks the sender of a request, and the map by which it was routed.
 
 A request that was routed by a newer map waits for that map. One that was routed by an older map is refused, and the
 client routes it anew.
@@ -45,7 +45,7 @@ class Admission:
         self._map_changed = asyncio.Condition()
 
     def follow(self, cluster: ClusterMap) -> None:
-        """A newer map: who is not in it is refused from now on."""
+        """A newer map: workers that are not in it are refused from now on."""
         self.live = {worker.worker_id: worker.incarnation for worker in cluster.workers}
 
     async def followed(self, cluster: ClusterMap) -> None:
@@ -98,8 +98,8 @@ class Admission:
         return await self._ready_store(parameters)
 
     async def admit_primary(self, hello: server_pb2.ReplicateRequest.Hello) -> tuple[Replica, ParameterStore]:
-        """Who says ``hello``, and the store that it may send updates for. Raises StaleTermError for an incarnation of a
-        server that is over."""
+        """The sender of ``hello``, and the store that it may send updates for. Raises StaleTermError where this incarnation
+        of a server is over."""
         sender = Replica(hello.server_id, hello.incarnation)
         store = await self.admit_server(hello.run_id, hello.epoch, hello.parameters)
         if not self._peers.is_live(sender):

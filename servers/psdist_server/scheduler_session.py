@@ -92,7 +92,7 @@ class ServerSession:
 
     async def _register(self, request: pb.RegisterRequest, timeout_seconds: float) -> pb.RegisterResponse:
         now = asyncio.get_running_loop().time
-        deadline, said = now() + timeout_seconds, now()
+        deadline, logged_at = now() + timeout_seconds, now()
         while True:
             try:
                 answer: pb.RegisterResponse = await self._stub.Register(request, metadata=self._metadata, timeout=5)
@@ -111,8 +111,8 @@ class ServerSession:
                     "running there, and the address (--scheduler or PSDIST_SCHEDULER) right?",
                     address=self._address,
                 )
-            if now() - said > limits.REPORT_WAIT_SECONDS:
-                said = now()
+            if now() - logged_at > limits.REPORT_WAIT_SECONDS:
+                logged_at = now()
                 _log.warning("waiting for the scheduler", address=self._address, reason=reason)
             await asyncio.sleep(_RETRY_MIN_SECONDS * 2)
 
@@ -169,7 +169,7 @@ class ServerSession:
             except TimeoutError:
                 continue
             if request is not None:
-                yield request  # Not inside the timeout, which would cancel whoever writes it to the stream.
+                yield request  # Not inside the timeout, which would cancel the writing of it.
 
     @staticmethod
     def _heartbeat(host: ParameterServer) -> pb.SessionRequest:

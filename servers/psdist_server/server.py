@@ -1,7 +1,7 @@
 """All parameter stores of one server process, and the cluster map that they follow.
 
-The map comes from the scheduler (``psdist_server.scheduler_session``). Who may use a store is decided by
-``psdist_server.admission``.
+The map comes from the scheduler (``psdist_server.scheduler_session``). Senders of requests are
+checked by ``psdist_server.admission``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compile_kernels() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServerRegistration:
-    """As whom this server is registered, and what holds for its membership. Empty ids are given by the scheduler.
+    """The identity under which this server is registered, and its lease. The scheduler chooses ids that are empty.
 
     storage: the URL under which the run's snapshots lie; "" for none.
     """

@@ -25,7 +25,7 @@ from psdist_server.store.rpc_call import Call, SliceAnswer
 
 SERVICE: Final = "psdist.v1.ServerService"
 _NORMS_PER_MESSAGE: Final = 1 << 17
-#: Whom a call is from until its first message is read.
+#: The sender of a call until its first message is read.
 _NOBODY: Final = Identity(run_id="", worker_id="", incarnation=0, epoch=0, parameters="")
 
 #: What a stream of updates is answered with; None ends it.
@@ -136,8 +136,9 @@ class ServerService:
     async def _open_push(
         self, call: Call, message: server_pb2.PushPullRequest | server_pb2.PushRequest
     ) -> ParameterStore:
-        call.identity = convert.identity_from_proto(message.header.identity)
-        store = await self._admission.admit(call.identity)
+        identity = convert.identity_from_proto(message.header.identity)
+        call.identify(identity)
+        store = await self._admission.admit(identity)
         store.check_installed()
         call.read_header(message.header)
         store.gradients.check_norm(call)
@@ -146,13 +147,14 @@ class ServerService:
     # --- pulling ------------------------------------------------------------------------------------------------------
 
     async def _pull(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        call = Call(_NOBODY, is_push=False, wants_weights=True)
+        call: Call | None = None
         try:
             request = frames.parse(server_pb2.PullRequest, data)
-            call.identity = convert.identity_from_proto(request.identity)
-            store = await self._admission.admit(call.identity)
+            identity = convert.identity_from_proto(request.identity)
+            store = await self._admission.admit(identity)
             store.check_installed()
-            call.pull_dtype = convert.payload_dtype_from_proto(request.dtype)
+            pull_dtype = convert.payload_dtype_from_proto(request.dtype)
+            call = Call(identity, is_push=False, wants_weights=True, pull_dtype=pull_dtype)
             last = -1
             slices = request.slices or store.router.indices
             if store.replicator.needs_confirm(slices):
@@ -172,16 +174,16 @@ class ServerService:
         except PsdistError as error:
             await status.abort(context, error)
         finally:
-            self._host.cancel_call(call)
+            if call is not None:
+                self._host.cancel_call(call)
 
     async def _answers(self, call: Call) -> AsyncIterator[SliceAnswer | str]:
-        """Answers, and between them whom the call is waiting for."""
+        """Answers, and between them what the call is waiting for."""
         while True:
             try:
                 answer = await call.next_answer()
             except TimeoutError:
-                call.waiting_for = self._host.waiting_for(call)
-                yield call.waiting_for or "for the rest of the request"
+                yield call.note_wait(self._host.waiting_for(call)) or "for the rest of the request"
                 continue
             if answer is None:
                 return

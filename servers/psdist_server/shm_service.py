@@ -93,7 +93,7 @@ async def _attach(host: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
     attach = request.attach
     identity = convert.identity_from_proto(attach.identity)
     store = await host.admission.admit(identity)
-    # Who never pushes has an arena without elements.
+    # A worker that never pushes has an arena without elements.
     reads_only = attach.dtype == common_pb2.DTYPE_UNSPECIFIED
     dtype, elements = (
         ("float32", 0) if reads_only else (convert.payload_dtype_from_proto(attach.dtype), store.entry.total)
@@ -118,7 +118,7 @@ async def _attach(host: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Attachment:
-    """Who attached, and what it shares."""
+    """The worker that attached, and what it shares."""
 
     identity: Identity
     store: ParameterStore
@@ -211,7 +211,7 @@ class _Stream:
         kind = request.WhichOneof("kind")
         if kind == "cancel":
             if (call := self._calls.get(request.call_id)) is not None:
-                self._forget(call)
+                self._end_call(call)
             return
         if kind != "push" and kind != "pull":
             raise InvalidArgumentError("a request of an attached worker must be push, pull or cancel")
@@ -264,8 +264,8 @@ class _Stream:
 
     async def _check_sender(self, sender: server_pb2.Identity) -> None:
         identity, mine = convert.identity_from_proto(sender), self._attachment.identity
-        who = (identity.worker_id, identity.incarnation, identity.parameters)
-        if who != (mine.worker_id, mine.incarnation, mine.parameters):
+        sender_key = (identity.worker_id, identity.incarnation, identity.parameters)
+        if sender_key != (mine.worker_id, mine.incarnation, mine.parameters):
             raise InvalidArgumentError("a Share stream is for the worker and the parameters that attached it")
         store = await self._host.admission.admit(identity)
         if store is not self._attachment.store:
@@ -278,7 +278,7 @@ class _Stream:
         call.asked_all()
 
     def _carry_out(self, call: _SharedCall, request: server_pb2.ShareRequest) -> None:
-        call.identity = self._admitted
+        call.identify(self._admitted)
         try:
             self._attachment.store.check_installed()
             if call.is_push:
@@ -339,7 +339,7 @@ class _Stream:
         """Sends the answers, or the error, of a call that ended."""
         if call.call_id in self._calls:
             self._count_pulled(call)
-            self._forget(call)
+            self._end_call(call)
             self._socket.send(call.response().SerializeToString())
 
     def _count_pulled(self, call: _SharedCall) -> None:
@@ -355,17 +355,17 @@ class _Stream:
 
     def _report(self, call: _SharedCall, answered: int) -> None:
         """Sends the reason why ``call`` waits, unless there was progress, or the worker does not read its answers."""
-        call.waiting_for = ""
+        call.note_wait("")
         if len(call.answers) == answered:
-            call.waiting_for = self._host.waiting_for(call) or "for this server to apply the update"
+            reason = call.note_wait(self._host.waiting_for(call) or "for this server to apply the update")
             if not self._socket.is_full:
-                report = server_pb2.ShareResponse(call_id=call.call_id, waiting_for=call.waiting_for)
+                report = server_pb2.ShareResponse(call_id=call.call_id, waiting_for=reason)
                 self._socket.send(report.SerializeToString())
         self._report_later(call)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
-    def _forget(self, call: _SharedCall) -> None:
+    def _end_call(self, call: _SharedCall) -> None:
         """Nothing answers ``call`` any more."""
         del self._calls[call.call_id]
         self._named -= call.named
@@ -384,7 +384,7 @@ class _Stream:
         if self._admitting is not None:
             self._admitting.cancel()
         for call in list(self._calls.values()):
-            self._forget(call)
+            self._end_call(call)
 
 
 def _one_for_each(values: Sequence[int], slices: Sequence[int], what: str) -> Sequence[int]:

@@ -79,7 +79,7 @@ class SliceApplied:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The call behind ``token``, about slice ``index``, ended. A contribution that was taken stays; nobody is
+    """The call behind ``token``, about slice ``index``, ended. A contribution that was taken stays; nothing is
     answered."""
 
     token: int

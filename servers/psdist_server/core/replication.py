@@ -128,7 +128,7 @@ class Peer:
         self.state, self.missing, self.acked = PeerState.COPYING, set(slices), lsn
 
     def complete_copy(self, lsn: int) -> None:
-        """It said that its copy is complete, while the newest update is ``lsn``."""
+        """It answered that its copy is complete, while the newest update is ``lsn``."""
         self.state, self.filled, self.required_acks = PeerState.CAUGHT_UP, True, lsn
 
 
@@ -173,7 +173,7 @@ class PrimaryReplication(Generic[G]):
         return len(behind), sum(behind)
 
     def needs_gradient(self, index: int) -> bool:
-        """Whether an update of slice ``index`` is sent with its gradient to anybody."""
+        """Whether an update of slice ``index`` is sent with its gradient to any replica."""
         return any(peer.has(index) for peer in self.peers.values())
 
     # --- the map ------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class PrimaryReplication(Generic[G]):
         self.peers[replica].waiting_since = now
 
     def filled(self, replica: Replica, now: float) -> list[ReplicationEffect[G]]:
-        """``replica`` said that its copy is complete."""
+        """``replica`` answered that its copy is complete."""
         peer = self.peers.get(replica)
         if peer is None or not peer.is_copying or peer.missing:
             return []
@@ -387,7 +387,7 @@ class BackupReplication:
         self._applied.clear()
 
     def state(self, index: int, record: SliceRecord) -> None:
-        """All arrays of slice ``index`` were taken, with what ``record`` says."""
+        """All arrays of slice ``index`` have come, and ``record``."""
         if not self._copying or index not in self.slices:
             raise InvalidArgumentError(f"slice {index} of shard {self.number} comes without begin")
         self.awaited.discard(index)

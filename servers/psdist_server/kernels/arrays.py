@@ -136,7 +136,7 @@ class DenseParameters:
         self._set_held(self.held.difference(gone))
 
     def reclaim(self, indices: Iterable[int]) -> None:
-        """Gives the memory of released slices' weights back, whole pages of it. Nobody may read them in place any
+        """Gives the memory of released slices' weights back, whole pages of it. Nothing may read them in place any
         more: what is read there afterwards is zeros. Slices that are held again are left alone."""
         unused = sorted(set(indices) - self.held)
         self.weights.reclaim(unused, _joined(self.slicing, unused))

@@ -1,8 +1,8 @@
 """Runs kernels on the slices of one parameter set, in the kernel threads, or on the event loop where slices are small.
 
 Invariants: results are reported on the event loop, each once. The result of a kernel on a slice that was discarded
-meanwhile is reported to nobody. A failed kernel is reported to ``fail``, because everybody who waits for the slice must
-know of it, and not only who asked for the kernel.
+meanwhile is not reported. A failed kernel is reported to ``fail``, because it concerns all calls that wait for the
+slice, and not only the one that started the kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KernelLauncher:
         self._shard_count = max(1, len(entry.shards))
         asynchronous = not isinstance(entry.spec.consistency, BSP)
         self._inline = entry.slicing.slice_elements <= INLINE_ELEMENTS and not asynchronous
-        #: Kernels under way by shard, and who waits for there to be none.
+        #: Kernels under way by shard, and futures that are done when there are none.
         self._running: Counter[int] = Counter()
         self._settled: dict[int, list[asyncio.Future[None]]] = {}
         self._discarded: set[int] = set()
@@ -85,8 +85,8 @@ class KernelLauncher:
                     waiting.set_result(None)
 
     def discard(self, indices: Collection[int]) -> None:
-        """Kernels under way on these slices report to nobody. Wait until their shards have ``settled`` before their
-        memory is used for anything else, and then ``readmit`` them."""
+        """The results of kernels under way on these slices are not reported. Wait until their shards have ``settled``
+        before their memory is used for anything else, and then ``readmit`` them."""
         self._discarded.update(indices)
 
     def readmit(self, indices: Collection[int]) -> None:

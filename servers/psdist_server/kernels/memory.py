@@ -44,7 +44,7 @@ class AnonymousMemory:
             self._advise("MADV_HUGEPAGE", start, stop)
 
     def prefault(self, start: int, stop: int) -> bool:
-        """Gives elements [start, stop) memory now, so that nobody waits for it later; what they hold stays. Other
+        """Gives elements [start, stop) memory now, so that no write waits for it later; what they hold stays. Other
         threads go on meanwhile. False where the system cannot."""
         begin = -(-4 * start // mmap.PAGESIZE) * mmap.PAGESIZE
         size = 4 * stop // mmap.PAGESIZE * mmap.PAGESIZE - begin

@@ -68,7 +68,7 @@ class WeightsMemory:
         any more: what is read there afterwards is zeros."""
         if self._is_closed:
             return
-        self.sequence[list(indices)] = 1  # Nobody takes the zeros for weights.
+        self.sequence[list(indices)] = 1  # So that no reader takes the zeros for weights.
         memory = self.arena or self._plain
         assert memory is not None
         for start, stop in ranges:

@@ -5,7 +5,7 @@ Updates of different slices run in the kernel threads side by side. An update is
 are in the arrays. Of a server's streams only the newest counts. A late message on an earlier one could begin a copy
 again that is complete, and the primary reads answers on the newest stream only.
 
-Not here: who may send what (``replication``), the stream (``service``).
+Not here: which update comes next (``core.replication``), the stream (``service``).
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class SliceCopies:
         self._submit(index, self._copied)
 
     def notify_writer(self, index: int) -> None:
-        """Slice ``index`` has reached the cut, or is copied: who waits for that checks again."""
+        """Slice ``index`` has reached the cut, or is copied: a writer that waits for it checks again."""
         future = self._awaited.pop(index, None)
         if future is not None and not future.done():
             future.set_result(None)

@@ -41,7 +41,7 @@ class NormBoard:
         return self._squares.get(step, {})
 
     def wake(self) -> None:
-        """A step is complete here, or there is another map: who waits checks again."""
+        """A step is complete here, or there is another map: waiters check again."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -145,7 +145,7 @@ class Link:
                 self.reason = "the stream was opened again"
             except asyncio.InvalidStateError:
                 self.reason = f"server {self.replica} ended the stream while it was written to"
-            except Exception as error:  # Without this the copies would fall behind and nobody would say why.
+            except Exception as error:  # Without this the copies would fall behind without a reason in the log.
                 self.reason = f"a defect: {error!r}"
                 _log.error("the stream to a replica failed", server=str(self.replica), exc_info=error)
             finally:

@@ -74,7 +74,7 @@ class ReplicaNetwork(Protocol):
 
 
 class Source(Protocol):
-    """Who serves the shards that are copied."""
+    """The owner of the shards that are copied."""
 
     def record(self, index: int) -> SliceRecord:
         """What is in the arrays of a quiescent slice."""
@@ -87,7 +87,7 @@ class Source(Protocol):
 
 
 class Updates(Protocol):
-    """Who carries the updates out that are replicated."""
+    """The owner of the updates that are replicated."""
 
     def replicated(self, index: int, lsn: int) -> None:
         """All replicas that must have update ``lsn`` of slice ``index`` have it."""
@@ -120,11 +120,11 @@ class Replicator:
         self._shard_count = max(1, len(entry.shards))
         self._links: dict[Replica, Link] = {}
         self._updates: Counter[int] = Counter()
-        #: By shard, whom to call when all replicas have what this server began with.
+        #: By shard, what to call when all replicas have what this server began with.
         self._caught_up: dict[int, list[Callable[[], None]]] = {}
 
     def subscribe(self, updates: Updates) -> None:
-        """Names who is notified of replicated updates; once, before the first map."""
+        """Names what is notified of replicated updates; once, before the first map."""
         self.updates = updates
 
     # --- the map ------------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class Replicator:
         )
 
     async def confirm(self, indices: Iterable[int]) -> None:
-        """Returns when the backups have said that this server is still the primary of these slices' shards. Raises
+        """Returns when the backups have confirmed that this server is still the primary of these slices' shards. Raises
         StaleEpochError where it is not."""
         by_link: dict[Replica, list[Machine]] = {}
         for number in sorted({index % self._shard_count for index in indices}):

@@ -63,8 +63,17 @@ class Call:
         self.slots = asyncio.Semaphore(limits.HELD_SLICES_MAX)
         self._answers: asyncio.Queue[SliceAnswer | PsdistError | None] = asyncio.Queue()
 
+    def identify(self, identity: Identity) -> None:
+        """Notes the sender, which the first message names."""
+        self.identity = identity
+
+    def note_wait(self, reason: str) -> str:
+        """Notes why the oldest slice has waited for long; "" where it has not. Returns the reason."""
+        self.waiting_for = reason
+        return reason
+
     def read_header(self, header: server_pb2.PushHeader) -> None:
-        """Notes what a push says of itself. Raises UnknownCodecError, and InvalidArgumentError for an unknown dtype."""
+        """Notes the header of a push. Raises UnknownCodecError, and InvalidArgumentError for an unknown dtype."""
         if header.codec != common_pb2.CODEC_RAW:
             raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
         self.step, self.abstain, self.grad_norm = header.step, header.abstain, header.grad_norm
