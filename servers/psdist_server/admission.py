@@ -98,8 +98,8 @@ class Admission:
         return await self._ready_store(parameters)
 
     async def admit_primary(self, hello: server_pb2.ReplicateRequest.Hello) -> tuple[Replica, ParameterStore]:
-        """The sender of ``hello``, and the store that it may send updates for. Raises StaleTermError where this incarnation
-        of a server is over."""
+        """The sender of ``hello``, and the store that it may send updates for. Raises StaleTermError where this
+        incarnation of a server is over."""
         sender = Replica(hello.server_id, hello.incarnation)
         store = await self.admit_server(hello.run_id, hello.epoch, hello.parameters)
         if not self._peers.is_live(sender):

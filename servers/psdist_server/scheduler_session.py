@@ -116,15 +116,15 @@ class ServerSession:
                 _log.warning("waiting for the scheduler", address=self._address, reason=reason)
             await asyncio.sleep(_RETRY_MIN_SECONDS * 2)
 
-    async def run(self, host: ParameterServer) -> None:
+    async def run(self, server: ParameterServer) -> None:
         """Keeps the session until it is cancelled or left. Raises FencedError or WrongRunError where the scheduler
         does not want this incarnation any more."""
         delay, reason = _RETRY_MIN_SECONDS, ""
         while True:
             self._in_session = False
-            host.snapshot_writer.session_ended()
+            server.snapshot_writer.session_ended()
             try:
-                await self._session(host)
+                await self._session(server)
             except grpc.aio.AioRpcError as error:
                 known = status.from_call(error, f"scheduler {self._address}")
                 if isinstance(known, FencedError | WrongRunError):
@@ -138,15 +138,15 @@ class ServerSession:
             await asyncio.sleep(delay * self._rng.uniform(0.5, 1.0))
             delay = min(_RETRY_MAX_SECONDS, delay * 2)
 
-    async def _session(self, host: ParameterServer) -> None:
+    async def _session(self, server: ParameterServer) -> None:
         up = self._up = asyncio.Queue()
-        self._stale = host.proposals
-        host.report_to(lambda: up.put_nowait(None), lambda report: up.put_nowait(pb.SessionRequest(snapshot=report)))
-        call = self._stub.Session(self._requests(host), metadata=self._metadata)
+        self._stale = server.proposals
+        server.report_to(lambda: up.put_nowait(None), lambda report: up.put_nowait(pb.SessionRequest(snapshot=report)))
+        call = self._stub.Session(self._requests(server), metadata=self._metadata)
         async for response in call:
-            await self._handle(response, host)
+            await self._handle(response, server)
 
-    async def _requests(self, host: ParameterServer) -> AsyncIterator[pb.SessionRequest]:
+    async def _requests(self, server: ParameterServer) -> AsyncIterator[pb.SessionRequest]:
         hello = pb.SessionRequest.Hello(
             member_id=self.registration.server_id, incarnation=self.registration.incarnation
         )
@@ -155,9 +155,9 @@ class ServerSession:
         while True:
             if loop.time() >= beat_at:
                 beat_at = loop.time() + self.registration.heartbeat_seconds
-                yield self._heartbeat(host)
+                yield self._heartbeat(server)
             # Every report is sent once in each session: the scheduler may have missed what an earlier one sent.
-            reports = host.reports()
+            reports = server.reports()
             sent.intersection_update(reports)
             for report in reports:
                 if report not in sent:
@@ -172,47 +172,47 @@ class ServerSession:
                 yield request  # Not inside the timeout, which would cancel the writing of it.
 
     @staticmethod
-    def _heartbeat(host: ParameterServer) -> pb.SessionRequest:
-        statistics = host.statistics()
+    def _heartbeat(server: ParameterServer) -> pb.SessionRequest:
+        statistics = server.statistics()
         waits = sorted({wait for part in statistics.parameters for wait in part.waiting_for})
         beat = pb.SessionRequest.Heartbeat(
-            epoch=host.admission.map.epoch,
+            epoch=server.admission.map.epoch,
             statistics=statistics,
             waiting_for=waits,
-            snapshot=host.snapshot_progress(),
+            snapshot=server.snapshot_progress(),
             heard=[
                 common_pb2.WorkerIncarnation(worker_id=worker_id, incarnation=incarnation)
-                for worker_id, incarnation in host.admission.take_heard()
+                for worker_id, incarnation in server.admission.take_heard()
             ],
         )
         return pb.SessionRequest(heartbeat=beat)
 
-    async def _handle(self, response: pb.SessionResponse, host: ParameterServer) -> None:
+    async def _handle(self, response: pb.SessionResponse, server: ParameterServer) -> None:
         match response.WhichOneof("command"):
             case "map":
-                await host.follow(convert.map_from_proto(response.map))
+                await server.follow(convert.map_from_proto(response.map))
                 if not self._in_session:
                     self._in_session = True
                     for parameters, worker_id in self._stale:
-                        host.withdraw(parameters, worker_id)
+                        server.withdraw(parameters, worker_id)
             case "join_proposal":
                 proposal = response.join_proposal
                 member = convert.member_from_proto(proposal.member)
                 self._stale.discard((proposal.parameters, member.worker_id))
-                accepted, version_max = host.propose(proposal.parameters, member)
+                accepted, version_max = server.propose(proposal.parameters, member)
                 answer = pb.SessionRequest.JoinAnswer(
                     proposal_id=proposal.proposal_id, accepted=accepted, version_max=version_max
                 )
                 self._up.put_nowait(pb.SessionRequest(join_answer=answer))
             case "join_withdrawn":
-                host.withdraw(response.join_withdrawn.parameters, response.join_withdrawn.worker_id)
+                server.withdraw(response.join_withdrawn.parameters, response.join_withdrawn.worker_id)
             case "member_lost":
                 lost = response.member_lost
                 _log.info("member lost", member=lost.member_id, reason=lost.reason)
             case "shards_lost":
                 _log.error("shards lost", text=response.shards_lost.text)
             case "snapshot":
-                host.snapshot_writer.command(response.snapshot)
+                server.snapshot_writer.command(response.snapshot)
             case "rolled_back":
                 _log.warning("rolled back", text=response.rolled_back.text)
 

@@ -35,9 +35,9 @@ _Answers = asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None]
 class ServerService:
     """Carries the calls of workers and other servers to ``server``."""
 
-    def __init__(self, host: ParameterServer) -> None:
-        self._host = host
-        self._admission = host.admission
+    def __init__(self, server: ParameterServer) -> None:
+        self._server = server
+        self._admission = server.admission
         #: Answers to other servers, by the number of their stream.
         self._replicate_answers: dict[int, _Answers] = {}
 
@@ -54,7 +54,7 @@ class ServerService:
             "PushPull": grpc.stream_stream_rpc_method_handler(self._push_pull),
             "Push": grpc.stream_stream_rpc_method_handler(self._push),
             "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
-            "Share": grpc.stream_stream_rpc_method_handler(ShareService(self._host).serve),
+            "Share": grpc.stream_stream_rpc_method_handler(ShareService(self._server).serve),
             "Replicate": grpc.stream_stream_rpc_method_handler(self._replicate),
             "FetchNorms": grpc.unary_stream_rpc_method_handler(
                 self._fetch_norms, None, pb.FetchNormsResponse.SerializeToString
@@ -107,7 +107,7 @@ class ServerService:
             await status.abort(context, error)
         finally:
             reader.cancel()
-            self._host.cancel_call(call)
+            self._server.cancel_call(call)
 
     async def _read_pushes(
         self,
@@ -175,7 +175,7 @@ class ServerService:
             await status.abort(context, error)
         finally:
             if call is not None:
-                self._host.cancel_call(call)
+                self._server.cancel_call(call)
 
     async def _answers(self, call: Call) -> AsyncIterator[SliceAnswer | str]:
         """Answers, and between them what the call is waiting for."""
@@ -183,7 +183,7 @@ class ServerService:
             try:
                 answer = await call.next_answer()
             except TimeoutError:
-                yield call.note_wait(self._host.waiting_for(call)) or "for the rest of the request"
+                yield call.note_wait(self._server.waiting_for(call)) or "for the rest of the request"
                 continue
             if answer is None:
                 return
@@ -267,7 +267,7 @@ class ServerService:
                 elif sender is None or store is None:
                     raise InvalidArgumentError("the first message of a Replicate stream must be hello")
                 else:
-                    store.backups.take(sender, frame, store.entry, answers.put_nowait)
+                    store.backups.on_message(sender, frame, store.entry, answers.put_nowait)
             answers.put_nowait(None)
         except PsdistError as error:
             answers.put_nowait(error)
@@ -279,7 +279,7 @@ class ServerService:
             frames.parse(server_pb2.GetStatisticsRequest, data)
         except PsdistError as error:
             await status.abort(context, error)
-        return self._host.statistics()
+        return self._server.statistics()
 
 
 def _check_ascending(index: int, last: int) -> int:

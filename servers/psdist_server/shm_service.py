@@ -45,8 +45,8 @@ from psdist_server.store.rpc_call import Call, CallState, SliceAnswer
 class ShareService:
     """Serves the Share streams of ``server``."""
 
-    def __init__(self, host: ParameterServer) -> None:
-        self._host = host
+    def __init__(self, server: ParameterServer) -> None:
+        self._server = server
         fd_passing.sweep()
 
     async def serve(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
@@ -54,7 +54,7 @@ class ShareService:
         stream: _Stream | None = None
         try:
             async for data in requests:
-                stream, attached = await _attach(self._host, data)
+                stream, attached = await _attach(self._server, data)
                 await context.write(attached)
                 await _until_over(stream, requests)
                 break
@@ -85,14 +85,14 @@ async def _until_disconnected(requests: AsyncIterator[bytes]) -> None:
         raise InvalidArgumentError("the only request of a Share stream is attach: calls go over the connection")
 
 
-async def _attach(host: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
+async def _attach(server: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
     """Carries out the first request of a stream: the attachment, and the answer."""
     request = frames.parse(server_pb2.ShareRequest, data)
     if request.WhichOneof("kind") != "attach" or request.call_id != 0:
         raise InvalidArgumentError("the first request of a Share stream must be attach, with call_id 0")
     attach = request.attach
     identity = convert.identity_from_proto(attach.identity)
-    store = await host.admission.admit(identity)
+    store = await server.admission.admit(identity)
     # A worker that never pushes has an arena without elements.
     reads_only = attach.dtype == common_pb2.DTYPE_UNSPECIFIED
     dtype, elements = (
@@ -110,7 +110,7 @@ async def _attach(host: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
     except BaseException:
         connection.close()
         raise
-    stream = _Stream(host, _Attachment(identity, store, arena, "" if reads_only else dtype))
+    stream = _Stream(server, _Attachment(identity, store, arena, "" if reads_only else dtype))
     await stream.open(connection)
     attached = server_pb2.Attached(nonce=arena.nonce, weights_nonce=weights.nonce)
     return stream, server_pb2.ShareResponse(attached=attached).SerializeToString()
@@ -178,8 +178,8 @@ class _SharedCall(Call):
 class _Stream:
     """One attachment: its socket, and its calls under way."""
 
-    def __init__(self, host: ParameterServer, attachment: _Attachment) -> None:
-        self._host = host
+    def __init__(self, server: ParameterServer, attachment: _Attachment) -> None:
+        self._server = server
         self._attachment = attachment
         self._socket = FramedSocket(self._on_request, self._socket_ended, waits_for_reader=True)
         #: Done when the socket ended, with the error if one ended it.
@@ -207,7 +207,7 @@ class _Stream:
     def _on_request(self, data: bytes) -> None:
         """Handles a request. Raises InvalidArgumentError for one that names no call that could fail with it."""
         request = frames.parse(server_pb2.ShareRequest, data)
-        self._host.admission.heard(self._attachment.identity)
+        self._server.admission.heard(self._attachment.identity)
         kind = request.WhichOneof("kind")
         if kind == "cancel":
             if (call := self._calls.get(request.call_id)) is not None:
@@ -233,7 +233,7 @@ class _Stream:
         """Whether ``sender`` is the identity that was admitted last, and the map is still the same."""
         before = self._admitted
         return (
-            sender.epoch == before.epoch == self._host.admission.map.epoch
+            sender.epoch == before.epoch == self._server.admission.map.epoch
             and sender.incarnation == before.incarnation
             and sender.worker_id == before.worker_id
             and sender.parameters == before.parameters
@@ -251,7 +251,7 @@ class _Stream:
                 await self._check_sender(sender)
             if not call.is_push and self._needs_confirm(request.pull):
                 await self._attachment.store.replicator.confirm(request.pull.slices)
-                self._host.admission.check_live(self._admitted)
+                self._server.admission.check_live(self._admitted)
         except PsdistError as error:
             self._refuse(call, error)
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
@@ -267,7 +267,7 @@ class _Stream:
         sender_key = (identity.worker_id, identity.incarnation, identity.parameters)
         if sender_key != (mine.worker_id, mine.incarnation, mine.parameters):
             raise InvalidArgumentError("a Share stream is for the worker and the parameters that attached it")
-        store = await self._host.admission.admit(identity)
+        store = await self._server.admission.admit(identity)
         if store is not self._attachment.store:
             raise UnknownParametersError(f"{identity.parameters!r} are not those that this stream attached to")
         self._admitted = identity
@@ -357,7 +357,7 @@ class _Stream:
         """Sends the reason why ``call`` waits, unless there was progress, or the worker does not read its answers."""
         call.note_wait("")
         if len(call.answers) == answered:
-            reason = call.note_wait(self._host.waiting_for(call) or "for this server to apply the update")
+            reason = call.note_wait(self._server.waiting_for(call) or "for this server to apply the update")
             if not self._socket.is_full:
                 report = server_pb2.ShareResponse(call_id=call.call_id, waiting_for=reason)
                 self._socket.send(report.SerializeToString())
@@ -372,7 +372,7 @@ class _Stream:
         if call.timer is not None:
             call.timer.cancel()
         if call.outstanding:
-            self._host.cancel_call(call)
+            self._server.cancel_call(call)
 
     def _socket_ended(self, error: PsdistError | None) -> None:
         self.over.set_result(error)

@@ -127,7 +127,9 @@ class BackupShards:
         ]
         return pb.ReplicateResponse(welcome=pb.ReplicateResponse.Welcome(held=held))
 
-    def take(self, sender: Replica, frame: Frame[pb.ReplicateRequest], entry: ParametersEntry, answer: Answer) -> None:
+    def on_message(
+        self, sender: Replica, frame: Frame[pb.ReplicateRequest], entry: ParametersEntry, answer: Answer
+    ) -> None:
         """Handles one message. Raises InvalidArgumentError where the stream cannot go on."""
         message = frame.header
         if self._answers.get(sender.server_id) != answer:
@@ -141,7 +143,7 @@ class BackupShards:
                 raise self._no_room[message.shard]
             machine = self.machines.get(message.shard)
             if machine is not None:  # Else it was moved from here, as the primary's next map says.
-                self._take(machine, sender, frame, answer)
+                self._on_shard_message(machine, sender, frame, answer)
         except (StaleTermError, ReplicaMismatchError, LimitExceededError) as error:
             answer(_refused(message.shard, message.term, error))
 
@@ -164,7 +166,7 @@ class BackupShards:
                 return
         answer(pb.ReplicateResponse(confirmed=pb.ReplicateResponse.Confirmed(number=confirm.number)))
 
-    def _take(
+    def _on_shard_message(
         self, machine: BackupReplication, sender: Replica, frame: Frame[pb.ReplicateRequest], answer: Answer
     ) -> None:
         message = frame.header
@@ -174,23 +176,21 @@ class BackupShards:
                     self._incoming.pop(index, None)
                 machine.begin(message.term, message.begin.lsn)
             case "state":
-                self._take_state(machine, message.state, frame.payload)
+                self._on_state(machine, message.state, frame.payload)
             case "end":
                 machine.end()
                 filled = pb.ReplicateResponse.Filled(shard=message.shard, term=message.term)
                 answer(pb.ReplicateResponse(filled=filled))
             case "update":
-                self._take_update(machine, sender, message, frame.payload)
+                self._on_update(machine, sender, message, frame.payload)
             case "digest":
-                self._take_digest(machine, message, answer)
+                self._on_digest(machine, message, answer)
             case kind:
                 raise InvalidArgumentError(f"a message of kind {kind} is unknown here")
 
     # --- copies -------------------------------------------------------------------------------------------------------
 
-    def _take_state(
-        self, machine: BackupReplication, state: pb.ReplicateRequest.SliceState, payload: memoryview
-    ) -> None:
+    def _on_state(self, machine: BackupReplication, state: pb.ReplicateRequest.SliceState, payload: memoryview) -> None:
         index = state.slice
         self._check_slice(machine, index)
         arrays = self._incoming.setdefault(index, [])
@@ -217,7 +217,7 @@ class BackupShards:
 
         self._enqueue(index, install)
 
-    def _take_digest(self, machine: BackupReplication, message: pb.ReplicateRequest, answer: Answer) -> None:
+    def _on_digest(self, machine: BackupReplication, message: pb.ReplicateRequest, answer: Answer) -> None:
         index, version, digest = message.digest.slice, message.digest.version, message.digest.digest
         self._check_slice(machine, index)
         number, term = message.shard, message.term
@@ -238,7 +238,7 @@ class BackupShards:
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
-    def _take_update(
+    def _on_update(
         self, machine: BackupReplication, sender: Replica, message: pb.ReplicateRequest, payload: memoryview
     ) -> None:
         update = self._update(machine, message.update, payload)

@@ -61,7 +61,7 @@ class Backup:
 
     def take(self, answers: list[pb.ReplicateResponse], payload: bytes = b"", **kind: Any) -> None:
         message = pb.ReplicateRequest(shard=0, term=1, **kind)
-        self.backups.take(P, Frame(message, memoryview(payload)), ENTRY, answers.append)
+        self.backups.on_message(P, Frame(message, memoryview(payload)), ENTRY, answers.append)
 
     def fill(self, answers: list[pb.ReplicateResponse]) -> None:
         self.take(answers, begin=pb.ReplicateRequest.Begin(lsn=0))
@@ -171,5 +171,5 @@ def test_a_replica_refuses_whoever_is_not_the_primary_of_its_map(backup: Backup,
         answers: list[pb.ReplicateResponse] = []
         backup.backups.open_stream(who, answers.append)
         message = pb.ReplicateRequest(shard=0, term=number, begin=pb.ReplicateRequest.Begin(lsn=0))
-        backup.backups.take(who, Frame(message, memoryview(b"")), entry, answers.append)
+        backup.backups.on_message(who, Frame(message, memoryview(b"")), entry, answers.append)
         assert [answer.refused.error.code for answer in answers] == [StaleTermError.code] * refused
