@@ -30,14 +30,14 @@ from psdist.types import ClusterMap
 from psdist.v1 import common_pb2, scheduler_pb2_grpc
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import auth, channels, convert, limits, status
+from psdist.wire.backoff import Backoff
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.snapshot_loader import LoadReport, ShardLoaded
 from psdist_server.store.replicator import ReplicaReport
 
 _log = structlog.get_logger("psdist.server")
 
-_RETRY_MIN_SECONDS: Final = 0.05
-_RETRY_MAX_SECONDS: Final = 1.0
+_RETRY_SECONDS: Final = 0.1
 _LEAVE_SECONDS: Final = 1.0
 
 
@@ -114,12 +114,12 @@ class ServerSession:
             if now() - logged_at > limits.REPORT_WAIT_SECONDS:
                 logged_at = now()
                 _log.warning("waiting for the scheduler", address=self._address, reason=reason)
-            await asyncio.sleep(_RETRY_MIN_SECONDS * 2)
+            await asyncio.sleep(_RETRY_SECONDS)
 
     async def run(self, server: ParameterServer) -> None:
         """Keeps the session until it is cancelled or left. Raises FencedError or WrongRunError where the scheduler
         does not want this incarnation any more."""
-        delay, reason = _RETRY_MIN_SECONDS, ""
+        backoff, reason = Backoff(self._rng), ""
         while True:
             self._in_session = False
             server.snapshot_writer.session_ended()
@@ -133,10 +133,9 @@ class ServerSession:
             if self._leaving:
                 return
             if self._in_session:  # One line is enough: it is not repeated for the attempts that follow.
-                delay = _RETRY_MIN_SECONDS
+                backoff.reset()
                 _log.warning("session broken, trying again", scheduler=self._address, reason=reason)
-            await asyncio.sleep(delay * self._rng.uniform(0.5, 1.0))
-            delay = min(_RETRY_MAX_SECONDS, delay * 2)
+            await asyncio.sleep(backoff.next_seconds())
 
     async def _session(self, server: ParameterServer) -> None:
         up = self._up = asyncio.Queue()

@@ -54,30 +54,26 @@ class KernelLauncher:
         work."""
         self._running[index % self._shard_count] += 1
         if not self._inline:
-            self._pool.submit(index + last * _LAST, run, (index, work), partial(self._on_pool_result, done))
+            self._pool.submit(index + last * _LAST, run, (index, work), partial(self._finish, done))
             return
         try:
             (result,) = run([(index, work)])
         except Exception as error:
-            self._finish(index, done, work, None, error)
+            self._finish(done, (index, work), None, error)
         else:
-            self._finish(index, done, work, result, None)
-
-    def _on_pool_result(
-        self, done: Callable[[Any, Any], None], work: tuple[int, Any], result: Any, error: BaseException | None
-    ) -> None:
-        self._finish(work[0], done, work[1], result, error)
+            self._finish(done, (index, work), result, None)
 
     def _finish(
-        self, index: int, done: Callable[[Any, Any], None], work: Any, result: Any, error: BaseException | None
+        self, done: Callable[[Any, Any], None], work: tuple[int, Any], result: Any, error: BaseException | None
     ) -> None:
+        index, given = work
         shard = index % self._shard_count
         if index in self._discarded:
             pass
         elif error is not None:
             self._fail(f"the update of slice {index}", error)
         else:
-            done(work, result)
+            done(given, result)
         self._running[shard] -= 1
         if not self._running[shard]:
             for waiting in self._settled.pop(shard, ()):

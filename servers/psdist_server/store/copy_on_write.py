@@ -77,8 +77,6 @@ class SliceCopies:
         self._rest_left = REST_SECONDS
         self.is_over = False
 
-    # --- copies for updates -------------------------------------------------------------------------------------------
-
     def copy_for_update(self, index: int) -> CopyTarget | None:
         """Where an update of slice ``index``, which begins now, must copy the slice first; None where it need not."""
         if self.state.is_safe(index):
@@ -145,8 +143,6 @@ class SliceCopies:
             future.cancel()
         self._awaited.clear()
         self._end_rest()
-
-    # --- what the writer asks -----------------------------------------------------------------------------------------
 
     async def take(self, index: int) -> Array:
         """The copy of slice ``index``: all its arrays one after another. Waits until it has reached the cut and is
