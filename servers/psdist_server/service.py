@@ -130,7 +130,7 @@ class ServerService:
             call.asked_all()
         except PsdistError as error:
             call.fail(error)
-        except Exception as error:  # Without this the stream would wait for a reader that is gone.
+        except Exception as error:  # Without this the stream would wait for a reader that has ended.
             call.fail(InternalError(f"reading the stream failed: {error!r}"))
 
     async def _open_push(
@@ -271,7 +271,7 @@ class ServerService:
             answers.put_nowait(None)
         except PsdistError as error:
             answers.put_nowait(error)
-        except Exception as error:  # Without this the stream would wait for a reader that is gone.
+        except Exception as error:  # Without this the stream would wait for a reader that has ended.
             answers.put_nowait(InternalError(f"taking an update failed: {error!r}"))
 
     async def _get_statistics(self, data: bytes, context: grpc.aio.ServicerContext) -> server_pb2.GetStatisticsResponse:

@@ -199,7 +199,7 @@ class _Stream:
 
     @property
     def epoch(self) -> int:
-        """The map by which the last call was made: by then the worker reads nothing that went elsewhere before."""
+        """The map by which the last call was made: the worker reads no slice that was moved before that map."""
         return self._admitted.epoch
 
     # --- requests -----------------------------------------------------------------------------------------------------

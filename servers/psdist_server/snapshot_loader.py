@@ -185,7 +185,7 @@ class SnapshotLoader:
 async def _load_slices(
     load: _Load, reader: SliceReader, state: ParametersState, number: int, pending: Iterator[int]
 ) -> None:
-    """Loads slices of shard ``number`` until none are pending, or the shard goes elsewhere."""
+    """Loads slices of shard ``number`` until none are pending, or the shard is moved to another server."""
     machine = load.store.router.machines.get(number)
     for index in pending:
         arrays = await reader.slice(state, index)

@@ -41,7 +41,7 @@ COPY_BYTES_MAX: Final = 256 << 20
 FILES_AT_A_TIME: Final = 4
 #: Small slices are written so many bytes at a time.
 _BATCH_BYTES: Final = 1 << 20
-#: Where updates wait for copies to be written, and none was for this time or twice it, the attempt is given up.
+#: An attempt fails where updates wait for copies to be written, and none was written for once or twice this time.
 STALL_SECONDS: Final = 15.0
 
 

@@ -105,7 +105,7 @@ class BspShard(ShardMachine[_BspSlice]):
         return None
 
     def admits(self, member: ParametersMember) -> bool:
-        """See ShardMachine. A member that goes on with earlier pushes may also join at a step that is the last one on
+        """See ShardMachine. A member that continues earlier pushes may also join at a step that is the last one on
         some slices, where these have its contribution to it."""
         return all(
             state.step <= member.first_step or state.has_last(member.first_step, member.producer)

@@ -69,7 +69,7 @@ ReplicationEffect = SendBegin | SendUpdate[G] | Replicated
 class PeerState(Enum):
     """What a primary knows of a replica's copy."""
 
-    UNKNOWN = "no stream has stood yet"
+    UNKNOWN = "no stream has been opened yet"
     COPYING = "the shard is being copied"
     CAUGHT_UP = "it has what this primary began with, and is sent every update"
 
@@ -84,7 +84,7 @@ class Peer:
     state: PeerState = PeerState.UNKNOWN
     #: It answered, under this primary, that its copy is complete.
     filled: bool = False
-    #: A stream stands, and it is known what the replica has.
+    #: A stream is open, and it is known what the replica has.
     is_open: bool = False
     #: Slices that the copy under way has not sent.
     missing: set[int] = field(default_factory=set)
@@ -92,7 +92,7 @@ class Peer:
     acked: int = 0
     #: Highest lsn that workers may have been answered for without its acknowledgement, before it was filled.
     required_acks: int = 0
-    #: Since when it owes an answer.
+    #: Since when an answer of it is missing.
     waiting_since: float | None = None
     #: Why it cannot hold the shard.
     refusal: str = ""
@@ -194,7 +194,7 @@ class PrimaryReplication(Generic[G]):
     # --- streams ------------------------------------------------------------------------------------------------------
 
     def opened(self, replica: Replica, held: ReplicaState | None, now: float) -> list[ReplicationEffect[G]]:
-        """A stream to ``replica`` stands, which has ``held`` of the shard."""
+        """A stream to ``replica`` is open, which has ``held`` of the shard."""
         peer = self.peers[replica]
         peer.is_open, peer.waiting_since, peer.refusal = True, None, ""
         lsn = self._resumable(held) if peer.required and not peer.is_copying else None
@@ -251,7 +251,7 @@ class PrimaryReplication(Generic[G]):
         return []
 
     def ended(self, replica: Replica, now: float) -> None:
-        """``replica`` was sent every slice and the end of the copy, and owes the answer that it is filled."""
+        """``replica`` was sent every slice and the end of the copy, and has to answer that it is filled."""
         self.peers[replica].waiting_since = now
 
     def filled(self, replica: Replica, now: float) -> list[ReplicationEffect[G]]:
@@ -317,7 +317,7 @@ class PrimaryReplication(Generic[G]):
         self.peers[replica].digests += 1
 
     def unreachable(self, now: float, limit: float) -> list[Replica]:
-        """Replicas that have owed an answer for longer than ``limit``, or cannot hold the shard."""
+        """Replicas whose answer has been missing for longer than ``limit``, or that cannot hold the shard."""
         return [
             peer.replica
             for peer in self.peers.values()
@@ -367,7 +367,7 @@ class BackupReplication:
 
     @property
     def base(self) -> tuple[int, int]:
-        """Term and lsn from which this server goes on once it is promoted. What is half copied has no lsn: no
+        """Term and lsn from which this server continues once it is promoted. What is half copied has no lsn: no
         other server holds exactly that."""
         return (0 if self._copying else self.term), self.lsn
 
@@ -407,7 +407,7 @@ class BackupReplication:
             raise InvalidArgumentError(
                 f"update {update.lsn} of shard {self.number} comes after {self.lsn}: open the stream again"
             )
-        if term != self.term:  # The new primary holds what is held here, and goes on from there.
+        if term != self.term:  # The new primary holds what is held here, and continues from there.
             self.term, self._acked = term, self.lsn
             self._applied.clear()
         self.lsn = update.lsn

@@ -133,7 +133,7 @@ class ShardMachine(ABC, Generic[S]):
 
     @abstractmethod
     def record(self, index: int) -> SliceRecord:
-        """What another machine needs to go on with slice ``index`` as it is: an update under way is not in it."""
+        """What another machine needs to continue with slice ``index`` as it is: an update under way is not in it."""
 
     @abstractmethod
     def waiting_for(self, token: int, index: int) -> str:

@@ -87,7 +87,7 @@ class BackupShards:
         self.machines[number] = BackupReplication(number, indices, shard)
 
     def remove(self, number: int) -> BackupReplication:
-        """Accepts nothing more for a shard. What was accepted goes on: wait for ``KernelLauncher.settled``."""
+        """Accepts nothing more for a shard. Wait for ``KernelLauncher.settled``: what was accepted is carried out."""
         machine = self.machines.pop(number)
         for index in machine.slices:
             self._incoming.pop(index, None)

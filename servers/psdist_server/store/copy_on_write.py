@@ -47,7 +47,7 @@ class CopyTarget(NamedTuple):
 class SliceCopies:
     """The copies of one attempt: made for updates, ahead of them or for the writer, and kept until they are written.
 
-    pool: their memory. resume: called when an update of slice ``index`` may go on; -1 for any slice.
+    pool: their memory. resume: called when an update of slice ``index`` may continue; -1 for any slice.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class ParameterStore:
         self.norms.wake()
 
     async def close(self) -> None:
-        """The parameter set is gone or begins anew, or the server ends. What waits here is sent to other servers."""
+        """The parameter set was removed or begins anew, or the server ends. Calls that wait here are routed anew."""
         await self.roles.close()
         self.norms.wake()
         self.dense.close()

@@ -140,7 +140,7 @@ class ReplicaRoles:
         except LimitExceededError as error:  # Of a new shard: what is promoted is held already.
             self._source.fail_permanently(error)
         records, base = None, (0, 0)
-        # Before it is ready, one that was being filled may take the place of one that is gone: all is uploaded again.
+        # Before the parameter set is ready a copy that was being filled may be promoted: all values are uploaded again.
         if copy is not None and (copy.complete or entry.ready):
             records, base = copy.records, copy.base
             if not copy.complete:

@@ -53,7 +53,7 @@ class Link:
 
     def __init__(self, replicator: Replicator, replica: Replica) -> None:
         self.replica = replica
-        #: Why the stream does not stand.
+        #: Why the stream is not open.
         self.reason = ""
         self._replicator = replicator
         self._is_open = False
@@ -153,8 +153,8 @@ class Link:
             await asyncio.sleep(delay * self._replicator.network.rng.uniform(0.5, 1.0))
 
     def _end(self) -> bool:
-        """Discards what was queued for a stream that ended; whether it had stood."""
-        stood, self._is_open, self._call = self._is_open, False, None
+        """Discards what was queued for a stream that ended; whether it had been open."""
+        was_open, self._is_open, self._call = self._is_open, False, None
         self._out.clear()
         self._bytes_waiting = 0
         self._copies = asyncio.Queue()
@@ -162,7 +162,7 @@ class Link:
             machine.closed(self.replica, now())
         if not self._closed:
             self._replicator.updates.ship_waiting()  # Nothing is kept for a copy that broke off.
-        return stood
+        return was_open
 
     async def _session(self) -> None:
         network = self._replicator.network

@@ -244,7 +244,7 @@ class Replicator:
     # --- streams ------------------------------------------------------------------------------------------------------
 
     def opened(self, link: Link, machine: Machine, held: ReplicaState | None) -> None:
-        """The stream of ``link`` stands, and its replica has ``held`` of the shard."""
+        """The stream of ``link`` is open, and its replica has ``held`` of the shard."""
         self._carry_out(machine, machine.opened(link.replica, held, now()))
 
     def copy_slice(self, link: Link, machine: Machine, index: int) -> None:
