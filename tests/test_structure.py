@@ -30,16 +30,11 @@ WIDE = {
     # One method for each RPC of the service.
     "Service": (28, 1),
     # To be split: each does more than one thing.
-    "Applier": (32, 22),
     "Attempt": (29, 17),
     "Cluster": (31, 20),
-    "DenseParameters": (22, 19),
     "Membership": (46, 14),
-    "ParameterServer": (31, 24),
-    "ParameterStore": (55, 31),
     "Registry": (44, 8),
     "Scheduler": (16, 18),
-    "ServerSession": (11, 16),
     "SnapshotSchedule": (48, 18),
     "Supervisor": (21, 20),
 }

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def main(settings: ServerSettings) -> int:
-    """Runs a server until it is told to stop; the exit status."""
+    """Runs a server until a signal or its launcher stops it; returns the exit status."""
     malloc_options.keep_buffers(one_heap=True)
     logs.configure("server", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
@@ -66,7 +66,7 @@ def default_kernel_threads(cluster: ClusterMap, advertise: str) -> int:
 async def _serve(settings: ServerSettings, scheduler: str) -> int:
     stop = asyncio.Event()
     _stop_on_signals(stop, settings.lifeline_fd)
-    # While the others start: half a second that the first step does not have to wait for.
+    # While the other members start: the first step need not wait half a second for this.
     threading.Thread(target=compile_kernels, name="compile", daemon=True).start()
     server = channels.make_server(settings.token)
     port = channels.bind(server, settings.host, settings.port, settings.insecure)
@@ -77,28 +77,20 @@ async def _serve(settings: ServerSettings, scheduler: str) -> int:
         if first_map is None:
             return 0
         threads = settings.kernel_threads or default_kernel_threads(first_map, advertise)
-        host = ParameterServer(
-            link.server_id,
-            link.run_id,
-            settings.token,
-            threads,
-            incarnation=link.incarnation,
-            lease_seconds=link.lease_seconds,
-            storage=link.storage,
-        )
-        logs.identify(id=link.server_id, run=link.run_id)
+        me = link.registration
+        host = ParameterServer(me, settings.token, threads)
+        logs.identify(id=me.server_id, run=me.run_id)
         await host.follow(first_map)
-        probe = await _start(server, host)
-        _log.info(
-            "serving", address=advertise, scheduler=scheduler, incarnation=link.incarnation, kernel_threads=threads
-        )
-        return await _until_stopped(stop, link, host, server, probe, settings.drain_timeout_seconds)
+        service = ServerService(host)
+        probe = await _start(server, service)
+        _log.info("serving", address=advertise, scheduler=scheduler, incarnation=me.incarnation, kernel_threads=threads)
+        return await _until_stopped(stop, link, host, service, server, probe, settings.drain_timeout_seconds)
     finally:
         await link.close()
 
 
-async def _start(server: grpc.aio.Server, host: ParameterServer) -> health.HealthServicer:
-    server.add_generic_rpc_handlers((ServerService(host).handler(),))
+async def _start(server: grpc.aio.Server, service: ServerService) -> health.HealthServicer:
+    server.add_generic_rpc_handlers((service.handler(),))
     probe = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
     await server.start()
@@ -111,6 +103,7 @@ async def _until_stopped(
     stop: asyncio.Event,
     link: ServerSession,
     host: ParameterServer,
+    service: ServerService,
     server: grpc.aio.Server,
     probe: health.HealthServicer,
     drain_timeout_seconds: float,
@@ -132,7 +125,7 @@ async def _until_stopped(
     session.cancel()
     stopped.cancel()
     await asyncio.gather(session, stopped, return_exceptions=True)
-    host.disconnect()
+    service.disconnect()
     await server.stop(_GRACE_SECONDS)
     await host.close()
     return code

@@ -1,7 +1,7 @@
 """The server's session with the scheduler: registration, heartbeats, and commands.
 
 Heartbeats with counters go up. Maps, proposals and news come down and are passed to the server in the order in which
-they came. A session that breaks is opened again with the same incarnation; the data path does not notice. The server
+they came. A session that breaks is opened again with the same incarnation, while the data path goes on. The server
 ends when the scheduler no longer knows this incarnation, because its shards then belong to others.
 """
 
@@ -30,19 +30,19 @@ from psdist.types import ClusterMap
 from psdist.v1 import common_pb2, scheduler_pb2_grpc
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import auth, channels, convert, limits, status
-from psdist_server.server import ParameterServer
+from psdist.wire.backoff import Backoff
+from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.snapshot_loader import LoadReport, ShardLoaded
 from psdist_server.store.replicator import ReplicaReport
 
 _log = structlog.get_logger("psdist.server")
 
-_RETRY_MIN_SECONDS: Final = 0.05
-_RETRY_MAX_SECONDS: Final = 1.0
+_RETRY_SECONDS: Final = 0.1
 _LEAVE_SECONDS: Final = 1.0
 
 
 class ServerSession:
-    """One membership of a server.
+    """The membership of one server.
 
     address: of the scheduler. advertise: host:port where workers reach this server. rng: for pauses between attempts.
     """
@@ -55,46 +55,44 @@ class ServerSession:
         self._channel = channels.open_channel(address, limits.CONTROL_MESSAGE_BYTES)
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         self._advertise = advertise
-        self.server_id = server_id
-        self.run_id = run_id
-        self.incarnation = 0
-        self.lease_seconds = 2.0
-        self._heartbeat_seconds = 0.5
-        #: Where the run's snapshots lie; empty for none.
-        self.storage = ""
+        self.registration = ServerRegistration(run_id, server_id)
         self._rng = rng or Random()
         self._in_session = False
         self._leaving = False
-        #: Proposals of earlier sessions: what the first map does not confirm, nobody is left to confirm or withdraw.
+        #: Proposals of earlier sessions: those that the first map does not confirm are withdrawn.
         self._stale: set[tuple[str, str]] = set()
-        #: What goes up beside heartbeats; None where there is something new to report.
+        #: Messages for the scheduler beside heartbeats; None where there may be new reports.
         self._up: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
 
     async def register(self, timeout_seconds: float) -> ClusterMap:
-        """Becomes a member; the cluster map as it is. Retries while nobody answers.
+        """Registers this server, and returns the current cluster map. Tries again while no scheduler answers.
 
         Raises SchedulerUnreachableError after ``timeout_seconds``, and whatever the scheduler refuses with.
         """
         request = pb.RegisterRequest(
             protocol_version=limits.PROTOCOL_VERSION,
             psdist_version=psdist.__version__,
-            run_id=self.run_id,
+            run_id=self.registration.run_id,
             role=pb.ROLE_SERVER,
-            member_id=self.server_id,
+            member_id=self.registration.server_id,
             address=self._advertise,
             host=socket.gethostname(),
             pid=os.getpid(),
         )
         answer = await self._register(request, timeout_seconds)
-        self.run_id, self.server_id = answer.run_id, answer.member_id
-        self.incarnation, self.lease_seconds = answer.incarnation, answer.lease_seconds
-        self._heartbeat_seconds = answer.heartbeat_seconds
-        self.storage = answer.storage
+        self.registration = ServerRegistration(
+            answer.run_id,
+            answer.member_id,
+            answer.incarnation,
+            answer.lease_seconds,
+            answer.heartbeat_seconds,
+            answer.storage,
+        )
         return convert.map_from_proto(answer.map)
 
     async def _register(self, request: pb.RegisterRequest, timeout_seconds: float) -> pb.RegisterResponse:
         now = asyncio.get_running_loop().time
-        deadline, said = now() + timeout_seconds, now()
+        deadline, logged_at = now() + timeout_seconds, now()
         while True:
             try:
                 answer: pb.RegisterResponse = await self._stub.Register(request, metadata=self._metadata, timeout=5)
@@ -113,20 +111,20 @@ class ServerSession:
                     "running there, and the address (--scheduler or PSDIST_SCHEDULER) right?",
                     address=self._address,
                 )
-            if now() - said > limits.REPORT_WAIT_SECONDS:
-                said = now()
+            if now() - logged_at > limits.REPORT_WAIT_SECONDS:
+                logged_at = now()
                 _log.warning("waiting for the scheduler", address=self._address, reason=reason)
-            await asyncio.sleep(_RETRY_MIN_SECONDS * 2)
+            await asyncio.sleep(_RETRY_SECONDS)
 
-    async def run(self, host: ParameterServer) -> None:
+    async def run(self, server: ParameterServer) -> None:
         """Keeps the session until it is cancelled or left. Raises FencedError or WrongRunError where the scheduler
         does not want this incarnation any more."""
-        delay, reason = _RETRY_MIN_SECONDS, ""
+        backoff, reason = Backoff(self._rng), ""
         while True:
             self._in_session = False
-            host.snapshot_writer.session_ended()
+            server.snapshot_writer.session_ended()
             try:
-                await self._session(host)
+                await self._session(server)
             except grpc.aio.AioRpcError as error:
                 known = status.from_call(error, f"scheduler {self._address}")
                 if isinstance(known, FencedError | WrongRunError):
@@ -134,35 +132,35 @@ class ServerSession:
                 reason = str(known)
             if self._leaving:
                 return
-            if self._in_session:  # It stood until now; what follows are attempts, and one line is enough for them.
-                delay = _RETRY_MIN_SECONDS
+            if self._in_session:  # One line is enough: it is not repeated for the attempts that follow.
+                backoff.reset()
                 _log.warning("session broken, trying again", scheduler=self._address, reason=reason)
-            await asyncio.sleep(delay * self._rng.uniform(0.5, 1.0))
-            delay = min(_RETRY_MAX_SECONDS, delay * 2)
+            await asyncio.sleep(backoff.next_seconds())
 
-    async def _session(self, host: ParameterServer) -> None:
+    async def _session(self, server: ParameterServer) -> None:
         up = self._up = asyncio.Queue()
-        self._stale = host.proposals
-        host.report = lambda: up.put_nowait(None)
-        host.tell = lambda report: up.put_nowait(pb.SessionRequest(snapshot=report))
-        call = self._stub.Session(self._requests(host), metadata=self._metadata)
+        self._stale = server.proposals
+        server.report_to(lambda: up.put_nowait(None), lambda report: up.put_nowait(pb.SessionRequest(snapshot=report)))
+        call = self._stub.Session(self._requests(server), metadata=self._metadata)
         async for response in call:
-            await self._handle(response, host)
+            await self._handle(response, server)
 
-    async def _requests(self, host: ParameterServer) -> AsyncIterator[pb.SessionRequest]:
-        hello = pb.SessionRequest.Hello(member_id=self.server_id, incarnation=self.incarnation)
+    async def _requests(self, server: ParameterServer) -> AsyncIterator[pb.SessionRequest]:
+        hello = pb.SessionRequest.Hello(
+            member_id=self.registration.server_id, incarnation=self.registration.incarnation
+        )
         yield pb.SessionRequest(hello=hello)
-        loop, told, beat_at = asyncio.get_running_loop(), set[ReplicaReport | LoadReport](), 0.0
+        loop, sent, beat_at = asyncio.get_running_loop(), set[ReplicaReport | LoadReport](), 0.0
         while True:
             if loop.time() >= beat_at:
-                beat_at = loop.time() + self._heartbeat_seconds
-                yield self._heartbeat(host)
-            # All that is true is told once in each session: the scheduler may have missed what an earlier one told.
-            reports = host.reports()
-            told.intersection_update(reports)
+                beat_at = loop.time() + self.registration.heartbeat_seconds
+                yield self._heartbeat(server)
+            # Every report is sent once in each session: the scheduler may have missed what an earlier one sent.
+            reports = server.reports()
+            sent.intersection_update(reports)
             for report in reports:
-                if report not in told:
-                    told.add(report)
+                if report not in sent:
+                    sent.add(report)
                     yield _report_message(report)
             try:
                 async with asyncio.timeout_at(beat_at):
@@ -170,59 +168,59 @@ class ServerSession:
             except TimeoutError:
                 continue
             if request is not None:
-                yield request  # Not inside the timeout, which would cancel whoever writes it to the stream.
+                yield request  # Not inside the timeout, which would cancel the writing of it.
 
     @staticmethod
-    def _heartbeat(host: ParameterServer) -> pb.SessionRequest:
-        statistics = host.statistics()
+    def _heartbeat(server: ParameterServer) -> pb.SessionRequest:
+        statistics = server.statistics()
         waits = sorted({wait for part in statistics.parameters for wait in part.waiting_for})
         beat = pb.SessionRequest.Heartbeat(
-            epoch=host.map.epoch,
+            epoch=server.admission.map.epoch,
             statistics=statistics,
             waiting_for=waits,
-            snapshot=host.snapshot_progress(),
+            snapshot=server.snapshot_progress(),
             heard=[
                 common_pb2.WorkerIncarnation(worker_id=worker_id, incarnation=incarnation)
-                for worker_id, incarnation in host.take_heard()
+                for worker_id, incarnation in server.admission.take_heard()
             ],
         )
         return pb.SessionRequest(heartbeat=beat)
 
-    async def _handle(self, response: pb.SessionResponse, host: ParameterServer) -> None:
+    async def _handle(self, response: pb.SessionResponse, server: ParameterServer) -> None:
         match response.WhichOneof("command"):
             case "map":
-                await host.follow(convert.map_from_proto(response.map))
+                await server.follow(convert.map_from_proto(response.map))
                 if not self._in_session:
                     self._in_session = True
                     for parameters, worker_id in self._stale:
-                        host.withdraw(parameters, worker_id)
+                        server.withdraw(parameters, worker_id)
             case "join_proposal":
                 proposal = response.join_proposal
                 member = convert.member_from_proto(proposal.member)
                 self._stale.discard((proposal.parameters, member.worker_id))
-                accepted, version_max = host.propose(proposal.parameters, member)
+                accepted, version_max = server.propose(proposal.parameters, member)
                 answer = pb.SessionRequest.JoinAnswer(
                     proposal_id=proposal.proposal_id, accepted=accepted, version_max=version_max
                 )
                 self._up.put_nowait(pb.SessionRequest(join_answer=answer))
             case "join_withdrawn":
-                host.withdraw(response.join_withdrawn.parameters, response.join_withdrawn.worker_id)
+                server.withdraw(response.join_withdrawn.parameters, response.join_withdrawn.worker_id)
             case "member_lost":
                 lost = response.member_lost
                 _log.info("member lost", member=lost.member_id, reason=lost.reason)
             case "shards_lost":
                 _log.error("shards lost", text=response.shards_lost.text)
             case "snapshot":
-                host.snapshot_writer.command(response.snapshot)
+                server.snapshot_writer.command(response.snapshot)
             case "rolled_back":
                 _log.warning("rolled back", text=response.rolled_back.text)
 
     async def drain(self, timeout_seconds: float) -> None:
-        """Has everything moved away from this server; returns when it holds nothing, when nothing can be moved, or
-        after ``timeout_seconds``. Does nothing where that is 0."""
+        """Asks the scheduler to move all shards away from this server; returns when it holds none, when none can be
+        moved, or after ``timeout_seconds``. Does nothing where that is 0."""
         if not timeout_seconds:
             return
-        request = pb.DrainRequest(run_id=self.run_id, server_id=self.server_id)
+        request = pb.DrainRequest(run_id=self.registration.run_id, server_id=self.registration.server_id)
         try:
             call = self._stub.Drain(request, metadata=self._metadata, timeout=timeout_seconds)
             async for progress in call:
@@ -233,13 +231,15 @@ class ServerSession:
             _log.warning("not drained", reason=str(error))
 
     async def leave(self, reason: str) -> None:
-        """Ends the membership politely, if the scheduler answers soon."""
+        """Ends the membership; waits a second at most for the scheduler to answer."""
         self._leaving = True
-        request = pb.LeaveRequest(member_id=self.server_id, incarnation=self.incarnation, reason=reason)
+        request = pb.LeaveRequest(
+            member_id=self.registration.server_id, incarnation=self.registration.incarnation, reason=reason
+        )
         try:
             await self._stub.Leave(request, metadata=self._metadata, timeout=_LEAVE_SECONDS)
         except (grpc.aio.AioRpcError, PsdistError) as error:
-            _log.info("left without a word", reason=str(error))
+            _log.info("left without an answer of the scheduler", reason=str(error))
 
     async def close(self) -> None:
         """Closes the channel."""

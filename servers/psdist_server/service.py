@@ -14,9 +14,9 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from psdist.errors import InternalError, InvalidArgumentError, PsdistError, UnknownCodecError
+from psdist.errors import InternalError, InvalidArgumentError, PsdistError
 from psdist.types import Identity, Replica
-from psdist.v1 import common_pb2, server_pb2
+from psdist.v1 import server_pb2
 from psdist.wire import convert, frames, status
 from psdist_server.server import ParameterServer
 from psdist_server.shm_service import ShareService
@@ -25,15 +25,21 @@ from psdist_server.store.rpc_call import Call, SliceAnswer
 
 SERVICE: Final = "psdist.v1.ServerService"
 _NORMS_PER_MESSAGE: Final = 1 << 17
-#: Whom a call is from until its first message is read.
+#: The sender of a call until its first message is read.
 _NOBODY: Final = Identity(run_id="", worker_id="", incarnation=0, epoch=0, parameters="")
+
+#: What a stream of updates is answered with; None ends it.
+_Answers = asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None]
 
 
 class ServerService:
     """Carries the calls of workers and other servers to ``server``."""
 
-    def __init__(self, host: ParameterServer) -> None:
-        self._host = host
+    def __init__(self, server: ParameterServer) -> None:
+        self._server = server
+        self._admission = server.admission
+        #: Answers to other servers, by the number of their stream.
+        self._replicate_answers: dict[int, _Answers] = {}
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a grpc server is given."""
@@ -48,7 +54,7 @@ class ServerService:
             "PushPull": grpc.stream_stream_rpc_method_handler(self._push_pull),
             "Push": grpc.stream_stream_rpc_method_handler(self._push),
             "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
-            "Share": grpc.stream_stream_rpc_method_handler(ShareService(self._host).serve),
+            "Share": grpc.stream_stream_rpc_method_handler(ShareService(self._server).serve),
             "Replicate": grpc.stream_stream_rpc_method_handler(self._replicate),
             "FetchNorms": grpc.unary_stream_rpc_method_handler(
                 self._fetch_norms, None, pb.FetchNormsResponse.SerializeToString
@@ -64,7 +70,7 @@ class ServerService:
         call = Call(_NOBODY, is_push=True, wants_weights=True)
 
         async def weights(answer: SliceAnswer, store: ParameterStore) -> bytes:
-            return await store.encode(answer, call)
+            return await store.reads.encode(answer, call)
 
         async for message in self._serve_push(call, server_pb2.PushPullRequest, requests, context, weights):
             yield message
@@ -95,13 +101,13 @@ class ServerService:
                 if isinstance(answer, str):
                     yield server_pb2.PushPullResponse(waiting_for=answer).SerializeToString()
                     continue
-                store = store or self._host.store(call.identity.parameters)
+                store = store or self._admission.store(call.identity.parameters)
                 yield await encode(answer, store)
         except PsdistError as error:
             await status.abort(context, error)
         finally:
             reader.cancel()
-            self._host.end(call)
+            self._server.cancel_call(call)
 
     async def _read_pushes(
         self,
@@ -117,71 +123,67 @@ class ServerService:
                 frame = frames.unpack(cls, data)
                 if store is None:
                     store = await self._open_push(call, frame.header)
-                self._host.heard(call.identity)
+                self._admission.heard(call.identity)
                 last = _check_ascending(frame.header.slice, last)
-                store.push(call, frame.header.slice, frame.header.base_version, frame.payload)
+                store.router.push(call, frame.header.slice, frame.header.base_version, frame.payload)
                 await call.slots.acquire()
             call.asked_all()
         except PsdistError as error:
             call.fail(error)
-        except Exception as error:  # Without this the stream would wait for a reader that is gone.
+        except Exception as error:  # Without this the stream would wait for a reader that has ended.
             call.fail(InternalError(f"reading the stream failed: {error!r}"))
 
     async def _open_push(
         self, call: Call, message: server_pb2.PushPullRequest | server_pb2.PushRequest
     ) -> ParameterStore:
-        header = message.header
-        call.identity = convert.identity_from_proto(header.identity)
-        store = await self._host.admit(call.identity)
+        identity = convert.identity_from_proto(message.header.identity)
+        call.identify(identity)
+        store = await self._admission.admit(identity)
         store.check_installed()
-        if header.codec != common_pb2.CODEC_RAW:
-            raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
-        call.step, call.abstain, call.grad_norm = header.step, header.abstain, header.grad_norm
-        call.mark = header.mark
-        call.dtype = convert.payload_dtype_from_proto(header.dtype)
-        call.pull_dtype = convert.payload_dtype_from_proto(header.pull_dtype) if call.wants_weights else "float32"
-        store.contributions.check_norm(call)
+        call.read_header(message.header)
+        store.gradients.check_norm(call)
         return store
 
     # --- pulling ------------------------------------------------------------------------------------------------------
 
     async def _pull(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        call = Call(_NOBODY, is_push=False, wants_weights=True)
+        call: Call | None = None
         try:
             request = frames.parse(server_pb2.PullRequest, data)
-            call.identity = convert.identity_from_proto(request.identity)
-            store = await self._host.admit(call.identity)
+            identity = convert.identity_from_proto(request.identity)
+            store = await self._admission.admit(identity)
             store.check_installed()
-            call.pull_dtype = convert.payload_dtype_from_proto(request.dtype)
+            pull_dtype = convert.payload_dtype_from_proto(request.dtype)
+            call = Call(identity, is_push=False, wants_weights=True, pull_dtype=pull_dtype)
             last = -1
-            slices = request.slices or store.indices
+            slices = request.slices or store.router.indices
             if store.replicator.needs_confirm(slices):
                 await store.replicator.confirm(slices)
-                self._host.check_live(call.identity)
+                self._admission.check_live(call.identity)
             for index in slices:
                 last = _check_ascending(index, last)
-                store.pull(call, index, request.min_version)
+                store.router.pull(call, index, request.min_version)
             call.asked_all()
             async for answer in self._answers(call):
                 if isinstance(answer, str):
                     yield server_pb2.PullResponse(waiting_for=answer).SerializeToString()
                     continue
-                version, payload = await store.read(answer.index, call.pull_dtype)
+                version, payload = await store.reads.read(answer.index, call.pull_dtype)
                 store.counters.of(call.identity.worker_id).pull_bytes += len(payload)
                 yield frames.pack(server_pb2.PullResponse(slice=answer.index, version=version), payload)
         except PsdistError as error:
             await status.abort(context, error)
         finally:
-            self._host.end(call)
+            if call is not None:
+                self._server.cancel_call(call)
 
     async def _answers(self, call: Call) -> AsyncIterator[SliceAnswer | str]:
-        """Answers, and between them whom the call is waiting for."""
+        """Answers, and between them what the call is waiting for."""
         while True:
             try:
                 answer = await call.next_answer()
             except TimeoutError:
-                call.waiting_for = self._host.waiting_for(call)
-                yield call.waiting_for or "for the rest of the request"
+                yield call.note_wait(self._server.waiting_for(call)) or "for the rest of the request"
                 continue
             if answer is None:
                 return
@@ -200,9 +202,9 @@ class ServerService:
                 frame = frames.unpack(server_pb2.InstallRequest, data)
                 if store is None or identity is None:
                     identity = convert.identity_from_proto(frame.header.identity)
-                    store = await self._host.admit(identity)
+                    store = await self._admission.admit(identity)
                 # It may be fenced since, and another's values may be on their way.
-                self._host.check_live(identity)
+                self._admission.check_live(identity)
                 store.install(frame.header.slice, frame.payload, identity.epoch)
                 count += 1
         except PsdistError as error:
@@ -214,7 +216,7 @@ class ServerService:
     ) -> AsyncIterator[server_pb2.FetchNormsResponse]:
         try:
             request = frames.parse(server_pb2.FetchNormsRequest, data)
-            store = await self._host.admit_server(request.run_id, request.epoch, request.parameters)
+            store = await self._admission.admit_server(request.run_id, request.epoch, request.parameters)
         except PsdistError as error:
             await status.abort(context, error)
         while not store.aggregation.is_complete(request.step):
@@ -230,22 +232,27 @@ class ServerService:
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         """Reads in a task of its own, since an update may wait for its kernel while the next ones come."""
-        answers: asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None] = asyncio.Queue()
+        answers: _Answers = asyncio.Queue()
         reader = asyncio.create_task(self._read_updates(requests, answers))
-        disconnect = self._host.on_end(lambda: answers.put_nowait(None))
+        self._replicate_answers[id(answers)] = answers
         try:
             while (answer := await answers.get()) is not None:
                 if isinstance(answer, PsdistError):
                     await status.abort(context, answer)
                 yield answer.SerializeToString()
         finally:
-            disconnect()
+            del self._replicate_answers[id(answers)]
             reader.cancel()
+
+    def disconnect(self) -> None:
+        """Ends the streams of other servers, which would keep the server from ending."""
+        for answers in self._replicate_answers.values():
+            answers.put_nowait(None)
 
     async def _read_updates(
         self,
         requests: AsyncIterator[bytes],
-        answers: asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None],
+        answers: _Answers,
     ) -> None:
         sender: Replica | None = None
         store: ParameterStore | None = None
@@ -254,17 +261,17 @@ class ServerService:
                 frame = frames.unpack(server_pb2.ReplicateRequest, data)
                 if frame.header.WhichOneof("kind") == "hello":
                     is_first = sender is None
-                    sender, store = await self._host.admit_primary(frame.header.hello)
+                    sender, store = await self._admission.admit_primary(frame.header.hello)
                     if is_first:
-                        answers.put_nowait(store.copies.open_stream(sender, answers.put_nowait))
+                        answers.put_nowait(store.backups.open_stream(sender, answers.put_nowait))
                 elif sender is None or store is None:
                     raise InvalidArgumentError("the first message of a Replicate stream must be hello")
                 else:
-                    store.copies.take(sender, frame, store.entry, answers.put_nowait)
+                    store.backups.on_message(sender, frame, store.entry, answers.put_nowait)
             answers.put_nowait(None)
         except PsdistError as error:
             answers.put_nowait(error)
-        except Exception as error:  # Without this the stream would wait for a reader that is gone.
+        except Exception as error:  # Without this the stream would wait for a reader that has ended.
             answers.put_nowait(InternalError(f"taking an update failed: {error!r}"))
 
     async def _get_statistics(self, data: bytes, context: grpc.aio.ServicerContext) -> server_pb2.GetStatisticsResponse:
@@ -272,7 +279,7 @@ class ServerService:
             frames.parse(server_pb2.GetStatisticsRequest, data)
         except PsdistError as error:
             await status.abort(context, error)
-        return self._host.statistics()
+        return self._server.statistics()
 
 
 def _check_ascending(index: int, last: int) -> int:

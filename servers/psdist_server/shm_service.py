@@ -30,7 +30,6 @@ from psdist.errors import (
     LimitExceededError,
     PsdistError,
     SharingUnavailableError,
-    UnknownCodecError,
     UnknownParametersError,
 )
 from psdist.types import ITEM_BYTES, Identity
@@ -40,22 +39,22 @@ from psdist.wire.framed_socket import FramedSocket
 from psdist.wire.shm import GradientArena
 from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
-from psdist_server.store.rpc_call import Call, SliceAnswer
+from psdist_server.store.rpc_call import Call, CallState, SliceAnswer
 
 
 class ShareService:
     """Serves the Share streams of ``server``."""
 
-    def __init__(self, host: ParameterServer) -> None:
-        self._host = host
+    def __init__(self, server: ParameterServer) -> None:
+        self._server = server
         fd_passing.sweep()
 
     async def serve(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        """One stream, to its end."""
+        """Serves one stream until it ends."""
         stream: _Stream | None = None
         try:
             async for data in requests:
-                stream, attached = await _attach(self._host, data)
+                stream, attached = await _attach(self._server, data)
                 await context.write(attached)
                 await _until_over(stream, requests)
                 break
@@ -67,41 +66,41 @@ class ShareService:
 
 
 async def _until_over(stream: _Stream, requests: AsyncIterator[bytes]) -> None:
-    """Returns when the worker ended the stream or the line. Raises what is wrong with something that came on either."""
-    hung_up = asyncio.create_task(_until_hung_up(requests))
+    """Returns when the worker ended the stream or the socket. Raises the error of an invalid message on either."""
+    disconnected = asyncio.create_task(_until_disconnected(requests))
     try:
-        ends: set[asyncio.Future[Any]] = {hung_up, stream.over}
+        ends: set[asyncio.Future[Any]] = {disconnected, stream.over}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if stream.over.done() and (error := stream.over.result()) is not None:
             raise error
-        if hung_up.done():
-            hung_up.result()
+        if disconnected.done():
+            disconnected.result()
     finally:
-        hung_up.cancel()
-        await asyncio.gather(hung_up, return_exceptions=True)
+        disconnected.cancel()
+        await asyncio.gather(disconnected, return_exceptions=True)
 
 
-async def _until_hung_up(requests: AsyncIterator[bytes]) -> None:
+async def _until_disconnected(requests: AsyncIterator[bytes]) -> None:
     async for _ in requests:
         raise InvalidArgumentError("the only request of a Share stream is attach: calls go over the connection")
 
 
-async def _attach(host: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
-    """Carries the first request out: what is attached, and the answer."""
+async def _attach(server: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
+    """Carries out the first request of a stream: the attachment, and the answer."""
     request = frames.parse(server_pb2.ShareRequest, data)
     if request.WhichOneof("kind") != "attach" or request.call_id != 0:
         raise InvalidArgumentError("the first request of a Share stream must be attach, with call_id 0")
     attach = request.attach
     identity = convert.identity_from_proto(attach.identity)
-    store = await host.admit(identity)
-    # Who never pushes has an arena without elements.
+    store = await server.admission.admit(identity)
+    # A worker that never pushes has an arena without elements.
     reads_only = attach.dtype == common_pb2.DTYPE_UNSPECIFIED
     dtype, elements = (
         ("float32", 0) if reads_only else (convert.payload_dtype_from_proto(attach.dtype), store.entry.total)
     )
-    weights = store.dense.arena
+    weights = store.dense.weights.arena
     if weights is None:
-        raise SharingUnavailableError(store.dense.arena_error)
+        raise SharingUnavailableError(store.dense.weights.arena_error)
     fd, connection = await fd_passing.connect(attach.socket)
     try:
         # In a thread, because mapping a large file takes longer than heartbeats may; once begun it closes ``fd``.
@@ -111,7 +110,7 @@ async def _attach(host: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
     except BaseException:
         connection.close()
         raise
-    stream = _Stream(host, _Attachment(identity, store, arena, "" if reads_only else dtype))
+    stream = _Stream(server, _Attachment(identity, store, arena, "" if reads_only else dtype))
     await stream.open(connection)
     attached = server_pb2.Attached(nonce=arena.nonce, weights_nonce=weights.nonce)
     return stream, server_pb2.ShareResponse(attached=attached).SerializeToString()
@@ -119,7 +118,7 @@ async def _attach(host: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Attachment:
-    """Who attached, and what it shares."""
+    """The worker that attached, and what it shares."""
 
     identity: Identity
     store: ParameterStore
@@ -135,8 +134,6 @@ class _SharedCall(Call):
     call_id: int = 0
     #: How many slices it named.
     named: int = 0
-    #: Whether all of its slices were taken, or it was refused.
-    taken: bool = False
     answers: list[SliceAnswer] = field(default_factory=list)
     error: PsdistError | None = None
     stream: _Stream | None = None
@@ -145,31 +142,26 @@ class _SharedCall(Call):
     def __post_init__(self) -> None:
         pass  # No queue of answers, nor slots for payloads.
 
-    @property
-    def ended(self) -> bool:
-        """Whether it is to be told its answers, or its error."""
-        return self.taken and (self.error is not None or not self.outstanding)
-
-    def answer(self, token: int, answer: SliceAnswer) -> None:
-        del self.outstanding[token]
-        self.answers.append(answer)
-        self._tell_if_ended()
-
     def fail(self, error: PsdistError) -> None:
-        if self.error is None:
-            self.error = error
-            self._tell_if_ended()
+        self.error = self.error or error
+        if self.state is CallState.WAITING:
+            self._end()
 
     def asked_all(self) -> None:
-        self.taken = True
-        self._tell_if_ended()
+        super().asked_all()
+        if self.error is not None and self.state is CallState.WAITING:
+            self._end()
 
-    def _tell_if_ended(self) -> None:
-        if self.ended and self.stream is not None:
-            self.stream.tell_end(self)
+    def _add_answer(self, answer: SliceAnswer) -> None:
+        self.answers.append(answer)
+
+    def _end(self) -> None:
+        self.state = CallState.ENDED
+        if self.stream is not None:
+            self.stream.call_ended(self)
 
     def response(self) -> server_pb2.ShareResponse:
-        """What ends it."""
+        """The message that ends it."""
         if self.error is not None:
             return server_pb2.ShareResponse(call_id=self.call_id, error=status.to_detail(self.error))
         versions = [answer.version for answer in self.answers]
@@ -184,42 +176,42 @@ class _SharedCall(Call):
 
 
 class _Stream:
-    """What is attached: its line, and its calls under way."""
+    """One attachment: its socket, and its calls under way."""
 
-    def __init__(self, host: ParameterServer, attachment: _Attachment) -> None:
-        self._host = host
+    def __init__(self, server: ParameterServer, attachment: _Attachment) -> None:
+        self._server = server
         self._attachment = attachment
-        self._line = FramedSocket(self._take, self._line_ended, waits_for_reader=True)
-        #: Done when the line ended; what was wrong, if that is why.
+        self._socket = FramedSocket(self._on_request, self._socket_ended, waits_for_reader=True)
+        #: Done when the socket ended, with the error if one ended it.
         self.over: asyncio.Future[PsdistError | None] = asyncio.get_running_loop().create_future()
         self._calls: dict[int, _SharedCall] = {}
         self._last_id = 0
         self._named = 0
-        #: Who was admitted last, which need not be found out again by the same map.
+        #: The identity that was admitted last; it needs no check again while the map is the same.
         self._admitted = attachment.identity
-        #: Takes a call that has to wait until it is admitted; those after it wait too.
+        #: Admits a call that has to wait for a map or for confirmations; those after it wait too.
         self._admitting: asyncio.Task[None] | None = None
 
     async def open(self, connection: socket.socket) -> None:
-        """Begins to take calls."""
-        await self._line.open(connection)
-        self._attachment.store.readers.present.append(self)
+        """Begins to receive calls."""
+        await self._socket.open(connection)
+        self._attachment.store.shm_readers.add(self)
 
     @property
     def epoch(self) -> int:
-        """The map by which the last call was made: by then the worker reads nothing that went elsewhere before."""
+        """The map by which the last call was made: the worker reads no slice that was moved before that map."""
         return self._admitted.epoch
 
-    # --- taking -------------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _take(self, data: bytes) -> None:
-        """Takes a request. Raises InvalidArgumentError for what cannot be told to a call."""
+    def _on_request(self, data: bytes) -> None:
+        """Handles a request. Raises InvalidArgumentError for one that names no call that could fail with it."""
         request = frames.parse(server_pb2.ShareRequest, data)
-        self._host.heard(self._attachment.identity)
+        self._server.admission.heard(self._attachment.identity)
         kind = request.WhichOneof("kind")
         if kind == "cancel":
             if (call := self._calls.get(request.call_id)) is not None:
-                self._forget(call)
+                self._end_call(call)
             return
         if kind != "push" and kind != "pull":
             raise InvalidArgumentError("a request of an attached worker must be push, pull or cancel")
@@ -234,14 +226,14 @@ class _Stream:
         if self._is_admitted(sender) and not (not is_push and self._needs_confirm(request.pull)):
             self._carry_out(call, request)
         else:
-            self._line.hold()
+            self._socket.hold()
             self._admitting = asyncio.create_task(self._admit(call, sender, request))
 
     def _is_admitted(self, sender: server_pb2.Identity) -> bool:
-        """Whether ``sender`` is who was admitted last, by the map that is still the newest."""
+        """Whether ``sender`` is the identity that was admitted last, and the map is still the same."""
         before = self._admitted
         return (
-            sender.epoch == before.epoch == self._host.map.epoch
+            sender.epoch == before.epoch == self._server.admission.map.epoch
             and sender.incarnation == before.incarnation
             and sender.worker_id == before.worker_id
             and sender.parameters == before.parameters
@@ -252,14 +244,14 @@ class _Stream:
         return self._attachment.store.replicator.needs_confirm(pull.slices)
 
     async def _admit(self, call: _SharedCall, sender: server_pb2.Identity, request: server_pb2.ShareRequest) -> None:
-        """Carries a call out once its sender is admitted, which may have to wait for a newer map, and once it is sure
-        that its slices may be read."""
+        """Carries a call out once its sender is admitted, which may have to wait for a newer map, and once the backups
+        have confirmed that its slices may be read."""
         try:
             if not self._is_admitted(sender):
                 await self._check_sender(sender)
             if not call.is_push and self._needs_confirm(request.pull):
                 await self._attachment.store.replicator.confirm(request.pull.slices)
-                self._host.check_live(self._admitted)
+                self._server.admission.check_live(self._admitted)
         except PsdistError as error:
             self._refuse(call, error)
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
@@ -268,14 +260,14 @@ class _Stream:
             if call.call_id in self._calls:  # Else it was cancelled meanwhile.
                 self._carry_out(call, request)
         finally:
-            self._line.release()
+            self._socket.release()
 
     async def _check_sender(self, sender: server_pb2.Identity) -> None:
         identity, mine = convert.identity_from_proto(sender), self._attachment.identity
-        who = (identity.worker_id, identity.incarnation, identity.parameters)
-        if who != (mine.worker_id, mine.incarnation, mine.parameters):
+        sender_key = (identity.worker_id, identity.incarnation, identity.parameters)
+        if sender_key != (mine.worker_id, mine.incarnation, mine.parameters):
             raise InvalidArgumentError("a Share stream is for the worker and the parameters that attached it")
-        store = await self._host.admit(identity)
+        store = await self._server.admission.admit(identity)
         if store is not self._attachment.store:
             raise UnknownParametersError(f"{identity.parameters!r} are not those that this stream attached to")
         self._admitted = identity
@@ -286,7 +278,7 @@ class _Stream:
         call.asked_all()
 
     def _carry_out(self, call: _SharedCall, request: server_pb2.ShareRequest) -> None:
-        call.identity = self._admitted
+        call.identify(self._admitted)
         try:
             self._attachment.store.check_installed()
             if call.is_push:
@@ -298,33 +290,28 @@ class _Stream:
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
             call.fail(InternalError(f"taking the call failed: {error!r}"))
         call.asked_all()
-        if not call.ended:
+        if call.state is not CallState.ENDED:
             self._report_later(call)
 
     def _push(self, call: _SharedCall, push: server_pb2.SharedPush) -> None:
-        header, store = push.header, self._attachment.store
-        if header.codec != common_pb2.CODEC_RAW:
-            raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
-        call.step, call.abstain, call.grad_norm = header.step, header.abstain, header.grad_norm
-        call.mark = header.mark
-        call.dtype = convert.payload_dtype_from_proto(header.dtype)
+        store = self._attachment.store
+        call.read_header(push.header)
         if call.dtype != self._attachment.dtype:
             held = self._attachment.dtype or "nothing"
             raise InvalidArgumentError(f"the gradient arena holds {held}, not {call.dtype}")
-        call.pull_dtype = convert.payload_dtype_from_proto(header.pull_dtype) if call.wants_weights else "float32"
-        store.contributions.check_norm(call)
+        store.gradients.check_norm(call)
         slices = self._check_slices(call, push.slices)
         bases = _one_for_each(push.base_versions, slices, "base_versions")
-        slicing = store.slicing
+        slicing = store.dense.slicing
         counters = store.counters.of(call.identity.worker_id)
         for index, base in zip(slices, bases, strict=True):
             values = self._attachment.arena.part(*slicing.bounds(index))
             counters.push_bytes += 0 if call.abstain else values.nbytes
-            store.push_shared(call, index, base, values)
+            store.router.push_shared(call, index, base, values)
 
     def _pull(self, call: _SharedCall, pull: server_pb2.SharedPull) -> None:
         for index in self._check_slices(call, pull.slices):
-            self._attachment.store.pull(call, index, pull.min_version)
+            self._attachment.store.router.pull(call, index, pull.min_version)
 
     def _check_slices(self, call: _SharedCall, slices: Sequence[int]) -> Sequence[int]:
         """The slices of a call, of which all or none are taken."""
@@ -340,24 +327,24 @@ class _Stream:
         for index in slices:
             if index <= last:
                 raise InvalidArgumentError(f"slice {index} came after slice {last}: name each once, in ascending order")
-            store.check_slice(index, call.identity.epoch)
+            store.router.check_slice(index, call.identity.epoch)
             last = index
         call.named = len(slices)
         self._named += call.named
         return slices
 
-    # --- telling ------------------------------------------------------------------------------------------------------
+    # --- answers ------------------------------------------------------------------------------------------------------
 
-    def tell_end(self, call: _SharedCall) -> None:
-        """``call`` ended."""
+    def call_ended(self, call: _SharedCall) -> None:
+        """Sends the answers, or the error, of a call that ended."""
         if call.call_id in self._calls:
             self._count_pulled(call)
-            self._forget(call)
-            self._line.send(call.response().SerializeToString())
+            self._end_call(call)
+            self._socket.send(call.response().SerializeToString())
 
     def _count_pulled(self, call: _SharedCall) -> None:
         if call.wants_weights and call.error is None:
-            slicing = self._attachment.store.slicing
+            slicing = self._attachment.store.dense.slicing
             elements = sum(slicing.size(answer.index) for answer in call.answers)
             counters = self._attachment.store.counters.of(call.identity.worker_id)
             counters.pull_bytes += elements * ITEM_BYTES[call.pull_dtype]
@@ -367,37 +354,37 @@ class _Stream:
         call.timer = loop.call_later(limits.REPORT_WAIT_SECONDS, self._report, call, len(call.answers))
 
     def _report(self, call: _SharedCall, answered: int) -> None:
-        """Says whom ``call`` waits for, unless there was progress, or the worker does not read what it is told."""
-        call.waiting_for = ""
+        """Sends the reason why ``call`` waits, unless there was progress, or the worker does not read its answers."""
+        call.note_wait("")
         if len(call.answers) == answered:
-            call.waiting_for = self._host.waiting_for(call) or "for this server to apply the update"
-            if not self._line.is_full:
-                told = server_pb2.ShareResponse(call_id=call.call_id, waiting_for=call.waiting_for)
-                self._line.send(told.SerializeToString())
+            reason = call.note_wait(self._server.waiting_for(call) or "for this server to apply the update")
+            if not self._socket.is_full:
+                report = server_pb2.ShareResponse(call_id=call.call_id, waiting_for=reason)
+                self._socket.send(report.SerializeToString())
         self._report_later(call)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
-    def _forget(self, call: _SharedCall) -> None:
-        """Nobody is to be told of ``call`` any more."""
+    def _end_call(self, call: _SharedCall) -> None:
+        """Nothing answers ``call`` any more."""
         del self._calls[call.call_id]
         self._named -= call.named
         if call.timer is not None:
             call.timer.cancel()
         if call.outstanding:
-            self._host.end(call)
+            self._server.cancel_call(call)
 
-    def _line_ended(self, error: PsdistError | None) -> None:
+    def _socket_ended(self, error: PsdistError | None) -> None:
         self.over.set_result(error)
 
     def end(self) -> None:
-        """It is over, whatever the reason."""
-        self._attachment.store.readers.present.remove(self)
-        self._line.close()
+        """Ends the attachment and its calls."""
+        self._attachment.store.shm_readers.remove(self)
+        self._socket.close()
         if self._admitting is not None:
             self._admitting.cancel()
         for call in list(self._calls.values()):
-            self._forget(call)
+            self._end_call(call)
 
 
 def _one_for_each(values: Sequence[int], slices: Sequence[int], what: str) -> Sequence[int]:

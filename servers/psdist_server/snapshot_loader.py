@@ -48,7 +48,7 @@ class ShardLoaded:
 
 @dataclass(frozen=True, slots=True)
 class ShardLoadFailed:
-    """The values cannot be had from this snapshot."""
+    """The values cannot be loaded from this snapshot."""
 
     parameters: str
     generation: int
@@ -61,7 +61,7 @@ LoadReport = ShardLoaded | ShardLoadFailed
 
 @dataclass(slots=True)
 class _Load:
-    """What is loaded into one holding. arrays: of each slice, in the files."""
+    """The loading of one parameter store. arrays: number of arrays of each slice in the files."""
 
     store: ParameterStore
     restore: Restore
@@ -73,7 +73,7 @@ class _Load:
 
 
 class SnapshotLoader:
-    """All that one server loads.
+    """Loads the parameter stores of one server.
 
     storage: opens the run's storage; may take a moment, and raise StorageError. report: called when there is something
     new in ``reports``.
@@ -85,10 +85,8 @@ class SnapshotLoader:
         self._rng = rng
         self._loads: dict[str, _Load] = {}
 
-    # --- what the host tells and asks ---------------------------------------------------------------------------------
-
     def follow(self, stores: Iterable[ParameterStore]) -> None:
-        """After each new map: begins and ends to load."""
+        """Follows a new map: begins to load what it wants loaded, and stops loading what it does not."""
         wanted = {h.entry.spec.name: h for h in stores if h.entry.restore is not None and not h.entry.ready}
         for name in [name for name, load in self._loads.items() if wanted.get(name) is not load.store]:
             self._end(self._loads.pop(name))
@@ -100,7 +98,7 @@ class SnapshotLoader:
                 load.task.add_done_callback(partial(self._ended, load))
 
     def reports(self) -> list[LoadReport]:
-        """All that is true now, until the parameters are ready."""
+        """Shards that are loaded and loads that failed, until the parameter set is ready."""
         found: list[LoadReport] = []
         for load in self._loads.values():
             name, generation = load.store.entry.spec.name, load.store.entry.generation
@@ -108,12 +106,12 @@ class SnapshotLoader:
                 found.append(load.failed)
                 continue
             for number, machine in sorted(load.store.replicator.machines.items()):
-                if number not in load.store.unloaded:
+                if number not in load.store.roles.unloaded:
                     found.append(ShardLoaded(name, generation, number, machine.term))
         return found
 
     def progress(self) -> pb.SnapshotProgress | None:
-        """How far it is; None where nothing is being loaded."""
+        """How far loading is; None where nothing is being loaded."""
         loads = [load for load in self._loads.values() if load.task is not None and not load.task.done()]
         if not loads:
             return None
@@ -125,7 +123,7 @@ class SnapshotLoader:
         )
 
     async def close(self) -> None:
-        """Ends it all."""
+        """Stops all loading."""
         loads, self._loads = list(self._loads.values()), {}
         for load in loads:
             self._end(load)
@@ -140,7 +138,7 @@ class SnapshotLoader:
 
     @staticmethod
     def _missing(load: _Load) -> list[tuple[int, BspShard | AsyncShard]]:
-        return [(number, load.store.shards[number]) for number in sorted(load.store.unloaded)]
+        return [(number, load.store.router.machines[number]) for number in sorted(load.store.roles.unloaded)]
 
     def _ended(self, load: _Load, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
@@ -154,7 +152,8 @@ class SnapshotLoader:
         self._report()
 
     async def _run(self, load: _Load) -> None:
-        """Loads what is missing, and what is missing by then, until nothing is. Raises what is final."""
+        """Loads until nothing is missing, also of shards that come meanwhile. Raises errors that trying again does not
+        help."""
         delay = _RETRY_MIN_SECONDS
         while self._missing(load):
             try:
@@ -177,8 +176,8 @@ class SnapshotLoader:
         for number, machine in self._missing(load):
             pending = iter(machine.slices)
             await together(_load_slices(load, reader, state, number, pending) for _ in range(_AT_A_TIME))
-            if load.store.shards.get(number) is machine:
-                load.store.unloaded.discard(number)
+            if load.store.router.machines.get(number) is machine:
+                load.store.roles.loaded(number)
                 _log.info("loaded", parameters=state.spec.name, shard=number, snapshot=manifest.directory)
                 self._report()
 
@@ -186,11 +185,11 @@ class SnapshotLoader:
 async def _load_slices(
     load: _Load, reader: SliceReader, state: ParametersState, number: int, pending: Iterator[int]
 ) -> None:
-    """Loads slices of shard ``number`` until none are pending, or the shard goes elsewhere."""
-    machine = load.store.shards.get(number)
+    """Loads slices of shard ``number`` until none are pending, or the shard is moved to another server."""
+    machine = load.store.router.machines.get(number)
     for index in pending:
         arrays = await reader.slice(state, index)
-        if machine is None or load.store.shards.get(number) is not machine:
+        if machine is None or load.store.router.machines.get(number) is not machine:
             return
         position, shard = divmod(index, len(state.shards))
         load.store.load(index, arrays, state.shards[shard].versions[position])
@@ -210,7 +209,7 @@ async def _manifest(storage: Storage, restore: Restore) -> Manifest:
 
 
 def _state(manifest: Manifest, store: ParameterStore) -> ParametersState:
-    """What the snapshot has of a holding's parameters. Raises SettingsMismatchError where that does not fit them."""
+    """What the snapshot has of a store's parameter set. Raises SettingsMismatchError where the two do not fit."""
     entry = store.entry
     state = manifest.state(entry.spec.name)
     if state is None:
@@ -230,4 +229,4 @@ def _state(manifest: Manifest, store: ParameterStore) -> ParametersState:
 
 
 def _bytes_of(load: _Load) -> int:
-    return 4 * load.arrays * sum(load.store.slicing.size(index) for index in load.store.indices)
+    return 4 * load.arrays * sum(load.store.dense.slicing.size(index) for index in load.store.router.indices)

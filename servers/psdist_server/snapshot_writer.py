@@ -2,7 +2,7 @@
 
 There is one attempt at a time. ``Prepare`` arms the cut in the parameter stores (``cut_controller``). ``Cut`` starts a
 writer for each store, which writes one file for each shard of which this server is the primary, one after another.
-``End`` discards what is left. An error is reported, ends the attempt here at once, and never harms training. An attempt
+``End`` discards what is left. An error is reported and ends the attempt here at once; training goes on. An attempt
 belongs to one session with the scheduler. Where that breaks, both sides give the attempt up.
 
 Not here: when snapshots are taken, and what makes one exist (the scheduler); their bytes (``psdist.snapshots``).
@@ -21,36 +21,37 @@ import numpy as np
 import structlog
 import xxhash
 
+from psdist.consistency import BSP
 from psdist.errors import InternalError, PsdistError, SnapshotFailedError, StorageError
 from psdist.snapshots import format as layout
 from psdist.snapshots.storage import Storage, Writer
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status
-from psdist_server.core.cut import CopyBudget, SnapshotCut
+from psdist_server.core.cut import CopyBudget, CutState
 from psdist_server.kernels.arrays import Array
-from psdist_server.store.copy_on_write import CutState
+from psdist_server.store.copy_on_write import SliceCopies
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.together import together
 
 _log = structlog.get_logger("psdist.server")
 
 #: Bytes of copies that a server holds for a snapshot; updates that would need more wait for the writer.
-ASIDE_BYTES_MAX: Final = 256 << 20
+COPY_BYTES_MAX: Final = 256 << 20
 #: Files of a parameter set that are written at a time.
 FILES_AT_A_TIME: Final = 4
 #: Small slices are written so many bytes at a time.
 _BATCH_BYTES: Final = 1 << 20
-#: Where updates wait for copies to be written, and none was for this time or twice it, the attempt is given up.
+#: An attempt fails where updates wait for copies to be written, and none was written for once or twice this time.
 STALL_SECONDS: Final = 15.0
 
 
 @dataclass(slots=True)
 class _Part:
-    """One parameters of an attempt. number: their place in the attempt."""
+    """One parameter set of an attempt. number: its place in the attempt."""
 
     number: int
     store: ParameterStore
-    cut: CutState
+    copies: SliceCopies
     task: asyncio.Task[None] | None = None
 
 
@@ -61,43 +62,43 @@ class _Attempt:
     parts: dict[str, _Part] = field(default_factory=dict)
     bytes: int = 0
     bytes_done: int = 0
-    #: At the last check, training was waiting and nothing had been written.
-    stood: bool = False
+    #: At the last check, training was waiting and nothing had been written since the check before.
+    is_stalled: bool = False
 
 
 class SnapshotWriter:
-    """What ``server`` does for snapshots.
+    """Takes this server's part in snapshots.
 
-    store: the parameter store of a name, or None. storage: opens the run's storage. tell: sends a report to the
-    scheduler.
+    store: the parameter store of a name, or None. storage: opens the run's storage. send: sends a report to the
+    scheduler. copy_bytes_max: bytes of copies that are held.
     """
 
     def __init__(
         self,
         store: Callable[[str], ParameterStore | None],
         storage: Callable[[], Storage],
-        tell: Callable[[pb.SnapshotReport], None],
-        aside_bytes_max: int = ASIDE_BYTES_MAX,
+        send: Callable[[pb.SnapshotReport], None],
+        copy_bytes_max: int = COPY_BYTES_MAX,
     ) -> None:
         self._store = store
         self._open_storage = storage
-        self._tell = tell
-        self._room_bytes = aside_bytes_max
+        self._send = send
+        self._budget_bytes = copy_bytes_max
         self._attempt: _Attempt | None = None
         self._newest = 0
-        #: Hashes; a thread that updates do not wait for.
+        #: For hashing; kernels of updates do not wait for this thread.
         self._thread = ThreadPoolExecutor(1, "snapshot")
-        #: Writers of attempts that are over and clean up.
+        #: Writers of discarded attempts that have not ended yet.
         self._ending: set[asyncio.Task[None]] = set()
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def command(self, command: pb.SnapshotCommand) -> None:
-        """Carries out what the scheduler wants."""
+        """Carries out a command of the scheduler."""
         kind = command.WhichOneof("kind")
         if kind == "prepare" and command.attempt > self._newest:
             self._newest = command.attempt
-            self._drop()
+            self._discard()
             self._prepare(command.attempt, command.prepare)
         elif self._attempt is None or command.attempt != self._attempt.number:
             return
@@ -105,16 +106,16 @@ class SnapshotWriter:
             self._begin(self._attempt, command.cut)
         elif kind == "end":
             _log.info("snapshot ended", attempt=command.attempt, committed=command.end.committed)
-            self._drop()
+            self._discard()
 
     def session_ended(self) -> None:
         """The session with the scheduler broke: the attempt is over."""
-        self._drop()
+        self._discard()
 
     def _prepare(self, number: int, prepare: pb.SnapshotCommand.Prepare) -> None:
         found = [(place, wanted, self._store(wanted.parameters)) for place, wanted in enumerate(prepare.parameters)]
-        here = [(place, wanted, store) for place, wanted, store in found if store is not None and store.shards]
-        steps = {wanted.parameters: h.step_next for _, wanted, h in here if not h.is_asynchronous}
+        here = [(place, wanted, store) for place, wanted, store in found if store is not None and store.router.machines]
+        steps = {wanted.parameters: h.router.step_next for _, wanted, h in here if _is_stepped(h)}
         try:
             for _, _, store in here:
                 store.check_installed()
@@ -124,12 +125,12 @@ class SnapshotWriter:
         accepted = all(steps.get(wanted.parameters, 0) <= wanted.step for _, wanted, _ in here)
         if accepted:
             attempt = self._attempt = _Attempt(number, prepare.directory)
-            room = CopyBudget(self._room_bytes)
+            budget = CopyBudget(self._budget_bytes)
             for place, wanted, store in here:
-                machine = SnapshotCut(None if store.is_asynchronous else wanted.step, _sizes(store), room)
-                cut = store.cuts.arm(number, machine, self._failer(number))
-                attempt.parts[wanted.parameters] = _Part(place, store, cut)
-                attempt.bytes += sum(cut.machine.sizes.values())
+                state = CutState(wanted.step if _is_stepped(store) else None, _sizes(store), budget)
+                copies = store.cuts.arm(number, state, self._failer(number))
+                attempt.parts[wanted.parameters] = _Part(place, store, copies)
+                attempt.bytes += sum(state.sizes.values())
         prepared = pb.SnapshotReport.Prepared(accepted=accepted, steps_next=steps)
         self._report(number, pb.SnapshotReport(prepared=prepared))
 
@@ -140,7 +141,7 @@ class SnapshotWriter:
         for agreed in cut.parameters:
             if (part := attempt.parts.get(agreed.parameters)) is not None:
                 following = {(p.life.worker_id, p.life.incarnation): p.next for p in agreed.producers}
-                part.store.cuts.agree(part.cut, following)
+                part.store.cuts.agree(part.copies, following)
                 if agreed.final_step:
                     part.store.cuts.end_steps(agreed.final_step)
         for part in list(attempt.parts.values()):
@@ -150,7 +151,7 @@ class SnapshotWriter:
         self._watch(attempt, -1)
 
     def _written(self, attempt: _Attempt, task: asyncio.Task[None]) -> None:
-        """A writer ended."""
+        """Ends the attempt where a writer failed."""
         self._ending.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -160,15 +161,15 @@ class SnapshotWriter:
         self._fail(attempt.number, error)
 
     def _fail(self, number: int, error: PsdistError) -> None:
-        """The attempt cannot go on here."""
+        """Ends the attempt here and reports why."""
         if self._attempt is None or self._attempt.number != number:
             return
         _log.warning("a snapshot is given up", attempt=number, reason=str(error))
-        self._drop()
+        self._discard()
         self._report(number, _failed(error))
 
-    def _drop(self) -> None:
-        """Nothing waits for the attempt any more; what was copied for it goes."""
+    def _discard(self) -> None:
+        """Discards the attempt: its writers end, its copies are released, and no update waits for it."""
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
@@ -176,11 +177,11 @@ class SnapshotWriter:
             if part.task is not None and not part.task.done():
                 self._ending.add(part.task)
                 part.task.cancel()
-            part.store.cuts.disarm(part.cut)
+            part.store.cuts.disarm(part.copies)
 
     def _report(self, number: int, report: pb.SnapshotReport) -> None:
         report.attempt = number
-        self._tell(report)
+        self._send(report)
 
     # --- progress -----------------------------------------------------------------------------------------------------
 
@@ -190,31 +191,33 @@ class SnapshotWriter:
         if attempt is None:
             return None
         parts = attempt.parts.values()
-        waits = [wait for part in parts if part.task is not None and (wait := part.cut.waiting_for())]
+        waits = [wait for part in parts if part.task is not None and (wait := part.copies.waiting_for())]
         return pb.SnapshotProgress(
             attempt=attempt.number,
             bytes_done=attempt.bytes_done,
             bytes=attempt.bytes,
-            bytes_aside=sum(part.cut.machine.bytes_aside for part in parts),
+            bytes_aside=sum(part.copies.state.copied_bytes for part in parts),
             waiting_for=waits[0] if waits else "",
         )
 
     def _watch(self, attempt: _Attempt, before: int) -> None:
-        """Gives the attempt up where training waits for a storage that takes nothing."""
+        """Checks regularly whether training waits for a storage that writes nothing, and then fails the attempt."""
         if self._attempt is not attempt:
             return
-        stands = attempt.bytes_done == before and any(part.cut.is_kept_back() for part in attempt.parts.values())
-        if stands and attempt.stood:
+        stalls = attempt.bytes_done == before and any(
+            part.store.cuts.delays_training for part in attempt.parts.values()
+        )
+        if stalls and attempt.is_stalled:
             seconds = 2 * STALL_SECONDS
             error = StorageError(f"the storage took nothing for {seconds:.0f} s, and training had to wait for it")
             self._fail(attempt.number, error)
             return
-        attempt.stood = stands
+        attempt.is_stalled = stalls
         asyncio.get_running_loop().call_later(STALL_SECONDS, self._watch, attempt, attempt.bytes_done)
 
     async def close(self) -> None:
-        """The server ends."""
-        self._drop()
+        """Discards the attempt; returns when its writers have ended."""
+        self._discard()
         await asyncio.gather(*self._ending, return_exceptions=True)
         self._thread.shutdown(wait=False)
 
@@ -231,33 +234,33 @@ class SnapshotWriter:
                 await self._write_shard(attempt, part, storage, shard)
 
         await together(write() for _ in range(FILES_AT_A_TIME))
-        part.store.cuts.disarm(part.cut)
+        part.store.cuts.disarm(part.copies)
 
     async def _write_shard(self, attempt: _Attempt, part: _Part, storage: Storage, shard: int) -> None:
         """Streams one file. While a slice is written it is hashed, and the next one copied."""
         store, machine = part.store, part.store.replicator.machines[shard]
         slices, term, state_names = machine.slices, machine.term, store.dense.rule.state_names
         name = layout.shard_file_name(part.number, shard, len(store.entry.shards))
-        header = layout.shard_header(slices, [store.slicing.size(index) for index in slices], state_names)
+        header = layout.shard_header(slices, [store.dense.slicing.size(index) for index in slices], state_names)
         hashes = _Hashes(header)
         for index in slices[:1]:  # No file is open while the cut is far.
-            await part.cut.take(index)
-            await part.cut.rest()
+            await part.copies.take(index)
+            await part.copies.rest()
         async with storage.writer(layout.file_path(attempt.directory, name)) as file:
             await file.write(header)
             batch: list[int] = []
             arrays: list[Array] = []
             size = 0
             for position, index in enumerate(slices):
-                await part.cut.rest()
+                await part.copies.rest()
                 batch.append(index)
-                arrays.append(await part.cut.take(index))
+                arrays.append(await part.copies.take(index))
                 size += arrays[-1].nbytes
                 if size >= _BATCH_BYTES or index == slices[-1]:
-                    part.cut.prefetch(slices[position + 1 : position + 2])
+                    part.copies.prefetch(slices[position + 1 : position + 2])
                     await self._write_batch(file, hashes, arrays)
                     for one in batch:
-                        part.cut.written(one)
+                        part.copies.written(one)
                     attempt.bytes_done += size
                     batch, arrays, size = [], [], 0
         written = pb.SnapshotReport.Written(
@@ -267,7 +270,7 @@ class SnapshotWriter:
             file=name,
             length=hashes.length,
             digest=hashes.whole.digest(),
-            versions=part.cut.versions(slices),
+            versions=part.copies.versions(slices),
             digests=b"".join(hashes.parts),
             state_names=state_names,
         )
@@ -303,7 +306,12 @@ class _Hashes:
             self.length += array.nbytes
 
 
+def _is_stepped(store: ParameterStore) -> bool:
+    """Whether its cut is at a step."""
+    return isinstance(store.entry.spec.consistency, BSP)
+
+
 def _sizes(store: ParameterStore) -> dict[int, int]:
     """Bytes of each slice's arrays together."""
     arrays = store.dense.array_count
-    return {index: 4 * store.slicing.size(index) * arrays for index in store.indices}
+    return {index: 4 * store.dense.slicing.size(index) * arrays for index in store.router.indices}

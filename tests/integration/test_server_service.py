@@ -37,7 +37,7 @@ from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.v1 import server_pb2_grpc
 from psdist.wire import auth, channels, frames, status
-from psdist_server.server import ParameterServer
+from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.service import ServerService
 
 TOKEN = "secret"
@@ -125,7 +125,7 @@ def payloads(values: np.ndarray) -> list[bytes]:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    host = ParameterServer("server-0", "run", TOKEN, kernel_threads=1)
+    host = ParameterServer(ServerRegistration("run", "server-0"), TOKEN, kernel_threads=1)
     server = channels.make_server(TOKEN)
     port = channels.bind(server, "127.0.0.1", 0, insecure=False)
     server.add_generic_rpc_handlers((ServerService(host).handler(),))
@@ -239,14 +239,14 @@ async def test_initial_values_of_a_fenced_worker_are_refused_in_the_middle_of_it
     call = bench.stub.Install(metadata=auth.metadata(TOKEN))
     first, second, _ = payloads(INITIAL)
     await call.write(pb.InstallRequest(identity=bench.identity(worker=1), slice=0, payload=first))
-    while not bench.host.store("p").dense.installed:
+    while not bench.host.admission.store("p").dense.installed:
         await grpc_turn(bench)
     await bench.follow(entry(2, ready=False), live=1)
     await call.write(pb.InstallRequest(slice=1, payload=second))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert isinstance(status.from_call(caught.value, "server"), FencedError)
-    assert bench.host.store("p").dense.installed == {0}
+    assert bench.host.admission.store("p").dense.installed == {0}
 
 
 async def test_wrong_token_is_refused(bench: Bench) -> None:
@@ -261,7 +261,7 @@ async def test_expelled_worker_is_fenced_in_the_middle_of_a_wait(bench: Bench) -
     requests = [pb.PushPullRequest(slice=i, payload=part) for i, part in enumerate(payloads(GRADIENT))]
     requests[0].header.CopyFrom(bench.header(0))
     call = bench.stub.PushPull(iter(requests), metadata=auth.metadata(TOKEN))
-    while not bench.host.store("p").counters.bytes_held:
+    while not bench.host.admission.store("p").counters.bytes_held:
         await grpc_turn(bench)
     gone = ParametersEntry(
         entry(2, ready=True).spec,
@@ -284,7 +284,7 @@ async def test_a_proposal_holds_its_step_until_it_is_withdrawn(bench: Bench) -> 
     requests = [pb.PushPullRequest(slice=i, payload=part) for i, part in enumerate(payloads(GRADIENT))]
     requests[0].header.CopyFrom(bench.header(0))
     call = bench.stub.PushPull(iter(requests), metadata=auth.metadata(TOKEN))
-    while not bench.host.store("p").counters.bytes_held:
+    while not bench.host.admission.store("p").counters.bytes_held:
         await grpc_turn(bench)
     bench.host.withdraw("p", "worker-1")
     assert [answer.version async for answer in call] == [1, 1, 1]
@@ -303,7 +303,7 @@ async def test_server_holds_at_most_two_slices_of_a_stream(bench: Bench) -> None
     call = bench.stub.PushPull(iter(requests), metadata=auth.metadata(TOKEN))
     for _ in range(20):
         await grpc_turn(bench)
-    assert bench.host.store("p").counters.bytes_held == 2 * SLICE * 4
+    assert bench.host.admission.store("p").counters.bytes_held == 2 * SLICE * 4
     weights = await bench.push_pull(bench.header(0, worker=1), payloads(GRADIENT))
     assert weights.tobytes() == (INITIAL - np.float32(0.5) * GRADIENT).tobytes()
     assert len([answer async for answer in call]) == 3

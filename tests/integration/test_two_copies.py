@@ -30,7 +30,7 @@ from psdist.v1 import server_pb2 as pb
 from psdist.v1 import server_pb2_grpc
 from psdist.wire import auth, channels, status
 from psdist_server.kernels.arrays import DenseParameters
-from psdist_server.server import ParameterServer
+from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.service import ServerService
 from psdist_server.store.replicator import ReplicaReport
 
@@ -46,12 +46,15 @@ class Server:
 
     def __init__(self, replica: Replica) -> None:
         # Nobody is slow here: not on a busy machine either.
-        self.host = ParameterServer(replica.server_id, "run", TOKEN, kernel_threads=1, lease_seconds=60.0)
+        self.host = ParameterServer(
+            ServerRegistration("run", replica.server_id, lease_seconds=60.0), TOKEN, kernel_threads=1
+        )
         self.reported = asyncio.Event()
-        self.host.report = self.reported.set
+        self.host.report_to(self.reported.set, lambda report: None)
+        self._service = ServerService(self.host)
         self._server = channels.make_server(TOKEN)
         self.address = f"127.0.0.1:{channels.bind(self._server, '127.0.0.1', 0, insecure=False)}"
-        self._server.add_generic_rpc_handlers((ServerService(self.host).handler(),))
+        self._server.add_generic_rpc_handlers((self._service.handler(),))
 
     async def start(self) -> None:
         await self._server.start()
@@ -59,13 +62,13 @@ class Server:
         self.stub = server_pb2_grpc.ServerServiceStub(self._channel)
 
     async def close(self) -> None:
-        self.host.disconnect()
+        self._service.disconnect()
         await self._channel.close()
         await self._server.stop(0)
         await self.host.close()
 
     def identity(self) -> pb.Identity:
-        epoch = self.host.map.epoch
+        epoch = self.host.admission.map.epoch
         return pb.Identity(run_id="run", worker_id="worker-0", incarnation=1, epoch=epoch, parameters="p")
 
     async def install(self) -> None:
@@ -186,7 +189,7 @@ async def test_a_backup_that_nothing_reaches_is_reported_after_a_lease_and_holds
     pair.b.address = await proxy.start()
     await pair.create()
     assert await pair.a.push(0) == 1
-    pair.a.host.lease_seconds = 0.2
+    pair.a.host.peers.lease_seconds = 0.2
     proxy.fault = HELD
     push = asyncio.create_task(pair.a.push(1))
     async with asyncio.timeout(60):

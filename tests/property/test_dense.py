@@ -67,7 +67,7 @@ class Reference:
 
     def __init__(self, spec: optim.Optimizer, dense: DenseParameters, ranges: tuple[GroupRange, ...]) -> None:
         self.spec, self.groups, self.since = spec, groups_of(ranges), dense.rule.state_since
-        self.weights = dense.weights.copy()
+        self.weights = dense.weights.array.copy()
         self.states = [state.copy() for state in dense.states]
 
     def update(self, start: int, stop: int, step: int, parts: list[NDArray[Any]], lr_scale: float) -> None:
@@ -104,7 +104,7 @@ def test_batches_give_the_bytes_of_the_reference(spec: optim.Optimizer, seed: in
             expected.update(*dense.slicing.bounds(index), step, parts, lr_scale)
         cut = data.draw(st.integers(0, len(updates)))
         assert dense.apply(updates[:cut]) + dense.apply(updates[cut:]) == [()] * len(updates)
-        assert dense.weights.tobytes() == expected.weights.tobytes()
+        assert dense.weights.array.tobytes() == expected.weights.tobytes()
         for state, theirs in zip(dense.states, expected.states, strict=True):
             assert state.tobytes() == theirs.tobytes()
     dense.close()
@@ -133,7 +133,7 @@ def test_an_update_by_the_mean_gives_the_bytes_of_the_update_by_its_parts(
         assert primary.apply([Update(index, step, parts, factor=factor)]) == [bad]
         backup.apply([Update(index, step, [] if mean is None else [mean], factor=factor)])
         assert primary.digest(index) == backup.digest(index)
-    assert primary.weights.tobytes() == backup.weights.tobytes()
+    assert primary.weights.array.tobytes() == backup.weights.array.tobytes()
     primary.close()
     backup.close()
 
@@ -158,5 +158,5 @@ def test_a_block_is_the_mean_of_what_is_finite(seed: int, count: int, data: st.D
         good = [part[begin:stop] for part in parts if np.isfinite(part[begin:stop].astype(np.float32)).all()]
         if good:
             expected.update(SLICE + begin, SLICE + stop, 0, good, 1.0)
-    assert dense.weights.tobytes() == expected.weights.tobytes()
+    assert dense.weights.array.tobytes() == expected.weights.tobytes()
     dense.close()

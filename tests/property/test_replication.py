@@ -102,7 +102,7 @@ class Replication(RuleBasedStateMachine):
 
     def copy_to(self, replica: Replica) -> None:
         stream, peer = self.streams[replica], self.machine.peers[replica]
-        if not peer.copying or stream.has_ended:
+        if not peer.is_copying or stream.has_ended:
             return
         index = self.machine.next_copy(replica)
         if index is None:

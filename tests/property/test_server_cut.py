@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from psdist.consistency import ASP
 from psdist.types import ParametersMember
-from psdist_server.core.cut import CopyBudget, SnapshotCut
+from psdist_server.core.cut import CopyBudget, CutState
 from psdist_server.core.events import Apply, CutArmed, CutEnded, Effect, Reply, SliceApplied, SliceCut, SlicePushed
 from psdist_server.core.shards import make_shard
 
@@ -43,8 +43,8 @@ class Server(RuleBasedStateMachine):
         #: Updates that were asked for, and those that wait for the cut.
         self.asked: dict[int, Apply] = {}
         self.attempt = 0
-        self.cut: SnapshotCut | None = None
-        self.room = CopyBudget(1)
+        self.cut: CutState | None = None
+        self.budget = CopyBudget(1)
         self.following: dict[int, int] = {}
         self.copies: dict[int, Counter[Push]] = {}
 
@@ -72,7 +72,7 @@ class Server(RuleBasedStateMachine):
 
     def look(self, indices: list[int]) -> None:
         for index in indices:
-            if self.cut is not None and self.cut.look(index, self.shard.record(index)):
+            if self.cut is not None and self.cut.check(index, self.shard.record(index)):
                 self.carry_out(self.shard.on(SliceCut(index)))
 
     @rule(worker=st.integers(0, WORKERS - 1), data=st.data())
@@ -114,7 +114,7 @@ class Server(RuleBasedStateMachine):
         self.copies[index] = Counter(self.content[index])
         wanted = {(worker, number) for worker, following in self.following.items() for number in range(following)}
         assert self.copies[index] == Counter(wanted), "a copy is not what the cut has of the slice"
-        self.cut.copied(index)
+        self.cut.copy_finished(index)
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class Server(RuleBasedStateMachine):
     @rule()
     def prepare(self) -> None:
         self.attempt += 1
-        self.cut, self.following, self.copies = SnapshotCut(None, dict.fromkeys(range(SLICES), 1), self.room), {}, {}
+        self.cut, self.following, self.copies = CutState(None, dict.fromkeys(range(SLICES), 1), self.budget), {}, {}
         self.carry_out(self.shard.on(CutArmed(self.attempt)))
 
     @precondition(lambda self: self.cut is not None and len(self.following) < WORKERS)
@@ -137,7 +137,7 @@ class Server(RuleBasedStateMachine):
     @rule()
     def agree(self) -> None:
         assert self.cut is not None
-        self.cut.following = {(f"worker-{worker}", 1): number for worker, number in self.following.items()}
+        self.cut.agree({(f"worker-{worker}", 1): number for worker, number in self.following.items()})
         self.look([index for index in range(SLICES) if index not in self.asked])
 
     @precondition(lambda self: self.cut is not None and self.cut.versions)
@@ -145,10 +145,10 @@ class Server(RuleBasedStateMachine):
     def write(self, data: st.DataObject) -> None:
         assert self.cut is not None
         index = data.draw(st.sampled_from(sorted(self.cut.versions)))
-        if self.cut.is_untouched(index):
+        if self.cut.needs_copy(index):
             self.cut.copy_for_writer(index)
             self.copy(index)
-        if index in self.cut.aside:
+        if index in self.cut.copied:
             self.cut.written(index)
 
     @precondition(lambda self: self.cut is not None)
@@ -167,8 +167,8 @@ class Server(RuleBasedStateMachine):
         self.shard.validate()
         if self.cut is not None:
             self.cut.validate()
-        assert self.room.used <= self.room.limit
-        assert self.cut is not None or self.room.used == 0
+        assert self.budget.used <= self.budget.limit
+        assert self.cut is not None or self.budget.used == 0
 
     @invariant()
     def nothing_is_applied_twice(self) -> None:

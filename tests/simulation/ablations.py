@@ -23,10 +23,10 @@ from psdist_scheduler import cluster as scheduler_cluster
 from psdist_scheduler import service
 from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.placement import replicas
-from psdist_server import server
+from psdist_server import admission
 from psdist_server.core import async_shard, bsp_shard, gates, replication, shard
 from psdist_server.core.records import SliceRecord
-from psdist_server.store import applier, backup_shards, parameter_store, replicator
+from psdist_server.store import applier, backup_shards, replica_roles, replicator, rpc_call, shard_router, slice_reads
 from tests.simulation import scenario
 from tests.simulation.options import Options
 
@@ -210,15 +210,15 @@ def _no_agreement(put: Put) -> None:
     def propose(self: Any, member: Any) -> bool:
         return True
 
-    put(parameter_store.ParameterStore, "propose", propose)
+    put(shard_router.ShardRouter, "propose", propose)
 
 
 @_ablation("weights are not read while they are written", consistency=ASP(), optimizer=SGD(lr=1.0), workers=4, lives=8)
 def _torn_reads(put: Put) -> None:
     async def read(self: Any, index: int, dtype: str) -> Any:
-        return self._shard(index).slices[index].version, self.dense.read(index, dtype)
+        return self._router.version(index), self._dense.read(index, dtype)
 
-    put(parameter_store.ParameterStore, "read", read)
+    put(slice_reads.SliceReads, "read", read)
 
 
 # --- lives and epochs -------------------------------------------------------------------------------------------------
@@ -235,8 +235,8 @@ def _no_fence(put: Put) -> None:
         refusal(self, event)
 
     put(shard.ShardMachine, "_refusal", lenient)
-    put(server.ParameterServer, "check_live", lambda *_: None)
-    put(parameter_store.ParameterStore, "fence", lambda *_: None)
+    put(admission.Admission, "check_live", lambda *_: None)
+    put(rpc_call.CallTable, "fence", lambda *_: None)
 
 
 @_ablation(
@@ -244,7 +244,7 @@ def _no_fence(put: Put) -> None:
     faults=("break session of worker",), fault_count=5, fault_seconds=1.5, pulls=0.5, bare_pushes=0.5,
 )  # fmt: skip
 def _no_end_of_reads(put: Put) -> None:
-    put(parameter_store.ParameterStore, "fence", lambda *_: None)
+    put(rpc_call.CallTable, "fence", lambda *_: None)
 
 
 @_ablation(
@@ -333,14 +333,14 @@ def _forgotten_producers(put: Put) -> None:
 
 
 def _forget_tables(put: Put) -> None:
-    make = parameter_store.make_shard
+    make = replica_roles.make_shard
 
     def forgetful(*args: Any) -> Any:
         *others, records, departed = args
         bare = {index: SliceRecord(record.version) for index, record in (records or {}).items()}
         return make(*others, bare if records is not None else None, departed)
 
-    put(parameter_store, "make_shard", forgetful)
+    put(replica_roles, "make_shard", forgetful)
 
 
 @_ablation("the duplicate table travels with the update", **_COPIES)
@@ -376,7 +376,7 @@ def _gaps(put: Put) -> None:
 
 @_ablation("a slice is copied while it stands still", consistency=ASP(), optimizer=SGD(lr=1.0), **_LOSSES, steps=6)
 def _copy_at_once(put: Put) -> None:
-    put(parameter_store.ParameterStore, "is_quiesced", lambda self, index, callback: callback())
+    put(applier.Applier, "when_quiescent", lambda self, index, callback: callback())
 
 
 @_ablation("a copy ends with its last slice", **_LOSSES, slices=6, steps=6, think_seconds=0.02)

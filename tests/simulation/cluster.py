@@ -150,14 +150,7 @@ class World:
 
     def make_host(self, link: ServerSession) -> ParameterServer:
         """The host of a registered server."""
-        return ParameterServer(
-            link.server_id,
-            link.run_id,
-            "",
-            KERNEL_THREADS,
-            incarnation=link.incarnation,
-            lease_seconds=link.lease_seconds,
-        )
+        return ParameterServer(link.registration, "", KERNEL_THREADS)
 
     def server_ended(self, number: int, node: Node) -> None:
         """The process of a server ended by itself; a launcher starts another."""
@@ -430,7 +423,9 @@ class World:
         shards = [shard for entry in cluster.parameters for shard in entry.shards]
         whole = all(len(shard.backups) == self.options.replicas - 1 and not shard.filling for shard in shards)
         return whole and all(
-            host.map.epoch == cluster.epoch for number, host in self.hosts.items() if not self.server_nodes[number].dead
+            host.admission.map.epoch == cluster.epoch
+            for number, host in self.hosts.items()
+            if not self.server_nodes[number].dead
         )
 
     def check_copies(self) -> None:
@@ -440,30 +435,30 @@ class World:
         entry = self.scheduler.cluster.map.entry(NAME)
         assert entry is not None
         for number, shard in enumerate(entry.shards):
-            primary = hosts[shard.primary].store(NAME)
+            primary = hosts[shard.primary].admission.store(NAME)
             for replica in shard.backups:
-                copy = hosts[replica].store(NAME)
+                copy = hosts[replica].admission.store(NAME)
                 self.counts["copies compared"] += 1
                 for index in range(number, entry.slicing.count, len(entry.shards)):
                     if primary.dense.digest(index) != copy.dense.digest(index):
                         self.oracle.violation(f"slice {index} differs between {shard.primary} and {replica}")
                     self._check_records(
-                        index, primary.shards[number].record(index), copy.copies.machines[number], entry
+                        index, primary.router.of(index).record(index), copy.backups.machines[number], entry
                     )
 
     def check_tables(self, primary: ParameterStore, index: int) -> None:
         """While workers are there: what a copy knows of a slice that stands still is what its primary knows, where
         both have the same updates of it, by the same members."""
         number = index % len(primary.entry.shards)
-        shard, machine = primary.shards[number], primary.replicator.machines[number]
+        shard, machine = primary.router.machines[number], primary.replicator.machines[number]
         if shard.slices[index].busy:
             return
         for host in self.hosts.values():
             copy = host._stores.get(NAME)
-            other = copy.copies.machines.get(number) if copy is not None else None
+            other = copy.backups.machines.get(number) if copy is not None else None
             if copy is None or other is None or copy.entry.members != primary.entry.members:
                 continue
-            if (other.primary, other.term) != (primary.me, machine.term) or index in other.awaited:
+            if (other.primary, other.term) != (primary.roles.me, machine.term) or index in other.awaited:
                 continue
             mine = shard.record(index)
             if index in other.records and other.records[index].version == mine.version:

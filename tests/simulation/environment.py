@@ -38,7 +38,9 @@ from psdist_server.core.bsp_shard import BspShard
 from psdist_server.core.events import Forget, SlicePushed
 from psdist_server.core.replication import BackupReplication, PrimaryReplication
 from psdist_server.kernels.pool import KernelPool
+from psdist_server.store.effect_runner import EffectRunner
 from psdist_server.store.parameter_store import ParameterStore
+from psdist_server.store.replica_roles import ReplicaRoles
 from tests.simulation.loop import SimLoop
 from tests.simulation.network import Network
 from tests.simulation.oracle import Oracle
@@ -61,7 +63,7 @@ class RunLoop(SimLoop):
     oracle: Oracle
     #: Chance for how long kernels take.
     kernels: random.Random
-    #: Told of each answer of a primary: its holding, and the slice.
+    #: Told of each answer of a primary: its store, and the slice.
     answered: Callable[[ParameterStore, int], None]
     #: Told of each worker that the scheduler lets pass a barrier, and of workers that it says wait for each other.
     barrier_opened: Callable[[str, Any], None] = staticmethod(lambda name, arrival: None)
@@ -229,14 +231,15 @@ def _watch(machine: Any) -> Any:
 
 
 def _watch_reply(reply: Any) -> Any:
-    """``ParameterStore._reply``, of which the oracle hears."""
+    """``EffectRunner._reply``, of which the oracle hears."""
 
     def watched(self: Any, effect: Any) -> None:
-        number = effect.index % max(1, len(self.entry.shards))
-        machine = self.replicator.machines.get(number)
+        store = self._replicator._source
+        number, me = store.router.shard_of(effect.index), store.roles.me
+        machine = store.replicator.machines.get(number)
         if machine is not None:
-            running().oracle.acts(self.entry.spec.name, number, machine.term, f"{self.me}/{self.me.incarnation}")
-            running().answered(self, effect.index)
+            running().oracle.acts(store.entry.spec.name, number, machine.term, f"{me}/{me.incarnation}")
+            running().answered(store, effect.index)
         reply(self, effect)
 
     return watched
@@ -292,8 +295,8 @@ _PATHS: tuple[tuple[Any, str, str, Callable[[Any, Any], bool]], ...] = (
     (PrimaryReplication, "filled", "a copy was complete", lambda args, effects: True),
     (PrimaryReplication, "refused", "a primary heard that it is none", lambda args, result: True),
     (BackupReplication, "update", "an update came again", lambda args, verdict: verdict == "repeat"),
-    (ParameterStore, "_become_primary", "promoted", lambda args, result: args[2] is not None),
-    (ParameterStore, "_demote", "demoted", lambda args, result: True),
+    (ReplicaRoles, "_become_primary", "promoted", lambda args, result: args[2] is not None),
+    (ReplicaRoles, "_demote", "demoted", lambda args, result: True),
     (Joins, "_again", "a first step was refused", lambda args, result: True),
     (Joins, "reroute", "a join met a new primary", lambda args, result: True),
     (DeferredLosses, "defer", "a loss was put off", lambda args, result: bool(result[1])),
@@ -327,7 +330,7 @@ def install() -> None:
     put(convert, "map_from_proto", _MapReader(convert.map_from_proto))
     for machine in (BspShard, AsyncShard):
         put(machine, "_pushed", _watch(machine))
-    put(ParameterStore, "_reply", _watch_reply(ParameterStore._reply))
+    put(EffectRunner, "_reply", _watch_reply(EffectRunner._reply))
     put(Barriers, "_pass", _watch_barriers(Barriers._pass))
     put(mutual_waits, "_text", _watch_circles(mutual_waits._text))
     for owner, name, text, happened in _PATHS:

@@ -51,20 +51,20 @@ def _held_by_nobody(put: Put) -> None:
         self._uncut = set()
         return effects
 
-    def is_ripe(self: Any, index: int, record: Any) -> bool:
+    def at_cut(self: Any, index: int, record: Any) -> bool:
         """As it is, but that it sees nothing of pushes that are past the cut."""
         if self.step is not None or self.following is None:
             return bool(record.version == self.step)
         return all(record.producers.get(life, 0) >= following for life, following in self.following.items())
 
     put(AsyncShard, "_on_cut", lenient)
-    put(cuts.SnapshotCut, "_is_ripe", is_ripe)
+    put(cuts.CutState, "_at_cut", at_cut)
 
 
 @_ablation("a slice is copied before it is overwritten", **_BUSY, storage_seconds=(0.01, 0.1))
 def _overwritten(put: Put) -> None:
-    put(copy_on_write.CutState, "copy_for_update", lambda self, index: None)
-    put(copy_on_write.CutState, "blocks_update", lambda self, index: False)
+    put(copy_on_write.SliceCopies, "copy_for_update", lambda self, index: None)
+    put(copy_on_write.UpdateGate, "blocks", lambda self, index: False)
 
 
 # --- the commit -------------------------------------------------------------------------------------------------------

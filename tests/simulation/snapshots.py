@@ -165,16 +165,7 @@ class SnapshotWorld(World):
 
     def make_host(self, link: ServerSession) -> ParameterServer:
         """See World."""
-        return ParameterServer(
-            link.server_id,
-            link.run_id,
-            "",
-            KERNEL_THREADS,
-            incarnation=link.incarnation,
-            lease_seconds=link.lease_seconds,
-            storage=link.storage,
-            opener=self.open_storage,
-        )
+        return ParameterServer(link.registration, "", KERNEL_THREADS, opener=self.open_storage)
 
     def open_storage(self, url: str) -> SimStorage:
         """The run's storage."""

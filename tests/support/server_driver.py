@@ -34,7 +34,7 @@ from psdist.types import (
 )
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
-from psdist_server.server import ParameterServer
+from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.store.rpc_call import Call
 
 ME = Replica("server-0", 1)
@@ -67,9 +67,12 @@ class Driver:
 
     def __init__(self, storage: Storage, threads: int = 2) -> None:
         self.storage = storage
-        self.host = ParameterServer("server-0", RUN, "", threads, storage=storage.url, opener=lambda url: storage)
+        self.host = ParameterServer(
+            ServerRegistration(RUN, "server-0", storage=storage.url), "", threads, opener=lambda url: storage
+        )
         self.reports: asyncio.Queue[pb.SnapshotReport] = asyncio.Queue()
-        self.host.tell = self.reports.put_nowait
+        self.changed = asyncio.Event()
+        self.host.report_to(self.changed.set, self.reports.put_nowait)
         self.epoch = 0
 
     async def follow(self, *entries: ParametersEntry) -> None:
@@ -83,7 +86,7 @@ class Driver:
     async def create(self, entry: ParametersEntry, values: Floats) -> ParametersEntry:
         """Parameters with these initial values, ready."""
         await self.follow(entry)
-        store = self.host.store(entry.spec.name)
+        store = self.host.admission.store(entry.spec.name)
         await asyncio.wrap_future(store.ready)
         for index in range(entry.slicing.count):
             part = values[slice(*entry.slicing.bounds(index))]
@@ -105,9 +108,9 @@ class Driver:
         member = entry.members[worker]
         identity = Identity(RUN, member.worker_id, member.incarnation, self.epoch, entry.spec.name)
         call = Call(identity, is_push=True, wants_weights=False, step=step, mark=mark)
-        store = self.host.store(entry.spec.name)
+        store = self.host.admission.store(entry.spec.name)
         for index in range(entry.slicing.count) if slices is None else slices:
-            store.push_shared(call, index, 0, gradient[slice(*entry.slicing.bounds(index))])
+            store.router.push_shared(call, index, 0, gradient[slice(*entry.slicing.bounds(index))])
         call.asked_all()
         return call
 
@@ -188,7 +191,7 @@ class Driver:
 
     def arrays(self, name: str = "p") -> dict[int, list[bytes]]:
         """The bytes of each slice here, weights and state."""
-        dense = self.host.store(name).dense
+        dense = self.host.admission.store(name).dense
         return {index: [array.tobytes() for array in dense.export(index)] for index in dense.indices}
 
     async def close(self) -> None:

@@ -120,7 +120,7 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
 
     @property
     def step_next(self) -> int:
-        """The slowest clock: who joins at less would hold the others back."""
+        """The slowest clock: a worker that joins at less would hold the others back."""
         return min(self.clocks.values(), default=0)
 
     @property
@@ -217,7 +217,7 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
             table.sequence, table.taken, table.applied = table.sequence + 1, set(), 0
         member = self.members.get(push.producer[0])
         if member is None or member.producer != push.producer:
-            return 0  # It departed; nobody counts its clock.
+            return 0  # It departed: its clock does not count.
         return self._clock(member.worker_id) + (not is_whole)
 
     def _serve_all(self) -> list[Effect]:

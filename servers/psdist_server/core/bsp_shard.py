@@ -51,7 +51,6 @@ class _BspSlice(SliceBase):
     #: Tokens to answer when the step that was open at their time is applied, and whether they were ignored and late.
     waiters: dict[int, tuple[bool, bool]] = field(default_factory=dict)
     next_waiters: dict[int, tuple[bool, bool]] = field(default_factory=dict)
-    aggregated: bool = False
 
     @property
     def step(self) -> int:
@@ -106,7 +105,7 @@ class BspShard(ShardMachine[_BspSlice]):
         return None
 
     def admits(self, member: ParametersMember) -> bool:
-        """See ShardMachine. A member that goes on with earlier pushes may also join at a step that is the last one on
+        """See ShardMachine. A member that continues earlier pushes may also join at a step that is the last one on
         some slices, where these have its contribution to it."""
         return all(
             state.step <= member.first_step or state.has_last(member.first_step, member.producer)

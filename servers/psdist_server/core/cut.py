@@ -1,12 +1,12 @@
 """The cut of one snapshot attempt through the slices of a parameter set that this server serves. Pure.
 
-A slice is ``at_cut`` when it is what the snapshot must contain: in BSP at the step of the cut; in SSP and ASP when it
+A slice is at the cut when it is what the snapshot must contain: in BSP at the step of the cut; in SSP and ASP when it
 has each producer's pushes before the cut, and no others. From then on it must be copied before its next update. The
 writer takes slices in the order of the files. It takes the copy of a slice that was copied, and has the others copied.
 
 Invariants, checked by ``validate``: a slice is copied once, when it is at the cut, and before an update changes it.
-Copies for updates stay within ``CopyBudget``. An update that finds no room waits until its slice has been copied for
-the writer, or another copy has been written.
+Copies for updates stay within ``CopyBudget``. An update that exceeds it waits until its slice has been copied for the
+writer, or another copy has been written.
 """
 
 from __future__ import annotations
@@ -23,62 +23,67 @@ class CopyBudget:
 
     limit: int
     used: int = 0
-    #: Bytes that were made ready for copies before they are used.
-    prepared: int = 0
+    #: Bytes whose memory was touched before copies use it.
+    prefaulted: int = 0
 
     @property
-    def is_full(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether another copy must wait. The first one never does, whatever its size."""
         return self.used >= self.limit
 
-    def prepare(self, size: int) -> int:
-        """How many of ``size`` bytes may be made ready."""
-        size = min(size, self.limit - self.prepared)
-        self.prepared += size
+    def prefault(self, size: int) -> int:
+        """How many of ``size`` bytes may be touched ahead of time."""
+        size = min(size, self.limit - self.prefaulted)
+        self.prefaulted += size
         return size
 
-    def take(self, size: int) -> None:
-        """A copy of ``size`` bytes is begun."""
+    def acquire(self, size: int) -> None:
+        """A copy of ``size`` bytes begins."""
         self.used += size
 
-    def give_back(self, size: int) -> None:
-        """A copy is not needed any more."""
+    def release(self, size: int) -> None:
+        """A copy is needed no more."""
         self.used -= size
 
 
 @dataclass(slots=True)
-class SnapshotCut:
-    """What is known of each slice. ``step`` is that of the cut in BSP, else None.
+class CutState:
+    """Which slices have reached the cut, which of them are being copied, are copied, or are written.
 
+    step: that of the cut in BSP, else None.
     sizes: bytes of each slice's arrays by slice, of all that are to be written.
     """
 
     step: int | None
     sizes: Mapping[int, int]
-    room: CopyBudget
+    budget: CopyBudget
     #: SSP and ASP, once it is agreed: the first push of each producer that is not in the snapshot.
     following: Mapping[Producer, int] | None = None
-    #: By ripe slice its version at the cut.
+    #: Versions at the cut of the slices that have reached it.
     versions: dict[int, int] = field(default_factory=dict)
     #: Slices of which a copy is being made, and those of which there is one.
     copying: set[int] = field(default_factory=set)
-    aside: set[int] = field(default_factory=set)
-    #: Slices that were written, or that are served elsewhere now.
+    copied: set[int] = field(default_factory=set)
+    #: Slices that were written, or that are needed no more.
     done: set[int] = field(default_factory=set)
-    #: Slices whose copy takes room.
-    _in_room: set[int] = field(default_factory=set)
+    #: Slices whose copy counts against the budget.
+    _budgeted: set[int] = field(default_factory=set)
 
-    def look(self, index: int, record: SliceRecord) -> bool:
-        """Slice ``index``, of which no update is under way, is what ``record`` says; whether it is ripe by that now and
-        was not before. Raises ValueError where it has gone past the cut, which then cannot be had."""
+    def agree(self, following: Mapping[Producer, int]) -> None:
+        """SSP and ASP: the first push of each producer that is not in the snapshot."""
+        self.following = following
+
+    def check(self, index: int, record: SliceRecord) -> bool:
+        """Whether slice ``index``, of which no update is under way, has reached the cut just now, as ``record`` has it.
+        Raises ValueError where it has gone past the cut, so that this cut cannot be taken."""
         if index not in self.sizes or index in self.versions or index in self.done:
             return False
-        if not self._is_ripe(index, record):
+        if not self._at_cut(index, record):
             return False
         self.versions[index] = record.version
         return True
 
-    def _is_ripe(self, index: int, record: SliceRecord) -> bool:
+    def _at_cut(self, index: int, record: SliceRecord) -> bool:
         if self.step is not None:
             if record.version > self.step:
                 raise ValueError(f"slice {index} is at step {record.version}, past the cut at step {self.step}")
@@ -94,58 +99,58 @@ class SnapshotCut:
         return not behind
 
     def is_safe(self, index: int) -> bool:
-        """Whether an update of slice ``index`` changes nothing that the snapshot needs and nobody copied."""
-        return index not in self.versions or index in self.aside or index in self.done
+        """Whether an update of slice ``index`` overwrites nothing that the snapshot needs."""
+        return index not in self.versions or index in self.copied or index in self.done
 
-    def is_untouched(self, index: int) -> bool:
-        """Whether slice ``index`` is ripe and nobody has begun to copy it."""
+    def needs_copy(self, index: int) -> bool:
+        """Whether slice ``index`` is at the cut and no copy of it was begun."""
         return not self.is_safe(index) and index not in self.copying
 
     def blocks_update(self, index: int) -> bool:
-        """Whether an update of slice ``index`` must wait: it is being copied for the writer, or has to be copied and
-        there is no room."""
-        return not self.is_safe(index) and (index in self.copying or self.room.is_full)
+        """Whether an update of slice ``index`` must wait: its copy is being made, or has to be and exceeds the
+        budget."""
+        return not self.is_safe(index) and (index in self.copying or self.budget.is_exhausted)
 
     def copy_for_update(self, index: int) -> None:
-        """An update copies slice ``index`` aside, and then changes it."""
+        """Slice ``index`` is being copied for an update that changes it next."""
         self.copying.add(index)
-        self._in_room.add(index)
-        self.room.take(self.sizes[index])
+        self._budgeted.add(index)
+        self.budget.acquire(self.sizes[index])
 
     def copy_for_writer(self, index: int) -> None:
-        """Slice ``index`` stands still and is being copied for the writer, who is at it."""
+        """Slice ``index`` is being copied for the writer, which writes it next."""
         self.copying.add(index)
 
-    def copied(self, index: int) -> None:
+    def copy_finished(self, index: int) -> None:
         """The copy of slice ``index`` is made."""
         self.copying.discard(index)
         if index in self.sizes and index not in self.done:
-            self.aside.add(index)
+            self.copied.add(index)
 
     def written(self, index: int) -> None:
         """Slice ``index`` is in its file."""
         self._end(index)
 
     def drop(self, indices: Iterable[int]) -> None:
-        """These slices are served elsewhere, or the attempt is over: nothing of them is needed any more."""
+        """Nothing of these slices is needed any more."""
         for index in indices:
             self._end(index)
 
     def _end(self, index: int) -> None:
-        self.aside.discard(index)
+        self.copied.discard(index)
         self.done.add(index)
-        if index in self._in_room:
-            self._in_room.discard(index)
-            self.room.give_back(self.sizes[index])
+        if index in self._budgeted:
+            self._budgeted.discard(index)
+            self.budget.release(self.sizes[index])
 
     @property
-    def bytes_aside(self) -> int:
+    def copied_bytes(self) -> int:
         """Bytes of copies that updates asked for."""
-        return sum(self.sizes[index] for index in self._in_room)
+        return sum(self.sizes[index] for index in self._budgeted)
 
     def validate(self) -> None:
         """Asserts the invariants."""
-        assert self.copying | self.aside <= self.versions.keys(), (self.copying, self.aside, self.versions)
-        assert not self.copying & self.aside, (self.copying, self.aside)
-        assert not self.aside & self.done, (self.aside, self.done)
-        assert self._in_room <= self.copying | self.aside, (self._in_room, self.copying, self.aside)
+        assert self.copying | self.copied <= self.versions.keys(), (self.copying, self.copied, self.versions)
+        assert not self.copying & self.copied, (self.copying, self.copied)
+        assert not self.copied & self.done, (self.copied, self.done)
+        assert self._budgeted <= self.copying | self.copied, (self._budgeted, self.copying, self.copied)

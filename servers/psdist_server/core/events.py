@@ -49,6 +49,14 @@ class PullRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class SliceLoaded:
+    """Slice ``index`` was filled from a snapshot, in which it has ``version``; it was never updated here."""
+
+    index: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class SliceAggregated:
     """The effect ``Aggregate`` is done; the parts are no longer needed."""
 
@@ -71,7 +79,7 @@ class SliceApplied:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The call behind ``token``, about slice ``index``, ended. A contribution that was taken stays; nobody is
+    """The call behind ``token``, about slice ``index``, ended. A contribution that was taken stays; nothing is
     answered."""
 
     token: int
@@ -80,7 +88,7 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class MembersChanged:
-    """A new cluster map: these are the members from now on, and those that were lost and may go on with their pushes. A
+    """A new cluster map: these are the members from now on, and those that were lost and may continue their pushes. A
     proposal that became a member is no proposal any more."""
 
     members: tuple[ParametersMember, ...]
@@ -104,14 +112,14 @@ class JoinWithdrawn:
 @dataclass(frozen=True, slots=True)
 class CutArmed:
     """SSP and ASP: a snapshot is to be cut: pushes with the mark ``attempt`` are held back. What was held for an
-    earlier one goes on."""
+    earlier one is released."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class SliceCut:
-    """Slice ``index`` has all that the snapshot is to have of it: what is held back goes on."""
+    """Slice ``index`` has all that the snapshot is to have of it: what is held back is released."""
 
     index: int
 
@@ -126,12 +134,13 @@ class StepsEnded:
 
 @dataclass(frozen=True, slots=True)
 class CutEnded:
-    """There is no snapshot to be cut any more: what is held back goes on."""
+    """There is no snapshot to be cut any more: what is held back is released."""
 
 
 Event = (
     SlicePushed
     | PullRequested
+    | SliceLoaded
     | SliceAggregated
     | NormKnown
     | SliceApplied

@@ -61,7 +61,7 @@ def bsp_complete(
 
 
 def _is_empty(step: int, members: Collection[ParametersMember], final_step: int) -> bool:
-    """Whether nobody can contribute to this step any more, and somebody waits for a later one."""
+    """Whether no worker can contribute to this step any more, and a later one is awaited."""
     return (bool(members) or step < final_step) and all(member.first_step > step for member in members)
 
 

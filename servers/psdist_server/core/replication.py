@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Generic, Literal, TypeVar
 
 from psdist.errors import InvalidArgumentError, StaleTermError
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """What a replica says that it has of a shard: updates up to ``lsn`` under ``term``."""
+    """What a replica reports to have of a shard: updates up to ``lsn`` under ``term``."""
 
     term: int
     lsn: int
@@ -39,7 +40,7 @@ class ReplicaState:
 
 @dataclass(frozen=True, slots=True)
 class SendBegin:
-    """Tell ``replica`` that a copy begins; then copy slice by slice (``next_copy``, ``copied``)."""
+    """Begin a copy to ``replica``; then send it slice by slice (``next_copy``, ``copied``)."""
 
     replica: Replica
     lsn: int
@@ -56,7 +57,7 @@ class SendUpdate(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """The update of slice ``index`` is with everybody who must have it."""
+    """All required replicas have update ``lsn``, of slice ``index``."""
 
     index: int
     lsn: int
@@ -65,32 +66,43 @@ class Replicated:
 ReplicationEffect = SendBegin | SendUpdate[G] | Replicated
 
 
+class PeerState(Enum):
+    """What a primary knows of a replica's copy."""
+
+    UNKNOWN = "no stream has been opened yet"
+    COPYING = "the shard is being copied"
+    CAUGHT_UP = "it has what this primary began with, and is sent every update"
+
+
 @dataclass(slots=True)
 class Peer:
-    """One replica, as its primary sees it."""
+    """One replica, as its primary sees it. Its state changes in ``resume``, ``begin_copy`` and ``complete_copy``."""
 
     replica: Replica
     #: The map has it among the backups.
     in_sync: bool
-    #: It answered that its copy is complete.
+    state: PeerState = PeerState.UNKNOWN
+    #: It answered, under this primary, that its copy is complete.
     filled: bool = False
-    #: A stream stands, and it is known what the replica has.
+    #: A stream is open, and it is known what the replica has.
     is_open: bool = False
-    #: A copy is under way.
-    copying: bool = False
     #: Slices that the copy under way has not sent.
     missing: set[int] = field(default_factory=set)
-    #: It was found to have, or was given, what this primary began with.
-    level: bool = False
     #: Highest lsn that it acknowledged.
     acked: int = 0
     #: Highest lsn that workers may have been answered for without its acknowledgement, before it was filled.
     required_acks: int = 0
-    #: Since when it owes an answer.
+    #: Since when an answer of it is missing.
     waiting_since: float | None = None
     #: Why it cannot hold the shard.
     refusal: str = ""
+    #: How often its bytes were compared.
     digests: int = 0
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether the shard is being copied to it."""
+        return self.state is PeerState.COPYING
 
     @property
     def required(self) -> bool:
@@ -101,7 +113,23 @@ class Peer:
     def complete(self) -> bool:
         """Whether it has all that workers were ever answered for, so that it may be promoted. Its copy is not enough:
         updates that were sent behind the copy may still be under way."""
-        return self.filled and not self.copying and self.acked >= self.required_acks
+        return self.filled and not self.is_copying and self.acked >= self.required_acks
+
+    def has(self, index: int) -> bool:
+        """Whether it has slice ``index``, so that it needs the gradients of its updates."""
+        return index not in self.missing if self.is_copying else self.required
+
+    def resume(self, lsn: int) -> None:
+        """It has all updates up to ``lsn``, and is sent those after it."""
+        self.state, self.missing, self.acked = PeerState.CAUGHT_UP, set(), lsn
+
+    def begin_copy(self, slices: Iterable[int], lsn: int) -> None:
+        """It is sent all slices, as they are after update ``lsn`` or later."""
+        self.state, self.missing, self.acked = PeerState.COPYING, set(slices), lsn
+
+    def complete_copy(self, lsn: int) -> None:
+        """It answered that its copy is complete, while the newest update is ``lsn``."""
+        self.state, self.filled, self.required_acks = PeerState.CAUGHT_UP, True, lsn
 
 
 class PrimaryReplication(Generic[G]):
@@ -129,9 +157,14 @@ class PrimaryReplication(Generic[G]):
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether all who must have it have what this primary began with: nobody may hear of that before. The primary
-        before this one may have died with updates that only this server has, and who waits for them asks here."""
-        return all(peer.level for peer in self.peers.values() if peer.required)
+        """Whether all required replicas have what this primary began with: no answer may show it before. The primary
+        before this one may have died with updates that only this server has."""
+        return all(peer.state is PeerState.CAUGHT_UP for peer in self.peers.values() if peer.required)
+
+    @property
+    def behind(self) -> list[Replica]:
+        """Replicas that updates wait for and that have not acknowledged all of them."""
+        return [peer.replica for peer in self.peers.values() if peer.required and peer.waiting_since is not None]
 
     def lag(self, replica: Replica) -> tuple[int, int]:
         """Updates, and bytes of them, that ``replica`` has not acknowledged."""
@@ -140,19 +173,13 @@ class PrimaryReplication(Generic[G]):
         return len(behind), sum(behind)
 
     def needs_gradient(self, index: int) -> bool:
-        """Whether an update of slice ``index`` is sent with its gradient to anybody."""
-        return any(self._has(peer, index) for peer in self.peers.values())
-
-    @staticmethod
-    def _has(peer: Peer, index: int) -> bool:
-        if peer.copying:
-            return index not in peer.missing
-        return peer.required
+        """Whether an update of slice ``index`` is sent with its gradient to any replica."""
+        return any(peer.has(index) for peer in self.peers.values())
 
     # --- the map ------------------------------------------------------------------------------------------------------
 
     def follow(self, shard: Shard, now: float) -> list[ReplicationEffect[G]]:
-        """A new map's word on who holds copies."""
+        """Follows a new map, which names the replicas."""
         self.fenced = False
         wanted = dict.fromkeys(shard.backups, True) | dict.fromkeys(shard.filling, False)
         for gone in [replica for replica in self.peers if replica not in wanted]:
@@ -167,16 +194,15 @@ class PrimaryReplication(Generic[G]):
     # --- streams ------------------------------------------------------------------------------------------------------
 
     def opened(self, replica: Replica, held: ReplicaState | None, now: float) -> list[ReplicationEffect[G]]:
-        """A stream to ``replica`` stands, which has ``held`` of the shard."""
+        """A stream to ``replica`` is open, which has ``held`` of the shard."""
         peer = self.peers[replica]
         peer.is_open, peer.waiting_since, peer.refusal = True, None, ""
-        lsn = self._resumable(held) if peer.required and not peer.copying else None
+        lsn = self._resumable(held) if peer.required and not peer.is_copying else None
         if lsn is None:
             return self.begin(replica)
-        peer.copying, peer.missing, peer.level = False, set(), True
+        peer.resume(lsn)
         again = [SendUpdate(replica, update, True) for update in self._log.values() if update.lsn > lsn]
         peer.waiting_since = now if again else None
-        peer.acked = lsn
         return [*again, *self._settle()]
 
     def _resumable(self, held: ReplicaState | None) -> int | None:
@@ -191,9 +217,7 @@ class PrimaryReplication(Generic[G]):
 
     def begin(self, replica: Replica) -> list[ReplicationEffect[G]]:
         """Copies the shard to ``replica`` (again)."""
-        peer = self.peers[replica]
-        peer.copying, peer.missing, peer.level = True, set(self.slices), False
-        peer.acked = self.lsn
+        self.peers[replica].begin_copy(self.slices, self.lsn)
         return [SendBegin(replica, self.lsn), *self._settle()]
 
     def closed(self, replica: Replica, now: float) -> None:
@@ -201,7 +225,7 @@ class PrimaryReplication(Generic[G]):
         peer = self.peers.get(replica)
         if peer is not None:
             peer.is_open = False
-            if peer.copying:
+            if peer.is_copying:
                 peer.missing = set(self.slices)
             if peer.waiting_since is None:
                 peer.waiting_since = now
@@ -212,7 +236,7 @@ class PrimaryReplication(Generic[G]):
     def next_copy(self, replica: Replica) -> int | None:
         """The slice to copy next to ``replica``; None where all were."""
         peer = self.peers.get(replica)
-        return min(peer.missing, default=None) if peer is not None and peer.copying and peer.is_open else None
+        return min(peer.missing, default=None) if peer is not None and peer.is_copying and peer.is_open else None
 
     def copied(self, replica: Replica, index: int) -> None:
         """Slice ``index`` as it is now is on its way to ``replica``."""
@@ -221,21 +245,21 @@ class PrimaryReplication(Generic[G]):
     def copy_again(self, replica: Replica, index: int) -> list[ReplicationEffect[G]]:
         """Slice ``index``, which ``replica`` has, was replaced without an update."""
         peer = self.peers[replica]
-        if not (peer.copying and peer.missing):
+        if not (peer.is_copying and peer.missing):
             return self.begin(replica)
         peer.missing.add(index)
         return []
 
     def ended(self, replica: Replica, now: float) -> None:
-        """``replica`` was told that it has every slice, and owes the word that it is filled."""
+        """``replica`` was sent every slice and the end of the copy, and has to answer that it is filled."""
         self.peers[replica].waiting_since = now
 
     def filled(self, replica: Replica, now: float) -> list[ReplicationEffect[G]]:
-        """``replica`` said that its copy is complete."""
+        """``replica`` answered that its copy is complete."""
         peer = self.peers.get(replica)
-        if peer is None or not peer.copying or peer.missing:
+        if peer is None or not peer.is_copying or peer.missing:
             return []
-        peer.copying, peer.filled, peer.level, peer.required_acks = False, True, True, self.lsn
+        peer.complete_copy(self.lsn)
         peer.waiting_since = now if peer.acked < self.lsn else None
         return self._settle()
 
@@ -250,7 +274,7 @@ class PrimaryReplication(Generic[G]):
         effects: list[ReplicationEffect[G]] = []
         for peer in self.peers.values():
             if peer.is_open:
-                effects.append(SendUpdate(peer.replica, update, self._has(peer, update.index)))
+                effects.append(SendUpdate(peer.replica, update, peer.has(update.index)))
                 peer.waiting_since = now if peer.waiting_since is None else peer.waiting_since
         return [*effects, *self._settle()]
 
@@ -265,7 +289,7 @@ class PrimaryReplication(Generic[G]):
 
     def _settle(self) -> list[ReplicationEffect[G]]:
         """What is replicated by now, in the order of the updates."""
-        required = [0 if peer.copying else peer.acked for peer in self.peers.values() if peer.required]
+        required = [0 if peer.is_copying else peer.acked for peer in self.peers.values() if peer.required]
         reached = min(required, default=self.lsn)
         ready = [Replicated(index, lsn) for lsn, index in self._unreplicated.items() if lsn <= reached]
         for effect in ready:
@@ -274,16 +298,26 @@ class PrimaryReplication(Generic[G]):
         return list(ready)
 
     def _trim(self) -> None:
-        """Forgets the updates that nobody needs any more."""
-        needed = [peer.acked for peer in self.peers.values() if peer.is_open or (peer.required and not peer.copying)]
+        """Discards the updates that no replica needs any more."""
+        needed = [peer.acked for peer in self.peers.values() if peer.is_open or (peer.required and not peer.is_copying)]
         reached = min(needed, default=self.lsn)
         for lsn in [lsn for lsn in self._log if lsn <= reached]:
             del self._log[lsn]
 
     # --- failures -----------------------------------------------------------------------------------------------------
 
+    def refused_copy(self, replica: Replica, reason: str) -> bool:
+        """``replica`` cannot hold the shard; whether it has a role in it."""
+        if (peer := self.peers.get(replica)) is not None:
+            peer.refusal = reason
+        return peer is not None
+
+    def compared(self, replica: Replica) -> None:
+        """``replica`` is sent a digest, and reports where its bytes differ."""
+        self.peers[replica].digests += 1
+
     def unreachable(self, now: float, limit: float) -> list[Replica]:
-        """Replicas that have owed an answer for longer than ``limit``, or cannot hold the shard."""
+        """Replicas whose answer has been missing for longer than ``limit``, or that cannot hold the shard."""
         return [
             peer.replica
             for peer in self.peers.values()
@@ -299,6 +333,7 @@ class PrimaryReplication(Generic[G]):
         """Asserts the invariants."""
         assert list(self._log) == list(range(self.lsn - len(self._log) + 1, self.lsn + 1)), (self._log, self.lsn)
         assert all(peer.acked <= self.lsn for peer in self.peers.values()), self.peers
+        assert all(peer.is_copying or not peer.missing for peer in self.peers.values()), self.peers
 
 
 # --- the replica's side -----------------------------------------------------------------------------------------------
@@ -314,7 +349,7 @@ class BackupReplication:
         self.number = number
         self.slices = tuple(slices)
         #: Of the map: whose updates are taken.
-        self.primary, self.map_term = shard.primary, shard.term
+        self.primary = shard.primary
         #: Of what is held.
         self.term = 0
         self.lsn = 0
@@ -332,23 +367,18 @@ class BackupReplication:
 
     @property
     def base(self) -> tuple[int, int]:
-        """Term and lsn from which this server goes on once it is promoted. What is half copied is of no lsn: nobody
-        else holds just that."""
+        """Term and lsn from which this server continues once it is promoted. What is half copied has no lsn: no
+        other server holds exactly that."""
         return (0 if self._copying else self.term), self.lsn
 
     @property
     def held(self) -> ReplicaState:
-        """What is here, for a primary that wants to go on. A copy that was broken off must begin anew."""
+        """What is here, for a primary that resumes its stream. A copy that was broken off must begin anew."""
         return ReplicaState(self.term, self.lsn, self.complete and not self._copying)
 
     def follow(self, shard: Shard) -> None:
-        """A new map's word on the primary."""
-        self.primary, self.map_term = shard.primary, shard.term
-
-    def check(self, sender: Replica, term: int) -> None:
-        """Raises StaleTermError where ``sender`` is not the shard's primary under ``term``."""
-        if sender != self.primary or term != self.map_term:
-            raise stale_term(self.number, sender, term, self.primary, self.map_term)
+        """Follows a new map, which names the primary."""
+        self.primary = shard.primary
 
     def begin(self, term: int, lsn: int) -> None:
         """A copy begins. What is here of a slice stays until the slice comes."""
@@ -357,7 +387,7 @@ class BackupReplication:
         self._applied.clear()
 
     def state(self, index: int, record: SliceRecord) -> None:
-        """All arrays of slice ``index`` were taken, with what ``record`` says."""
+        """All arrays of slice ``index`` have come, and ``record``."""
         if not self._copying or index not in self.slices:
             raise InvalidArgumentError(f"slice {index} of shard {self.number} comes without begin")
         self.awaited.discard(index)
@@ -370,15 +400,14 @@ class BackupReplication:
         self._copying = False
 
     def update(self, term: int, update: ReplicaUpdate[G]) -> Verdict:
-        """Takes an update's number and its word for the duplicate table. Raises InvalidArgumentError where there is a
-        gap."""
+        """Notes an update and what it adds to the duplicate table. Raises InvalidArgumentError where there is a gap."""
         if term == self.term and update.lsn <= self.lsn:
             return "repeat"
         if update.lsn != self.lsn + 1 or self.term == 0 or (term != self.term and self._copying):
             raise InvalidArgumentError(
                 f"update {update.lsn} of shard {self.number} comes after {self.lsn}: open the stream again"
             )
-        if term != self.term:  # The new primary holds what is held here, and goes on from there.
+        if term != self.term:  # The new primary holds what is held here, and continues from there.
             self.term, self._acked = term, self.lsn
             self._applied.clear()
         self.lsn = update.lsn
@@ -402,13 +431,13 @@ class BackupReplication:
         return self._acked
 
     def retain(self, producers: Collection[Producer]) -> None:
-        """Only these are left; nothing of others can be repeated any more."""
+        """Forgets other producers: none of their pushes can be repeated any more."""
         for record in self.records.values():
             record.retain(producers)
 
 
 def stale_term(number: int, sender: Replica, term: int, primary: Replica, known: int) -> StaleTermError:
-    """The error for one that acts as the primary of a shard and is not."""
+    """The error for a server that acts as the primary of a shard and is not."""
     return StaleTermError(
         f"shard {number} has {primary} (incarnation {primary.incarnation}) as primary in term {known}, not "
         f"{sender} (incarnation {sender.incarnation}) in term {term}",

@@ -1,4 +1,4 @@
-"""What a new map makes of one server, shard by shard. Pure.
+"""The roles that a new map gives to one server and takes from it, shard by shard. Pure.
 
 A server is the primary of a shard, or has a copy of it (as a backup, or while it is filled), or neither.
 """
@@ -17,13 +17,13 @@ class RoleChanges:
 
     #: Was primary, is not any more.
     demoted: list[int] = field(default_factory=list)
-    #: Had a copy, and shall not have it any more.
+    #: Had a copy, and is to discard it.
     discarded: list[int] = field(default_factory=list)
     #: Gets a copy.
     added: list[int] = field(default_factory=list)
     #: Has a copy, and is the primary now.
     promoted: list[int] = field(default_factory=list)
-    #: Is the primary of a shard that nobody had before.
+    #: Is the primary of a shard that no server had before.
     created: list[int] = field(default_factory=list)
 
     @property
@@ -44,7 +44,7 @@ def has_copy(shard: Shard, me: Replica) -> bool:
 
 def changes(entry: ParametersEntry, me: Replica, terms: Mapping[int, int], copies: Collection[int]) -> RoleChanges:
     """What ``entry`` changes for a server that is primary of the shards in ``terms``, under these terms, and holds
-    ``backup_shards``."""
+    copies of the shards in ``copies``."""
     found = RoleChanges()
     for number, shard in enumerate(entry.shards):
         stays = is_primary(shard, me) and terms.get(number) == shard.term

@@ -39,6 +39,7 @@ from psdist_server.core.events import (
     SliceAggregated,
     SliceApplied,
     SliceCut,
+    SliceLoaded,
     SlicePushed,
     StepsEnded,
 )
@@ -51,9 +52,16 @@ class SliceBase:
 
     index: int
     version: int = 0
-    #: An Aggregate or Apply is under way, or (BSP, clipping) the aggregated gradient waits for the norm.
+    #: An Aggregate or Apply is under way, or the aggregated gradient waits for the norm.
     busy: bool = False
+    #: While busy, BSP with clipping: the aggregated gradient waits for the norm, and no kernel is at the slice.
+    aggregated: bool = False
     pulls: dict[int, PullRequested] = field(default_factory=dict)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a kernel may be writing the slice."""
+        return self.busy and not self.aggregated
 
 
 S = TypeVar("S", bound=SliceBase)
@@ -102,6 +110,9 @@ class ShardMachine(ABC, Generic[S]):
                 return self._serve(self.slices[event.index])
             case SliceApplied():
                 return self._applied(self.slices[event.index])
+            case SliceLoaded():
+                self.slices[event.index].version = event.version
+                return []
             case Cancelled():
                 return self._cancel(self.slices[event.index], event.token)
             case MembersChanged():
@@ -122,7 +133,7 @@ class ShardMachine(ABC, Generic[S]):
 
     @abstractmethod
     def record(self, index: int) -> SliceRecord:
-        """What another machine needs to go on with slice ``index`` as it is: an update under way is not in it."""
+        """What another machine needs to continue with slice ``index`` as it is: an update under way is not in it."""
 
     @abstractmethod
     def waiting_for(self, token: int, index: int) -> str:

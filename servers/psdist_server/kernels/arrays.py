@@ -2,17 +2,16 @@
 
 Weights and optimizer state are one float32 array each, virtual over the whole vector: slice i lies at its own
 ``slicing.bounds(i)``. Only slices that are held have memory. So P parameters with Adam cost 12 x P bytes, and shards
-come and go without moving anything. The weights lie in an arena (``psdist.wire.shm``) that workers on this host may
-read in place, or in plain memory where there can be no arena. The shard machines decide which update runs when.
-Methods that compute (``combine``, ``apply``, ``digest``) release the GIL and may run in kernel threads, at most one per
-slice at a time. ``hold`` and ``release`` may run at the same time for other slices.
+come and go without moving anything. Workers on this host may read the weights in place (``weights``). The shard
+machines decide which update runs when. Methods that compute (``combine``, ``apply``, ``digest``) release the GIL and
+may run in kernel threads, at most one per slice at a time. ``hold`` and ``release`` may run at the same time for other
+slices.
 
 Invariants: each contribution is read once, into memory of the kernel, so that it may change meanwhile without harm. No
 NaN or Inf of a contribution reaches the weights. Such a contribution is left out of its block of ``kernels.BLOCK``
 elements, and its position is returned. A block whose sum overflows is not updated. An update by the mean of
-``combine`` gives the bytes of the update by its parts. The arena's sequence of a slice is twice its version, and odd
-while its weights are written. What a released slice held is gone, except its weights, which can be read until
-``reclaim``.
+``combine`` gives the bytes of the update by its parts. What a released slice held is gone, except its weights, which
+can be read until ``reclaim``.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.errors import InternalError, InvalidArgumentError, LimitExceededError
+from psdist.errors import InternalError, InvalidArgumentError
 from psdist.types import GroupRange, ParametersEntry, Slicing
-from psdist.wire.shm import WeightsArena, reason_of
 from psdist_server.kernels import kernels
 from psdist_server.kernels.memory import AnonymousMemory, release_compiler
 from psdist_server.kernels.optimizers import Rule
+from psdist_server.kernels.weights import WeightsMemory
 
 Array = NDArray[np.float32]
 #: A contribution as it came: float32, float16 or bfloat16, aligned, perhaps read-only.
@@ -82,26 +81,13 @@ class DenseParameters:
         self._segments: dict[int, tuple[_Segment, ...]] = {}
         self._max_grad_norm = entry.spec.optimizer.max_grad_norm
         self.rule = Rule(entry.spec.optimizer, entry.state_since)
-        self.arena, self.arena_error = _make_arena(self.slicing)
-        self._plain: AnonymousMemory | None = None
+        self.weights = WeightsMemory(self.slicing)
         self._states = tuple(AnonymousMemory(self.slicing.total) for _ in self.rule.state_names)
         self.states = tuple(state.array for state in self._states)
-        self._look_into_arena()
         self._arrived: dict[int, set[int]] = {}
-        self._closed = False
         self._thread = threading.local()
         if server_id is not None:
             self.hold(entry.slices_of(server_id))
-
-    def _look_into_arena(self) -> None:
-        """Finds the weights in the arena, or in plain memory where there is none."""
-        if self.arena is not None:
-            self.weights: Array = self.arena.weights
-            self._sequence = self.arena.sequence
-        else:
-            self._plain = AnonymousMemory(self.slicing.total)
-            self.weights = self._plain.array
-            self._sequence = np.zeros(self.slicing.count, np.uint64)
 
     def compile(self) -> None:
         """Compiles the update kernel, or loads it from the cache. In a thread."""
@@ -127,28 +113,14 @@ class DenseParameters:
         """
         new = sorted(set(indices) - self.held)
         runs = _joined(self.slicing, new)
-        self._allocate(runs)
+        self.weights.hold(runs, is_first=not self.held and not self.installed)
         for start, stop in runs:
-            for memory in (*self._states, *self._plain_weights()):
+            for memory in self._states:
                 memory.use(start, stop)
         for index in new:
             self._runs[index] = _runs_of(self._ranges, *self.slicing.bounds(index))
             self._segments[index] = self._segments_of(index)
         self._set_held(self.held.union(new))
-
-    def _allocate(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Makes room in the arena; where there is none and nothing is held yet, there will be no arena."""
-        if self.arena is None:
-            return
-        try:
-            self.arena.allocate(runs)
-        except OSError as error:
-            reason = f"at the server: {reason_of(error)}"
-            if self.held or self.installed:
-                raise LimitExceededError(f"the weights of more slices have no room: {reason}") from None
-            self.arena.close()
-            self.arena, self.arena_error = None, reason
-            self._look_into_arena()
 
     def release(self, indices: Iterable[int]) -> None:
         """Gives the memory of slices back, whole pages of it; that of their weights is given back by ``reclaim``. No
@@ -164,27 +136,17 @@ class DenseParameters:
         self._set_held(self.held.difference(gone))
 
     def reclaim(self, indices: Iterable[int]) -> None:
-        """Gives the memory of released slices' weights back, whole pages of it. Nobody may read them in place any
+        """Gives the memory of released slices' weights back, whole pages of it. Nothing may read them in place any
         more: what is read there afterwards is zeros. Slices that are held again are left alone."""
-        unused = [] if self._closed else sorted(set(indices) - self.held)
-        self._sequence[unused] = 1  # Nobody takes the zeros for weights.
-        for start, stop in _joined(self.slicing, unused):
-            if self.arena is not None:
-                self.arena.give_back(start, stop)
-            for plain in self._plain_weights():
-                plain.give_back(start, stop)
-
-    def _plain_weights(self) -> tuple[AnonymousMemory, ...]:
-        return (self._plain,) if self._plain is not None else ()
+        unused = sorted(set(indices) - self.held)
+        self.weights.reclaim(unused, _joined(self.slicing, unused))
 
     def _set_held(self, held: set[int]) -> None:
         self.held, self.indices = held, tuple(sorted(held))
 
     def close(self) -> None:
         """Gives the arena back; workers that have it mapped keep their view."""
-        if self.arena is not None:
-            self.arena.close()
-        self._closed = True
+        self.weights.close()
 
     # --- content ------------------------------------------------------------------------------------------------------
 
@@ -192,9 +154,9 @@ class DenseParameters:
         """Sets the weights of a slice, which are those of ``version``, and the state that an optimizer begins with at
         them."""
         weights, *states = self.export(index)
-        self._sequence[index] = 2 * version + 1
+        self.weights.sequence[index] = 2 * version + 1
         weights[...] = values
-        self._sequence[index] = 2 * version
+        self.weights.sequence[index] = 2 * version
         self.rule.initialize(weights, states, self._runs[index])
         self.installed.add(index)
 
@@ -203,7 +165,14 @@ class DenseParameters:
         if index not in self.held:
             raise InternalError(f"slice {index} is not held here")
         part = slice(*self.slicing.bounds(index))
-        return [self.weights[part], *(state[part] for state in self.states)]
+        return [self.weights.array[part], *(state[part] for state in self.states)]
+
+    def copy_slice(self, index: int, out: Array) -> None:
+        """Copies the weights of a slice and its optimizer state to ``out``, one after another."""
+        start = 0
+        for array in self.export(index):
+            out[start : start + array.size] = array
+            start += array.size
 
     def install_state(self, index: int, array_number: int, values: Array, version: int) -> None:
         """Sets one array of a slice, numbered as ``export`` has them, which is that of ``version``. The slice is
@@ -216,10 +185,10 @@ class DenseParameters:
                 f"{self.slicing.size(index)}"
             )
         if array_number == 0:
-            self._sequence[index] = 2 * version + 1
+            self.weights.sequence[index] = 2 * version + 1
         arrays[array_number][...] = values
         if array_number == 0:
-            self._sequence[index] = 2 * version
+            self.weights.sequence[index] = 2 * version
         arrived = self._arrived.setdefault(index, set())
         arrived.add(array_number)
         if len(arrived) == len(arrays):
@@ -262,10 +231,11 @@ class DenseParameters:
 
     def apply(self, updates: Sequence[Update]) -> list[Bad]:
         """Carries updates of different slices out, and returns for each which parts were left out."""
+        sequence = self.weights.sequence
         by_scalars: dict[tuple[int, float, int], list[tuple[int, Update, _Segment]]] = {}
         for number, update in enumerate(updates):
             if update.parts:
-                self._sequence[update.index] = 2 * update.step + 1
+                sequence[update.index] = 2 * update.step + 1
                 for segment in self._segments[update.index]:
                     key = (update.step, update.lr_scale, segment.group)
                     by_scalars.setdefault(key, []).append((number, update, segment))
@@ -276,7 +246,7 @@ class DenseParameters:
                 for row, parts in self._run(jobs, scalars):
                     bad[jobs[row][0]].update(parts)
         for update in updates:
-            self._sequence[update.index] = 2 * update.step + 2
+            sequence[update.index] = 2 * update.step + 2
         return [tuple(sorted(parts)) for parts in bad]
 
     def _run(
@@ -316,7 +286,7 @@ class DenseParameters:
 
     def _segments_of(self, index: int) -> tuple[_Segment, ...]:
         first = self.slicing.bounds(index)[0]
-        bases = [kernels.address_of(array) for array in (self.weights, *self.states)]
+        bases = [kernels.address_of(array) for array in (self.weights.array, *self.states)]
         return tuple(
             _Segment(start, stop - start, group, tuple(base + 4 * (first + start) for base in bases))
             for start, stop, group in self._runs[index]
@@ -327,14 +297,6 @@ def _division(update: Update) -> tuple[np.float32, np.float32]:
     if update.factor is not None:
         return np.float32(0.0), np.float32(update.factor)
     return kernels.division_by(len(update.parts))
-
-
-def _make_arena(slicing: Slicing) -> tuple[WeightsArena | None, str]:
-    """An arena for the weights, or why there is none."""
-    try:
-        return WeightsArena.create(slicing.count, slicing.total), ""
-    except OSError as error:
-        return None, f"at the server: {reason_of(error)}"
 
 
 def _joined(slicing: Slicing, indices: Sequence[int]) -> list[tuple[int, int]]:

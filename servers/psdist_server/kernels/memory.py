@@ -21,6 +21,8 @@ _MADV_POPULATE_WRITE: Final = 23
 _MAP_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
 #: Ranges of at least so many bytes may lie in huge pages.
 _HUGE_BYTES: Final = 1 << 21
+#: Elements of a pool that are touched at a time.
+_PREFAULT_ELEMENTS: Final = 4 << 20
 
 
 class AnonymousMemory:
@@ -42,7 +44,7 @@ class AnonymousMemory:
             self._advise("MADV_HUGEPAGE", start, stop)
 
     def prefault(self, start: int, stop: int) -> bool:
-        """Gives elements [start, stop) memory now, so that nobody waits for it later; what they hold stays. Other
+        """Gives elements [start, stop) memory now, so that no write waits for it later; what they hold stays. Other
         threads go on meanwhile. False where the system cannot."""
         begin = -(-4 * start // mmap.PAGESIZE) * mmap.PAGESIZE
         size = 4 * stop // mmap.PAGESIZE * mmap.PAGESIZE - begin
@@ -63,6 +65,51 @@ class AnonymousMemory:
         if begin < end and hasattr(mmap, what):
             with suppress(OSError):
                 self._memory.madvise(getattr(mmap, what), begin, end - begin)
+
+
+class MemoryPool:
+    """Memory for up to ``most`` arrays of up to ``elements`` float32 each.
+
+    What was released last is used first, so that pages are touched once, until they are given back (``shrink``).
+    """
+
+    def __init__(self, elements: int, most: int) -> None:
+        self.shape = elements, most
+        self._memory = AnonymousMemory(elements * most)
+        self._memory.use(0, elements * most)
+        self._free = list(range(most - 1, -1, -1))
+        self._used: dict[int, int] = {}
+
+    def acquire(self, key: int, size: int) -> NDArray[np.float32]:
+        """Memory of ``size`` elements, until ``key`` is released; from the heap where the pool is used up."""
+        if not self._free:
+            return np.empty(size, np.float32)
+        place = self._used[key] = self._free.pop()
+        return self._memory.array[place * self.shape[0] :][:size]
+
+    def release(self, key: int) -> None:
+        """Nothing reads or writes the memory of ``key`` any more."""
+        if (place := self._used.pop(key, None)) is not None:
+            self._free.append(place)
+
+    def prefault(self, elements: int) -> None:
+        """Touches the memory of so many elements, as far as the system can. In a thread."""
+        size = min(elements, self._memory.array.size)
+        for start in range(0, size, _PREFAULT_ELEMENTS):
+            if not self._memory.prefault(start, min(start + _PREFAULT_ELEMENTS, size)):
+                return
+
+    @property
+    def is_used(self) -> bool:
+        """Whether some of it is acquired."""
+        return bool(self._used)
+
+    def shrink(self) -> None:
+        """Gives all memory back to the system, unless some of it is acquired."""
+        if not self._used:
+            self._free.sort(reverse=True)
+            self._memory.give_back(0, self._memory.array.size)
+            self._memory.use(0, self._memory.array.size)
 
 
 def leave_out() -> None:

@@ -23,8 +23,8 @@ W = TypeVar("W")
 R = TypeVar("R")
 #: Carries several pieces of work out and returns what came of each.
 Run = Callable[[Sequence[W]], Sequence[R]]
-#: What a piece of work returned, or the error that it ended with.
-Told = Callable[[W, R | None, BaseException | None], None]
+#: Called with a piece of work and what it returned, or the error that it ended with.
+Done = Callable[[W, R | None, BaseException | None], None]
 
 #: At most so many pieces of work at once: more would keep the other threads from helping, and answers waiting.
 BATCH_MAX: Final = 16
@@ -33,15 +33,15 @@ BATCH_MAX: Final = 16
 class KernelPool(Generic[W, R]):
     """``threads`` threads for kernels, and one more that prepares (compiles) while they are at work.
 
-    Made on the event loop that it shall tell.
+    Made on the event loop on which results are reported.
     """
 
     def __init__(self, threads: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: list[tuple[int, int, Run[W, R], W, Told[W, R]]] = []
+        self._waiting: list[tuple[int, int, Run[W, R], W, Done[W, R]]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
-        self._ended: list[tuple[Told[W, R], W, R | None, BaseException | None]] = []
+        self._ended: list[tuple[Done[W, R], W, R | None, BaseException | None]] = []
         self._closed = False
         self._preparing = ThreadPoolExecutor(1, "compile")
         self._threads = [threading.Thread(target=self._serve, name=f"kernel-{i}", daemon=True) for i in range(threads)]
@@ -52,11 +52,11 @@ class KernelPool(Generic[W, R]):
         """Runs ``work`` in the thread that is not for kernels."""
         return self._preparing.submit(work)
 
-    def submit(self, priority: int, run: Run[W, R], work: W, told: Told[W, R]) -> None:
+    def submit(self, priority: int, run: Run[W, R], work: W, done: Done[W, R]) -> None:
         """Carries ``work`` out by ``run``, perhaps with other work that names the same ``run``, when nothing of a lower
-        ``priority`` is left; then calls ``told`` on the loop."""
+        ``priority`` is left; then calls ``done`` on the loop."""
         with self._changed:
-            heapq.heappush(self._waiting, (priority, next(self._order), run, work, told))
+            heapq.heappush(self._waiting, (priority, next(self._order), run, work, done))
             self._changed.notify()
 
     def close(self) -> None:
@@ -75,12 +75,12 @@ class KernelPool(Generic[W, R]):
             error: BaseException | None = None
             try:
                 results = run([work for _, work, _ in batch])
-            except BaseException as caught:  # The loop is told of everything; a thread that died would be missed.
+            except BaseException as caught:  # Everything is reported; nothing would notice a dead thread.
                 error = caught
-            self._tell([(told, work, result, error) for (_, work, told), result in zip(batch, results, strict=True)])
+            self._report([(done, work, result, error) for (_, work, done), result in zip(batch, results, strict=True)])
             del batch, run, results, error  # Else an idle thread would keep the last payloads alive.
 
-    def _next(self) -> list[tuple[Run[W, R], W, Told[W, R]]]:
+    def _next(self) -> list[tuple[Run[W, R], W, Done[W, R]]]:
         """What one thread shall do next; nothing at the end."""
         with self._changed:
             while not self._waiting and not self._closed:
@@ -93,18 +93,18 @@ class KernelPool(Generic[W, R]):
                 batch.append(heapq.heappop(self._waiting)[2:])
             return batch
 
-    def _tell(self, ended: list[tuple[Told[W, R], W, R | None, BaseException | None]]) -> None:
+    def _report(self, ended: list[tuple[Done[W, R], W, R | None, BaseException | None]]) -> None:
         with self._changed:
             if self._closed:
                 return
             self._ended += ended
             if len(self._ended) > len(ended):
                 return  # The loop has been woken already.
-        self._loop.call_soon_threadsafe(self._tell_all)
+        self._loop.call_soon_threadsafe(self._report_all)
 
-    def _tell_all(self) -> None:
+    def _report_all(self) -> None:
         with self._changed:
             ended, self._ended = self._ended, []
         if not self._closed:
-            for told, work, result, error in ended:
-                self._loop.call_soon(told, work, result, error)  # So that an error in one does not swallow the others.
+            for done, work, result, error in ended:
+                self._loop.call_soon(done, work, result, error)  # So that an error in one does not swallow the others.

@@ -2,10 +2,10 @@
 
 What arrives for a slice is carried out in order: arrays that replace it, updates, and comparisons of its digest.
 Updates of different slices run in the kernel threads side by side. An update is acknowledged when it and all before it
-are in the arrays. Of a server's streams only the one that was opened last counts. A late message of an earlier one
-would begin again a copy that is complete, and the primary reads answers on the last stream only.
+are in the arrays. Of a server's streams only the newest counts. A late message on an earlier one could begin a copy
+again that is complete, and the primary reads answers on the newest stream only.
 
-Not here: who may send what (``replication``), the stream (``service``).
+Not here: which update comes next (``core.replication``), the stream (``service``).
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any
 
 from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, ReplicaMismatchError, StaleTermError
-from psdist.types import ITEM_BYTES, ParametersEntry, ParametersSpec, Replica
+from psdist.types import ITEM_BYTES, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, status
 from psdist.wire.frames import Frame
 from psdist_server.core.records import Producer, ReplicaUpdate, SliceRecord
 from psdist_server.core.replication import BackupReplication, stale_term
 from psdist_server.kernels.arrays import Array, DenseParameters, Gradient, Update, gradient_of
-from psdist_server.store.applier import Applier
+from psdist_server.kernels.launcher import KernelLauncher
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.statistics import Counters
 
-#: Takes an answer to a primary.
-Tell = Callable[[pb.ReplicateResponse], None]
+#: Sends an answer to a primary.
+Answer = Callable[[pb.ReplicateResponse], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _TakenUpdate:
-    """An update whose turn comes when the slice's earlier ones are done."""
+class _QueuedUpdate:
+    """An update that is carried out when the slice's earlier ones are done."""
 
     number: int
     term: int
@@ -44,58 +44,80 @@ class _TakenUpdate:
 
 
 class BackupShards:
-    """The copies in one holding. ``stop`` is told of a copy that is not what it should be."""
+    """The shards of one parameter set that this server holds for other primaries.
+
+    fail: called with the error where a copy is not what it should be.
+    """
 
     def __init__(
         self,
         spec: ParametersSpec,
         dense: DenseParameters,
-        applier: Applier,
+        kernels: KernelLauncher,
         norms: NormBoard,
         counters: Counters,
-        stop: Callable[[PsdistError], None],
+        fail: Callable[[PsdistError], None],
     ) -> None:
         self.machines: dict[int, BackupReplication] = {}
         self._dense = dense
-        self._applier = applier
+        self._kernels = kernels
         self._norms = norms
         self._counters = counters
         self._asynchronous = not isinstance(spec.consistency, BSP)
         self._clipping = spec.optimizer.max_grad_norm > 0 and not self._asynchronous
-        self._stop = stop
+        self._fail = fail
         self._incoming: dict[int, list[Array]] = {}
-        self._queues: dict[int, deque[_TakenUpdate | Callable[[], None]]] = {}
+        self._queues: dict[int, deque[_QueuedUpdate | Callable[[], None]]] = {}
         self._busy: set[int] = set()
         #: Shards that the map has this server copy, and that it has no memory for.
-        self.no_room: dict[int, LimitExceededError] = {}
-        #: How each server hears answers, by its id: on its newest stream.
-        self._tells: dict[str, Tell] = {}
+        self._no_room: dict[int, LimitExceededError] = {}
+        #: Where each server reads answers, by its id: on its newest stream.
+        self._answers: dict[str, Answer] = {}
 
     # --- the map ------------------------------------------------------------------------------------------------------
 
+    def add(self, number: int, indices: Iterable[int], shard: Shard) -> None:
+        """Holds one more shard from now on. Where there is no memory for it, its primary is refused until the next
+        map."""
+        try:
+            self._dense.hold(indices)
+        except LimitExceededError as error:
+            self._no_room[number] = error
+            return
+        self.machines[number] = BackupReplication(number, indices, shard)
+
     def remove(self, number: int) -> BackupReplication:
-        """Takes nothing more for a shard. What was taken goes on: wait for ``Applier.settled``."""
+        """Accepts nothing more for a shard. Wait for ``KernelLauncher.settled``: what was accepted is carried out."""
         machine = self.machines.pop(number)
         for index in machine.slices:
             self._incoming.pop(index, None)
         return machine
 
     def discard(self, indices: Iterable[int]) -> None:
-        """What waits for these slices is not wanted any more."""
+        """Nothing that waits for these slices is carried out any more."""
         for index in indices:
             self._queues.pop(index, None)
 
+    def follow(self, shards: Sequence[Shard]) -> None:
+        """The primaries of a new map."""
+        for number, machine in self.machines.items():
+            machine.follow(shards[number])
+
+    def forget_refusals(self) -> None:
+        """A new map: whether there is memory for its shards is found out anew."""
+        self._no_room.clear()
+
     def retain(self, producers: Collection[Producer]) -> None:
-        """Only these are left. What a primary with an older map still sends of others goes at the next
-        change: no primary has a newer map, as its streams wait for that (``ParameterServer.admit_primary``)."""
+        """Forgets what is known of other producers. Entries that a primary with an older map still sends go at the next
+        change: no primary has a newer map, as its streams wait for that (``Admission.admit_primary``)."""
         for machine in self.machines.values():
             machine.retain(producers)
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def open_stream(self, sender: Replica, tell: Tell) -> pb.ReplicateResponse:
-        """What is here of the sender's shards. From now on it is heard on the stream that ``tell`` answers, only."""
-        self._tells[sender.server_id] = tell
+    def open_stream(self, sender: Replica, answer: Answer) -> pb.ReplicateResponse:
+        """What is here of the sender's shards. From now on only messages on the stream of ``answer`` count."""
+        self._answers[sender.server_id] = answer
         held = [
             pb.ReplicateResponse.Held(
                 shard=number, term=machine.held.term, lsn=machine.held.lsn, complete=machine.held.complete
@@ -105,23 +127,25 @@ class BackupShards:
         ]
         return pb.ReplicateResponse(welcome=pb.ReplicateResponse.Welcome(held=held))
 
-    def take(self, sender: Replica, frame: Frame[pb.ReplicateRequest], entry: ParametersEntry, tell: Tell) -> None:
-        """Carries one message out. Raises InvalidArgumentError where the stream cannot go on."""
+    def on_message(
+        self, sender: Replica, frame: Frame[pb.ReplicateRequest], entry: ParametersEntry, answer: Answer
+    ) -> None:
+        """Handles one message. Raises InvalidArgumentError where the stream cannot go on."""
         message = frame.header
-        if self._tells.get(sender.server_id) != tell:
-            raise InvalidArgumentError(f"{sender} opened another stream since: this one counts no more")
+        if self._answers.get(sender.server_id) != answer:
+            raise InvalidArgumentError(f"{sender} has opened another stream since: this one counts no more")
         if message.WhichOneof("kind") == "confirm":
-            self._confirm(sender, message.confirm, entry, tell)
+            self._confirm(sender, message.confirm, entry, answer)
             return
         try:
             self._check(sender, message.shard, message.term, entry)
-            if message.shard in self.no_room:
-                raise self.no_room[message.shard]
+            if message.shard in self._no_room:
+                raise self._no_room[message.shard]
             machine = self.machines.get(message.shard)
-            if machine is not None:  # Else it was taken away from here, of which the primary will hear.
-                self._take(machine, sender, frame, tell)
+            if machine is not None:  # Else it was moved from here, as the primary's next map says.
+                self._on_shard_message(machine, sender, frame, answer)
         except (StaleTermError, ReplicaMismatchError, LimitExceededError) as error:
-            tell(_refused(message.shard, message.term, error))
+            answer(_refused(message.shard, message.term, error))
 
     @staticmethod
     def _check(sender: Replica, number: int, term: int, entry: ParametersEntry) -> None:
@@ -132,17 +156,19 @@ class BackupShards:
             raise stale_term(number, sender, term, shard.primary, shard.term)
 
     def _confirm(
-        self, sender: Replica, confirm: pb.ReplicateRequest.Confirm, entry: ParametersEntry, tell: Tell
+        self, sender: Replica, confirm: pb.ReplicateRequest.Confirm, entry: ParametersEntry, answer: Answer
     ) -> None:
         for number, term in zip(confirm.shards, confirm.terms, strict=False):
             try:
                 self._check(sender, number, term, entry)
             except StaleTermError as error:
-                tell(_refused(number, term, error))
+                answer(_refused(number, term, error))
                 return
-        tell(pb.ReplicateResponse(confirmed=pb.ReplicateResponse.Confirmed(number=confirm.number)))
+        answer(pb.ReplicateResponse(confirmed=pb.ReplicateResponse.Confirmed(number=confirm.number)))
 
-    def _take(self, machine: BackupReplication, sender: Replica, frame: Frame[pb.ReplicateRequest], tell: Tell) -> None:
+    def _on_shard_message(
+        self, machine: BackupReplication, sender: Replica, frame: Frame[pb.ReplicateRequest], answer: Answer
+    ) -> None:
         message = frame.header
         match message.WhichOneof("kind"):
             case "begin":
@@ -150,28 +176,26 @@ class BackupShards:
                     self._incoming.pop(index, None)
                 machine.begin(message.term, message.begin.lsn)
             case "state":
-                self._take_state(machine, message.state, frame.payload)
+                self._on_state(machine, message.state, frame.payload)
             case "end":
                 machine.end()
                 filled = pb.ReplicateResponse.Filled(shard=message.shard, term=message.term)
-                tell(pb.ReplicateResponse(filled=filled))
+                answer(pb.ReplicateResponse(filled=filled))
             case "update":
-                self._take_update(machine, sender, message, frame.payload)
+                self._on_update(machine, sender, message, frame.payload)
             case "digest":
-                self._take_digest(machine, message, tell)
+                self._on_digest(machine, message, answer)
             case kind:
                 raise InvalidArgumentError(f"a message of kind {kind} is unknown here")
 
     # --- copies -------------------------------------------------------------------------------------------------------
 
-    def _take_state(
-        self, machine: BackupReplication, state: pb.ReplicateRequest.SliceState, payload: memoryview
-    ) -> None:
+    def _on_state(self, machine: BackupReplication, state: pb.ReplicateRequest.SliceState, payload: memoryview) -> None:
         index = state.slice
         self._check_slice(machine, index)
         arrays = self._incoming.setdefault(index, [])
         if state.array != len(arrays) or state.arrays != self._dense.array_count:
-            raise InvalidArgumentError(f"array {state.array} of {state.arrays} of slice {index} comes out of turn")
+            raise InvalidArgumentError(f"array {state.array} of {state.arrays} of slice {index} is out of order")
         values = self._values(index, payload, "float32")
         arrays.append(values)  # type: ignore[arg-type]  # float32, as asked for one line above
         if len(arrays) < state.arrays:
@@ -193,7 +217,7 @@ class BackupShards:
 
         self._enqueue(index, install)
 
-    def _take_digest(self, machine: BackupReplication, message: pb.ReplicateRequest, tell: Tell) -> None:
+    def _on_digest(self, machine: BackupReplication, message: pb.ReplicateRequest, answer: Answer) -> None:
         index, version, digest = message.digest.slice, message.digest.version, message.digest.digest
         self._check_slice(machine, index)
         number, term = message.shard, message.term
@@ -206,29 +230,29 @@ class BackupShards:
                 "the shard is stopped",
                 slice=index,
             )
-            self._stop(error)
-            tell(_refused(number, term, error))
+            self._fail(error)
+            answer(_refused(number, term, error))
 
         if index not in machine.awaited:
             self._enqueue(index, compare)
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
-    def _take_update(
+    def _on_update(
         self, machine: BackupReplication, sender: Replica, message: pb.ReplicateRequest, payload: memoryview
     ) -> None:
         update = self._update(machine, message.update, payload)
         number, term = message.shard, message.term
         verdict = machine.update(term, update)
         if verdict == "apply":
-            self._enqueue(update.index, _TakenUpdate(number, term, update, sender))
+            self._enqueue(update.index, _QueuedUpdate(number, term, update, sender))
         else:
             self._acknowledge(machine, sender, term, update.lsn)
 
     def _acknowledge(self, machine: BackupReplication, sender: Replica, term: int, lsn: int) -> None:
-        """An update is in the arrays. Under another term its number means something else."""
+        """Acknowledges an update, unless there is another term, under which its number means something else."""
         if term == machine.term:
-            self._tells[sender.server_id](_ack(machine.number, term, machine.applied(term, lsn)))
+            self._answers[sender.server_id](_ack(machine.number, term, machine.applied(term, lsn)))
 
     def _update(
         self, machine: BackupReplication, message: pb.ReplicateRequest.Update, payload: memoryview
@@ -259,7 +283,7 @@ class BackupShards:
             raise InvalidArgumentError(f"slice {index} has {expected} bytes in {dtype}, not {len(payload)}")
         return gradient_of(payload, dtype)
 
-    def _enqueue(self, index: int, work: _TakenUpdate | Callable[[], None]) -> None:
+    def _enqueue(self, index: int, work: _QueuedUpdate | Callable[[], None]) -> None:
         self._queues.setdefault(index, deque()).append(work)
         self._next(index)
 
@@ -268,19 +292,19 @@ class BackupShards:
         queue = self._queues.get(index)
         while queue and index not in self._busy:
             work = queue.popleft()
-            if isinstance(work, _TakenUpdate):
+            if isinstance(work, _QueuedUpdate):
                 self._busy.add(index)
-                self._applier.submit(index, self._apply, work, self._applied)
+                self._kernels.submit(index, self._apply, work, self._applied)
             else:
                 work()
 
-    def _apply(self, works: Sequence[tuple[int, _TakenUpdate]]) -> list[float]:
+    def _apply(self, works: Sequence[tuple[int, _QueuedUpdate]]) -> list[float]:
         """Runs in a kernel thread, or on the loop."""
         started = time.perf_counter()
         self._dense.apply([_dense_update(work.update) for _, work in works])
         return [(time.perf_counter() - started) / len(works)] * len(works)
 
-    def _applied(self, work: _TakenUpdate, seconds: Any) -> None:
+    def _applied(self, work: _QueuedUpdate, seconds: Any) -> None:
         update, machine = work.update, self.machines.get(work.number)
         self._counters.apply_seconds += seconds
         self._busy.discard(update.index)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, Final
 
-_STEPS_KEPT = 2
+_STEPS_KEPT: Final = 2
 
 
 class NormBoard:
@@ -41,7 +41,7 @@ class NormBoard:
         return self._squares.get(step, {})
 
     def wake(self) -> None:
-        """A step is complete here, or there is another map: who waits shall look again."""
+        """A step is complete here, or there is another map: waiters check again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -53,12 +53,13 @@ class NormBoard:
 class Aggregation:
     """Which of the slices served here have still to be aggregated, by step.
 
-    version: of a slice that is served here.
+    version: of a slice that is served here. complete: called with a step when all slices served here are aggregated.
     """
 
-    def __init__(self, board: NormBoard, version: Callable[[int], int]) -> None:
+    def __init__(self, board: NormBoard, version: Callable[[int], int], complete: Callable[[int], None]) -> None:
         self._board = board
         self._version = version
+        self._complete = complete
         self._indices: tuple[int, ...] = ()
         self._missing: dict[int, set[int]] = {}
 
@@ -71,13 +72,15 @@ class Aggregation:
         """Whether no slice has still to be aggregated for ``step``."""
         return not self._find_missing(step)
 
-    def note(self, step: int, index: int) -> bool:
-        """Slice ``index`` is aggregated; whether it was the last one of ``step``."""
+    def aggregated(self, step: int, index: int) -> None:
+        """Slice ``index``, whose square is recorded, is aggregated for ``step``."""
         if step not in self._missing:
             self._missing = {old: left for old, left in self._missing.items() if old >= step - 1}
             self._missing[step] = self._find_missing(step)
         self._missing[step].discard(index)
-        return not self._missing[step]
+        if not self._missing[step]:
+            self._board.wake()
+            self._complete(step)
 
     def _find_missing(self, step: int) -> set[int]:
         known = self._board.known(step)

@@ -42,7 +42,7 @@ Machine = PrimaryReplication[Gradient]
 
 @dataclass(slots=True)
 class _Confirm:
-    """Somebody waits for the word that this server is the primary of ``machines``' shards."""
+    """A caller waits until the replica confirms that this server is the primary of ``machines``' shards."""
 
     machines: list[Machine]
     done: asyncio.Future[None]
@@ -53,7 +53,7 @@ class Link:
 
     def __init__(self, replicator: Replicator, replica: Replica) -> None:
         self.replica = replica
-        #: Why the stream does not stand.
+        #: Why the stream is not open.
         self.reason = ""
         self._replicator = replicator
         self._is_open = False
@@ -68,10 +68,10 @@ class Link:
         self._closed = False
         self.task = asyncio.get_running_loop().create_task(self._run())
 
-    # --- what the replicator asks -------------------------------------------------------------------------------------
+    # --- requests of the replicator -----------------------------------------------------------------------------------
 
     def send(self, message: pb.ReplicateRequest, payload: Gradient | None = None) -> None:
-        """Writes a message when its turn comes; nothing while there is no stream."""
+        """Queues a message; drops it while there is no stream."""
         if self._is_open:
             self._out.append((message, payload))  # type: ignore[arg-type]  # of any dtype: only its bytes are sent
             self._bytes_waiting += payload.nbytes if payload is not None else 0
@@ -83,12 +83,12 @@ class Link:
             self._replicator.opened(self, machine, None)
 
     def copy(self, machine: Machine) -> None:
-        """Copies a shard when its turn comes."""
+        """Queues the copy of a shard."""
         self._copies.put_nowait(machine)
 
     async def confirm(self, machines: list[Machine]) -> None:
         """Returns when the replica has confirmed these shards. Raises StaleEpochError."""
-        # By now another map may be there, of which those who wait were told before this one did.
+        # A newer map may have come before this call waits, and failed those that waited then.
         for machine in machines:
             if self._closed or not self._is_current(machine):
                 raise not_primary(machine.number)
@@ -110,18 +110,18 @@ class Link:
         self.send(pb.ReplicateRequest(confirm=confirm))
 
     def refuse(self, number: int) -> None:
-        """The shard has another primary: who waits for a confirmation of it gets none."""
+        """The shard has another primary: confirmations of it fail."""
         for waiting in self._confirms.values():
             if any(machine.number == number for machine in waiting.machines) and not waiting.done.done():
                 waiting.done.set_exception(not_primary(number))
 
     def restart(self) -> None:
-        """Opens the stream again, to hear what the replica has."""
+        """Opens the stream again, to learn what the replica has."""
         if self._call is not None:
             self._call.cancel()
 
     def close(self) -> None:
-        """The replica has no role any more: who waits for its word asks those that have one."""
+        """The replica has no role any more: confirmations fail, and are asked of the replicas that have one."""
         self._closed = True
         for waiting in self._confirms.values():
             if not waiting.done.done():
@@ -145,7 +145,7 @@ class Link:
                 self.reason = "the stream was opened again"
             except asyncio.InvalidStateError:
                 self.reason = f"server {self.replica} ended the stream while it was written to"
-            except Exception as error:  # Without this the copies would fall behind and nobody would say why.
+            except Exception as error:  # Without this the copies would fall behind without a reason in the log.
                 self.reason = f"a defect: {error!r}"
                 _log.error("the stream to a replica failed", server=str(self.replica), exc_info=error)
             finally:
@@ -153,16 +153,16 @@ class Link:
             await asyncio.sleep(delay * self._replicator.network.rng.uniform(0.5, 1.0))
 
     def _end(self) -> bool:
-        """The stream ended; whether it had stood."""
-        stood, self._is_open, self._call = self._is_open, False, None
+        """Discards what was queued for a stream that ended; whether it had been open."""
+        was_open, self._is_open, self._call = self._is_open, False, None
         self._out.clear()
         self._bytes_waiting = 0
         self._copies = asyncio.Queue()
         for machine in self._replicator.machines.values():
             machine.closed(self.replica, now())
         if not self._closed:
-            self._replicator.source.has_room_again()  # Nothing is kept for a copy that broke off.
-        return stood
+            self._replicator.updates.ship_waiting()  # Nothing is kept for a copy that broke off.
+        return was_open
 
     async def _session(self) -> None:
         network = self._replicator.network
@@ -183,7 +183,7 @@ class Link:
 
     def _open(self, response: pb.ReplicateResponse) -> None:
         if response.WhichOneof("kind") != "welcome":
-            raise ServerUnreachableError(f"server {self.replica} did not say welcome")
+            raise ServerUnreachableError(f"server {self.replica} did not answer hello with welcome")
         held = {held.shard: ReplicaState(held.term, held.lsn, held.complete) for held in response.welcome.held}
         self._is_open, self.reason = True, ""
         self.send(self._replicator.network.hello(self._replicator.name))  # There may be a newer map by now.
@@ -224,13 +224,13 @@ class Link:
         del call
         while True:
             machine = await self._copies.get()
-            # Of a shard that went elsewhere nothing would be sent, and so there would always be a next slice.
+            # Nothing is sent of a shard that moved to another server, so there would always be a next slice.
             while self._is_current(machine) and (index := machine.next_copy(self.replica)) is not None:
                 await self._copy_slice(machine, index)
                 while self._bytes_waiting > COPY_AHEAD_BYTES:
                     self._written.clear()
                     await self._written.wait()
-            if self._is_current(machine) and machine.peers[self.replica].copying:
+            if self._is_current(machine) and machine.peers[self.replica].is_copying:
                 self.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, end=pb.ReplicateRequest.End()))
                 machine.ended(self.replica, now())
 
@@ -241,23 +241,23 @@ class Link:
         done = asyncio.get_running_loop().create_future()
 
         def copy() -> None:
-            """Runs while the slice stands still, so that no update comes between the copy and its place in line."""
+            """Runs while the slice is quiescent: no update comes between the copy and its place in the queue."""
             if done.done():
                 return
             try:
-                if self._is_current(machine) and machine.peers[self.replica].copying:
+                if self._is_current(machine) and machine.peers[self.replica].is_copying:
                     self._replicator.copy_slice(self, machine, index)
-            except Exception as error:  # Whoever waits for the copy raises it.
+            except Exception as error:  # Raised by the caller, who waits for the copy.
                 done.set_exception(error)
             else:
                 done.set_result(None)
 
-        self._replicator.source.is_quiesced(index, copy)
+        self._replicator.updates.when_quiescent(index, copy)
         await done
 
 
 def not_primary(number: int) -> StaleEpochError:
-    """The error for a caller who takes this server for the primary of a shard."""
+    """The error for a request to this server as the primary of a shard that it is not."""
     return StaleEpochError(
         f"this server is not the primary of shard {number} any more: fetch the map, route anew and send again"
     )
@@ -268,8 +268,8 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _lives(lives: Iterable[Producer]) -> list[pb.Life]:
-    return [pb.Life(worker_id=worker_id, incarnation=incarnation) for worker_id, incarnation in lives]
+def _producers(producers: Iterable[Producer]) -> list[pb.Life]:
+    return [pb.Life(worker_id=worker_id, incarnation=incarnation) for worker_id, incarnation in producers]
 
 
 def update_message(
@@ -284,7 +284,7 @@ def update_message(
         dtype=common_pb2.DTYPE_FLOAT32,
         has_gradient=gradient is not None,
         lr_scale=update.lr_scale,
-        contributors=_lives(update.contributors),
+        contributors=_producers(update.contributors),
         sequence=update.sequence or 0,
         square=update.square,
     )
@@ -302,10 +302,10 @@ def state_message(
         array=array,
         arrays=arrays,
         version=record.version,
-        contributors=_lives(record.contributors),
+        contributors=_producers(record.contributors),
         producers=[
-            pb.ReplicateRequest.Producer(life=pb.Life(worker_id=life[0], incarnation=life[1]), next=following)
-            for life, following in record.producers.items()
+            pb.ReplicateRequest.Producer(life=pb.Life(worker_id=producer[0], incarnation=producer[1]), next=following)
+            for producer, following in record.producers.items()
         ],
         square=square,
     )

@@ -33,12 +33,13 @@ from psdist_server.core.replication import (
     SendBegin,
     SendUpdate,
 )
-from psdist_server.kernels.arrays import Array, Gradient
+from psdist_server.kernels.arrays import DenseParameters, Gradient
+from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.replica_stream import Link, Machine, now, state_message, update_message
 
 _log = structlog.get_logger("psdist.server")
 
-#: Bytes of gradients of one holding that are kept until replicas acknowledge them.
+#: Bytes of gradients of one parameter set that are kept until replicas acknowledge them.
 KEPT_BYTES_MAX: Final = 32 << 20
 #: Each so many updates of a shard the bytes of a slice are compared.
 DIGEST_EVERY: Final = 64
@@ -46,7 +47,7 @@ DIGEST_EVERY: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What the scheduler must hear from a primary: ``replica`` is filled, or does not answer."""
+    """What a primary reports to the scheduler: ``replica`` is filled, or does not answer."""
 
     kind: Literal["filled", "unreachable"]
     parameters: str
@@ -63,7 +64,7 @@ class ReplicaNetwork(Protocol):
     lease_seconds: float
 
     def hello(self, parameters: str) -> pb.ReplicateRequest:
-        """Who this server is, and by which map it speaks."""
+        """The first message of a stream: the identity of this server, and the epoch of its map."""
 
     def method(self, replica: Replica, name: str) -> Callable[..., Any]:
         """The raw bidirectional method of another server. Raises ServerUnreachableError where it is not in the map."""
@@ -73,63 +74,74 @@ class ReplicaNetwork(Protocol):
 
 
 class Source(Protocol):
-    """The slices that are copied."""
+    """The owner of the shards that are copied."""
 
-    def is_quiesced(self, index: int, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` as soon as slice ``index`` has its content and is not being written."""
+    def record(self, index: int) -> SliceRecord:
+        """What is in the arrays of a quiescent slice."""
 
-    def export(self, index: int) -> tuple[SliceRecord, list[Array]]:
-        """Record and arrays of a slice at rest; the arrays are views."""
-
-    def digest(self, index: int) -> bytes:
-        """The digest of a slice at rest."""
-
-    def square(self, index: int, step: int) -> float:
-        """The sum of squares of a slice in ``step``, as far as it is known; else 0."""
-
-    def replicated(self, index: int, lsn: int) -> None:
-        """An update is with everybody who must have it."""
-
-    def level(self, number: int) -> None:
-        """All who must have it have what this server began with as the primary of a shard."""
-
-    def has_room_again(self) -> None:
-        """Updates that wait may go on."""
-
-    def fenced(self, number: int) -> None:
+    def fence_shard(self, number: int) -> None:
         """A shard has another primary."""
 
-    def stop(self, error: PsdistError) -> None:
+    def fail_permanently(self, error: PsdistError) -> None:
         """Copies differ."""
 
 
-class Replicator:
-    """The primary's side for the shards of one holding."""
+class Updates(Protocol):
+    """The owner of the updates that are replicated."""
 
-    def __init__(self, entry: ParametersEntry, me: Replica, network: ReplicaNetwork, source: Source) -> None:
+    def replicated(self, index: int, lsn: int) -> None:
+        """All replicas that must have update ``lsn`` of slice ``index`` have it."""
+
+    def ship_waiting(self) -> None:
+        """There may be room for updates that wait."""
+
+    def when_quiescent(self, index: int, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` as soon as slice ``index`` has its content and no kernel writes it: now, or when the one
+        that does has ended."""
+
+
+class Replicator:
+    """The primary's side of the shards of one parameter store."""
+
+    def __init__(
+        self,
+        entry: ParametersEntry,
+        network: ReplicaNetwork,
+        source: Source,
+        dense: DenseParameters,
+        norms: NormBoard,
+    ) -> None:
         self.name = entry.spec.name
         self.machines: dict[int, Machine] = {}
         self.network = network
-        self.source = source
-        self._me = me
+        self._source = source
+        self._dense = dense
+        self._norms = norms
         self._shard_count = max(1, len(entry.shards))
         self._links: dict[Replica, Link] = {}
         self._updates: Counter[int] = Counter()
+        #: By shard, what to call when all replicas have what this server began with.
+        self._caught_up: dict[int, list[Callable[[], None]]] = {}
+
+    def subscribe(self, updates: Updates) -> None:
+        """Names what is notified of replicated updates; once, before the first map."""
+        self.updates = updates
 
     # --- the map ------------------------------------------------------------------------------------------------------
 
     def add(self, number: int, term: int, slices: Iterable[int], base: tuple[int, int] = (0, 0)) -> None:
-        """This server is the primary of a shard now; ``follow`` comes next."""
+        """This server is the primary of a shard from now on; ``follow`` comes next."""
         self.machines[number] = PrimaryReplication(number, term, slices, base)
 
     def remove(self, number: int) -> None:
-        """It is the primary of this shard no more: who waits for the word that it is gets none."""
+        """This server is the primary of a shard no more: confirmations that wait fail."""
         self.machines.pop(number, None)
+        self._caught_up.pop(number, None)
         for link in self._links.values():
             link.refuse(number)
 
     def follow(self, entry: ParametersEntry) -> None:
-        """A new map's word on who holds copies."""
+        """Follows a new map: opens and closes streams, and copies shards to new replicas."""
         for link in self._links.values():  # Before a copy begins by this map, which the replica may not have yet.
             link.send(self.network.hello(self.name))
         for number, machine in sorted(self.machines.items()):
@@ -146,7 +158,7 @@ class Replicator:
         wanted = {replica for machine in self.machines.values() for replica in machine.peers}
         for replica in [replica for replica in self._links if replica not in wanted]:
             self._links.pop(replica).close()
-        self.source.has_room_again()
+        self.updates.ship_waiting()
 
     async def close(self) -> None:
         """Ends all streams."""
@@ -156,7 +168,7 @@ class Replicator:
         await asyncio.gather(*(link.task for link in links), return_exceptions=True)
 
     def installed(self, index: int) -> None:
-        """Slice ``index`` has (other) initial values: who has it gets it again."""
+        """Slice ``index`` has (other) initial values: replicas that have it are sent it again."""
         machine = self._machine(index)
         for replica, peer in list(machine.peers.items()) if machine is not None else ():
             if machine is not None and peer.is_open and index not in peer.missing:
@@ -168,38 +180,36 @@ class Replicator:
         return self.machines.get(index % self._shard_count)
 
     def needs_gradient(self, index: int) -> bool:
-        """See Replicas."""
+        """Whether an update of slice ``index`` is sent with its gradient to any replica."""
         machine = self._machine(index)
         return machine is not None and bool(machine.peers) and machine.needs_gradient(index)
 
     def next_lsn(self, index: int) -> int | None:
-        """See Replicas."""
+        """Number of the next update of the slice's shard; None where it has no replicas at all."""
         machine = self._machine(index)
         return machine.lsn + 1 if machine is not None and machine.peers else None
 
     def has_room(self) -> bool:
-        """See Replicas."""
+        """Whether another update may be kept until it is acknowledged."""
         return sum(machine.log_bytes for machine in self.machines.values()) < KEPT_BYTES_MAX
 
     def update(self, update: ReplicaUpdate[Gradient]) -> None:
-        """See Replicas."""
+        """Numbers an update, which must have ``next_lsn``, and sends it to the replicas."""
         machine = self._machine(update.index)
         assert machine is not None
         self._carry_out(machine, machine.update(update, now()))
 
     def is_caught_up(self, number: int) -> bool:
-        """Whether workers may hear of what this server began with as the primary of a shard."""
+        """Whether workers may be answered by what this server began with as the primary of a shard."""
         machine = self.machines.get(number)
         return machine is None or machine.is_caught_up
 
-    def behind(self, index: int) -> str:
-        """Names of the replicas that have not acknowledged all updates of the slice's shard."""
-        machine = self._machine(index)
-        peers = machine.peers.values() if machine is not None else ()
-        return ", ".join(sorted(str(p.replica) for p in peers if p.required and p.waiting_since is not None))
+    def when_caught_up(self, number: int, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once a shard that is not caught up is; never where another primary comes first."""
+        self._caught_up.setdefault(number, []).append(callback)
 
     def applied(self, index: int) -> None:
-        """The slice's update is done and nothing of it is under way: now and then its bytes are compared."""
+        """An update is done and the slice's next one has not begun: compares its bytes every DIGEST_EVERY-th time."""
         machine = self._machine(index)
         if machine is None or not machine.peers:
             return
@@ -210,10 +220,10 @@ class Replicator:
                     self._compare(machine, self._links[replica], index)
 
     def _compare(self, machine: Machine, link: Link, index: int) -> None:
-        record, _ = self.source.export(index)
-        digest = pb.ReplicateRequest.Digest(slice=index, version=record.version, digest=self.source.digest(index))
+        version = self._source.record(index).version
+        digest = pb.ReplicateRequest.Digest(slice=index, version=version, digest=self._dense.digest(index))
         link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, digest=digest))
-        machine.peers[link.replica].digests += 1
+        machine.compared(link.replica)
 
     def _carry_out(self, machine: Machine, effects: Sequence[ReplicationEffect[Gradient]]) -> None:
         for effect in effects:
@@ -226,20 +236,21 @@ class Replicator:
                     link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, begin=begin))
                     link.copy(machine)
                 case Replicated(index, lsn):
-                    self.source.replicated(index, lsn)
+                    self.updates.replicated(index, lsn)
         if machine.is_caught_up:
-            self.source.level(machine.number)
+            for callback in self._caught_up.pop(machine.number, ()):
+                callback()
 
-    # --- what links tell ----------------------------------------------------------------------------------------------
+    # --- streams ------------------------------------------------------------------------------------------------------
 
     def opened(self, link: Link, machine: Machine, held: ReplicaState | None) -> None:
-        """The stream of ``scheduler_session`` stands."""
+        """The stream of ``link`` is open, and its replica has ``held`` of the shard."""
         self._carry_out(machine, machine.opened(link.replica, held, now()))
 
     def copy_slice(self, link: Link, machine: Machine, index: int) -> None:
-        """Sends a slice at rest."""
-        record, arrays = self.source.export(index)
-        square = self.source.square(index, record.version - 1)
+        """Sends a quiescent slice."""
+        record, arrays = self._source.record(index), self._dense.export(index)
+        square = self._norms.known(record.version - 1).get(index, 0.0)
         for number, array in enumerate(arrays):
             state = state_message(record, square, index, number, len(arrays))
             link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, state=state), array.copy())
@@ -247,20 +258,20 @@ class Replicator:
         self._compare(machine, link, index)
 
     def answered(self, link: Link, response: pb.ReplicateResponse) -> None:
-        """Carries out what a replica said."""
+        """Handles an answer of a replica."""
         match response.WhichOneof("kind"):
             case "ack":
                 if (machine := self._current(response.ack.shard, response.ack.term)) is not None:
                     peer = machine.peers.get(link.replica)
                     waited = peer is not None and not peer.complete
                     self._carry_out(machine, machine.acknowledged(link.replica, response.ack.lsn, now()))
-                    self.source.has_room_again()
+                    self.updates.ship_waiting()
                     if waited and peer is not None and peer.complete:
                         self.network.report()
             case "filled":
                 if (machine := self._current(response.filled.shard, response.filled.term)) is not None:
                     self._carry_out(machine, machine.filled(link.replica, now()))
-                    self.source.has_room_again()
+                    self.updates.ship_waiting()
                     self.network.report()
             case "refused":
                 self._refused(link, response.refused)
@@ -271,21 +282,20 @@ class Replicator:
             return
         error = status.from_detail(refused.error)
         if isinstance(error, ReplicaMismatchError):
-            self.source.stop(error)
+            self._source.fail_permanently(error)
             return
         if isinstance(error, LimitExceededError):
-            if peer := machine.peers.get(link.replica):
-                peer.refusal = str(error)
+            if machine.refused_copy(link.replica, str(error)):
                 self.network.report()
             return
         _log.warning("refused by a replica", parameters=self.name, server=str(link.replica), reason=str(error))
-        if int(error.details.get("term", machine.term)) < machine.term:  # Only its map is older: asked again, it waits.
-            link.restart()
+        if int(error.details.get("term", machine.term)) < machine.term:
+            link.restart()  # Only its map is older: on a new stream it waits for the newer one.
             return
         machine.refused(refused.term)
         for other in self._links.values():
             other.refuse(machine.number)
-        self.source.fenced(machine.number)
+        self._source.fence_shard(machine.number)
 
     def _current(self, number: int, term: int) -> Machine | None:
         machine = self.machines.get(number)
@@ -294,14 +304,14 @@ class Replicator:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def needs_confirm(self, indices: Iterable[int]) -> bool:
-        """Whether somebody must be asked before these slices are read."""
+        """Whether backups must be asked before these slices are read."""
         return any(
             machine is not None and any(peer.required for peer in machine.peers.values())
             for machine in map(self._machine, indices)
         )
 
     async def confirm(self, indices: Iterable[int]) -> None:
-        """Returns when the backups have said that this server is still the primary of these slices' shards. Raises
+        """Returns when the backups have confirmed that this server is still the primary of these slices' shards. Raises
         StaleEpochError where it is not."""
         by_link: dict[Replica, list[Machine]] = {}
         for number in sorted({index % self._shard_count for index in indices}):
@@ -312,10 +322,10 @@ class Replicator:
         links = [(self._links[replica], machines) for replica, machines in by_link.items()]
         await asyncio.gather(*(link.confirm(machines) for link, machines in links))
 
-    # --- telling ------------------------------------------------------------------------------------------------------
+    # --- reports ------------------------------------------------------------------------------------------------------
 
     def reports(self, entry: ParametersEntry) -> list[ReplicaReport]:
-        """What is true now and not yet in the map."""
+        """What is so now and not yet in the map."""
         found: list[ReplicaReport] = []
         for number, machine in sorted(self.machines.items()):
             shard = entry.shards[number]
@@ -326,25 +336,3 @@ class Replicator:
                 reason = machine.peers[replica].refusal or self._links[replica].reason or "it does not answer"
                 found.append(ReplicaReport("unreachable", self.name, number, machine.term, replica, reason))
         return found
-
-    def statistics(self) -> list[pb.ReplicaStatistics]:
-        """How far each replica is behind."""
-        told = []
-        for number, machine in sorted(self.machines.items()):
-            unreachable = machine.unreachable(now(), self.network.lease_seconds)
-            for replica, peer in machine.peers.items():
-                updates, size = machine.lag(replica)
-                state = "filling" if peer.copying or not peer.required else "in sync"
-                told.append(
-                    pb.ReplicaStatistics(
-                        shard=number,
-                        server_id=replica.server_id,
-                        state="unreachable" if replica in unreachable else state,
-                        lag_updates=updates,
-                        lag_bytes=size,
-                        slices_filled=len(machine.slices) - len(peer.missing) if peer.copying or peer.required else 0,
-                        slices=len(machine.slices),
-                        digests=peer.digests,
-                    )
-                )
-        return told

@@ -1,4 +1,4 @@
-"""The server's side of one stream of slices, between the gRPC handler and the parameter store.
+"""The server's side of one stream of slices, between the gRPC handler and the parameter store; and all of a store.
 
 A call holds at most HELD_SLICES_MAX payloads that are not used yet. More stay in the network, which holds the sender
 back. Answers queue up without their weights, which are read when the answer is written. So a slow reader costs no
@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
-from psdist.errors import FencedError, PsdistError
+from psdist.errors import FencedError, PsdistError, UnknownCodecError
 from psdist.types import Identity
-from psdist.wire import limits
+from psdist.v1 import common_pb2, server_pb2
+from psdist.wire import convert, limits
 
 _tokens = itertools.count(1)
-
-
-def next_token() -> int:
-    """A number that no slice of any call had before."""
-    return next(_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +31,17 @@ class SliceAnswer:
     staleness: int = 0
 
 
+class CallState(Enum):
+    """How far a call is. It changes in ``asked_all``, and when the last answer is there."""
+
+    ASKING = "more slices may be asked about"
+    WAITING = "some slices are not answered"
+    ENDED = "all slices are answered, or the call was refused"
+
+
 @dataclass
 class Call:
-    """One stream: who it is from, what it waits for, what it is to be told."""
+    """One stream: its sender, the slices that it waits for, and the answers that were not sent yet."""
 
     identity: Identity
     is_push: bool
@@ -51,36 +57,59 @@ class Call:
     outstanding: dict[int, int] = field(default_factory=dict)
     #: Why the oldest of them has waited for longer than REPORT_WAIT_SECONDS; "" if it has not.
     waiting_for: str = ""
+    state: CallState = CallState.ASKING
 
     def __post_init__(self) -> None:
         self.slots = asyncio.Semaphore(limits.HELD_SLICES_MAX)
         self._answers: asyncio.Queue[SliceAnswer | PsdistError | None] = asyncio.Queue()
-        self._asked_all = False
+
+    def identify(self, identity: Identity) -> None:
+        """Notes the sender, which the first message names."""
+        self.identity = identity
+
+    def note_wait(self, reason: str) -> str:
+        """Notes why the oldest slice has waited for long; "" where it has not. Returns the reason."""
+        self.waiting_for = reason
+        return reason
+
+    def read_header(self, header: server_pb2.PushHeader) -> None:
+        """Notes the header of a push. Raises UnknownCodecError, and InvalidArgumentError for an unknown dtype."""
+        if header.codec != common_pb2.CODEC_RAW:
+            raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
+        self.step, self.abstain, self.grad_norm = header.step, header.abstain, header.grad_norm
+        self.mark = header.mark
+        self.dtype = convert.payload_dtype_from_proto(header.dtype)
+        self.pull_dtype = convert.payload_dtype_from_proto(header.pull_dtype) if self.wants_weights else "float32"
 
     def ask(self, index: int) -> int:
-        """A token for one more slice."""
-        token = next_token()
+        """A token for one more slice: a number that no slice of any call had before."""
+        token = next(_tokens)
         self.outstanding[token] = index
         return token
 
     def answer(self, token: int, answer: SliceAnswer) -> None:
-        """Tells the answer for ``token``."""
+        """Queues the answer for ``token``."""
         del self.outstanding[token]
-        self._answers.put_nowait(answer)
-        self._end_if_done()
+        self._add_answer(answer)
+        if self.state is CallState.WAITING and not self.outstanding:
+            self._end()
 
     def asked_all(self) -> None:
         """No more slices will be asked about."""
-        self._asked_all = True
-        self._end_if_done()
+        self.state = CallState.WAITING
+        if not self.outstanding:
+            self._end()
 
     def fail(self, error: PsdistError) -> None:
         """Ends the stream with ``error``, after the answers that are there already."""
         self._answers.put_nowait(error)
 
-    def _end_if_done(self) -> None:
-        if self._asked_all and not self.outstanding:
-            self._answers.put_nowait(None)
+    def _add_answer(self, answer: SliceAnswer) -> None:
+        self._answers.put_nowait(answer)
+
+    def _end(self) -> None:
+        self.state = CallState.ENDED
+        self._answers.put_nowait(None)
 
     async def next_answer(self) -> SliceAnswer | None:
         """The next answer; None at the end of the stream. Raises the error that the call failed with, and TimeoutError
@@ -94,6 +123,54 @@ class Call:
         if isinstance(answer, PsdistError):
             raise answer
         return answer
+
+
+class CallTable:
+    """The calls that wait for slices of one parameter set, by token.
+
+    Once the parameter set has failed, all calls have the error, and ``raise_if_failed`` raises it.
+    """
+
+    def __init__(self) -> None:
+        self._by_token: dict[int, Call] = {}
+        self._failure: PsdistError | None = None
+
+    def __iter__(self) -> Iterator[Call]:
+        """Each call that waits for something, once."""
+        return iter({id(call): call for call in self._by_token.values()}.values())
+
+    def ask(self, call: Call, index: int) -> int:
+        """A token under which ``call`` waits for slice ``index``."""
+        token = call.ask(index)
+        self._by_token[token] = call
+        return token
+
+    def pop(self, token: int) -> Call | None:
+        """The call that waits under ``token``, which it does no more; None where it was cancelled."""
+        return self._by_token.pop(token, None)
+
+    def fence(self, live: Mapping[str, int]) -> None:
+        """Ends the calls of workers that are no longer ``live`` (incarnation by worker id)."""
+        for call in self:
+            if live.get(call.identity.worker_id) != call.identity.incarnation:
+                call.fail(fenced(call.identity))
+
+    def fail_slices(self, indices: Collection[int], error: PsdistError) -> None:
+        """Ends the calls that wait for one of these slices."""
+        for call in self:
+            if any(index in indices for index in call.outstanding.values()):
+                call.fail(error)
+
+    def fail_permanently(self, error: PsdistError) -> None:
+        """Ends all calls, and those of the future: some slices will never be updated again."""
+        self._failure = error
+        for call in self:
+            call.fail(error)
+
+    def raise_if_failed(self) -> None:
+        """Raises the error of ``fail_permanently``, if there was one."""
+        if self._failure is not None:
+            raise type(self._failure)(self._failure.message, **self._failure.details)
 
 
 def fenced(identity: Identity) -> FencedError:

@@ -1,7 +1,7 @@
 """Workers on this host that may read a server's weights in place, and weights that have moved to another server.
 
-A worker reads what it was given until its next calls. So the weights of slices that moved stay until every worker that
-shares memory has made a call by the map of the move, or a newer one. By then it reads nothing of them
+A worker reads the weights of its last calls until its next ones. So the weights of slices that moved stay until every
+worker that shares memory has made a call by the map of the move, or a newer one, after which it reads none of them
 (``psdist.client.transport.shm.attachment``). They stay for at least a minute, for workers whose stream broke.
 """
 
@@ -17,24 +17,32 @@ RECLAIM_SECONDS: Final = 60.0
 
 
 class Reader(Protocol):
-    """Who can read the weights in place, and by which map it made its last call."""
+    """A worker that can read the weights in place. epoch: of the map by which it made its last call."""
 
     @property
     def epoch(self) -> int: ...
 
 
 class ShmReaders:
-    """Those of one holding, whose arrays are ``arrays``."""
+    """The workers that read the weights of one parameter store in place."""
 
     def __init__(self, dense: DenseParameters) -> None:
-        self.present: list[Reader] = []
+        self._readers: list[Reader] = []
         self._dense = dense
-        #: By which map a slice went elsewhere last.
+        #: The epoch of the map by which a slice was moved to another server last.
         self._released: dict[int, int] = {}
 
+    def add(self, reader: Reader) -> None:
+        """One more worker reads weights in place."""
+        self._readers.append(reader)
+
+    def remove(self, reader: Reader) -> None:
+        """A worker reads nothing in place any more."""
+        self._readers.remove(reader)
+
     def release(self, indices: Sequence[int], epoch: int) -> None:
-        """These slices went elsewhere by the map of ``epoch``: gives their state back now, and their weights in
-        time."""
+        """These slices were moved by the map of ``epoch``: gives their state back now, and their weights when nothing
+        reads them any more."""
         self._dense.release(indices)
         self._released.update(dict.fromkeys(indices, epoch))
         self._reclaim_later(indices, epoch)
@@ -43,7 +51,7 @@ class ShmReaders:
         asyncio.get_running_loop().call_later(RECLAIM_SECONDS, self._reclaim, indices, epoch)
 
     def _reclaim(self, indices: Sequence[int], epoch: int) -> None:
-        if any(reader.epoch < epoch for reader in self.present):
+        if any(reader.epoch < epoch for reader in self._readers):
             self._reclaim_later(indices, epoch)
         else:
             self._dense.reclaim(index for index in indices if self._released.get(index) == epoch)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from psdist.v1 import server_pb2
+from psdist_server.core.replication import PrimaryReplication
 
 
 @dataclass(slots=True)
@@ -44,34 +46,36 @@ class Counters:
         """The counters of a worker; new ones where it is new."""
         return self.workers.setdefault(worker_id, WorkerCounters())
 
-    def to_proto(
-        self,
-        parameters: str,
-        version_min: int,
-        version_max: int,
-        waiting_for: list[str],
-        *,
-        replicas: Sequence[server_pb2.ReplicaStatistics] = (),
-        primary_of: Sequence[int] = (),
-        backup_of: Sequence[int] = (),
-    ) -> server_pb2.ParametersStatistics:
-        """As the message of GetStatistics and of heartbeats."""
-        return server_pb2.ParametersStatistics(
-            parameters=parameters,
-            version_min=version_min,
-            version_max=version_max,
-            applied_slices=self.applied_slices,
-            apply_seconds=self.apply_seconds,
-            bytes_held=self.bytes_held,
-            waiting_for=waiting_for,
-            replicas=replicas,
-            primary_of=primary_of,
-            backup_of=backup_of,
-            workers=[
-                server_pb2.WorkerStatistics(
-                    worker_id=worker_id,
-                    **{name: getattr(counters, name) for name in WorkerCounters.__dataclass_fields__},
+    def by_worker(self) -> list[server_pb2.WorkerStatistics]:
+        """The counters of workers as messages."""
+        return [
+            server_pb2.WorkerStatistics(
+                worker_id=worker_id, **{name: getattr(counters, name) for name in WorkerCounters.__dataclass_fields__}
+            )
+            for worker_id, counters in sorted(self.workers.items())
+        ]
+
+
+def replica_statistics(
+    machines: Mapping[int, PrimaryReplication[Any]], now: float, lease_seconds: float
+) -> list[server_pb2.ReplicaStatistics]:
+    """How far each replica of these shards is behind."""
+    found = []
+    for number, machine in sorted(machines.items()):
+        unreachable = machine.unreachable(now, lease_seconds)
+        for replica, peer in machine.peers.items():
+            updates, size = machine.lag(replica)
+            state = "filling" if peer.is_copying or not peer.required else "in sync"
+            found.append(
+                server_pb2.ReplicaStatistics(
+                    shard=number,
+                    server_id=replica.server_id,
+                    state="unreachable" if replica in unreachable else state,
+                    lag_updates=updates,
+                    lag_bytes=size,
+                    slices_filled=len(machine.slices) - len(peer.missing) if peer.is_copying or peer.required else 0,
+                    slices=len(machine.slices),
+                    digests=peer.digests,
                 )
-                for worker_id, counters in sorted(self.workers.items())
-            ],
-        )
+            )
+    return found

@@ -23,7 +23,7 @@ from psdist.types import (
     Slicing,
     WorkerEntry,
 )
-from psdist_server.server import ParameterServer
+from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call
@@ -31,21 +31,22 @@ from psdist_server.store.rpc_call import Call
 
 async def test_a_slice_that_is_aggregated_as_the_norm_becomes_known_is_not_forgotten() -> None:
     """After a promotion the squares of a step are known already, so each of its slices asks for the norm."""
-    host = ParameterServer("server-0", "run", "", kernel_threads=1)
+    host = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1)
     loop, told = asyncio.get_running_loop(), list[float]()
 
     def norm_known(step: int, norm: float) -> None:
         if not told:  # Another slice is aggregated before anything else happens.
-            loop.call_soon(host._share_norm, store, step)
+            loop.call_soon(host._norm_exchange.find, store, step)
         told.append(norm)
 
     norms = NormBoard()
     norms.merge(3, {0: 9.0, 1: 16.0})
     entry = SimpleNamespace(spec=SimpleNamespace(name="p"))
-    made = SimpleNamespace(entry=entry, slicing=Slicing(2, 1), norms=norms, norm_known=norm_known)
+    dense = SimpleNamespace(slicing=Slicing(2, 1))
+    made = SimpleNamespace(entry=entry, dense=dense, norms=norms, norm_known=norm_known)
     store = cast(ParameterStore, made)
     host._stores["p"] = store
-    host._share_norm(store, 3)
+    host._norm_exchange.find(store, 3)
     for _ in range(5):
         await asyncio.wait({asyncio.ensure_future(asyncio.sleep(0))})
     assert told == [5.0, 5.0]
@@ -63,18 +64,18 @@ def _map(epoch: int, ready: bool, *workers: int) -> ClusterMap:
 
 async def test_a_read_that_waits_for_the_bound_is_refused_when_its_worker_is_expelled() -> None:
     """With its membership ends what it waited for: it would be served weights that are too old."""
-    host = ParameterServer("server-0", "run", "", kernel_threads=1)
+    host = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1)
     await host.follow(_map(1, False, 0, 1))
     zeros = np.zeros(16, np.float32)
-    host.store("p").install(0, memoryview(zeros).cast("B"), 1)
+    host.admission.store("p").install(0, memoryview(zeros).cast("B"), 1)
     await host.follow(_map(2, True, 0, 1))
     identity = Identity("run", "worker-0", 1, 2, "p")
-    store = await host.admit(identity)
+    store = await host.admission.admit(identity)
     push, pull = (Call(identity, is_push=is_push, wants_weights=not is_push) for is_push in (True, False))
-    store.push(push, 0, 0, memoryview(zeros).cast("B"))
+    store.router.push(push, 0, 0, memoryview(zeros).cast("B"))
     async with asyncio.timeout(60):
         assert await push.next_answer() is not None
-        store.pull(pull, 0, 0)
+        store.router.pull(pull, 0, 0)
         assert "worker-1" in store.waiting_for(pull)
         await host.follow(_map(3, True, 1))
         with pytest.raises(FencedError):

@@ -176,10 +176,10 @@ async def test_a_copy_that_ends_late_does_not_touch_those_of_the_next_attempt(dr
     entry = await driver.create(entry_of(slice_elements=1 << 15 | 1), noise())
     driver.prepare(1, {"p": 0})
     driver.push(entry, 0, 0, noise())
-    late = driver.host.store("p").cuts.current
+    late = driver.host.admission.store("p").cuts.current
     driver.end(1, committed=False)
     driver.prepare(2, {"p": 1})
-    current = driver.host.store("p").cuts.current
+    current = driver.host.admission.store("p").cuts.current
     assert late is not None and current is not None
     assert late._pool.is_used and current._pool is not late._pool
 
@@ -298,12 +298,10 @@ async def test_a_storage_that_takes_nothing_does_not_stop_training(monkeypatch: 
 
 async def until(driver: Driver, enough: Callable[[], bool]) -> None:
     """Waits until what the server would report is enough."""
-    changed = asyncio.Event()
-    driver.host.report = changed.set
     async with asyncio.timeout(60):
         while not enough():
-            await changed.wait()
-            changed.clear()
+            await driver.changed.wait()
+            driver.changed.clear()
 
 
 def loading(restore: Restore, step: int, shards: int = 3, **settings: Any) -> ParametersEntry:
@@ -353,14 +351,14 @@ async def test_an_optimizer_begins_anew_at_the_weights_of_a_snapshot(driver: Dri
     entry = replace(loading(replace(restore, weights_only=True), 3, optimizer=after), state_since=3)
     await other.follow(entry)
     await until(other, lambda: len(other.host.reports()) == 3)
-    weights = driver.host.store("p").dense.weights.copy()
+    weights = driver.host.admission.store("p").dense.weights.array.copy()
     states = [np.zeros(TOTAL, np.float32) for _ in after.state_names]
     Rule(after).initialize(weights, states)
     for step in range(3, 6):
-        store = other.host.store("p")
-        assert [shard.version_min for shard in store.shards.values()] == [step] * 3
-        assert set(store.dense._sequence.tolist()) == {2 * step}, "who reads in place goes by it"
-        assert [array.tobytes() for array in (store.dense.weights, *store.dense.states)] == [
+        store = other.host.admission.store("p")
+        assert [shard.version_min for shard in store.router.machines.values()] == [step] * 3
+        assert set(store.dense.weights.sequence.tolist()) == {2 * step}, "who reads in place goes by it"
+        assert [array.tobytes() for array in (store.dense.weights.array, *store.dense.states)] == [
             array.tobytes() for array in (weights, *states)
         ]
         gradient = noise()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psdist.errors import InvalidArgumentError, StaleTermError
+from psdist.errors import InvalidArgumentError
 from psdist.types import Replica, Shard
 from psdist_server.core.records import ReplicaUpdate, SliceRecord
 from psdist_server.core.replication import (
@@ -129,15 +129,6 @@ def test_a_replica_takes_updates_in_order_and_acknowledges_repeats() -> None:
     with pytest.raises(InvalidArgumentError, match="open the stream again"):
         machine.update(1, update(4))
     assert machine.records[0].contributors == (LIFE,)
-
-
-@pytest.mark.parametrize(("sender", "term"), [(P, 1), (C, 2), (Replica("server-1", 2), 2)])
-def test_a_replica_refuses_whoever_is_not_the_primary_of_its_map(sender: Replica, term: int) -> None:
-    machine = backup()
-    machine.follow(Shard(B, 2, (C,)))
-    with pytest.raises(StaleTermError):
-        machine.check(sender, term)
-    machine.check(B, 2)
 
 
 def test_a_copy_without_all_slices_is_not_complete() -> None:

@@ -59,7 +59,7 @@ def test_a_part_that_is_not_finite_is_left_out(dense: DenseParameters, poison: f
 def test_without_a_finite_part_nothing_is_updated_but_the_version(dense: DenseParameters) -> None:
     assert dense.apply([Update(1, 0, [part(np.nan), part(np.inf)])]) == [(0, 1)]
     assert (weights(dense, 1) == 1.0).all()
-    assert dense.arena is not None and dense.arena.sequence[1] == 2
+    assert dense.weights.arena is not None and dense.weights.arena.sequence[1] == 2
 
 
 def test_an_overflow_of_finite_parts_is_not_their_fault_and_changes_nothing(dense: DenseParameters) -> None:
@@ -69,12 +69,12 @@ def test_an_overflow_of_finite_parts_is_not_their_fault_and_changes_nothing(dens
 
 
 def test_the_arena_tells_twice_the_version_of_each_slice(dense: DenseParameters) -> None:
-    assert dense.arena is not None
-    assert dense.arena.sequence.tolist() == [0, 0, 0]
+    assert dense.weights.arena is not None
+    assert dense.weights.arena.sequence.tolist() == [0, 0, 0]
     dense.apply([Update(1, 0, [part(1.0)]), Update(2, 0, [part(1.0, ELEMENTS - 2 * 4096)])])
     dense.apply([Update(1, 1, [])])
-    assert dense.arena.sequence.tolist() == [0, 4, 2]
-    assert (dense.arena.weights[:4096] == 1.0).all() and (dense.arena.weights[4096:8192] == 0.0).all()
+    assert dense.weights.arena.sequence.tolist() == [0, 4, 2]
+    assert (dense.weights.arena.weights[:4096] == 1.0).all() and (dense.weights.arena.weights[4096:8192] == 0.0).all()
 
 
 def test_clipping_leaves_parts_out_too() -> None:
@@ -87,7 +87,7 @@ def test_clipping_leaves_parts_out_too() -> None:
     assert clipped.combine(0, [part(np.nan)]) == (None, 0.0, (0,))
     assert clipped.apply([Update(0, 1, [part(np.inf)], factor=1.0)]) == [(0,)]
     assert (weights(clipped, 0) == -1.0).all()
-    assert clipped.arena is not None and clipped.arena.sequence[0] == 4
+    assert clipped.weights.arena is not None and clipped.weights.arena.sequence[0] == 4
     clipped.close()
 
 
@@ -117,8 +117,8 @@ def big(count: int = 4) -> DenseParameters:
 
 def resident(dense: DenseParameters) -> tuple[int, int]:
     """KiB of memory that this process's parameters have: the file's, and that of the two states."""
-    assert dense.arena is not None
-    file = os.fstat(dense.arena.fd).st_blocks // 2 - dense.arena.offset // 1024
+    assert dense.weights.arena is not None
+    file = os.fstat(dense.weights.arena.fd).st_blocks // 2 - dense.weights.arena.offset // 1024
     wanted = {kernels.address_of(state) for state in dense.states}
     states, inside, size = 0, False, dense.states[0].nbytes
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -147,9 +147,9 @@ def test_only_slices_that_are_held_take_memory_and_give_it_back() -> None:
     dense.release([1, 2])
     assert dense.indices == (3,) and dense.installed == {3}
     # Who reads the weights in place still can, until nobody does.
-    assert resident(dense) == (2048, 2048) and (dense.weights[BIG : 2 * BIG] == 1.0).all()
+    assert resident(dense) == (2048, 2048) and (dense.weights.array[BIG : 2 * BIG] == 1.0).all()
     dense.reclaim([1, 2, 3])
-    assert dense.arena is not None and dense.arena.sequence.tolist() == [0, 1, 1, 10]
+    assert dense.weights.arena is not None and dense.weights.arena.sequence.tolist() == [0, 1, 1, 10]
     assert resident(dense) == (1024, 2048) and (dense.export(3)[0] == 1.0).all()
     dense.hold([1, 3])
     assert [array.any() for array in dense.export(1)] == [False, False, False]
@@ -168,7 +168,7 @@ def test_a_slice_that_comes_back_starts_from_nothing_but_its_new_content() -> No
     dense.install(0, np.ones(BIG, np.float32))
     weights, *states = dense.export(0)
     assert (weights == 1.0).all() and not any(state.any() for state in states)
-    assert dense.arena is not None and dense.arena.sequence[0] == 0
+    assert dense.weights.arena is not None and dense.weights.arena.sequence[0] == 0
     dense.close()
 
 
@@ -179,7 +179,7 @@ def test_a_copied_slice_is_installed_with_its_last_array_at_its_version() -> Non
         assert 1 not in dense.installed
         dense.install_state(1, number, np.full(BIG, number, np.float32), version=5)
     assert dense.installed == {1} and [array[0] for array in dense.export(1)] == [0.0, 1.0, 2.0]
-    assert dense.arena is not None and dense.arena.sequence.tolist() == [0, 10]
+    assert dense.weights.arena is not None and dense.weights.arena.sequence.tolist() == [0, 10]
     for number, values in (
         (3, np.zeros(BIG, np.float32)),
         (-1, np.zeros(BIG, np.float32)),
@@ -215,12 +215,12 @@ def test_where_there_is_no_room_for_the_first_slices_all_of_them_lie_in_plain_me
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     dense.hold([1])
-    assert dense.arena is None and "no room" in dense.arena_error
+    assert dense.weights.arena is None and "no room" in dense.weights.arena_error
     filled(dense, 1, 1.0)
     assert dense.apply([Update(1, 5, [part(1.0, BIG)])]) == [()] and (dense.export(1)[0] != 1.0).any()
     dense.release([1])
     dense.reclaim([1])
-    assert not dense.weights.any()
+    assert not dense.weights.array.any()
     dense.close()
 
 
@@ -235,7 +235,7 @@ def test_where_there_is_no_room_for_more_slices_nothing_changes(monkeypatch: pyt
     monkeypatch.setattr(shm, "_check_room", full)
     with pytest.raises(LimitExceededError, match="not that much"):
         dense.hold([0, 2])
-    assert dense.held == {1} and dense.arena is not None and (dense.export(1)[0] == 1.0).all()
+    assert dense.held == {1} and dense.weights.arena is not None and (dense.export(1)[0] == 1.0).all()
     dense.close()
 
 

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from psdist import BSP, optim
-from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError
+from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, StaleTermError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
 from psdist.wire.frames import Frame
-from psdist_server.core.replication import BackupReplication
 from psdist_server.kernels.arrays import DenseParameters
-from psdist_server.store.applier import Applier
+from psdist_server.kernels.launcher import KernelLauncher
 from psdist_server.store.backup_shards import BackupShards
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.statistics import Counters
@@ -30,13 +29,13 @@ ZEROS = np.zeros(SLICE, np.float32)
 
 
 class Kernels:
-    """In place of the applier: kernels end when the test says so."""
+    """In place of the launcher: kernels end when the test says so."""
 
     def __init__(self) -> None:
         self.running: dict[int, Callable[[], None]] = {}
 
-    def submit(self, index: int, run: Callable[[Any], Any], work: Any, told: Callable[[Any, Any], None]) -> None:
-        self.running[index] = lambda: told(work, run([(index, work)])[0])
+    def submit(self, index: int, run: Callable[[Any], Any], work: Any, done: Callable[[Any, Any], None]) -> None:
+        self.running[index] = lambda: done(work, run([(index, work)])[0])
 
     def end(self, index: int) -> None:
         self.running.pop(index)()
@@ -47,22 +46,22 @@ class Backup:
 
     def __init__(self) -> None:
         self.dense = DenseParameters(ENTRY)
-        self.dense.hold(range(SLICES))
         self.kernels, self.norms = Kernels(), NormBoard()
         self.stopped: list[PsdistError] = []
-        applier = cast(Applier, self.kernels)
-        self.copies = BackupShards(SPEC, self.dense, applier, self.norms, Counters(), self.stopped.append)
-        self.machine = self.copies.machines[0] = BackupReplication(0, range(SLICES), ENTRY.shards[0])
+        kernels = cast(KernelLauncher, self.kernels)
+        self.backups = BackupShards(SPEC, self.dense, kernels, self.norms, Counters(), self.stopped.append)
+        self.backups.add(0, range(SLICES), ENTRY.shards[0])
+        self.machine = self.backups.machines[0]
 
     def open(self) -> list[pb.ReplicateResponse]:
         """A new stream of the primary: what is answered on it."""
         answers: list[pb.ReplicateResponse] = []
-        answers.append(self.copies.open_stream(P, answers.append))
+        answers.append(self.backups.open_stream(P, answers.append))
         return answers
 
     def take(self, answers: list[pb.ReplicateResponse], payload: bytes = b"", **kind: Any) -> None:
         message = pb.ReplicateRequest(shard=0, term=1, **kind)
-        self.copies.take(P, Frame(message, memoryview(payload)), ENTRY, answers.append)
+        self.backups.on_message(P, Frame(message, memoryview(payload)), ENTRY, answers.append)
 
     def fill(self, answers: list[pb.ReplicateResponse]) -> None:
         self.take(answers, begin=pb.ReplicateRequest.Begin(lsn=0))
@@ -150,10 +149,27 @@ def test_the_square_of_a_slices_last_step_comes_with_its_copy(backup: Backup) ->
     assert backup.norms.known(4) == {1: 2.5}
 
 
-def test_a_copy_that_has_no_room_is_refused_with_the_reason(backup: Backup) -> None:
-    del backup.copies.machines[0]
-    backup.copies.no_room[0] = LimitExceededError("the weights of more slices have no room")
+def test_a_copy_that_has_no_room_is_refused_with_the_reason(backup: Backup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hold(indices: range) -> None:
+        raise LimitExceededError("the weights of more slices have no room")
+
+    monkeypatch.setattr(backup.dense, "hold", hold)
+    backup.backups.remove(0)
+    backup.backups.add(0, range(SLICES), ENTRY.shards[0])
     answers = backup.open()
     backup.take(answers, begin=pb.ReplicateRequest.Begin(lsn=0))
     assert [answer.WhichOneof("kind") for answer in answers] == ["welcome", "refused"]
     assert answers[1].refused.error.code == LimitExceededError.code
+
+
+@pytest.mark.parametrize(("sender", "term"), [(P, 1), (Replica("server-3", 1), 2), (Replica("server-2", 2), 2)])
+def test_a_replica_refuses_whoever_is_not_the_primary_of_its_map(backup: Backup, sender: Replica, term: int) -> None:
+    primary = Replica("server-2", 1)
+    entry = replace(ENTRY, shards=(Shard(primary, 2, (B,)),))
+    backup.backups.follow(entry.shards)
+    for who, number, refused in ((sender, term, True), (primary, 2, False)):
+        answers: list[pb.ReplicateResponse] = []
+        backup.backups.open_stream(who, answers.append)
+        message = pb.ReplicateRequest(shard=0, term=number, begin=pb.ReplicateRequest.Begin(lsn=0))
+        backup.backups.on_message(who, Frame(message, memoryview(b"")), entry, answers.append)
+        assert [answer.refused.error.code for answer in answers] == [StaleTermError.code] * refused

@@ -1,4 +1,4 @@
-"""A holding: what a map makes of it."""
+"""A parameter store: what a map makes of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_before_it_is_ready_one_that_was_being_filled_may_get_the_place_of
     await store.update(replace(entry, shards=(Shard(ME, 2),)), 2)
     with pytest.raises(UnknownParametersError, match="0 of 1 slices"):
         store.check_installed()
-    assert sorted(store.shards) == [0]
+    assert sorted(store.router.machines) == [0]
     await store.close()
     pool.close()
 
@@ -43,7 +43,7 @@ async def test_a_copy_keeps_no_entry_of_a_life_that_is_over_even_where_its_updat
     pool: KernelPool[Any, Any] = KernelPool(1)
     store = ParameterStore(entry, ME, pool, cast(ReplicaNetwork, None), lambda *_: None)
     await store.update(entry, 1)
-    machine = store.copies.machines[0]
+    machine = store.backups.machines[0]
     machine.begin(1, 0)
     machine.state(0, SliceRecord())
     machine.end()

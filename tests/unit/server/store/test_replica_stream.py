@@ -26,13 +26,13 @@ class Source:
         self.asked = 0
         self.rooms = 0
 
-    def is_quiesced(self, index: int, callback: Callable[[], None]) -> None:
+    def when_quiescent(self, index: int, callback: Callable[[], None]) -> None:
         self.asked += 1
         if self.asked > 100:
             raise RuntimeError("the copy never ends, and nothing else runs")
         callback()
 
-    def has_room_again(self) -> None:
+    def ship_waiting(self) -> None:
         self.rooms += 1
 
 
@@ -45,7 +45,7 @@ class Setup:
         self.machine.follow(Shard(ME, 1, filling=(OTHER,)), 0.0)
         self.machine.opened(OTHER, None, 0.0)
         network = SimpleNamespace(rng=Random(1), method=self.method, hello=lambda _: pb.ReplicateRequest())
-        self.replicator = SimpleNamespace(name="p", network=network, machines={0: self.machine}, source=self.source)
+        self.replicator = SimpleNamespace(name="p", network=network, machines={0: self.machine}, updates=self.source)
         self.link = Link(cast(Replicator, self.replicator), OTHER)
 
     def method(self, *_: Any) -> Any:

@@ -15,8 +15,10 @@ from psdist.errors import LimitExceededError, PsdistError, ServerUnreachableErro
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
+from psdist_server.kernels.arrays import DenseParameters
+from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.replica_stream import Link
-from psdist_server.store.replicator import ReplicaReport, Replicator, Source
+from psdist_server.store.replicator import ReplicaReport, Replicator, Source, Updates
 
 P, B, C = Replica("server-0", 1), Replica("server-1", 1), Replica("server-2", 1)
 SPEC = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=4096)
@@ -48,13 +50,10 @@ class Told:
     def __init__(self) -> None:
         self.fenced_shards: list[int] = []
 
-    def fenced(self, number: int) -> None:
+    def fence_shard(self, number: int) -> None:
         self.fenced_shards.append(number)
 
-    def level(self, number: int) -> None:
-        pass
-
-    def has_room_again(self) -> None:
+    def ship_waiting(self) -> None:
         pass
 
 
@@ -63,7 +62,9 @@ class Primary:
 
     def __init__(self) -> None:
         self.network, self.told = Network(), Told()
-        self.replicator = Replicator(ENTRY, P, self.network, cast(Source, self.told))
+        dense = cast(DenseParameters, None)
+        self.replicator = Replicator(ENTRY, self.network, cast(Source, self.told), dense, NormBoard())
+        self.replicator.subscribe(cast(Updates, self.told))
         for number in range(2):
             self.replicator.add(number, 3, [number])
         self.follow(*ENTRY.shards)

@@ -44,23 +44,24 @@ async def turns() -> None:
 async def test_weights_stay_until_every_reader_called_by_the_map_by_which_they_went(dense: DenseParameters) -> None:
     mine = ShmReaders(dense)
     first, second = Reader(4), Reader(5)
-    mine.present += [first, second]
+    mine.add(first)
+    mine.add(second)
     mine.release([1], epoch=5)
     await turns()
-    assert (dense.weights == 1.0).all() and dense.held == {0}
+    assert (dense.weights.array == 1.0).all() and dense.held == {0}
     first.epoch = 5
     await turns()
-    assert (dense.weights[:SLICE] == 1.0).all() and not dense.weights[SLICE:].any()
+    assert (dense.weights.array[:SLICE] == 1.0).all() and not dense.weights.array[SLICE:].any()
 
 
 async def test_a_slice_that_came_back_and_went_again_stays_for_its_later_readers(dense: DenseParameters) -> None:
     mine = ShmReaders(dense)
     mine.release([1], epoch=5)
     dense.hold([1])
-    mine.present.append(Reader(6))
+    mine.add(last := Reader(6))
     mine.release([1], epoch=7)
     await turns()
-    assert (dense.weights == 1.0).all()
-    mine.present.clear()
+    assert (dense.weights.array == 1.0).all()
+    mine.remove(last)
     await turns()
-    assert not dense.weights[SLICE:].any()
+    assert not dense.weights.array[SLICE:].any()

@@ -1,0 +1,137 @@
+"""Checks the sender of a request, and the map by which it was routed.
+
+A request that was routed by a newer map waits for that map. One that was routed by an older map is refused, and the
+client routes it anew.
+
+Invariant: an incarnation of a worker that is not in the newest map is refused, also while that map is being followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Final
+
+from psdist.errors import StaleEpochError, StaleTermError, UnknownParametersError, WrongRunError
+from psdist.types import ClusterMap, Identity, Replica
+from psdist.v1 import server_pb2
+from psdist_server.peers import PeerServers
+from psdist_server.store.parameter_store import ParameterStore
+from psdist_server.store.rpc_call import fenced
+
+#: A request routed by a map that this server has not got waits so long for it.
+MAP_WAIT_SECONDS: Final = 10.0
+
+
+class Admission:
+    """Checks the senders of requests.
+
+    stores: the parameter stores by name. kernels_ready: done when the kernels that all of them need are compiled.
+    """
+
+    def __init__(
+        self, run_id: str, stores: Mapping[str, ParameterStore], peers: PeerServers, kernels_ready: Future[None]
+    ) -> None:
+        #: The map that was followed last.
+        self.map = ClusterMap(run_id, 0)
+        #: Incarnation of each live worker.
+        self.live: Mapping[str, int] = {}
+        self._stores = stores
+        self._peers = peers
+        self._kernels_ready = kernels_ready
+        #: Workers that have sent something since ``take_heard``.
+        self._heard: dict[tuple[str, int], None] = {}
+        self._map_changed = asyncio.Condition()
+
+    def follow(self, cluster: ClusterMap) -> None:
+        """A newer map: workers that are not in it are refused from now on."""
+        self.live = {worker.worker_id: worker.incarnation for worker in cluster.workers}
+
+    async def followed(self, cluster: ClusterMap) -> None:
+        """All stores have followed the newer map: requests that were routed by it go on."""
+        self.map = cluster
+        async with self._map_changed:
+            self._map_changed.notify_all()
+
+    async def _wait_for_epoch(self, epoch: int) -> None:
+        if epoch <= self.map.epoch:
+            return
+        try:
+            async with asyncio.timeout(MAP_WAIT_SECONDS), self._map_changed:
+                await self._map_changed.wait_for(lambda: epoch <= self.map.epoch)
+        except TimeoutError:
+            raise StaleEpochError(
+                f"{self._peers.me.server_id} has map {self.map.epoch} and did not get map {epoch} from the scheduler "
+                f"within {MAP_WAIT_SECONDS:.0f} s",
+                epoch=self.map.epoch,
+            ) from None
+
+    def store(self, parameters: str) -> ParameterStore:
+        """The parameter store of this name. Raises UnknownParametersError."""
+        if parameters not in self._stores:
+            raise UnknownParametersError(
+                f"{self._peers.me.server_id} holds nothing of parameters {parameters!r:.80}: create them, or route by "
+                "the cluster map",
+                parameters=parameters,
+            )
+        return self._stores[parameters]
+
+    async def admit(self, identity: Identity) -> ParameterStore:
+        """The parameter store that ``identity`` may use. Raises WrongRunError, FencedError, StaleEpochError or
+        UnknownParametersError, in this order."""
+        self._check_run(identity.run_id)
+        await self._wait_for_epoch(identity.epoch)
+        self.check_live(identity)
+        if identity.epoch < self.map.epoch:
+            raise StaleEpochError(
+                f"the request was routed by epoch {identity.epoch}, the cluster is at {self.map.epoch}: fetch the map, "
+                "route anew and send again",
+                epoch=self.map.epoch,
+            )
+        return await self._ready_store(identity.parameters)
+
+    async def admit_server(self, run_id: str, epoch: int, parameters: str) -> ParameterStore:
+        """The parameter store that another server asks about."""
+        self._check_run(run_id)
+        await self._wait_for_epoch(epoch)
+        return await self._ready_store(parameters)
+
+    async def admit_primary(self, hello: server_pb2.ReplicateRequest.Hello) -> tuple[Replica, ParameterStore]:
+        """The sender of ``hello``, and the store that it may send updates for. Raises StaleTermError where this
+        incarnation of a server is over."""
+        sender = Replica(hello.server_id, hello.incarnation)
+        store = await self.admit_server(hello.run_id, hello.epoch, hello.parameters)
+        if not self._peers.is_live(sender):
+            raise StaleTermError(f"{sender} (incarnation {sender.incarnation}) is not a live server of this run")
+        return sender, store
+
+    def _check_run(self, run_id: str) -> None:
+        if run_id != self.map.run_id:
+            raise WrongRunError(f"this server belongs to run {self.map.run_id!r}, not {run_id!r:.80}")
+
+    async def _ready_store(self, parameters: str) -> ParameterStore:
+        """Waits for compilation, which takes seconds where there is no cache yet: on the event loop it would cost the
+        lease."""
+        store = self.store(parameters)
+        for compiled in (self._kernels_ready, store.ready):
+            if compiled.done():
+                compiled.result()
+            else:
+                await asyncio.wrap_future(compiled)
+        return store
+
+    def check_live(self, identity: Identity) -> None:
+        """Raises FencedError for a worker, or an incarnation of one, that is not in the map."""
+        if self.live.get(identity.worker_id) != identity.incarnation:
+            raise fenced(identity)
+        self.heard(identity)
+
+    def heard(self, identity: Identity) -> None:
+        """A worker that was admitted has sent something."""
+        self._heard[identity.worker_id, identity.incarnation] = None
+
+    def take_heard(self) -> list[tuple[str, int]]:
+        """Workers, by id and incarnation, that have sent something since the last call."""
+        heard, self._heard = list(self._heard), {}
+        return heard

@@ -1,0 +1,111 @@
+"""Gradients that were pushed and wait for their update: checked when they arrive, and kept by token until then.
+
+Contributions in messages are checked for NaN and Inf when they arrive. Contributions in shared memory are checked by
+the kernel that reads them, because they could change in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from psdist.consistency import BSP
+from psdist.errors import InvalidArgumentError, NonFiniteGradientError
+from psdist.types import ITEM_BYTES, ParametersSpec, Slicing
+from psdist_server.kernels import kernels
+from psdist_server.kernels.arrays import Bad, Gradient, gradient_of
+from psdist_server.store.rpc_call import Call
+from psdist_server.store.statistics import Counters
+
+
+@dataclass(slots=True)
+class PendingGradient:
+    """A contribution that waits for its update. is_shared: it lies in memory of the worker, and takes no slot of its
+    stream."""
+
+    index: int
+    call: Call
+    values: Gradient
+    is_shared: bool
+
+
+class PendingGradients:
+    """The contributions of one parameter set that are not used yet."""
+
+    def __init__(self, spec: ParametersSpec, slicing: Slicing, counters: Counters) -> None:
+        self._spec = spec
+        self._slicing = slicing
+        self._counters = counters
+        #: SSP and ASP clip each push by its own norm, which the worker sends.
+        self._needs_norm = spec.optimizer.max_grad_norm > 0 and not isinstance(spec.consistency, BSP)
+        self._by_token: dict[int, PendingGradient] = {}
+
+    def check_norm(self, call: Call) -> None:
+        """Raises InvalidArgumentError where a push must bring its gradient's global norm and does not."""
+        needed = self._needs_norm and not call.abstain
+        if needed and not (math.isfinite(call.grad_norm) and call.grad_norm >= 0):
+            raise InvalidArgumentError(f"grad_norm={call.grad_norm} must be finite: the optimizer has max_grad_norm")
+
+    def decode(self, call: Call, index: int, payload: memoryview) -> Gradient:
+        """A payload's elements, in place. Raises InvalidArgumentError where they are not as many as the slice's."""
+        expected = 0 if call.abstain else self._slicing.size(index) * ITEM_BYTES[call.dtype]
+        if len(payload) != expected:
+            raise InvalidArgumentError(
+                f"slice {index} has {expected} bytes in {call.dtype}, not {len(payload)}", slice=index
+            )
+        return gradient_of(payload, call.dtype)
+
+    def is_finite(self, call: Call, index: int, values: Gradient) -> bool:
+        """Whether all elements are finite. Raises NonFiniteGradientError where they are not and the policy is to
+        reject."""
+        if kernels.all_finite(values):
+            return True
+        self._counters.of(call.identity.worker_id).non_finite += 1
+        if self._spec.non_finite == "skip":
+            return False
+        raise self._non_finite(index)
+
+    def _non_finite(self, index: int) -> NonFiniteGradientError:
+        start, stop = self._slicing.bounds(index)
+        return NonFiniteGradientError(
+            f"the gradient of {self._spec.name!r} holds NaN or Inf in elements {start} to {stop - 1} (slice "
+            f"{index}); find out why, or set non_finite='skip'"
+        )
+
+    def add(self, token: int, gradient: PendingGradient) -> None:
+        """Keeps a contribution until it is used or discarded."""
+        if not gradient.is_shared:
+            self._counters.bytes_held += gradient.values.nbytes
+        self._by_token[token] = gradient
+
+    def values(self, tokens: Iterable[int]) -> list[Gradient]:
+        """The elements of contributions."""
+        return [self._by_token[token].values for token in tokens]
+
+    def norm(self, token: int) -> float:
+        """The global norm of the gradient that a contribution is part of, as the worker sent it."""
+        return self._by_token[token].call.grad_norm
+
+    def used(self, index: int, tokens: tuple[int, ...], left_out: Bad) -> None:
+        """An update of slice ``index`` has read these contributions. Those at positions ``left_out`` held NaN or Inf
+        and are not in it, which their workers learn where the policy is to reject."""
+        for position in left_out:
+            call = self._by_token[tokens[position]].call
+            self._counters.of(call.identity.worker_id).non_finite += 1
+            if self._spec.non_finite == "reject":
+                call.fail(self._non_finite(index))
+        for token in tokens:
+            self.discard(token)
+
+    def discard(self, token: int) -> None:
+        """A contribution is needed no more."""
+        gradient = self._by_token.pop(token, None)
+        if gradient is not None and not gradient.is_shared:
+            self._counters.bytes_held -= gradient.values.nbytes
+            gradient.call.slots.release()
+
+    def discard_slices(self, indices: Collection[int]) -> None:
+        """All contributions to these slices are needed no more."""
+        for token in [token for token, gradient in self._by_token.items() if gradient.index in indices]:
+            self.discard(token)

@@ -1,0 +1,198 @@
+"""Routes what calls ask about slices to the machines of their shards, as events.
+
+Contributions in messages (``push``) are checked for NaN and Inf when they arrive. Contributions in shared memory
+(``push_shared``) are checked when their kernel reads them, because they could change in between.
+
+Invariants: a call for a slice that is not served here is refused, and nothing was changed: its sender routes it anew. A
+call that waits for a slice ends when the slice's shard goes to another server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from psdist.errors import InvalidArgumentError
+from psdist.types import ParametersEntry, ParametersMember
+from psdist_server.core.async_shard import AsyncShard
+from psdist_server.core.bsp_shard import BspShard
+from psdist_server.core.events import (
+    Cancelled,
+    Effect,
+    Event,
+    JoinProposed,
+    JoinWithdrawn,
+    PullRequested,
+    SlicePushed,
+)
+from psdist_server.kernels.arrays import Gradient
+from psdist_server.store.pending_gradients import PendingGradient, PendingGradients
+from psdist_server.store.replica_stream import not_primary
+from psdist_server.store.rpc_call import Call, CallTable
+from psdist_server.store.statistics import Counters
+
+
+class ShardRouter:
+    """The machines of the shards that this server is the primary of, and the way of events to them.
+
+    run: carries the effects of the machines out.
+    """
+
+    def __init__(
+        self,
+        entry: ParametersEntry,
+        calls: CallTable,
+        gradients: PendingGradients,
+        counters: Counters,
+        run: Callable[[Sequence[Effect]], None],
+    ) -> None:
+        self.machines: dict[int, BspShard | AsyncShard] = {}
+        self.calls = calls
+        self._gradients = gradients
+        self._counters = counters
+        self.run = run
+        self._name = entry.spec.name
+        self._slice_count = entry.slicing.count
+        self._shard_count = max(1, len(entry.shards))
+        #: The newest map, and the shards that it gives to this server.
+        self._epoch = 0
+        self._assigned: Collection[int] = ()
+        #: Shards of which a replica knows a newer primary.
+        self._fenced: set[int] = set()
+        self._indices: tuple[int, ...] | None = ()
+
+    # --- shards -------------------------------------------------------------------------------------------------------
+
+    def follow(self, epoch: int, assigned: Collection[int]) -> None:
+        """A new map, by which this server is the primary of the ``assigned`` shards."""
+        self._epoch, self._assigned = epoch, assigned
+
+    def add(self, number: int, machine: BspShard | AsyncShard) -> None:
+        """This server is the primary of a shard from now on."""
+        self.machines[number] = machine
+        self._indices = None
+
+    def remove(self, number: int) -> None:
+        """This server is the primary of a shard no more: ends the calls that wait for it."""
+        del self.machines[number]
+        self._indices = None
+        self.calls.fail_slices(self.slices_of(number), not_primary(number))
+
+    def fence_shard(self, number: int) -> None:
+        """A replica knows a newer primary of a shard: refuses its slices until the next map is followed."""
+        self._fenced.add(number)
+        self.calls.fail_slices(self.slices_of(number), not_primary(number))
+
+    def unfence(self) -> None:
+        """The map has named the primaries anew."""
+        self._fenced.clear()
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The slices that are served here, ascending."""
+        if self._indices is None:
+            self._indices = tuple(sorted(index for machine in self.machines.values() for index in machine.slices))
+        return self._indices
+
+    def slices_of(self, number: int) -> range:
+        """The slices of a shard."""
+        return range(number, self._slice_count, self._shard_count)
+
+    def shard_of(self, index: int) -> int:
+        """The number of a slice's shard."""
+        return index % self._shard_count
+
+    def get(self, index: int) -> BspShard | AsyncShard | None:
+        """The machine of a slice's shard; None where it is not served here."""
+        return self.machines.get(index % self._shard_count)
+
+    def of(self, index: int) -> BspShard | AsyncShard:
+        """The machine of the shard of a slice that is served here."""
+        return self.machines[index % self._shard_count]
+
+    def version(self, index: int) -> int:
+        """The version of a slice that is served here."""
+        return self.of(index).slices[index].version
+
+    def check_slice(self, index: int, epoch: int) -> None:
+        """Raises InvalidArgumentError where slice ``index`` does not exist or is another server's in map ``epoch``;
+        StaleEpochError where it is not served here any more."""
+        number = index % self._shard_count
+        if number in self.machines and index < self._slice_count and number not in self._fenced:
+            return
+        if index >= self._slice_count or (epoch == self._epoch and number not in self._assigned):
+            raise InvalidArgumentError(
+                f"slice {index} of {self._name!r} is not on this server (of {self._slice_count} slices); "
+                "route by the cluster map"
+            )
+        raise not_primary(number)
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def dispatch(self, index: int, event: Event) -> None:
+        """Passes an event about a slice that is served here to its machine, and carries out what follows."""
+        self.run(self.machines[index % self._shard_count].on(event))
+
+    def dispatch_all(self, event: Event) -> None:
+        """Passes an event to all machines, and carries out what follows."""
+        for machine in self.machines.values():
+            self.run(machine.on(event))
+
+    def push(self, call: Call, index: int, base_version: int, payload: memoryview) -> None:
+        """Routes one contribution. Raises InvalidArgumentError and its kinds; then nothing was changed."""
+        self.check_slice(index, call.identity.epoch)
+        values = self._gradients.decode(call, index, payload)
+        abstain = call.abstain or not self._gradients.is_finite(call, index, values)
+        self._counters.of(call.identity.worker_id).push_bytes += len(payload)
+        self._push(call, index, base_version, PendingGradient(index, call, values, is_shared=False), abstain)
+
+    def push_shared(self, call: Call, index: int, base_version: int, values: Gradient) -> None:
+        """Routes one contribution that lies in shared memory: ``values`` are read when the slice is updated, and may
+        hold anything. Raises InvalidArgumentError where the slice is not here; then nothing was changed."""
+        self.check_slice(index, call.identity.epoch)
+        self._push(call, index, base_version, PendingGradient(index, call, values, is_shared=True), call.abstain)
+
+    def _push(self, call: Call, index: int, base_version: int, gradient: PendingGradient, abstain: bool) -> None:
+        token, worker_id, incarnation = self.calls.ask(call, index), call.identity.worker_id, call.identity.incarnation
+        self._counters.of(worker_id).pushes += 1
+        self._gradients.add(token, gradient)
+        step, wants_weights, mark = call.step, call.wants_weights, call.mark
+        event = SlicePushed(token, index, worker_id, incarnation, step, base_version, abstain, wants_weights, mark)
+        self.dispatch(index, event)
+
+    def pull(self, call: Call, index: int, min_version: int) -> None:
+        """Asks for one slice at ``min_version`` or later. Raises what ``check_slice`` does."""
+        self.check_slice(index, call.identity.epoch)
+        token = self.calls.ask(call, index)
+        self._counters.of(call.identity.worker_id).pulls += 1
+        self.dispatch(index, PullRequested(token, index, call.identity.worker_id, min_version))
+
+    def cancel(self, call: Call) -> None:
+        """The call ended: nothing answers it any more."""
+        for token, index in list(call.outstanding.items()):
+            self.calls.pop(token)
+            if self.get(index) is not None:
+                self.dispatch(index, Cancelled(token, index))
+        call.outstanding.clear()
+
+    # --- joins --------------------------------------------------------------------------------------------------------
+
+    def propose(self, member: ParametersMember) -> bool:
+        """Whether ``member`` may join at its first step. If so, its contributions are waited for from now on."""
+        if not all(machine.admits(member) for machine in self.machines.values()):
+            return False
+        self.dispatch_all(JoinProposed(member))
+        return True
+
+    def withdraw(self, worker_id: str) -> None:
+        """Forgets a proposal."""
+        self.dispatch_all(JoinWithdrawn(worker_id))
+
+    @property
+    def proposed(self) -> list[str]:
+        """Workers whose proposal was accepted and that are no members yet."""
+        return sorted({worker_id for machine in self.machines.values() for worker_id in machine.proposals})
+
+    @property
+    def step_next(self) -> int:
+        """The step or clock that a worker may join at, as far as this server goes."""
+        return max((machine.step_next for machine in self.machines.values()), default=0)

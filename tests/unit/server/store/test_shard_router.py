@@ -1,0 +1,124 @@
+"""The way of calls to the machines: what is refused, what a call waits for, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from psdist import BSP, optim
+from psdist.errors import FencedError, InternalError, InvalidArgumentError, StaleEpochError
+from psdist.types import Identity, ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard
+from psdist_server.core.events import Apply, Effect, SliceLoaded
+from psdist_server.core.shards import make_shard
+from psdist_server.store.pending_gradients import PendingGradients
+from psdist_server.store.rpc_call import Call, CallTable
+from psdist_server.store.shard_router import ShardRouter
+from psdist_server.store.statistics import Counters
+
+SLICE = 16
+ME = Replica("server-0", 1)
+SPEC = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=SLICE)
+MEMBERS = (ParametersMember("worker-0", 1, 0),)
+ENTRY = ParametersEntry(SPEC, 4 * SLICE, (Shard(ME),) * 2, MEMBERS)
+PAYLOAD = memoryview(np.ones(SLICE, np.float32)).cast("B")
+
+
+class Routed:
+    """The first of two shards is served here, by the map of epoch 5."""
+
+    def __init__(self) -> None:
+        self.effects: list[Effect] = []
+        self.counters, self.calls = Counters(), CallTable()
+        self.gradients = PendingGradients(SPEC, ENTRY.slicing, self.counters)
+        self.router = ShardRouter(ENTRY, self.calls, self.gradients, self.counters, self.run)
+        self.router.follow(5, [0])
+        self.router.add(0, make_shard(self.router.slices_of(0), MEMBERS, SPEC.consistency, False))
+
+    def run(self, effects: Sequence[Effect]) -> None:
+        self.effects += effects
+
+
+@pytest.fixture
+async def routed() -> Routed:
+    return Routed()
+
+
+def call_of(incarnation: int = 1) -> Call:
+    return Call(Identity("run", "worker-0", incarnation, 5, "p"), is_push=True, wants_weights=False)
+
+
+def test_a_push_becomes_an_event_of_its_slices_machine(routed: Routed) -> None:
+    call = call_of()
+    routed.router.push(call, 2, 0, PAYLOAD)
+    (effect,) = routed.effects
+    assert isinstance(effect, Apply) and (effect.index, effect.step) == (2, 0)
+    assert list(call.outstanding.values()) == [2] and routed.counters.bytes_held == 4 * SLICE
+    assert [values.tolist() for values in routed.gradients.values(effect.parts)] == [[1.0] * SLICE]
+    routed.gradients.used(2, effect.parts, ())
+    assert routed.counters.bytes_held == 0
+
+
+def test_what_is_not_served_here_is_refused_and_changes_nothing(routed: Routed) -> None:
+    call = call_of()
+    for index, error in ((1, InvalidArgumentError), (4, InvalidArgumentError)):
+        with pytest.raises(error):
+            routed.router.push(call, index, 0, PAYLOAD)
+    with pytest.raises(StaleEpochError):
+        routed.router.check_slice(1, epoch=4)
+    with pytest.raises(InvalidArgumentError, match="64 bytes"):
+        routed.router.push(call, 0, 0, PAYLOAD[:4])
+    assert not call.outstanding and not routed.effects and routed.counters.bytes_held == 0
+
+
+async def test_calls_end_when_the_shard_that_they_wait_for_goes_elsewhere(routed: Routed) -> None:
+    call = call_of()
+    routed.router.push(call, 0, 0, PAYLOAD)
+    routed.router.remove(0)
+    assert routed.router.indices == ()
+    with pytest.raises(StaleEpochError):
+        await call.next_answer()
+
+
+async def test_a_fenced_shard_is_refused_until_a_map_names_its_primary(routed: Routed) -> None:
+    call = call_of()
+    routed.router.push(call, 0, 0, PAYLOAD)
+    routed.router.fence_shard(0)
+    with pytest.raises(StaleEpochError):
+        await call.next_answer()
+    with pytest.raises(StaleEpochError):
+        routed.router.check_slice(0, 5)
+    routed.router.unfence()
+    routed.router.check_slice(0, 5)
+
+
+async def test_a_slice_that_was_loaded_takes_the_step_of_its_snapshot(routed: Routed) -> None:
+    routed.router.dispatch(0, SliceLoaded(0, 7))
+    assert routed.router.version(0) == 7 and routed.router.step_next == 7
+
+
+async def test_calls_of_an_incarnation_that_is_over_end(routed: Routed) -> None:
+    call = call_of()
+    routed.router.pull(call, 0, 3)
+    routed.calls.fence({"worker-0": 2})
+    with pytest.raises(FencedError):
+        await call.next_answer()
+
+
+async def test_after_a_failure_all_calls_have_its_error(routed: Routed) -> None:
+    call = call_of()
+    routed.router.pull(call, 0, 3)
+    routed.calls.raise_if_failed()
+    routed.calls.fail_permanently(InternalError("a defect"))
+    with pytest.raises(InternalError, match="a defect"):
+        await call.next_answer()
+    with pytest.raises(InternalError, match="a defect"):
+        routed.calls.raise_if_failed()
+
+
+async def test_a_call_that_was_cancelled_is_answered_nothing(routed: Routed) -> None:
+    call = call_of()
+    routed.router.push(call, 0, 0, PAYLOAD)
+    routed.router.cancel(call)
+    assert not call.outstanding and list(routed.calls) == []
