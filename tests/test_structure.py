@@ -32,7 +32,6 @@ WIDE = {
     "Service": (28, 1),
     # To be split: each does more than one thing.
     "Applier": (32, 22),
-    "Attempt": (29, 17),
     "BucketStep": (21, 17),
     "Cluster": (31, 20),
     "DenseParameters": (22, 19),
@@ -44,7 +43,6 @@ WIDE = {
     "Scheduler": (16, 18),
     "ServerSession": (11, 16),
     "SharedMemory": (25, 21),
-    "SnapshotSchedule": (48, 18),
     "Supervisor": (21, 20),
     "WorkerSession": (33, 25),
 }

@@ -89,7 +89,7 @@ from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.placement.replica_manager import ReplicaManager
 from psdist_scheduler.placement.restore_point import Resume
 from psdist_scheduler.placement.scaling import Scaling
-from psdist_scheduler.snapshots.schedule import SnapshotSchedule
+from psdist_scheduler.snapshots.snapshots import Snapshots
 
 #: A call that waits hears its reason again after so long, so that its peer can tell a wait from a dead connection.
 REPEAT_SECONDS = 2.0
@@ -140,7 +140,7 @@ class Cluster:
         self._replica_manager = ReplicaManager(settings, self.registry, self.members)
         self._scaling = Scaling(settings, self.registry, self.members)
         self.datasets = Datasets(stored.datasets, resume)
-        self.snapshots = SnapshotSchedule(settings, self.registry, self.members, self.datasets, history, now)
+        self.snapshots = Snapshots(settings, self.registry, self.members, self.datasets, history, now)
         self._deferred = DeferredLosses(self.registry, self.members, self.snapshots)
         self._going_back = Rollback(self.registry, self.members, self.datasets, self.snapshots)
         self._leaving = GracefulShutdown(settings, self.registry, self.members, self.snapshots, self._scaling)
@@ -296,17 +296,18 @@ class Cluster:
             case LoadFailed():
                 return self._going_back.load_failed(event)
             case Keeps() | HandIn() | HandedIn():
-                return self.snapshots.state_registry.on(event, self.snapshots.attempt, now)
+                return self.snapshots.runner.states.on(event, self.snapshots.runner.attempt, now)
             case GetState():
-                return self.snapshots.state_registry.get(event, self.registry.resume.found)
+                return self.snapshots.runner.states.get(event, self.registry.resume.found)
             case Prepared() | Marked() | Written() | PartFailed():
-                return self.snapshots.heard(event, now)
+                return self.snapshots.runner.on(event, now)
             case Committed():
-                return self._going_back.committed(event, self.epoch + 1, now)
+                effects, newer = self.snapshots.on_committed(event, now)
+                return effects if newer is None else effects + self._going_back.to_newer(newer, self.epoch + 1, now)
             case CommitFailed():
-                return self.snapshots.commit_failed(event, now)
+                return self.snapshots.on_commit_failed(event, now)
             case Pruned():
-                return self.snapshots.pruned(event)
+                return self.snapshots.catalog.on_pruned(event)
             case HistoryRead():
                 return self._going_back.history_read(event, self.epoch + 1, now)
             case CallEnded():
@@ -392,7 +393,7 @@ class Cluster:
             effects += self.registry.server_session(member.member_id, self.members)
         else:
             self._stops.session_opened(member)
-        return effects + self.snapshots.session_opened(member, self.epoch, now)
+        return effects + self.snapshots.runner.session_opened(member, self.epoch, now)
 
     def _close_session(self, event: SessionClosed, now: float) -> list[Effect]:
         member_id = self.members.sessions.get(event.call)
@@ -413,8 +414,8 @@ class Cluster:
         if member is not None and member.role == "server":
             self.members.heard(event.heard, now)
             self.registry.versions(member.member_id, event.epoch, event.versions)
-            if event.progress is not None:
-                self.snapshots.progressed(member.member_id, event.progress, now)
+            if event.progress is not None and self.snapshots.runner.attempt is not None:
+                self.snapshots.runner.attempt.on_progress(member.member_id, event.progress, now)
         return []
 
     def _join_answered(self, event: JoinAnswered) -> list[Effect]:
@@ -469,7 +470,7 @@ class Cluster:
         self._barriers.end(call)
         self._rendezvous.end(call)
         self._scaling.end(call)
-        self.snapshots.end(call)
+        self.snapshots.waiters.end(call)
         self._leaving.end(call)
         self._mutual_waits.end(call)
 

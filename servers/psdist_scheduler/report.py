@@ -70,8 +70,9 @@ def status(
 
 def _snapshots(cluster: Cluster, now: float) -> pb.SnapshotsStatus:
     snapshots, found = cluster.snapshots, cluster.registry.resume.found
-    failures, attempt = snapshots.failures, snapshots.attempt
-    last_failure = snapshots.replaced or failures.text
+    failures, attempt = snapshots.runner.failures, snapshots.runner.attempt
+    done, total = attempt.bytes if attempt is not None else (0, 0)
+    last_failure = snapshots.catalog.replaced or failures.text
     return pb.SnapshotsStatus(
         storage=cluster.settings.storage,
         policy=cluster.settings.policy.text,
@@ -79,8 +80,8 @@ def _snapshots(cluster: Cluster, now: float) -> pb.SnapshotsStatus:
         attempt=attempt.number if attempt is not None else 0,
         phase=attempt.stage if attempt is not None else "",
         waiting_for=attempt.waiting_for if attempt is not None else "",
-        bytes_done=attempt.bytes_done if attempt is not None else 0,
-        bytes=attempt.bytes_total if attempt is not None else 0,
+        bytes_done=done,
+        bytes=total,
         failed=failures.count,
         last_failure=last_failure,
         last_failure_time=time.time() - (now - failures.at) if failures.count else 0.0,

@@ -229,8 +229,8 @@ class Ready(SnapshotDriver):
     @property
     def attempt(self) -> Attempt:
         """The attempt under way."""
-        assert self.cluster.snapshots.attempt is not None
-        return self.cluster.snapshots.attempt
+        assert self.cluster.snapshots.runner.attempt is not None
+        return self.cluster.snapshots.runner.attempt
 
 
 def ready(workers: int = 1, servers: int = 2, consistency: Consistency | None = None, **settings: Any) -> Ready:

@@ -25,7 +25,7 @@ from psdist_scheduler.events.records import Member
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.placement.replicas import after_loss
-from psdist_scheduler.snapshots.schedule import SnapshotSchedule
+from psdist_scheduler.snapshots.snapshots import Snapshots
 
 #: A loss is put off for so long at most, in seconds. Servers that register wait longer for an address to become free.
 PATIENCE_SECONDS: Final = 30.0
@@ -37,7 +37,7 @@ Losses = list[tuple[str, str]]
 class DeferredLosses:
     """Servers of one run that are gone and still count as members."""
 
-    def __init__(self, registry: Registry, members: Membership, snapshots: SnapshotSchedule) -> None:
+    def __init__(self, registry: Registry, members: Membership, snapshots: Snapshots) -> None:
         self._registry = registry
         self._members = members
         self._snapshots = snapshots

@@ -19,20 +19,18 @@ from __future__ import annotations
 from psdist.types import Replica
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events.cluster_events import Broadcast, Close, Effect, LogEvent
-from psdist_scheduler.events.snapshot_events import CommitFound, Committed, HistoryRead, LoadFailed, RolledBack
+from psdist_scheduler.events.snapshot_events import CommitFound, HistoryRead, LoadFailed, RolledBack
 from psdist_scheduler.members.membership import WENT_BACK, Membership
 from psdist_scheduler.placement.parameters import ParameterSet
 from psdist_scheduler.placement.registry import Registry, name_shards
 from psdist_scheduler.placement.replicas import after_loss
-from psdist_scheduler.snapshots.schedule import SnapshotSchedule
+from psdist_scheduler.snapshots.snapshots import Snapshots
 
 
 class Rollback:
     """What has to be done to all parts of a run."""
 
-    def __init__(
-        self, registry: Registry, members: Membership, datasets: Datasets, snapshots: SnapshotSchedule
-    ) -> None:
+    def __init__(self, registry: Registry, members: Membership, datasets: Datasets, snapshots: Snapshots) -> None:
         self._registry = registry
         self._members = members
         self._datasets = datasets
@@ -92,15 +90,9 @@ class Rollback:
             f"{server} is gone and held {name_shards(n)} of {p.name!r} alone" for server, n in gone.items()
         )
 
-    def committed(self, event: Committed, epoch: int, now: float) -> list[Effect]:
-        """A snapshot exists: of this course, or of one that was given up while the storage stood still."""
-        snapshots, found = self._snapshots, CommitFound(event.commit, event.manifest)
-        if not snapshots.is_late(event) or self._registry.resume.is_of_this_course(found):
-            return snapshots.committed(event, now)
-        if any(p.record for p in self._registry.all):
-            return snapshots.discard(event)
-        effects = snapshots.committed(event, now)
-        return effects + self._roll_back(found, epoch, now, "the storage has committed a newer snapshot after all")
+    def to_newer(self, found: CommitFound, epoch: int, now: float) -> list[Effect]:
+        """Goes back to a snapshot that was in doubt when the run went back to the one before."""
+        return self._roll_back(found, epoch, now, "the storage has committed a newer snapshot after all")
 
     def load_failed(self, event: LoadFailed) -> list[Effect]:
         """A snapshot cannot be loaded. Where it never will be, the one before is looked for."""

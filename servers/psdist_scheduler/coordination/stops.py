@@ -24,7 +24,7 @@ from psdist_scheduler.events.records import Member, name_some
 from psdist_scheduler.events.worker_events import StopCommand, StopKind, StopReported
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
-from psdist_scheduler.snapshots.schedule import SnapshotSchedule
+from psdist_scheduler.snapshots.snapshots import Snapshots
 
 #: Whoever ends a whole run asks its workers one after another: so long the others are waited for.
 COLLECT_SECONDS: Final = 1.0
@@ -51,7 +51,7 @@ class Stops:
 
     members: Membership
     registry: Registry
-    snapshots: SnapshotSchedule
+    snapshots: Snapshots
     #: Commands are numbered from here on: a restarted scheduler's are higher.
     number: int
     phase: Phase = "idle"
@@ -127,7 +127,7 @@ class Stops:
                 return self._let_leave({})
             case "holding" if all(self._get(worker).next is not None for worker in self._stopping):
                 self._go(now, "saving")
-                return self.snapshots.save_for_the_end(self._ends(), now)
+                return self.snapshots.save_for_the_end(self._ends())
             case "saving" if self.snapshots.may_leave or now - self._since >= SAVE_SECONDS:
                 self._go(now, "leaving")
                 return self._let_leave(self._ends())

@@ -15,6 +15,8 @@ from psdist.types import DatasetSpec, Layout, ParametersEntry, Restore
 
 Role = Literal["server", "worker"]
 MemberState = Literal["live", "left", "lost"]
+#: A member's id and incarnation.
+Identity = tuple[str, int]
 HEARTBEATS_PER_LEASE: Final = 4
 
 
@@ -73,6 +75,11 @@ class Member:
     reason: str = ""
     #: A server from which everything is moved away, or was before it went.
     draining: bool = False
+
+    @property
+    def identity(self) -> Identity:
+        """Its id and incarnation."""
+        return self.member_id, self.incarnation
 
     @property
     def live(self) -> bool:

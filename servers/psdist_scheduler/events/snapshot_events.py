@@ -12,6 +12,7 @@ from typing import Final
 
 from psdist.snapshots.format import CommitRecord, Manifest, ShardFile, WorkerState
 from psdist.types import Restore
+from psdist_scheduler.events.records import Identity
 
 #: By parameters: a step, or the number of a worker's next push.
 Numbers = tuple[tuple[str, int], ...]
@@ -121,7 +122,7 @@ class HandedIn:
     """That file is durable."""
 
     attempt: int
-    life: tuple[str, int]
+    worker: Identity
     state: WorkerState
 
 
