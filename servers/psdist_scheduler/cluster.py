@@ -82,7 +82,9 @@ from psdist_scheduler.events.snapshot_events import (
     Written,
 )
 from psdist_scheduler.events.worker_events import Caller, Heard, StopReported
+from psdist_scheduler.members.admission import Admission
 from psdist_scheduler.members.barriers import Barriers
+from psdist_scheduler.members.demand import Demand
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.members.rendezvous import Rendezvous
 from psdist_scheduler.placement.registry import Registry
@@ -128,24 +130,26 @@ class Cluster:
         self.settings = settings
         # A run that goes on from a snapshot has higher epochs than whoever took it.
         self.epoch = max(stored.epoch, *(commit.epoch for commit in history.commits), 0) if history else stored.epoch
-        self.members = Membership(settings, stored.members, stored.servers_wanted, now)
         resume = Resume(stored.base, None)
         resume.since = now if stored.base.generation else None  # Whoever was missed before has its time anew.
         if history is not None:
             resume.read(history.base)
             if not begun and history.newest is not None:
                 resume.go_to(history.newest, 0, self.epoch + 1, None)
-            self.members.incarnations_given = resume.incarnations
-        self.registry = Registry(settings, stored.parameters, self.epoch + 1, now, resume)
+        incarnations_given = resume.incarnations if history is not None else 0
+        self.members = Membership(settings, stored.members, now, incarnations_given)
+        self.demand = Demand(settings, self.members, stored.servers_wanted)
+        self._admission = Admission(settings, self.members)
+        self.registry = Registry(settings, stored.parameters, self.epoch + 1, now, self.demand, resume)
         self._replica_manager = ReplicaManager(settings, self.registry, self.members)
-        self._scaling = Scaling(settings, self.registry, self.members)
+        self._scaling = Scaling(settings, self.registry, self.members, self.demand)
         self.datasets = Datasets(stored.datasets, resume)
         self.snapshots = Snapshots(settings, self.registry, self.members, self.datasets, history, now)
         self._deferred = DeferredLosses(self.registry, self.members, self.snapshots)
         self._going_back = Rollback(self.registry, self.members, self.datasets, self.snapshots)
         self._leaving = GracefulShutdown(settings, self.registry, self.members, self.snapshots, self._scaling)
         self._stops = Stops(self.members, self.registry, self.snapshots, self.epoch << _COMMANDS_BITS)
-        self._barriers = Barriers(stored.barriers)
+        self._barriers = Barriers(self.members, self.demand, stored.barriers)
         self._mutual_waits = MutualWaits(self.members, self.registry, self._barriers)
         self._rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, now)
         self._ticked = now
@@ -184,7 +188,7 @@ class Cluster:
         """Why no step begins: an elastic run that has begun has fewer workers than its minimum. Those that are done
         count as there. Empty while steps may begin."""
         least = self._rendezvous.workers_min
-        missing = least - self.members.workers_in_service
+        missing = least - self.demand.workers_in_service
         if missing <= 0 or not any(entry.ready for entry in self.registry.entries):
             return ""
         return f"for {missing} of {least} workers to come back, which the run needs to go on"
@@ -208,11 +212,11 @@ class Cluster:
         if self.paused:
             return f"paused, waiting {self.paused}"
         if training:
-            shortage = self.members.shortage(begun=True)
+            shortage = self.demand.shortage(begun=True)
             also = [self._replica_manager.degraded(), f"with fewer than wanted, waiting {shortage}" if shortage else ""]
             return "; ".join([f"training {', '.join(training)}", *(text for text in also if text)])
-        if shortage := self.members.shortage():
-            everyone_left = not self.members.workers and self.members.workers_known
+        if shortage := self.demand.shortage():
+            everyone_left = not self.members.workers and self.members.ranks
             return "all workers are gone" if everyone_left else f"waiting {shortage}"
         if self._waits:
             return f"waiting {next(iter(self._waits.values())).text}"
@@ -254,7 +258,7 @@ class Cluster:
             case Heartbeat():
                 return self._heartbeat(event, now)
             case Heard(heard):
-                self.members.heard(heard, now)
+                self.members.on_activity(heard, now)
                 return []
             case Tick():
                 return self._tick(now)
@@ -365,8 +369,9 @@ class Cluster:
 
     def _register(self, event: Register, now: float) -> list[Effect]:
         self._deferred.check(event, now)
-        member = self.members.register(event, self.registry.lost_owners, now)
-        world_size = max(self.members.workers_min, member.rank + 1) if member.role == "worker" else 0
+        member = self._admission.accept(event, self.registry.lost_owners)
+        self.members.add(member, now)
+        world_size = max(self.demand.workers_min, member.rank + 1) if member.role == "worker" else 0
         life = f", incarnation {member.incarnation}" if member.incarnation > 1 else ""
         where = f" at {member.address}" if member.address else f" on {member.host or 'an unknown host'}"
         settings = self.settings
@@ -385,8 +390,8 @@ class Cluster:
         return self._lose([(member_id, f"{member} registered at its address") for member_id in before], now)
 
     def _open_session(self, event: SessionOpened, now: float) -> list[Effect]:
-        caller = Caller("", event.member_id, event.incarnation)
-        member, replaced = self.members.open_session(event.call, caller, now)
+        member = self.members.check_caller(Caller("", event.member_id, event.incarnation), role=None)
+        replaced = self.members.sessions.open(event.call, member.member_id, now)
         effects: list[Effect] = [Close(replaced)] if replaced else []
         effects.append(Attach(event.call))
         if member.role == "server":
@@ -401,18 +406,21 @@ class Cluster:
             return []
         # Members hang up on a scheduler that stands still. They are alive, and will be back.
         if now < self._forgiving_until or now - self._ticked > self.tick_seconds + self._stall_seconds:
-            self.members.detach(event.call, now)
+            self.members.sessions.detach(event.call, now)
             return [
                 LogEvent(f"the session of {member_id} ended while the scheduler stood still: waiting for its return")
             ]
         return self._lose([(member_id, event.reason)], now)
 
     def _heartbeat(self, event: Heartbeat, now: float) -> list[Effect]:
-        member = self.members.heartbeat(event, now)
-        if member is not None and member.role == "worker":
+        member = self.members.by_session(event.call)
+        if member is None:
+            return []
+        self.members.sessions.on_heartbeat(event, member.member_id, now)
+        if member.role == "worker":
             self._mutual_waits.heard(member, event.activity)
-        if member is not None and member.role == "server":
-            self.members.heard(event.heard, now)
+        else:
+            self.members.on_activity(event.heard, now)
             self.registry.versions(member.member_id, event.epoch, event.versions)
             if event.progress is not None and self.snapshots.runner.attempt is not None:
                 self.snapshots.runner.attempt.on_progress(member.member_id, event.progress, now)
@@ -455,13 +463,13 @@ class Cluster:
         late = now - self._ticked - self.tick_seconds
         self._ticked = now
         if late > self.tick_seconds:
-            self.members.extend(now, late)
+            self.members.sessions.extend(now, late)
         if late > self._stall_seconds:
             self._forgiving_until = now + self.settings.lease_seconds
         effects, calls = self._mutual_waits.progress()
         for call in calls:
             self._forget(call)
-        return effects + self._lose(self.members.expired(now), now)
+        return effects + self._lose(self.members.sessions.expired(now), now)
 
     def _forget(self, call: int) -> None:
         self._waiters.pop(call, None)
@@ -487,7 +495,7 @@ class Cluster:
         # before said.
         effects += self.snapshots.progress(self.epoch + changed, now) + self._stops.progress(now)
         effects += self._leaving.go_on() + self._scaling.progress(now)
-        effects += self._barriers.progress(self.members) + self._rendezvous.progress(now, self.members.ranks_used)
+        effects += self._barriers.progress() + self._rendezvous.progress(now, max(self.members.ranks, default=-1) + 1)
         if changed or self.members.changed:
             effects += self.datasets.lose(self.members.is_live)
         changed = changed or self._has_changed()
@@ -514,22 +522,20 @@ class Cluster:
         members = self.members
         registry = self.registry
         parameters = bool(registry.changed or registry.forgotten or registry.resume.changed)
-        return bool(members.changed or members.scaled or parameters or self._rendezvous.changed)
+        return bool(members.changed or self.demand.changed or parameters or self._rendezvous.changed)
 
     def _take_changes(self) -> Effect:
         persist = Persist(
             epoch=self.epoch,
-            members=tuple(m for id_ in self.members.changed if (m := self.members.get(id_)) is not None),
+            members=self.members.take_changes(),
             parameters=tuple(self.registry.record(name) for name in self.registry.changed),
             nodes=tuple(self._rendezvous.changed),
             datasets=tuple(self.datasets.record(name) for name in self.datasets.changed),
-            servers_wanted=self.members.servers_wanted if self.members.scaled else None,
+            servers_wanted=self.demand.take_change(),
             forgotten=tuple(self.registry.forgotten),
             base=self.registry.resume.base if self.registry.resume.changed else None,
             barriers=tuple(self._barriers.changed),
         )
-        self.members.changed.clear()
-        self.members.scaled = False
         self.registry.changed.clear()
         self.registry.forgotten.clear()
         self.registry.resume.changed = False
@@ -553,7 +559,7 @@ class Cluster:
         waits: dict[str, _Wait] = {}
         sources = (
             self.registry.waits(self.members, now),
-            self._barriers.waits(self.members),
+            self._barriers.waits(),
             self._rendezvous.waits(now),
             self._scaling.waits(),
             self._deferred.waits(),

@@ -39,9 +39,9 @@ def status(
         epoch=epoch,
         phase=cluster.phase,
         uptime_seconds=uptime_seconds,
-        workers_min=cluster.members.workers_min,
-        servers_min=cluster.members.servers_min,
-        servers_wanted=cluster.members.servers_wanted,
+        workers_min=cluster.demand.workers_min,
+        servers_min=cluster.demand.servers_min,
+        servers_wanted=cluster.demand.servers_wanted,
         replicas=cluster.settings.replicas,
         members=[
             _member(
@@ -100,7 +100,7 @@ def _member(
     connections: Sequence[pb.Connection],
     now: float,
 ) -> pb.MemberStatus:
-    presence = cluster.members.presence(member.member_id)
+    presence = cluster.members.sessions.liveness.get(member.member_id)
     return pb.MemberStatus(
         member_id=member.member_id,
         role=ROLES[member.role],

@@ -112,7 +112,7 @@ class SnapshotDriver(Driver):
 
     def _sessions(self) -> list[int]:
         members = self.cluster.members
-        return [session for server in members.servers if (session := members.session_of(server.member_id))]
+        return [session for server in members.servers if (session := members.sessions.of(server.member_id))]
 
     def _obey(self, session: int, command: Any) -> bool:
         match command:
@@ -169,7 +169,7 @@ class SnapshotDriver(Driver):
             if entry.ready or entry.restore is None:
                 continue
             for server, numbers in self.cluster.registry.resume.missing(entry).items():
-                session = self.cluster.members.session_of(server)
+                session = self.cluster.members.sessions.of(server)
                 terms = tuple(entry.shards[number].term for number in numbers)
                 if session:
                     self.on(sn.Loaded(session, entry.spec.name, entry.generation, tuple(numbers), terms))

@@ -75,7 +75,7 @@ class Rollback:
         for worker in [
             w
             for w in self._members.workers
-            if self._members.session_of(w.member_id) or (w.member_id, w.incarnation) in knowing
+            if self._members.sessions.of(w.member_id) or (w.member_id, w.incarnation) in knowing
         ]:
             _, session = self._members.end(worker.member_id, "lost", WENT_BACK)
             effects += [Close(session)] if session else []

@@ -95,5 +95,5 @@ class GracefulShutdown:
         if self._deserted is not None and self._snapshots.runner.saved_at >= self._deserted:
             return True
         owners = {owner for entry in self._registry.entries for owner in entry.primaries}
-        heard = (presence.seen for owner in owners if (presence := self._members.presence(owner)) is not None)
-        return all(seen > since for seen in heard)
+        liveness = self._members.sessions.liveness
+        return all(liveness[owner].seen > since for owner in owners if owner in liveness)

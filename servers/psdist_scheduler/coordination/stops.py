@@ -68,7 +68,7 @@ class Stops:
 
     def heard(self, event: StopReported) -> list[Effect]:
         """A worker's word on its end."""
-        member = self.members.get(self.members.sessions.get(event.call, ""))
+        member = self.members.by_session(event.call)
         if member is None or member.role != "worker":
             return []
         worker = self._workers.setdefault(_life(member), _StoppingWorker(event.stopping))
@@ -174,7 +174,7 @@ class Stops:
         """Commands that follow from the phase and were not sent."""
         effects: list[Effect] = []
         for worker in self.members.workers:
-            session, kind = self.members.session_of(worker.member_id), self._command(worker)
+            session, kind = self.members.sessions.of(worker.member_id), self._command(worker)
             if session and kind is not None and self._sent.get(_life(worker)) != (self.number, kind):
                 self._sent[_life(worker)] = self.number, kind
                 steps = self._steps if kind == "leave" else ()

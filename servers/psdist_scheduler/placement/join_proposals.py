@@ -78,7 +78,7 @@ class Join:
 
     def ask(self, server: str, members: Membership) -> list[Effect]:
         """Asks one server, unless it has accepted or has no session."""
-        session = members.session_of(server)
+        session = members.sessions.of(server)
         if not session or server in self.accepted:
             return []
         return [Answer(session, JoinProposal(self.proposal_id, self.parameters, self.member))]
@@ -86,7 +86,7 @@ class Join:
     def withdraw(self, members: Membership) -> list[Effect]:
         """Takes the proposal back from every server, asked or not."""
         news = WithdrawJoin(self.proposal_id, self.parameters, self.worker.member_id)
-        sessions = [members.session_of(server) for server in self.servers]
+        sessions = [members.sessions.of(server) for server in self.servers]
         return [Answer(session, news) for session in sessions if session]
 
 

@@ -46,9 +46,10 @@ from psdist_scheduler.events.cluster_events import (
     Refuse,
     Upload,
 )
-from psdist_scheduler.events.records import ClusterSettings, Member, ParametersRecord, RestorePoint, name_some
+from psdist_scheduler.events.records import ClusterSettings, Member, ParametersRecord, name_some
 from psdist_scheduler.events.snapshot_events import Loaded
 from psdist_scheduler.events.worker_events import ResumePush
+from psdist_scheduler.members.demand import Demand
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import join_proposals, placement, replicas
 from psdist_scheduler.placement.join_proposals import FIRST_DISTANCE, Join, Joins, Route
@@ -73,9 +74,11 @@ class Registry:
         records: tuple[ParametersRecord, ...],
         epoch: int,
         now: float,
-        resume: Resume | None = None,
+        demand: Demand,
+        resume: Resume,
     ) -> None:
-        self.resume = resume or Resume(RestorePoint(), None)
+        self._demand = demand
+        self.resume = resume
         self._all: dict[str, ParameterSet] = {}
         for record in records:
             name = record.entry.spec.name
@@ -310,7 +313,7 @@ class Registry:
             elif p.record.committed and not p.entry.ready:
                 yield f"parameters {p.name}", [*p.creators, *p.describers], self._copies_text(p)
             elif not p.entry.ready and not _has_place(p, members):
-                shortage = members.shortage() or f"for a server to register that can hold {p.name!r}"
+                shortage = self._demand.shortage() or f"for a server to register that can hold {p.name!r}"
                 yield f"parameters {p.name}", [*p.creators, *p.describers], shortage
             elif p.state == "loading":
                 yield f"parameters {p.name}", calls, self._load_text(p)
@@ -380,10 +383,10 @@ class Registry:
         waited for a while, then those count that are there."""
         since = self.resume.since
         if since is None:
-            return members.shortage()
+            return self._demand.shortage()
         servers = None if now - since < SERVERS_GRACE_SECONDS else self._replicas
         workers = None if now - since < WORKERS_GRACE_SECONDS else 1
-        return members.shortage(begun=True, servers=servers, workers=workers)
+        return self._demand.shortage(begun=True, servers=servers, workers=workers)
 
     def _gather(self, p: ParameterSet, members: Membership, epoch: int, now: float) -> list[Effect]:
         if p.spec is None or p.layout is None or self._missing(p, members, now):

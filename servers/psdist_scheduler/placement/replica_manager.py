@@ -106,7 +106,7 @@ class ReplicaManager:
 
     def plan(self, now: float) -> list[Effect]:
         """Puts in hand what is due by now."""
-        heard = {id_: presence.epoch for id_, presence in self._members.presences.items()}
+        heard = {id_: presence.epoch for id_, presence in self._members.sessions.liveness.items()}
         again = self._due or any(until <= now for until in self._unreachable.values())
         again = again or (self._held_up and heard != self._heard)
         if not again and not self._members.changed and not self._registry.changed:
@@ -162,7 +162,7 @@ class ReplicaManager:
 
     def _knows(self, name: str, number: int, replica: Replica) -> bool:
         """Whether a server has said that it has the map that shows the shard as it is."""
-        presence = self._members.presence(replica.server_id)
+        presence = self._members.sessions.liveness.get(replica.server_id)
         if presence is None or (name, number) in self._fresh or not self._live(replica):
             return False
         return presence.epoch >= self._shown.get((name, number), self._first_epoch) > 0
@@ -202,7 +202,7 @@ class ReplicaManager:
 
     def _reported(self, event: ReplicaFilled | ReplicaUnreachable) -> Shard | None:
         """The shard that a report is about, if it comes from its primary of this term."""
-        server = self._members.get(self._members.sessions.get(event.call, ""))
+        server = self._members.by_session(event.call)
         p = self._registry.get(event.parameters)
         if server is None or p is None or p.record is None or not 0 <= event.shard < len(p.entry.shards):
             return None

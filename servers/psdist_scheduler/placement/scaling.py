@@ -28,6 +28,7 @@ from psdist_scheduler.events.cluster_events import (
     WatchScale,
 )
 from psdist_scheduler.events.records import ClusterSettings, Member, name_some
+from psdist_scheduler.members.demand import Demand
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 
@@ -48,7 +49,8 @@ class _Drain:
 class Scaling:
     """Drains in progress, and those who watch."""
 
-    def __init__(self, settings: ClusterSettings, registry: Registry, members: Membership) -> None:
+    def __init__(self, settings: ClusterSettings, registry: Registry, members: Membership, demand: Demand) -> None:
+        self._demand = demand
         self._settings = settings
         self._registry = registry
         self._members = members
@@ -88,7 +90,7 @@ class Scaling:
             raise LimitExceededError(f"{event.servers} servers are more than the limit of {MEMBERS_MAX}")
         there = sorted(self._members.staying, key=_by_number)
         surplus = there[event.servers :]
-        self._members.want_servers(event.servers)
+        self._demand.want_servers(event.servers)
         missing = max(0, event.servers - len(there))
         drained = tuple(server.member_id for server in surplus)
         answer = Answer(event.call, Scaled(len(there), drained, missing, len(self._watchers)))
@@ -113,7 +115,7 @@ class Scaling:
         for call, drain in list(self._drains.items()):
             effects += self._go_on(call, drain, now)
         draining = tuple(server.member_id for server in self._members.servers if server.draining)
-        news = ScaleNews(self._members.servers_wanted, draining, self._to_stop(), self._registry.lost_text)
+        news = ScaleNews(self._demand.servers_wanted, draining, self._to_stop(), self._registry.lost_text)
         for call, told in self._watchers.items():
             if told != news:
                 self._watchers[call] = news

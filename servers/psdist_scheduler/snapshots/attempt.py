@@ -226,5 +226,5 @@ class Attempt:
 
 
 def _send(to: Iterable[str], command: SnapshotCommand, members: Membership) -> list[Effect]:
-    sessions = [members.session_of(member) for member in dict.fromkeys(to)]
+    sessions = [members.sessions.of(member) for member in dict.fromkeys(to)]
     return [Answer(session, command) for session in sessions if session]

@@ -115,7 +115,7 @@ class AttemptRunner:
     def on(self, event: Prepared | Marked | Written | PartFailed, now: float) -> list[Effect]:
         """A member reports on the attempt."""
         attempt = self.attempt
-        sender = self._members.get(self._members.sessions.get(event.call, ""))
+        sender = self._members.by_session(event.call)
         if attempt is None or attempt.phase is AttemptPhase.COMMITTING:
             return []
         if event.attempt != attempt.number or sender is None:
@@ -143,7 +143,7 @@ class AttemptRunner:
             # What an earlier scheduler had begun is over.
             self._number = max(self._number, epoch * _ATTEMPTS_PER_EPOCH)
             over = End(self._number, False, "no snapshot is under way")
-            return [Answer(self._members.session_of(member.member_id), over)]
+            return [Answer(self._members.sessions.of(member.member_id), over)]
         if attempt.awaits(member.member_id):
             return attempt.prepare([member.member_id], self._members)
         if attempt.phase is AttemptPhase.MARKING and member.identity in attempt.unanswered:

@@ -140,7 +140,7 @@ class WorkerStateRegistry:
         """What a worker says, and what became of its file. Raises FencedError, SnapshotFailedError,
         LimitExceededError."""
         if isinstance(event, Keeps):
-            member = self._members.get(self._members.sessions.get(event.call, ""))
+            member = self._members.by_session(event.call)
             if member is not None:
                 self._names[member.identity] = event.parameters
             return []

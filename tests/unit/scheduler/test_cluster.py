@@ -77,7 +77,7 @@ def test_refused_registrations_change_nothing(fields: dict[str, object], error: 
 def test_world_size_raises_the_minimum() -> None:
     d = Driver()
     d.register(world_size=3, rank=1)
-    assert d.cluster.members.workers_min == 3
+    assert d.cluster.demand.workers_min == 3
     assert d.cluster.phase == "waiting for a server to register"
 
 

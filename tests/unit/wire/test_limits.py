@@ -21,7 +21,7 @@ from psdist_scheduler import cluster, messages
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_events import EnterRendezvous
 from psdist_scheduler.events.records import BarrierRecord
-from psdist_scheduler.members import membership
+from psdist_scheduler.members import admission
 from psdist_scheduler.members.barriers import NAMES_KEPT
 from psdist_scheduler.placement import registry
 from psdist_scheduler.store import SqliteStore
@@ -63,7 +63,7 @@ def test_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "MEMBERS_MAX", 2)
+    monkeypatch.setattr(admission, "MEMBERS_MAX", 2)
     driver = Driver()
     driver.register("server")
     driver.register()
@@ -73,7 +73,7 @@ def test_members(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ids_that_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "KNOWN_IDS_MAX", 1)
+    monkeypatch.setattr(admission, "KNOWN_IDS_MAX", 1)
     driver = Driver()
     first, session = driver.join(member_id="one")
     driver.on(ev.SessionClosed(session, "its session broke"))

@@ -27,7 +27,7 @@ class Run(SnapshotDriver):
         self.go_on()
 
     def session(self, worker: Member) -> int:
-        return self.cluster.members.session_of(worker.member_id)
+        return self.cluster.members.sessions.of(worker.member_id)
 
     def asked(self, *workers: Member) -> None:
         """These were asked to end, and say so."""
@@ -160,7 +160,7 @@ def test_a_step_of_some_is_not_saved_where_the_last_snapshot_fails(trains: bool)
     run.holds(run.workers[1], mlp=7)
     attempt = run.cluster.snapshots.runner.attempt
     run.go_on()
-    server = run.cluster.members.session_of("server-0")
+    server = run.cluster.members.sessions.of("server-0")
     run.on(sn.PartFailed(server, attempt.number, "the disk is full"))
     run.writing = True
     for worker in run.workers:

@@ -139,7 +139,7 @@ def test_a_process_that_was_started_again_begins_anew() -> None:
     assert d.state(d.create(again, consistency=ASP())) == ev.ParametersReady(0)
     entry = d.map.parameters[0]
     assert entry.members[1].producer == ("worker-1", 2) and not entry.departed, "nobody can go on with what it pushed"
-    late = expel(d, again, d.cluster.members.session_of("worker-1"))
+    late = expel(d, again, d.cluster.members.sessions.of("worker-1"))
     assert d.state(d.create(late, consistency=ASP(), resume=ev.ResumePush(1, 3))) == ev.ParametersReady(0)
 
 

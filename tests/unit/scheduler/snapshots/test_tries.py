@@ -12,7 +12,7 @@ def test_silence_of_the_storage_ends_an_attempt() -> None:
     d.train(5)
     d.writing = False
     call = d.save()
-    sessions = [d.cluster.members.session_of(m) for m in ("worker-0", "server-0", "server-1")]
+    sessions = [d.cluster.members.sessions.of(m) for m in ("worker-0", "server-0", "server-1")]
     for _ in range(300):
         d.now += 0.5
         d.beat(*sessions)
