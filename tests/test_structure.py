@@ -33,12 +33,10 @@ WIDE = {
     # To be split: each does more than one thing.
     "Applier": (32, 22),
     "BucketStep": (21, 17),
-    "Cluster": (31, 22),
     "DenseParameters": (22, 19),
     "Exchange": (25, 20),
     "ParameterServer": (31, 24),
     "ParameterStore": (55, 31),
-    "Registry": (44, 9),
     "Scheduler": (16, 18),
     "ServerSession": (11, 16),
     "SharedMemory": (25, 21),

@@ -177,7 +177,7 @@ class Scheduler:
     async def tick(self) -> None:
         """Tells the machine that time passes, for ever."""
         while True:
-            await asyncio.sleep(self.cluster.tick_seconds)
+            await asyncio.sleep(self.cluster.settings.tick_seconds)
             self.post(Tick())
 
     def stop(self) -> None:

@@ -32,7 +32,7 @@ from psdist_scheduler.events.snapshot_events import (
     Saved,
     Saving,
     SnapshotCommand,
-    SnapshotEvent,
+    SnapshotReport,
     TakeCut,
     Written,
 )
@@ -50,7 +50,7 @@ def save_event(call: int, request: pb.SaveSnapshotRequest) -> Save:
     return Save(call, request.run_id, reason, *worker, _numbers(request.next))
 
 
-def report_event(call: int, report: pb.SnapshotReport) -> SnapshotEvent:
+def report_event(call: int, report: pb.SnapshotReport) -> SnapshotReport:
     """A member's word. Raises InvalidArgumentError, InvalidNameError, LimitExceededError."""
     match report.WhichOneof("kind"):
         case "prepared":

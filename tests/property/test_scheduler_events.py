@@ -95,7 +95,7 @@ class Scheduling(RuleBasedStateMachine):
         for _ in range(ticks):
             for session in self.sessions if keep else ():
                 self._post(ev.Heartbeat(session, self.map.epoch))
-            self.now += self.cluster.tick_seconds
+            self.now += self.cluster.settings.tick_seconds
             self._post(ev.Tick())
 
     @rule()

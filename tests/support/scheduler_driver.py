@@ -78,7 +78,7 @@ class Driver:
 
     def tick(self, seconds: float = 0.25) -> None:
         """Time passes in steps of a tick."""
-        step = self.cluster.tick_seconds
+        step = self.cluster.settings.tick_seconds
         for _ in range(round(seconds / step)):
             self.now += step
             self.on(ev.Tick())

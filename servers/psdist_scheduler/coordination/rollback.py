@@ -21,8 +21,9 @@ from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events.cluster_events import Broadcast, Close, Effect, LogEvent
 from psdist_scheduler.events.snapshot_events import CommitFound, HistoryRead, LoadFailed, RolledBack
 from psdist_scheduler.members.membership import WENT_BACK, Membership
-from psdist_scheduler.placement.parameters import ParameterSet
-from psdist_scheduler.placement.registry import Registry, name_shards
+from psdist_scheduler.placement.join_proposals import Joins
+from psdist_scheduler.placement.parameters import ParameterSet, name_shards
+from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.placement.replicas import after_loss
 from psdist_scheduler.snapshots.snapshots import Snapshots
 
@@ -30,8 +31,11 @@ from psdist_scheduler.snapshots.snapshots import Snapshots
 class Rollback:
     """What has to be done to all parts of a run."""
 
-    def __init__(self, registry: Registry, members: Membership, datasets: Datasets, snapshots: Snapshots) -> None:
+    def __init__(
+        self, registry: Registry, joins: Joins, members: Membership, datasets: Datasets, snapshots: Snapshots
+    ) -> None:
         self._registry = registry
+        self._joins = joins
         self._members = members
         self._datasets = datasets
         self._snapshots = snapshots
@@ -68,6 +72,7 @@ class Rollback:
         self._registry.resume.go_to(found, term, epoch, now)
         knowing = {(m.worker_id, m.incarnation) for p in placed for m in p.entry.members} | self._datasets.holders
         self._registry.reset_to_gathering()
+        self._joins.clear()
         self._datasets.go_back(found.manifest.datasets)
         lost = tuple((name, first, max(first, until)) for name, first, until in lost)
         effects += [LogEvent(text, "warning"), Broadcast(RolledBack(found.commit.directory, lost, text))]
@@ -124,9 +129,7 @@ class Rollback:
         if snapshots.catalog.newest is not None:
             why = f"snapshot {restore.directory} cannot be loaded"
             return effects + self._roll_back(snapshots.catalog.newest, epoch, now, why)
-        resume.failed = (
-            f"snapshot {restore.directory} cannot be loaded, and there is none before that can be: see the log"
-        )
+        resume.fail(f"snapshot {restore.directory} cannot be loaded, and there is none before that can be: see the log")
         return effects
 
     def _live(self, replica: Replica) -> bool:

@@ -51,7 +51,13 @@ class GracefulShutdown:
         self._deserted: float | None = None
 
     def hold(self, event: Drain | Stop, now: float) -> list[Effect]:
-        """Somebody wants to end."""
+        """Somebody wants to end. Where others take what a server has, it is drained at once. Raises WrongRunError,
+        InvalidArgumentError."""
+        if isinstance(event, Drain):
+            self._members.check_run(event.run_id)
+            others = [server for server in self._members.staying if server.member_id != event.server_id]
+            if self._members.workers and others:
+                return self._scaling.drain(event)
         self._held[event.call] = _Held(event, now)
         return []
 

@@ -45,7 +45,7 @@ from psdist_scheduler.events.data_events import (
     RangeGiven,
     SetPosition,
 )
-from psdist_scheduler.events.records import DataLease, DatasetRecord, Member, RestorePoint
+from psdist_scheduler.events.records import DataLease, DatasetRecord, Member
 from psdist_scheduler.placement.restore_point import Resume
 
 
@@ -219,8 +219,8 @@ class LeasedDataset:
 class Datasets:
     """All data sets of the run."""
 
-    def __init__(self, records: tuple[DatasetRecord, ...], resume: Resume | None = None) -> None:
-        self._resume = resume or Resume(RestorePoint(), None)
+    def __init__(self, records: tuple[DatasetRecord, ...], resume: Resume) -> None:
+        self._resume = resume
         self.cut = DataCut()
         self._all = {record.spec.name: LeasedDataset(record) for record in records}
         #: Changed since the cluster last took them.
@@ -237,10 +237,6 @@ class Datasets:
     def holders(self) -> set[tuple[str, int]]:
         """Lives that hold ranges."""
         return {(lease.worker_id, lease.incarnation) for d in self._all.values() for lease in d.leases}
-
-    def record(self, name: str) -> DatasetRecord:
-        """What a restart must know of one."""
-        return self._all[name].record
 
     def states(self, cut: Cut) -> tuple[DatasetState, ...]:
         """Where each data set stands in a snapshot; those of the snapshot before that nobody opened are where they
@@ -274,6 +270,11 @@ class Datasets:
             dataset.validate()
 
     # --- changes ------------------------------------------------------------------------------------------------------
+
+    def take_changes(self) -> tuple[DatasetRecord, ...]:
+        """What a restart must know of those that changed since this was called last."""
+        changed, self.changed = self.changed, {}
+        return tuple(self._all[name].record for name in changed)
 
     def open(self, event: OpenDataset) -> list[Effect]:
         """Makes a data set, or checks that it has these settings. Raises SettingsMismatchError, LimitExceededError,

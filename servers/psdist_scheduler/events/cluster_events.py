@@ -28,11 +28,7 @@ from psdist_scheduler.events.records import (
 )
 from psdist_scheduler.events.snapshot_events import (
     AttemptProgress,
-    GetState,
-    HandedIn,
-    HandIn,
     RolledBack,
-    Save,
     Saved,
     Saving,
     SnapshotCommand,
@@ -40,7 +36,6 @@ from psdist_scheduler.events.snapshot_events import (
     StatePlace,
     StateSource,
     StorageEffect,
-    StorageEvent,
 )
 from psdist_scheduler.events.worker_events import (
     Activity,
@@ -249,7 +244,7 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. Expected every ``Cluster.tick_seconds``."""
+    """Time has passed. Expected every ``ClusterSettings.tick_seconds``."""
 
 
 Event = (
@@ -273,12 +268,7 @@ Event = (
     | Scale
     | WatchScale
     | DataEvent
-    | Save
-    | HandIn
-    | HandedIn
-    | GetState
     | SnapshotEvent
-    | StorageEvent
     | CallEnded
     | Tick
 )

@@ -18,6 +18,7 @@ MemberState = Literal["live", "left", "lost"]
 #: A member's id and incarnation.
 Identity = tuple[str, int]
 HEARTBEATS_PER_LEASE: Final = 4
+TICKS_PER_LEASE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,11 @@ class ClusterSettings:
     def heartbeat_seconds(self) -> float:
         """The period of a member's heartbeats."""
         return min(self.lease_seconds, self.worker_lease_seconds) / HEARTBEATS_PER_LEASE
+
+    @property
+    def tick_seconds(self) -> float:
+        """The period of the machine's ticks."""
+        return self.lease_seconds / TICKS_PER_LEASE
 
     def lease_of(self, role: Role) -> float:
         """For how long, in seconds, a member of this role may be silent."""

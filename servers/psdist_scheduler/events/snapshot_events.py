@@ -182,7 +182,8 @@ class LoadFailed:
     corrupt: bool
 
 
-SnapshotEvent = Prepared | Marked | Keeps | Written | PartFailed | Loaded | LoadFailed
+#: What members report on their sessions.
+SnapshotReport = Prepared | Marked | Keeps | Written | PartFailed | Loaded | LoadFailed
 
 # --- events: what became of work on the storage -----------------------------------------------------------------------
 
@@ -224,6 +225,7 @@ class HistoryRead:
 
 
 StorageEvent = Committed | CommitFailed | Pruned | HistoryRead
+SnapshotEvent = Save | HandIn | HandedIn | GetState | SnapshotReport | StorageEvent
 
 # --- answers, commands and news ---------------------------------------------------------------------------------------
 

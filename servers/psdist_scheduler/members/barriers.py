@@ -127,6 +127,11 @@ class Barriers:
         self.changed.append(record)
         _keep_newest(passed)
 
+    def take_changes(self) -> tuple[BarrierRecord, ...]:
+        """Rounds that workers have passed since this was called last."""
+        changed, self.changed = self.changed, []
+        return tuple(changed)
+
     @property
     def arrivals(self) -> Iterator[tuple[str, Arrival]]:
         """Who waits, and at which barrier."""

@@ -22,8 +22,8 @@ from psdist_scheduler.events.cluster_events import (
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import replicas
-from psdist_scheduler.placement.parameters import ParameterSet
-from psdist_scheduler.placement.registry import REMEDY, Registry, name_shards
+from psdist_scheduler.placement.parameters import REMEDY, ParameterSet, name_shards
+from psdist_scheduler.placement.registry import Registry
 
 #: A server's place as a replica: parameter set, shard, and the server's incarnation.
 _Place = tuple[str, int, Replica]
@@ -68,12 +68,12 @@ class ReplicaManager:
                 # Where no server is left they stay without a place until one registers.
                 placed = self._placed_anew(p)
                 if p.placed.committed or placed != before:
-                    self._registry.replace_shards(p.name, placed, epoch)
+                    p.replace_shards(placed, epoch)
                     effects.append(
                         LogEvent(f"a server is gone before {p.name!r} was ready: its values are uploaded again")
                     )
             else:
-                self._registry.set_shards(p.name, after)
+                p.change(shards=after)
                 effects += _promotions(p.name, before, after) + self._losses(p, before, after)
         return effects
 
@@ -84,7 +84,7 @@ class ReplicaManager:
             return []
         p = self._set(event.parameters, event.shard, replicas.filled(shard, event.replica))
         self._fresh.add((event.parameters, event.shard))
-        if self._registry.shorthanded(p) or self._settings.replicas == 1:
+        if self._registry.missing_replicas(p) or self._settings.replicas == 1:
             return []
         return [LogEvent(f"every shard of {p.name!r} has {self._settings.replicas} copies")]
 
@@ -129,7 +129,7 @@ class ReplicaManager:
         )
         for name, after in plan.changes().items():
             before = placed[name].entry.shards
-            self._registry.set_shards(name, after)
+            placed[name].change(shards=after)
             effects += _fills(placed[name], before, after) + _promotions(name, before, after)
         self._held_up = plan.held_up or bool(self._doubted)
         return effects
@@ -145,7 +145,7 @@ class ReplicaManager:
         wanted = self._settings.replicas
         short: dict[str, list[int]] = {}
         for p in self._placed():
-            for server, numbers in self._registry.shorthanded(p).items():
+            for server, numbers in self._registry.missing_replicas(p).items():
                 short.setdefault(server, []).extend(numbers)
         if not short:
             return ""
@@ -197,7 +197,7 @@ class ReplicaManager:
         assert p is not None
         shards = list(p.entry.shards)
         shards[number] = shard
-        self._registry.set_shards(name, tuple(shards))
+        p.change(shards=tuple(shards))
         return p
 
     def _reported(self, event: ReplicaFilled | ReplicaUnreachable) -> Shard | None:

@@ -35,18 +35,18 @@ _REMEDY: Final = "give what it was saved with, or begin anew under another --run
 
 
 class Resume:
-    """The base of this run, and what is loaded from it. ``found`` is the base's snapshot, where it is known."""
+    """The base of this run, and what is loaded from it. ``since``: when the run went back to a snapshot; None if it did
+    not. ``found`` is the base's snapshot, where it is known."""
 
-    def __init__(self, base: RestorePoint, found: CommitFound | None) -> None:
+    def __init__(self, base: RestorePoint, since: float | None = None) -> None:
         self.base = base
-        self.found = found if base.restore is not None else None
-        self._known = self.found is not None
+        self.since = since
+        self.found: CommitFound | None = None
+        self._known = False
         #: Changed since the cluster last took it.
         self.changed = False
         #: Why nothing can be created any more; empty if it can.
         self.failed = ""
-        #: When the run went back to a snapshot; None if it did not.
-        self.since: float | None = None
         self._loaded: dict[str, dict[tuple[int, int], None]] = {}
 
     # --- questions ----------------------------------------------------------------------------------------------------
@@ -160,6 +160,15 @@ class Resume:
         self.base = RestorePoint(restore, generation, max(term + 1, self.base.term), epoch, began)
         self.found, self.since, self.changed, self._known = found, now, True, True
         self._loaded.clear()
+
+    def fail(self, text: str) -> None:
+        """There is no snapshot to begin from any more."""
+        self.failed = text
+
+    def take_change(self) -> RestorePoint | None:
+        """The base, if it changed since this was called last."""
+        changed, self.changed = self.changed, False
+        return self.base if changed else None
 
     def is_of_this_course(self, found: CommitFound) -> bool:
         """Whether the run went through this snapshot, and did not give it up."""

@@ -34,7 +34,7 @@ def begin_commit(d: SnapshotDriver, step: int) -> int:
 
 def beat(d: Driver, seconds: float) -> None:
     """Time passes, and all who have a session are heard."""
-    for _ in range(round(seconds / d.cluster.tick_seconds)):
+    for _ in range(round(seconds / d.cluster.settings.tick_seconds)):
         d.beat(*d.cluster.members.sessions)
         d.tick()
 

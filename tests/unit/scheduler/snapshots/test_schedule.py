@@ -29,7 +29,7 @@ def test_a_snapshot_on_demand_has_what_is_trained() -> None:
     assert (commit.steps, commit.sequence, commit.reason) == ({"mlp": 7}, 1, "on demand")
     manifest = d.cluster.snapshots.catalog.newest.manifest
     state = manifest.state("mlp")
-    assert state is not None and state.layout == d.cluster.registry.record("mlp").layout
+    assert state is not None and state.layout == d.cluster.registry.get("mlp").layout
     assert [len(file.versions) for file in state.shards] == [1, 1, 1] and state.step == 7
     assert manifest.epoch == d.cluster.epoch and manifest.directory == commit.directory
 
