@@ -17,7 +17,7 @@ from psdist.types import ClusterMap, ServerEntry, WorkerEntry
 from psdist_scheduler.coordination.machines import Machines
 from psdist_scheduler.coordination.waiting_calls import WaitingCalls
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import data_events as de
+from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_events import Broadcast, Effect, Event, Publish, Refuse
 from psdist_scheduler.events.records import ClusterSettings, StoredState
@@ -160,7 +160,7 @@ class Cluster:
                 return machines.scaling.watch(event)
             case ev.CommitParameters():
                 return machines.creation.commit(event, self.members.check_caller(event.caller))
-            case de.OpenDataset() | de.LeaseRange() | de.EndRanges() | de.GetPosition() | de.SetPosition():
+            case da.OpenDataset() | da.LeaseRange() | da.EndRanges() | da.GetPosition() | da.SetPosition():
                 return self._data(event)
             case ev.CallEnded():
                 self._end(event.call)
@@ -221,20 +221,20 @@ class Cluster:
             machines.mutual_waits.heard(worker, event.activity, event.call)
         return effects
 
-    def _data(self, event: de.DataEvent) -> list[Effect]:
+    def _data(self, event: da.DataEvent) -> list[Effect]:
         """Whatever is about data sets."""
-        if isinstance(event, de.GetPosition):
+        if isinstance(event, da.GetPosition):
             self.members.check_run(event.run_id)
             return self.datasets.get_position(event)
         worker = self.members.check_caller(event.caller)
         match event:
-            case de.OpenDataset():
+            case da.OpenDataset():
                 return self.datasets.open(event)
-            case de.LeaseRange():
+            case da.LeaseRange():
                 return self.datasets.lease(event, worker)
-            case de.EndRanges():
+            case da.EndRanges():
                 return self.datasets.end(event, worker)
-            case de.SetPosition():
+            case da.SetPosition():
                 return self.datasets.set_position(event, worker)
 
     def _heartbeat(self, event: ev.Heartbeat, now: float) -> list[Effect]:

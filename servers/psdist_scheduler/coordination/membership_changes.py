@@ -11,21 +11,7 @@ from __future__ import annotations
 
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses, Losses
 from psdist_scheduler.coordination.stops import Stops
-from psdist_scheduler.events.cluster_events import (
-    Answer,
-    Attach,
-    Broadcast,
-    Close,
-    Done,
-    Effect,
-    Leave,
-    LogEvent,
-    MemberLost,
-    Register,
-    Registered,
-    SessionClosed,
-    SessionOpened,
-)
+from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, Member
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.admission import Admission
@@ -63,7 +49,7 @@ class MembershipChanges:
         #: Until then a session may end because this process itself was silent.
         self._forgiving_until = now
 
-    def register(self, event: Register, now: float) -> list[Effect]:
+    def register(self, event: ev.Register, now: float) -> list[ev.Effect]:
         """A server or a worker wants to take part. Raises what ``Admission.accept`` raises."""
         self.deferred.check(event, now)
         member = self._admission.accept(event, self._registry.lost_owners)
@@ -73,24 +59,24 @@ class MembershipChanges:
         where = f" at {member.address}" if member.address else f" on {member.host or 'an unknown host'}"
         lease, heartbeat = self._settings.lease_of(member.role), self._settings.heartbeat_seconds
         return [
-            LogEvent(f"{member} registered{where}{incarnation}"),
+            ev.LogEvent(f"{member} registered{where}{incarnation}"),
             *self._replace_at_address(member, now),
-            Answer(event.call, Registered(member, world_size, lease, heartbeat)),
+            ev.Answer(event.call, ev.Registered(member, world_size, lease, heartbeat)),
         ]
 
-    def open_session(self, event: SessionOpened, epoch: int, now: float) -> list[Effect]:
+    def open_session(self, event: ev.SessionOpened, epoch: int, now: float) -> list[ev.Effect]:
         """A member's stream said hello. Raises FencedError."""
         member = self._members.check_caller(Caller("", event.member_id, event.incarnation), role=None)
         replaced = self._members.sessions.open(event.call, member.member_id, now)
-        effects: list[Effect] = [Close(replaced)] if replaced else []
-        effects.append(Attach(event.call))
+        effects: list[ev.Effect] = [ev.Close(replaced)] if replaced else []
+        effects.append(ev.Attach(event.call))
         if member.role == "server":
             effects += self._joins.on_session(member.member_id)
         else:
             self._stops.session_opened(member)
         return effects + self._snapshots.runner.session_opened(member, epoch, now)
 
-    def close_session(self, event: SessionClosed, now: float) -> list[Effect]:
+    def close_session(self, event: ev.SessionClosed, now: float) -> list[ev.Effect]:
         """A member's stream ended."""
         member_id = self._members.sessions.get(event.call)
         if not member_id:
@@ -98,13 +84,13 @@ class MembershipChanges:
         if now < self._forgiving_until or self._lateness(now) > self._stall_seconds:
             self._members.sessions.detach(event.call, now)
             return [
-                LogEvent(f"the session of {member_id} ended while the scheduler stood still: waiting for its return")
+                ev.LogEvent(f"the session of {member_id} ended while the scheduler stood still: waiting for its return")
             ]
         return self._lose([(member_id, event.reason)], now)
 
-    def leave(self, event: Leave, now: float) -> list[Effect]:
+    def leave(self, event: ev.Leave, now: float) -> list[ev.Effect]:
         """A member goes politely. Raises FencedError."""
-        done, reason = Answer(event.call, Done()), event.reason or "done"
+        done, reason = ev.Answer(event.call, ev.Done()), event.reason or "done"
         if self._members.leave_late(event.caller, reason):
             return [done]
         member = self._members.check_caller(event.caller, role=None)
@@ -112,10 +98,10 @@ class MembershipChanges:
         if not counts:
             return [*effects, done]
         gone, session = self._members.end(member.member_id, "left", reason)
-        effects = [LogEvent(f"{gone} left: {gone.reason}"), done]
-        return [*effects, Close(session)] if session else effects
+        effects = [ev.LogEvent(f"{gone} left: {gone.reason}"), done]
+        return [*effects, ev.Close(session)] if session else effects
 
-    def tick(self, now: float) -> list[Effect]:
+    def tick(self, now: float) -> list[ev.Effect]:
         """Time has passed: members are lost whose lease is over."""
         late, self._ticked = self._lateness(now), now
         if late > self._settings.tick_seconds:
@@ -124,7 +110,7 @@ class MembershipChanges:
             self._forgiving_until = now + self._settings.lease_seconds
         return self._lose(self._members.sessions.expired(now), now)
 
-    def progress(self, now: float) -> list[Effect]:
+    def progress(self, now: float) -> list[ev.Effect]:
         """Losses that were deferred and count now."""
         return self._end(self.deferred.due(now))
 
@@ -136,25 +122,25 @@ class MembershipChanges:
     def _lateness(self, now: float) -> float:
         return now - self._ticked - self._settings.tick_seconds
 
-    def _replace_at_address(self, member: Member, now: float) -> list[Effect]:
+    def _replace_at_address(self, member: Member, now: float) -> list[ev.Effect]:
         """An address has one process: a server that is another's successor there, or the same, whose first answer was
         lost, ends the incarnation before it. Else shards could be placed on that one, and their calls reach this
         one."""
         before = [m.member_id for m in self._members.servers if m.address == member.address and m is not member]
         return self._lose([(member_id, f"{member} registered at its address") for member_id in before], now)
 
-    def _lose(self, gone: Losses, now: float) -> list[Effect]:
+    def _lose(self, gone: Losses, now: float) -> list[ev.Effect]:
         """Members are lost, each for its reason: now, or when it is known to which snapshot the run goes back then."""
         counts, effects = self.deferred.defer(gone, now)
         return effects + self._end(counts)
 
-    def _end(self, gone: Losses) -> list[Effect]:
-        notes: list[Effect] = []
-        news: list[Effect] = []
+    def _end(self, gone: Losses) -> list[ev.Effect]:
+        notes: list[ev.Effect] = []
+        news: list[ev.Effect] = []
         for member_id, reason in gone:
             member, session = self._members.end(member_id, "lost", reason)
-            notes.append(LogEvent(f"{member} is lost: {reason}", "warning"))
-            news.append(Broadcast(MemberLost(member_id, member.role, reason)))
+            notes.append(ev.LogEvent(f"{member} is lost: {reason}", "warning"))
+            news.append(ev.Broadcast(ev.MemberLost(member_id, member.role, reason)))
             if session:
-                news.append(Close(session))
+                news.append(ev.Close(session))
         return [*notes, *news]

@@ -15,16 +15,7 @@ from dataclasses import dataclass
 
 from psdist.errors import LimitExceededError
 from psdist.wire.limits import REPORT_WAIT_SECONDS
-from psdist_scheduler.events.cluster_events import (
-    Answer,
-    Draining,
-    Effect,
-    LogEvent,
-    Refuse,
-    ScaleNews,
-    Upload,
-    Waiting,
-)
+from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import Member
 from psdist_scheduler.events.snapshot_events import Saving
 
@@ -81,29 +72,30 @@ class WaitingCalls:
         """Waiting calls of these members, and whose each is."""
         return [(call, member_id) for call, member_id in self._owners.items() if member_id in members]
 
-    def settle(self, effects: Iterable[Effect]) -> None:
+    def settle(self, effects: Iterable[ev.Effect]) -> None:
         """Calls that were answered for good do not wait any more."""
         for effect in effects:
-            if isinstance(effect, Refuse) or (
-                isinstance(effect, Answer) and not isinstance(effect.value, Upload | Draining | ScaleNews | Saving)
-            ):
-                self.end(effect.call)
+            match effect:
+                case ev.Answer(_, ev.Upload() | ev.Draining() | ev.ScaleNews() | Saving()):
+                    pass
+                case ev.Answer(call) | ev.Refuse(call):
+                    self.end(call)
 
-    def report(self, waits: Iterable[tuple[str, list[int], str]], now: float) -> list[Effect]:
+    def report(self, waits: Iterable[tuple[str, list[int], str]], now: float) -> list[ev.Effect]:
         """Tells the calls that wait why, and notes what has waited for long. waits: key, calls and reason of each."""
-        effects: list[Effect] = []
+        effects: list[ev.Effect] = []
         before, self._waits = self._waits, {}
         for key, calls, text in waits:
             wait = self._waits[key] = before.get(key) or _Wait(now, text)
             wait.text = text
             if now - wait.since >= REPORT_WAIT_SECONDS and wait.reported != text:
                 wait.reported = text
-                effects.append(LogEvent(f"{key}: waiting {text}, {now - wait.since:.0f} s so far", "wait"))
+                effects.append(ev.LogEvent(f"{key}: waiting {text}, {now - wait.since:.0f} s so far", "wait"))
             for call in calls:
                 told = self._told.get(call)
                 if told is None or told.text != text or now - told.at >= REPEAT_SECONDS:
                     self._told[call] = _Told(text, now)
-                    effects.append(Answer(call, Waiting(text)))
+                    effects.append(ev.Answer(call, ev.Waiting(text)))
         return effects
 
     def validate(self) -> None:

@@ -22,19 +22,7 @@ from dataclasses import replace
 
 from psdist.errors import NotMemberError, PsdistError, ServerLostError, StaleEpochError, UnknownParametersError
 from psdist.types import ParametersEntry, ParametersMember, Replica, Shard, check_name
-from psdist_scheduler.events.cluster_events import (
-    Answer,
-    CommitParameters,
-    Create,
-    Describe,
-    Described,
-    Done,
-    Effect,
-    LogEvent,
-    ParametersReady,
-    Refuse,
-    Upload,
-)
+from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, Member, ParametersRecord, name_some
 from psdist_scheduler.events.snapshot_events import Loaded
 from psdist_scheduler.members.demand import Demand
@@ -61,7 +49,7 @@ class Creation:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def create(self, event: Create, worker: Member) -> list[Effect]:
+    def create(self, event: ev.Create, worker: Member) -> list[ev.Effect]:
         """A worker wants to take part. Raises LayoutMismatchError, SettingsMismatchError, LimitExceededError,
         ServerLostError."""
         p = self._registry.get(event.spec.name)
@@ -73,13 +61,13 @@ class Creation:
             placement.choose_slicing(event.layout.total, event.spec.slice_elements)
         return self._registry.open(event.spec.name).add_creator(event, worker)
 
-    def describe(self, event: Describe, worker: Member) -> list[Effect]:
+    def describe(self, event: ev.Describe, worker: Member) -> list[ev.Effect]:
         """A worker wants to know a parameter set. Raises InvalidNameError, LimitExceededError, ServerLostError."""
         p = self._registry.open(check_name(event.parameters, "parameters name"))
         _check_lost(p)
         return p.add_describer(event.call, worker)
 
-    def commit(self, event: CommitParameters, worker: Member) -> list[Effect]:
+    def commit(self, event: ev.CommitParameters, worker: Member) -> list[ev.Effect]:
         """The values are uploaded. Raises UnknownParametersError, NotMemberError."""
         name = event.parameters
         p = self._registry.get(name)
@@ -89,29 +77,29 @@ class Creation:
             raise NotMemberError(
                 f"{worker} was not asked for the values of {name!r}: {p.record.uploader or 'nobody'} was", name=name
             )
-        done = Answer(event.call, Done())
+        done = ev.Answer(event.call, ev.Done())
         if p.record.committed:
             return [done]
         if event.epoch < p.placed_epoch:
             p.request_upload(0)
             text = f"a server is gone that had values of {name!r} since epoch {event.epoch}: upload them again"
-            return [Refuse(event.call, StaleEpochError(text, epoch=p.placed_epoch))]
+            return [ev.Refuse(event.call, StaleEpochError(text, epoch=p.placed_epoch))]
         p.commit()
-        return [done, LogEvent(f"{worker} uploaded the values of {name!r}")]
+        return [done, ev.LogEvent(f"{worker} uploaded the values of {name!r}")]
 
-    def on_loaded(self, event: Loaded) -> list[Effect]:
+    def on_loaded(self, event: Loaded) -> list[ev.Effect]:
         """A server has loaded shards from the snapshot."""
         p, server = self._registry.get(event.parameters), self._members.sessions.get(event.call, "")
         if p is None or p.record is None or p.record.committed or not self._resume.loaded(event, server, p.entry):
             return []
         p.commit()
-        return [LogEvent(f"parameters {p.name!r} are loaded")]
+        return [ev.LogEvent(f"parameters {p.name!r} are loaded")]
 
     # --- progress -----------------------------------------------------------------------------------------------------
 
-    def progress(self, epoch: int, now: float) -> list[Effect]:
+    def progress(self, epoch: int, now: float) -> list[ev.Effect]:
         """Whatever the present members and calls allow. ``epoch``: the one that will show it."""
-        effects: list[Effect] = []
+        effects: list[ev.Effect] = []
         for p in self._registry.all:
             if self._members.changed:
                 self._drop_members(p)
@@ -181,7 +169,7 @@ class Creation:
         workers = None if now - since < WORKERS_GRACE_SECONDS else 1
         return self._demand.shortage(begun=True, servers=servers, workers=workers)
 
-    def _gather(self, p: ParameterSet, epoch: int) -> list[Effect]:
+    def _gather(self, p: ParameterSet, epoch: int) -> list[ev.Effect]:
         """Places a parameter set."""
         assert p.spec is not None and p.layout is not None
         try:  # It may be another snapshot than when they asked, or none was known.
@@ -200,7 +188,7 @@ class Creation:
         if saved is not None and base.restore is not None:
             text = f"{text}; they go on from step {saved.step} of snapshot {base.restore.directory}"
         notice = self._resume.notice(entry)
-        return [LogEvent(f"parameters {p.name!r} placed: {text}"), *([LogEvent(notice)] if notice else [])]
+        return [ev.LogEvent(f"parameters {p.name!r} placed: {text}"), *([ev.LogEvent(notice)] if notice else [])]
 
     def _entry(self, p: ParameterSet, creators: list[Member]) -> ParametersEntry:
         """What the map shows of a parameter set that is placed now."""
@@ -225,10 +213,10 @@ class Creation:
 
     # --- uploading, loading, and after --------------------------------------------------------------------------------
 
-    def _prepare(self, p: ParameterSet) -> list[Effect]:
+    def _prepare(self, p: ParameterSet) -> list[ev.Effect]:
         """Nothing was trained yet, or since the snapshot: whoever comes now is a member from the first step on. The
         uploader is told to upload, where nothing is loaded."""
-        effects: list[Effect] = []
+        effects: list[ev.Effect] = []
         loads = p.entry.restore is not None
         for call, worker in p.creators.items():
             if p.member(worker) is None:
@@ -242,28 +230,28 @@ class Creation:
             asked = call == p.upload_call or p.placed.committed or not p.has_place(self._members)
             if worker.member_id == p.placed.uploader and not asked:
                 p.request_upload(call)
-                effects.append(Answer(call, Upload()))
+                effects.append(ev.Answer(call, ev.Upload()))
         return effects
 
-    def _complete(self, p: ParameterSet) -> list[Effect]:
+    def _complete(self, p: ParameterSet) -> list[ev.Effect]:
         """Ready is what has its values, and these in as many copies as wanted."""
         missing = not p.placed.committed or self._registry.missing_replicas(p) or not p.has_place(self._members)
         if p.entry.ready or missing:
             return []
         p.change(ready=True)
-        return [LogEvent(f"parameters {p.name!r} are ready")]
+        return [ev.LogEvent(f"parameters {p.name!r} are ready")]
 
-    def _serve(self, p: ParameterSet) -> list[Effect]:
+    def _serve(self, p: ParameterSet) -> list[ev.Effect]:
         """Answers those who asked for what is ready now, or has them join."""
-        described = Described(p.entry.spec, p.placed.layout)
-        effects: list[Effect] = [Answer(call, described) for call in p.describers]
+        described = ev.Described(p.entry.spec, p.placed.layout)
+        effects: list[ev.Effect] = [ev.Answer(call, described) for call in p.describers]
         effects += [effect for call, worker in p.creators.items() for effect in self.joins.begin(p, call, worker)]
         answered = list(p.describers)
         for call, worker in p.creators.items():
             if member := p.member(worker):
                 answered.append(call)
-                ready = ParametersReady(member.first_step, bool(member.origin), self._resume.notice(p.entry))
-                effects.append(Answer(call, ready))
+                ready = ev.ParametersReady(member.first_step, bool(member.origin), self._resume.notice(p.entry))
+                effects.append(ev.Answer(call, ready))
         for call in answered:
             p.drop_call(call)
         return effects
@@ -286,12 +274,12 @@ class Creation:
         uploader = next_uploader if gone and not p.placed.committed else None
         p.change(members=left, departed=p.departed(self._members), uploader=uploader)
 
-    def _refuse(self, error: PsdistError, calls: Iterable[int]) -> list[Effect]:
+    def _refuse(self, error: PsdistError, calls: Iterable[int]) -> list[ev.Effect]:
         """These callers cannot have what they asked for; others may."""
         refused = list(calls)
         for call in refused:
             self._registry.end(call)
-        return [Refuse(call, error) for call in refused]
+        return [ev.Refuse(call, error) for call in refused]
 
 
 def _check_lost(p: ParameterSet) -> None:

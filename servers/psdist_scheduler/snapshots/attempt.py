@@ -15,19 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 
+from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_events import Answer, Effect
 from psdist_scheduler.events.records import Identity, name_some
-from psdist_scheduler.events.snapshot_events import (
-    AttemptProgress,
-    End,
-    Mark,
-    Marked,
-    Prepare,
-    Prepared,
-    SnapshotCommand,
-    TakeCut,
-    Written,
-)
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.snapshots.cut import AgreedCut
 from psdist_scheduler.snapshots.worker_states import WorkerStateUploads
@@ -65,8 +55,8 @@ class Attempt:
     whole_at: float | None = None
     #: Workers that may have used data before the cut without having said so.
     undecided: list[str] = field(default_factory=list)
-    written: dict[tuple[str, int], Written] = field(default_factory=dict)
-    progress: dict[str, AttemptProgress] = field(default_factory=dict)
+    written: dict[tuple[str, int], sn.Written] = field(default_factory=dict)
+    progress: dict[str, sn.AttemptProgress] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.moved = self.began
@@ -160,22 +150,22 @@ class Attempt:
         """Whether a server is asked for the cut and has not answered."""
         return self.phase is AttemptPhase.PREPARING and self.servers.get(server, False) is None
 
-    def on_prepared(self, event: Prepared, server: str) -> None:
+    def on_prepared(self, event: sn.Prepared, server: str) -> None:
         """A server that was asked has answered."""
         self.servers[server] = event.accepted
 
-    def on_marked(self, event: Marked, worker: Identity) -> dict[str, int]:
+    def on_marked(self, event: sn.Marked, worker: Identity) -> dict[str, int]:
         """A worker has answered. Returns the steps that are needed instead, where the state that it keeps cannot be had
         at the cut any more."""
         self.cut.mark(worker, dict(event.next))
         return self.kept.marked(worker, event, self.cut.steps)
 
-    def on_written(self, event: Written, server: str) -> None:
+    def on_written(self, event: sn.Written, server: str) -> None:
         """A file is durable. It counts only from the shard's primary of this term."""
         if self.phase is AttemptPhase.CUTTING and self.cut.is_primary(server, event):
             self.written[event.parameters, event.shard] = event
 
-    def on_progress(self, server: str, progress: AttemptProgress, now: float) -> None:
+    def on_progress(self, server: str, progress: sn.AttemptProgress, now: float) -> None:
         """A server's heartbeat says how far it is."""
         if progress.attempt == self.number and server in self.servers:
             if self.progress.get(server) != progress:
@@ -194,13 +184,13 @@ class Attempt:
     def prepare(self, servers: Iterable[str], members: Membership) -> list[Effect]:
         """Asks those servers that have a session."""
         steps = tuple((name, self.cut.steps.get(name, 0)) for name in self.cut.names)
-        return _send(servers, Prepare(self.number, self.directory, steps), members)
+        return _send(servers, sn.Prepare(self.number, self.directory, steps), members)
 
     def mark(self, workers: Iterable[Identity], members: Membership) -> list[Effect]:
         """Asks those workers that have a session."""
         self._enter(AttemptPhase.MARKING)
         steps = tuple(sorted(self.cut.steps.items()))
-        return _send((worker for worker, _ in workers), Mark(self.number, steps), members)
+        return _send((worker for worker, _ in workers), sn.Mark(self.number, steps), members)
 
     def take_cut(self, members: Membership, known: Mapping[str, int]) -> list[Effect]:
         """Has the servers write. ``known``: by BSP parameter set, the highest step that any slice is at."""
@@ -209,7 +199,7 @@ class Attempt:
         producers = tuple((name, self.cut.producers(name, by_origin=True)) for name in self.cut.marked)
         left = [p.name for p in self.cut.parameters if p.name in steps and not p.entry.members]
         final = tuple((name, steps[name]) for name in left if steps[name] == known.get(name))
-        return _send(self.servers, TakeCut(self.number, producers, final), members)
+        return _send(self.servers, sn.TakeCut(self.number, producers, final), members)
 
     def commit(self) -> None:
         """The storage gets the manifest and the commit record."""
@@ -218,13 +208,13 @@ class Attempt:
     def end(self, committed: bool, reason: str, members: Membership) -> list[Effect]:
         """Tells all who were asked that it is over."""
         workers = [worker for worker, _ in self.workers]
-        return _send([*self.servers, *workers], End(self.number, committed, reason), members)
+        return _send([*self.servers, *workers], sn.End(self.number, committed, reason), members)
 
     def _enter(self, phase: AttemptPhase) -> None:
         assert self.phase <= phase, f"{self.phase.name} does not go back to {phase.name}"
         self.phase = phase
 
 
-def _send(to: Iterable[str], command: SnapshotCommand, members: Membership) -> list[Effect]:
+def _send(to: Iterable[str], command: sn.SnapshotCommand, members: Membership) -> list[Effect]:
     sessions = [members.sessions.of(member) for member in dict.fromkeys(to)]
     return [Answer(session, command) for session in sessions if session]

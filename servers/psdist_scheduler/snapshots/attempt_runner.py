@@ -18,18 +18,9 @@ from typing import Final
 from psdist.errors import PsdistError, SnapshotFailedError
 from psdist.snapshots.format import CommitRecord, Manifest, directory_name
 from psdist_scheduler.datasets.datasets import Datasets
+from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent
 from psdist_scheduler.events.records import ClusterSettings, Member
-from psdist_scheduler.events.snapshot_events import (
-    AT_THE_END,
-    End,
-    Marked,
-    PartFailed,
-    Prepared,
-    Saved,
-    WriteCommit,
-    Written,
-)
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.parameters import ParameterSet
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
@@ -112,7 +103,7 @@ class AttemptRunner:
 
     # --- what members report ------------------------------------------------------------------------------------------
 
-    def on(self, event: Prepared | Marked | Written | PartFailed, now: float) -> list[Effect]:
+    def on(self, event: sn.Prepared | sn.Marked | sn.Written | sn.PartFailed, now: float) -> list[Effect]:
         """A member reports on the attempt."""
         attempt = self.attempt
         sender = self._members.by_session(event.call)
@@ -122,15 +113,15 @@ class AttemptRunner:
             return []
         attempt.touch(now)
         match event:
-            case Prepared() if attempt.awaits(sender.member_id):
+            case sn.Prepared() if attempt.awaits(sender.member_id):
                 attempt.on_prepared(event, sender.member_id)
                 self._schedule.tries.learn((name, s) for name, s in event.steps_next if name in attempt.cut.steps)
                 return [] if None in attempt.servers.values() else self._on_all_prepared(attempt, now)
-            case Marked() if attempt.phase is AttemptPhase.MARKING:
+            case sn.Marked() if attempt.phase is AttemptPhase.MARKING:
                 return self._on_marked(attempt, event, sender, now)
-            case Written():
+            case sn.Written():
                 attempt.on_written(event, sender.member_id)
-            case PartFailed() if sender.member_id in attempt.servers or sender.member_id in attempt.kept.workers:
+            case sn.PartFailed() if sender.member_id in attempt.servers or sender.member_id in attempt.kept.workers:
                 return self.fail(f"{sender.member_id}: {event.text}", now)
         return []
 
@@ -142,7 +133,7 @@ class AttemptRunner:
         if attempt is None:
             # What an earlier scheduler had begun is over.
             self._number = max(self._number, epoch * _ATTEMPTS_PER_EPOCH)
-            over = End(self._number, False, "no snapshot is under way")
+            over = sn.End(self._number, False, "no snapshot is under way")
             return [Answer(self._members.sessions.of(member.member_id), over)]
         if attempt.awaits(member.member_id):
             return attempt.prepare([member.member_id], self._members)
@@ -161,12 +152,12 @@ class AttemptRunner:
         if (newest := self._catalog.newest) is not None and self._is_as_newest(attempt):
             self._end(attempt, newest.commit, now)
             over = attempt.end(False, "nothing was trained since the last snapshot", self._members)
-            return over + self._waiters.answer_all(attempt.number, Saved(newest.commit, True))
-        if attempt.reason == AT_THE_END and (loss := self._catalog.loss(attempt.cut.names)):
+            return over + self._waiters.answer_all(attempt.number, sn.Saved(newest.commit, True))
+        if attempt.reason == sn.AT_THE_END and (loss := self._catalog.loss(attempt.cut.names)):
             return self.fail(loss, now)
         return attempt.mark(attempt.workers, self._members) if attempt.unanswered else self._take_cut(attempt)
 
-    def _on_marked(self, attempt: Attempt, event: Marked, worker: Member, now: float) -> list[Effect]:
+    def _on_marked(self, attempt: Attempt, event: sn.Marked, worker: Member, now: float) -> list[Effect]:
         tries = self._schedule.tries
         if later := attempt.on_marked(event, worker.identity):
             tries.learn(later.items())
@@ -256,7 +247,7 @@ class AttemptRunner:
             return self.fail(str(error), now)
         attempt.commit()
         self._catalog.begin(attempt.directory)
-        return [WriteCommit(attempt.number, self._catalog.highest + 1, manifest, now - attempt.began)]
+        return [sn.WriteCommit(attempt.number, self._catalog.highest + 1, manifest, now - attempt.began)]
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
@@ -266,7 +257,7 @@ class AttemptRunner:
         assert attempt is not None
         self._end(attempt, commit, now)
         over = attempt.end(True, "", self._members)
-        return over + self._waiters.answer_all(attempt.number, Saved(commit))
+        return over + self._waiters.answer_all(attempt.number, sn.Saved(commit))
 
     def give_up(self, reason: str, now: float) -> list[Effect]:
         """The attempt cannot go on; another is begun at once if it is wanted, unless too many were."""

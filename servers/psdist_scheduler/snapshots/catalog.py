@@ -18,16 +18,8 @@ from typing import Final
 
 from psdist.snapshots.format import CommitRecord
 from psdist.snapshots.policy import SavePolicy
+from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_events import Effect, LogEvent
-from psdist_scheduler.events.snapshot_events import (
-    CommitFailed,
-    CommitFound,
-    History,
-    Prune,
-    Pruned,
-    ReadHistory,
-    RemoveDirectory,
-)
 from psdist_scheduler.placement.restore_point import Resume
 
 #: A storage that could not be read is read again after so long, in seconds.
@@ -37,12 +29,12 @@ _READ_AGAIN_SECONDS: Final = 5.0
 class Catalog:
     """All that is known of one run's storage. ``history``: what it holds, None where it was not read."""
 
-    def __init__(self, resume: Resume, history: History | None) -> None:
+    def __init__(self, resume: Resume, history: sn.History | None) -> None:
         self._resume = resume
         #: Whether the storage was read.
         self.known = False
         self.commits: tuple[CommitRecord, ...] = ()
-        self.newest: CommitFound | None = None
+        self.newest: sn.CommitFound | None = None
         self.highest = 0
         #: Directories of snapshots that could not be loaded.
         self.bad: tuple[str, ...] = ()
@@ -95,7 +87,7 @@ class Catalog:
         assert not self.committing, "two commits at a time would have one number"
         self.committing = directory
 
-    def add(self, found: CommitFound, *, wanted: bool = True) -> None:
+    def add(self, found: sn.CommitFound, *, wanted: bool = True) -> None:
         """The commit under way is there. ``wanted``: the run may go back to it."""
         commit = found.commit
         self.commits = (commit, *(other for other in self.commits if other.sequence != commit.sequence))
@@ -104,7 +96,7 @@ class Catalog:
         if wanted:
             self.newest = found
 
-    def fail(self, event: CommitFailed) -> None:
+    def fail(self, event: sn.CommitFailed) -> None:
         """The commit under way has failed, or may be there all the same, so that the storage is read."""
         if event.unsure:
             self._unsure, self._read_at = self.committing, None
@@ -114,18 +106,18 @@ class Catalog:
 
     # --- what is deleted ----------------------------------------------------------------------------------------------
 
-    def remove_directory(self, directory: str) -> RemoveDirectory:
+    def remove_directory(self, directory: str) -> sn.RemoveDirectory:
         """Removes what an attempt may have written that was given up."""
         self._is_untidy = True
-        return RemoveDirectory(directory)
+        return sn.RemoveDirectory(directory)
 
     def prune(self, policy: SavePolicy, pinned: Collection[str]) -> list[Effect]:
         """Deletes what is not kept. ``pinned``: directories that are in use."""
         old = surplus(self.commits, policy, pinned)
         untidy, self._is_untidy = self._is_untidy, False
-        return [Prune(old, untidy)] if old or untidy else []
+        return [sn.Prune(old, untidy)] if old or untidy else []
 
-    def on_pruned(self, event: Pruned) -> list[Effect]:
+    def on_pruned(self, event: sn.Pruned) -> list[Effect]:
         """Surplus snapshots are deleted."""
         self.commits = tuple(commit for commit in self.commits if commit.sequence not in event.sequences)
         if not event.error:
@@ -134,7 +126,7 @@ class Catalog:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def take(self, history: History | None) -> None:
+    def take(self, history: sn.History | None) -> None:
         """What the storage holds; None where it could not be read."""
         self._is_reading = False
         if history is None:
@@ -148,7 +140,7 @@ class Catalog:
         if not self.committing:  # Else it was read before.
             self._unsure = ""
 
-    def give_up(self, directory: str) -> ReadHistory:
+    def give_up(self, directory: str) -> sn.ReadHistory:
         """A snapshot cannot be loaded: the one before is looked for."""
         self.bad = (*self.bad, directory)
         return self._read()
@@ -161,10 +153,10 @@ class Catalog:
         self._read_at = now
         return [self._read()]
 
-    def _read(self) -> ReadHistory:
+    def _read(self) -> sn.ReadHistory:
         self._is_reading = True
         restore = self._resume.base.restore
-        return ReadHistory(restore.directory if restore is not None and self._resume.unread else "", self.bad)
+        return sn.ReadHistory(restore.directory if restore is not None and self._resume.unread else "", self.bad)
 
 
 def surplus(commits: Sequence[CommitRecord], policy: SavePolicy, pinned: Collection[str]) -> tuple[CommitRecord, ...]:

@@ -18,18 +18,9 @@ from typing import Final
 
 from psdist.errors import NoStorageError, SnapshotFailedError
 from psdist_scheduler.datasets.datasets import Datasets
+from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_events import Effect, LogEvent
 from psdist_scheduler.events.records import ClusterSettings
-from psdist_scheduler.events.snapshot_events import (
-    AT_THE_END,
-    CommitFailed,
-    CommitFound,
-    Committed,
-    History,
-    Prune,
-    Save,
-    Saved,
-)
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.parameters import ParameterSet
@@ -54,7 +45,7 @@ class Snapshots:
         registry: Registry,
         members: Membership,
         datasets: Datasets,
-        history: History | None,
+        history: sn.History | None,
         now: float,
     ) -> None:
         self._settings = settings
@@ -109,7 +100,7 @@ class Snapshots:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def save(self, event: Save, now: float) -> list[Effect]:
+    def save(self, event: sn.Save, now: float) -> list[Effect]:
         """Somebody wants a snapshot. Raises WrongRunError, FencedError, NoStorageError, SnapshotFailedError."""
         self._members.check_run(event.run_id)
         worker = None
@@ -122,7 +113,7 @@ class Snapshots:
         if self.catalog.replaced:
             raise SnapshotFailedError(self.catalog.replaced)
         reason = (event.reason or "on demand")[:_REASON_CHARACTERS]
-        if worker is not None and reason == AT_THE_END and not self._settings.policy.at_end:
+        if worker is not None and reason == sn.AT_THE_END and not self._settings.policy.at_end:
             raise SnapshotFailedError("this run takes no snapshot at its end")
         return self._add(SnapshotWaiter(event.call, worker, dict(event.next), reason), now)
 
@@ -136,7 +127,7 @@ class Snapshots:
         trained = self.saves_at_end and self.schedule.has_trained(self._ready, self.catalog.saved_steps)
         if not under_way and not trained:
             return []
-        return self._add(SnapshotWaiter(call, None, {}, AT_THE_END, drains=True), now)
+        return self._add(SnapshotWaiter(call, None, {}, sn.AT_THE_END, drains=True), now)
 
     def save_for_the_end(self, steps: dict[str, int]) -> list[Effect]:
         """All workers stand still, BSP parameter sets at ``steps``, and are about to leave: one is taken now,
@@ -167,18 +158,18 @@ class Snapshots:
 
     # --- what became of work on the storage ---------------------------------------------------------------------------
 
-    def on_committed(self, event: Committed, now: float) -> tuple[list[Effect], CommitFound | None]:
+    def on_committed(self, event: sn.Committed, now: float) -> tuple[list[Effect], sn.CommitFound | None]:
         """A snapshot exists. Returns also the one that the run must roll back to: this one, where it belongs to a
         history that was given up while the storage stood still, and nothing is placed yet."""
-        found = CommitFound(event.commit, event.manifest)
+        found = sn.CommitFound(event.commit, event.manifest)
         if self.runner.is_current(event.attempt) or self._registry.resume.is_of_this_course(found):
             return self._committed(found, event.attempt, now), None
         if any(p.record for p in self._registry.all):
             self.catalog.add(found, wanted=False)
-            return [Prune((event.commit,))], None
+            return [sn.Prune((event.commit,))], None
         return self._committed(found, event.attempt, now), found
 
-    def on_commit_failed(self, event: CommitFailed, now: float) -> list[Effect]:
+    def on_commit_failed(self, event: sn.CommitFailed, now: float) -> list[Effect]:
         """A snapshot does not exist, or nobody knows."""
         self.catalog.fail(event)
         return self.runner.fail(event.text, now) if self.runner.is_current(event.attempt) else []
@@ -190,7 +181,7 @@ class Snapshots:
         self.end_snapshot.forget()
         return effects
 
-    def _committed(self, found: CommitFound, attempt: int, now: float) -> list[Effect]:
+    def _committed(self, found: sn.CommitFound, attempt: int, now: float) -> list[Effect]:
         commit = found.commit
         loss = self.catalog.loss(commit.steps)
         self.catalog.add(found)
@@ -238,9 +229,9 @@ class Snapshots:
         newest, hopeless, is_back = self.catalog.newest, self._hopeless(ready), self._is_back(ready)
         for waiter in self.waiters:
             if self.end_snapshot.commit is not None:
-                effects += self.waiters.answer(waiter, Saved(self.end_snapshot.commit))
+                effects += self.waiters.answer(waiter, sn.Saved(self.end_snapshot.commit))
             elif newest is not None and (is_back or waiters.serves(newest, waiter, ready, self._datasets)):
-                effects += self.waiters.answer(waiter, Saved(newest.commit, True))
+                effects += self.waiters.answer(waiter, sn.Saved(newest.commit, True))
             elif hopeless is not None:
                 effects += self.waiters.refuse(waiter, hopeless)
         return effects

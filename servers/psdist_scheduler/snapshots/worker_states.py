@@ -19,18 +19,9 @@ from typing import TYPE_CHECKING
 from psdist.errors import LimitExceededError, SnapshotFailedError
 from psdist.snapshots.format import WorkerState, state_file_name
 from psdist.wire import limits
+from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_events import Answer, Effect
 from psdist_scheduler.events.records import Identity, Member, name_some
-from psdist_scheduler.events.snapshot_events import (
-    CommitFound,
-    GetState,
-    HandedIn,
-    HandIn,
-    Keeps,
-    Marked,
-    StatePlace,
-    StateSource,
-)
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.parameters import ParameterSet
@@ -73,7 +64,7 @@ class WorkerStateUploads:
         """For the manifest."""
         return tuple(sorted(self._taken.values(), key=lambda state: state.file))
 
-    def marked(self, worker: Identity, event: Marked, steps: Mapping[str, int]) -> dict[str, int]:
+    def marked(self, worker: Identity, event: sn.Marked, steps: Mapping[str, int]) -> dict[str, int]:
         """A worker that was asked has answered. steps: of the cut, by BSP parameters.
 
         Returns the steps that are needed instead, where the worker has gone on from before the cut.
@@ -97,7 +88,7 @@ class WorkerStateUploads:
             for key in [key for key in self._wanted if key[0] == worker and key not in self._taken]:
                 del self._wanted[key]
 
-    def place(self, worker: Member, event: HandIn, directory: str) -> StatePlace:
+    def place(self, worker: Member, event: sn.HandIn, directory: str) -> sn.StatePlace:
         """Where a file is to be written; nowhere if it is there. Raises SnapshotFailedError where it is not wanted, and
         LimitExceededError."""
         if event.length > limits.STATE_BYTES_MAX:
@@ -110,9 +101,9 @@ class WorkerStateUploads:
                 f"the state of {event.parameters!r} before push {event.next} is not what the snapshot wants"
             )
         file = state_file_name(self.numbers[event.parameters], worker.rank)
-        return StatePlace(directory, "" if key in self._taken else file, worker.rank)
+        return sn.StatePlace(directory, "" if key in self._taken else file, worker.rank)
 
-    def take(self, event: HandedIn) -> None:
+    def take(self, event: sn.HandedIn) -> None:
         """A file is durable."""
         key = event.worker, event.state.parameters
         if self._wanted.get(key) == event.state.next:
@@ -136,10 +127,10 @@ class WorkerStateRegistry:
         """Whether somebody keeps a state that the attempt did not ask."""
         return bool(self._names) and any(w not in attempt.kept.answers for w in self.of(attempt.cut.parameters))
 
-    def on(self, event: Keeps | HandIn | HandedIn, attempt: Attempt | None, now: float) -> list[Effect]:
+    def on(self, event: sn.Keeps | sn.HandIn | sn.HandedIn, attempt: Attempt | None, now: float) -> list[Effect]:
         """What a worker says, and what became of its file. Raises FencedError, SnapshotFailedError,
         LimitExceededError."""
-        if isinstance(event, Keeps):
+        if isinstance(event, sn.Keeps):
             member = self._members.by_session(event.call)
             if member is not None:
                 self._names[member.identity] = event.parameters
@@ -148,7 +139,7 @@ class WorkerStateRegistry:
             attempt = None
         if attempt is not None:
             attempt.touch(now)
-        if isinstance(event, HandedIn):
+        if isinstance(event, sn.HandedIn):
             if attempt is not None:
                 attempt.kept.take(event)
             return []
@@ -157,10 +148,10 @@ class WorkerStateRegistry:
             raise SnapshotFailedError("no snapshot is under way that wants what this worker keeps")
         return [Answer(event.call, attempt.kept.place(worker, event, attempt.directory))]
 
-    def get(self, event: GetState, found: CommitFound | None) -> list[Effect]:
+    def get(self, event: sn.GetState, found: sn.CommitFound | None) -> list[Effect]:
         """A worker wants what its rank handed in for the snapshot ``found``. Raises FencedError."""
         worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
         if found is None:
-            return [Answer(event.call, StateSource())]
+            return [Answer(event.call, sn.StateSource())]
         state = found.manifest.worker_state(event.parameters, worker.rank)
-        return [Answer(event.call, StateSource(found.manifest, state))]
+        return [Answer(event.call, sn.StateSource(found.manifest, state))]
