@@ -112,7 +112,7 @@ class Driver:
         return member, self.open(member)
 
     def create(
-        self, member: Member, layout: Layout = LAYOUT, resume: ev.ResumePush | None = None, **settings: Any
+        self, member: Member, layout: Layout = LAYOUT, resume: we.ResumePush | None = None, **settings: Any
     ) -> int:
         """Calls CreateParameters."""
         call = self.number()

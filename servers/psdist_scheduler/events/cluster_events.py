@@ -12,11 +12,9 @@ from typing import Literal
 
 from psdist.errors import PsdistError
 from psdist.types import ClusterMap, Layout, ParametersMember, ParametersSpec, Replica
-from psdist_scheduler.events.data_events import (
-    DataEvent,
-    DatasetStanding,
-    RangeGiven,
-)
+from psdist_scheduler.events import data_events as da
+from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import (
     BarrierRecord,
     DatasetRecord,
@@ -25,26 +23,6 @@ from psdist_scheduler.events.records import (
     ParametersRecord,
     RestorePoint,
     Role,
-)
-from psdist_scheduler.events.snapshot_events import (
-    AttemptProgress,
-    RolledBack,
-    Saved,
-    Saving,
-    SnapshotCommand,
-    SnapshotEvent,
-    StatePlace,
-    StateSource,
-    StorageEffect,
-)
-from psdist_scheduler.events.worker_events import (
-    Activity,
-    Caller,
-    Heard,
-    MutualWait,
-    ResumePush,
-    StopCommand,
-    StopReported,
 )
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -92,11 +70,11 @@ class Heartbeat:
     versions: tuple[tuple[str, int], ...] = ()
     waiting_for: tuple[str, ...] = ()
     #: Servers, while they write or load.
-    progress: AttemptProgress | None = None
+    progress: sn.AttemptProgress | None = None
     #: Servers: workers, by id and incarnation, that have sent something since the last heartbeat.
     heard: tuple[tuple[str, int], ...] = ()
     #: Workers.
-    activity: Activity | None = None
+    activity: we.Activity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +115,7 @@ class Leave:
     """A member goes politely."""
 
     call: int
-    caller: Caller
+    caller: we.Caller
     reason: str = ""
 
 
@@ -146,12 +124,12 @@ class Create:
     """A worker wants parameters to exist, and to take part in their training."""
 
     call: int
-    caller: Caller
+    caller: we.Caller
     spec: ParametersSpec
     layout: Layout
     #: Where the worker took part before it was expelled: the push that it wants to make in this incarnation.
-    resume: ResumePush | None = None
-    activity: Activity | None = None
+    resume: we.ResumePush | None = None
+    activity: we.Activity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +137,7 @@ class Describe:
     """A worker wants to know parameters, once they exist."""
 
     call: int
-    caller: Caller
+    caller: we.Caller
     parameters: str
 
 
@@ -168,7 +146,7 @@ class CommitParameters:
     """The uploader says that all initial values are on the servers, which are those of the map of ``epoch``."""
 
     call: int
-    caller: Caller
+    caller: we.Caller
     parameters: str
     epoch: int = 0
 
@@ -180,12 +158,12 @@ class EnterBarrier:
     arrival, of any round; 0 where it has none."""
 
     call: int
-    caller: Caller
+    caller: we.Caller
     name: str
     origin: int = 0
     passed: int = 0
     withdraw: bool = False
-    activity: Activity | None = None
+    activity: we.Activity | None = None
     attempt: int = 0
 
 
@@ -252,7 +230,7 @@ Event = (
     | SessionOpened
     | SessionClosed
     | Heartbeat
-    | Heard
+    | we.Heard
     | JoinAnswered
     | ReplicaFilled
     | ReplicaUnreachable
@@ -264,11 +242,11 @@ Event = (
     | EnterRendezvous
     | Drain
     | Stop
-    | StopReported
+    | we.StopReported
     | Scale
     | WatchScale
-    | DataEvent
-    | SnapshotEvent
+    | da.DataEvent
+    | sn.SnapshotEvent
     | CallEnded
     | Tick
 )
@@ -412,7 +390,7 @@ class ShardsLost:
     text: str
 
 
-News = MemberLost | ShardsLost | RolledBack
+News = MemberLost | ShardsLost | sn.RolledBack
 Value = (
     Waiting
     | Registered
@@ -421,22 +399,22 @@ Value = (
     | Described
     | Done
     | Withdrawn
-    | DatasetStanding
-    | RangeGiven
+    | da.DatasetStanding
+    | da.RangeGiven
     | Formed
     | JoinProposal
     | WithdrawJoin
-    | MutualWait
-    | StopCommand
+    | we.MutualWait
+    | we.StopCommand
     | Draining
     | Drained
     | Scaled
     | ScaleNews
-    | Saving
-    | Saved
-    | StatePlace
-    | StateSource
-    | SnapshotCommand
+    | sn.Saving
+    | sn.Saved
+    | sn.StatePlace
+    | sn.StateSource
+    | sn.SnapshotCommand
 )
 
 # --- effects ----------------------------------------------------------------------------------------------------------
@@ -513,4 +491,4 @@ class LogEvent:
     level: Literal["info", "warning", "wait"] = "info"
 
 
-Effect = Persist | Publish | Attach | Broadcast | Answer | Refuse | Close | LogEvent | StorageEffect
+Effect = Persist | Publish | Attach | Broadcast | Answer | Refuse | Close | LogEvent | sn.StorageEffect

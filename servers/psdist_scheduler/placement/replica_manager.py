@@ -11,14 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from psdist.types import Replica, Shard
-from psdist_scheduler.events.cluster_events import (
-    Broadcast,
-    Effect,
-    LogEvent,
-    ReplicaFilled,
-    ReplicaUnreachable,
-    ShardsLost,
-)
+from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import replicas
@@ -53,12 +46,12 @@ class ReplicaManager:
         #: Whether something is due as soon as servers know what was shown.
         self._held_up = False
 
-    def lose(self, epoch: int) -> list[Effect]:
+    def lose(self, epoch: int) -> list[ev.Effect]:
         """Shards go on without the servers that are gone, or are lost with them. ``epoch`` is the one that shows it."""
         if not self._members.changed:
             return []
         self._unreachable = {place: t for place, t in self._unreachable.items() if self._live(place[2])}
-        effects: list[Effect] = []
+        effects: list[ev.Effect] = []
         for p in self._placed():
             before = p.entry.shards
             after = tuple(replicas.after_loss(shard, self._live) for shard in before)
@@ -70,14 +63,14 @@ class ReplicaManager:
                 if p.placed.committed or placed != before:
                     p.replace_shards(placed, epoch)
                     effects.append(
-                        LogEvent(f"a server is gone before {p.name!r} was ready: its values are uploaded again")
+                        ev.LogEvent(f"a server is gone before {p.name!r} was ready: its values are uploaded again")
                     )
             else:
                 p.change(shards=after)
                 effects += _promotions(p.name, before, after) + self._losses(p, before, after)
         return effects
 
-    def filled(self, event: ReplicaFilled) -> list[Effect]:
+    def filled(self, event: ev.ReplicaFilled) -> list[ev.Effect]:
         """A primary says that a replica is complete. What it says of an earlier term means nothing any more."""
         shard = self._reported(event)
         if shard is None or event.replica not in shard.filling:
@@ -86,9 +79,9 @@ class ReplicaManager:
         self._fresh.add((event.parameters, event.shard))
         if self._registry.missing_replicas(p) or self._settings.replicas == 1:
             return []
-        return [LogEvent(f"every shard of {p.name!r} has {self._settings.replicas} copies")]
+        return [ev.LogEvent(f"every shard of {p.name!r} has {self._settings.replicas} copies")]
 
-    def unreachable(self, event: ReplicaUnreachable, now: float) -> list[Effect]:
+    def unreachable(self, event: ev.ReplicaUnreachable, now: float) -> list[ev.Effect]:
         """A primary cannot reach a replica: another takes its place, or the same one later if there is no other. A
         backup not at once: it may be the primary that nothing reaches, and then the backup's copy is the one that is
         left. So an epoch is made, and the backup dropped when the primary says that it knows it."""
@@ -104,7 +97,7 @@ class ReplicaManager:
             self._fresh.add(place[:2])
         return []
 
-    def plan(self, now: float) -> list[Effect]:
+    def plan(self, now: float) -> list[ev.Effect]:
         """Puts in hand what is due by now."""
         heard = {id_: presence.epoch for id_, presence in self._members.sessions.liveness.items()}
         again = self._due or any(until <= now for until in self._unreachable.values())
@@ -167,16 +160,16 @@ class ReplicaManager:
             return False
         return presence.epoch >= self._shown.get((name, number), self._first_epoch) > 0
 
-    def _drop(self, place: _Place, shard: Shard, reason: str, now: float) -> list[Effect]:
+    def _drop(self, place: _Place, shard: Shard, reason: str, now: float) -> list[ev.Effect]:
         name, number, replica = place
         self._set(name, number, replicas.without(shard, replica))
         self._unreachable[place] = now + self._settings.lease_seconds
         what = f"{shard.primary} cannot reach {replica}, which held {name_shards([number])}"
-        return [LogEvent(f"{what} of {name!r}: {reason}", "warning")]
+        return [ev.LogEvent(f"{what} of {name!r}: {reason}", "warning")]
 
-    def _drop_unreachable(self, now: float) -> list[Effect]:
+    def _drop_unreachable(self, now: float) -> list[ev.Effect]:
         """Backups whose primaries have shown that they are heard and hear."""
-        effects: list[Effect] = []
+        effects: list[ev.Effect] = []
         for place, (term, reason) in list(self._doubted.items()):
             name, number, replica = place
             p = self._registry.get(name)
@@ -200,7 +193,7 @@ class ReplicaManager:
         p.change(shards=tuple(shards))
         return p
 
-    def _reported(self, event: ReplicaFilled | ReplicaUnreachable) -> Shard | None:
+    def _reported(self, event: ev.ReplicaFilled | ev.ReplicaUnreachable) -> Shard | None:
         """The shard that a report is about, if it comes from its primary of this term."""
         server = self._members.by_session(event.call)
         p = self._registry.get(event.parameters)
@@ -226,35 +219,35 @@ class ReplicaManager:
             shards.append(replicas.placed_anew(shard, self._live, Replica(spare.member_id, spare.incarnation)))
         return tuple(shards)
 
-    def _losses(self, p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[Effect]:
+    def _losses(self, p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[ev.Effect]:
         lost: dict[str, list[int]] = {}
         for number, (old, new) in enumerate(zip(before, after, strict=True)):
             if new.lost and not old.lost:
                 lost.setdefault(new.primary.server_id, []).append(number)
-        effects: list[Effect] = []
+        effects: list[ev.Effect] = []
         for server, numbers in lost.items():
             held = f"{server} is gone and held {name_shards(numbers)} of {p.name!r} alone"
             if not self._members.workers:
-                effects.append(LogEvent(f"{held}; no worker is left to miss it"))
+                effects.append(ev.LogEvent(f"{held}; no worker is left to miss it"))
                 continue
             text = f"{held} ({len(numbers)} of {len(after)} shards, at version {p.version}): {REMEDY}"
-            effects.append(Broadcast(ShardsLost(p.name, tuple(numbers), server, p.version, text)))
-            effects.append(LogEvent(f"lost: {text}", "warning"))
+            effects.append(ev.Broadcast(ev.ShardsLost(p.name, tuple(numbers), server, p.version, text)))
+            effects.append(ev.LogEvent(f"lost: {text}", "warning"))
         return effects
 
 
-def _promotions(name: str, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[Effect]:
+def _promotions(name: str, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[ev.Effect]:
     promoted: dict[tuple[Replica, Replica], list[int]] = {}
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
         if new.term != old.term:
             promoted.setdefault((old.primary, new.primary), []).append(number)
     return [
-        LogEvent(f"{new} is now the primary of {name_shards(numbers)} of {name!r}, which was {old}")
+        ev.LogEvent(f"{new} is now the primary of {name_shards(numbers)} of {name!r}, which was {old}")
         for (old, new), numbers in promoted.items()
     ]
 
 
-def _fills(p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[Effect]:
+def _fills(p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[ev.Effect]:
     """Notes on copies that begin. Those that belong to a creation are no news."""
     begun: dict[Replica, list[int]] = {}
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -262,7 +255,7 @@ def _fills(p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...])
             if replica not in old.filling:
                 begun.setdefault(replica, []).append(number)
     return [
-        LogEvent(
+        ev.LogEvent(
             f"{name_shards(numbers)} of {p.name!r} is being copied to {replica}"
             if not numbers[1:]
             else f"{name_shards(numbers)} of {p.name!r} are being copied to {replica}"
