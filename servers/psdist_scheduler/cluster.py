@@ -147,13 +147,13 @@ class Cluster:
             case ev.JoinAnswered():
                 return machines.creation.joins.on_answer(event)
             case ev.ReplicaFilled():
-                return machines.replica_manager.filled(event)
+                return machines.replica_manager.on_filled(event)
             case ev.ReplicaUnreachable():
-                return machines.replica_manager.unreachable(event, now)
+                return machines.replica_manager.on_unreachable(event, now)
             case ev.Drain() | ev.Stop():
                 return machines.shutdown.hold(event, now)
             case StopReported():
-                return machines.stops.heard(event)
+                return machines.stops.on_report(event)
             case ev.Scale():
                 return machines.scaling.scale(event)
             case ev.WatchScale():
@@ -194,9 +194,9 @@ class Cluster:
             case sn.Loaded():
                 return self.machines.creation.on_loaded(event)
             case sn.LoadFailed():
-                return rollback.load_failed(event)
+                return rollback.on_load_failed(event)
             case sn.HistoryRead():
-                return rollback.history_read(event, self.epoch + 1, now)
+                return rollback.on_history_read(event, self.epoch + 1, now)
 
     def _wait(self, event: ev.Create | ev.Describe | ev.EnterBarrier | ev.EnterRendezvous, now: float) -> list[Effect]:
         """A call that may have to wait."""
@@ -218,7 +218,7 @@ class Cluster:
                 effects = machines.barriers.enter(event, worker)
         self._calls.add(event.call, worker.member_id)
         if not isinstance(event, ev.Describe):
-            machines.mutual_waits.heard(worker, event.activity, event.call)
+            machines.mutual_waits.on_activity(worker, event.activity, event.call)
         return effects
 
     def _data(self, event: da.DataEvent) -> list[Effect]:
@@ -243,7 +243,7 @@ class Cluster:
             return []
         self.members.sessions.on_heartbeat(event, member.member_id, now)
         if member.role == "worker":
-            self.machines.mutual_waits.heard(member, event.activity)
+            self.machines.mutual_waits.on_activity(member, event.activity)
             return []
         self.members.on_activity(event.heard, now)
         for name, version in event.versions:
@@ -270,7 +270,7 @@ class Cluster:
         # What was placed just now gets its backups in the same epoch.
         effects += machines.replica_manager.plan(now) + machines.shutdown.ask(now) + machines.stops.progress(now)
         # A scheduler that begins is in its own epoch at once: what it numbers by it must be above all that the one
-        # before said.
+        # before used.
         effects += machines.snapshots.progress(self.epoch + changed, now) + machines.stops.progress(now)
         effects += machines.shutdown.go_on() + machines.scaling.progress(now) + machines.barriers.progress()
         effects += machines.rendezvous.progress(now, max(self.members.ranks, default=-1) + 1)

@@ -80,7 +80,7 @@ def resume_push(request: pb.CreateParametersRequest) -> ResumePush | None:
 
 
 def stop_reported(call: int, report: pb.StopReport) -> StopReported:
-    """A worker's word on its end. Raises LimitExceededError and InvalidNameError."""
+    """A worker's report on its end. Raises LimitExceededError and InvalidNameError."""
     numbers = _next_pushes(report.next) if report.holding else None
     return StopReported(call, report.number, report.stopping, numbers)
 
@@ -100,7 +100,7 @@ def barrier_event(call: int, request: pb.BarrierRequest) -> ev.EnterBarrier:
 
 
 def activity(message: Any) -> Activity | None:
-    """What a worker says in a message that it waits for; None where it says nothing. Raises LimitExceededError,
+    """What a worker reports that it waits for; None where it reports nothing. Raises LimitExceededError,
     InvalidNameError and InvalidArgumentError."""
     if not message.HasField("activity"):
         return None
@@ -175,7 +175,7 @@ def replica_unreachable(call: int, message: pb.ReplicaUnreachable) -> ev.Replica
 
 
 def connections(message: pb.Connections) -> list[pb.Connection]:
-    """How a worker says that it reaches servers, cut to what is kept of it."""
+    """How a worker reports that it reaches servers, limited to what is kept."""
     return [
         pb.Connection(
             server_id=one.server_id[:TEXT_CHARACTERS_MAX],
@@ -310,7 +310,7 @@ def scale_news(value: ev.Value, maps: MapCache) -> tuple[pb.WatchScaleResponse, 
 
 
 def command(value: ev.Value | ev.News) -> pb.SessionResponse:
-    """What a session is told, apart from maps."""
+    """What a session is sent, apart from maps."""
     match value:
         case ev.JoinProposal(proposal_id, parameters, member):
             proposal = pb.SessionResponse.JoinProposal(

@@ -28,8 +28,8 @@ def status(
     """The whole report.
 
     epoch: of the map that was published last.
-    statistics: what servers said of themselves in their last heartbeat, by id.
-    connections: what workers said last of how they reach servers, by id.
+    statistics: of servers, in their last heartbeat, by id.
+    connections: how workers reach servers, by their last report, by id.
     events: seconds since 1970 and text, the newest last.
     """
     registry = cluster.registry

@@ -175,7 +175,7 @@ class Service:
 
     @_typed
     async def WatchScale(self, request: pb.WatchScaleRequest, context: Context) -> None:
-        """News of the wanted number until the launcher has heard enough."""
+        """News of the wanted number of servers until the launcher hangs up."""
         await self._stream(context, lambda call: ev.WatchScale(call, request.run_id), messages.scale_news)
 
     @_typed
@@ -222,10 +222,10 @@ class Service:
 
     async def _parts(self, first: pb.HandInStateRequest, context: Context) -> AsyncIterator[bytes]:
         """What the messages of HandInState hold. Who sends them is alive."""
-        life = (first.header.worker_id, first.header.incarnation)
+        worker = (first.header.worker_id, first.header.incarnation)
         yield first.part
         while data := await _read(context):
-            self._scheduler.post(Heard((life,)))
+            self._scheduler.post(Heard((worker,)))
             yield frames.parse(pb.HandInStateRequest, data).part
 
     @_typed

@@ -29,7 +29,7 @@ def save_event(call: int, request: pb.SaveSnapshotRequest) -> sn.Save:
 
 
 def report_event(call: int, report: pb.SnapshotReport) -> sn.SnapshotReport:
-    """A member's word. Raises InvalidArgumentError, InvalidNameError, LimitExceededError."""
+    """A member's report. Raises InvalidArgumentError, InvalidNameError, LimitExceededError."""
     match report.WhichOneof("kind"):
         case "prepared":
             prepared = report.prepared
@@ -81,7 +81,7 @@ def progress(message: pb.SnapshotProgress) -> sn.AttemptProgress:
 
 
 def command(value: sn.SnapshotCommand) -> pb.SnapshotCommand:
-    """What a session is told."""
+    """A command to a session."""
     commands = pb.SnapshotCommand
     match value:
         case sn.Prepare(attempt, directory, steps):
@@ -108,7 +108,7 @@ def rolled_back(news: sn.RolledBack) -> pb.SessionResponse.RolledBack:
     """The run went back to a snapshot."""
     message = pb.SessionResponse.RolledBack(directory=news.directory, text=news.text)
     for name, first, until in news.lost:
-        # "from" is a word of Python.
+        # "from" is a keyword of Python.
         message.lost.add(**{"parameters": name, "from": first, "until": until})
     return message
 

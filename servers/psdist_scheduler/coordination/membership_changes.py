@@ -73,8 +73,8 @@ class MembershipChanges:
         if member.role == "server":
             effects += self._joins.on_session(member.member_id)
         else:
-            self._stops.session_opened(member)
-        return effects + self._snapshots.runner.session_opened(member, epoch, now)
+            self._stops.on_session(member)
+        return effects + self._snapshots.runner.on_session(member, epoch, now)
 
     def close_session(self, event: ev.SessionClosed, now: float) -> list[ev.Effect]:
         """A member's stream ended."""

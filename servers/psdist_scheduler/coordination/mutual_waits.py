@@ -46,7 +46,7 @@ class WaitFor:
 
 
 class MutualWaits:
-    """The activities of workers. A circle among them is told once."""
+    """The activities of workers. A circle among them is reported once."""
 
     def __init__(self, members: Membership, registry: Registry, barriers: Barriers) -> None:
         self._members = members
@@ -57,7 +57,7 @@ class MutualWaits:
         #: By open call, what its worker said with it.
         self._calls: dict[int, Activity] = {}
 
-    def heard(self, worker: Member, activity: Activity | None, call: int = 0) -> None:
+    def on_activity(self, worker: Member, activity: Activity | None, call: int = 0) -> None:
         """A worker's word, with ``call`` if that waits for an answer."""
         if activity is None:
             return

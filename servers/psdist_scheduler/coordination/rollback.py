@@ -99,7 +99,7 @@ class Rollback:
         """Goes back to a snapshot that was in doubt when the run went back to the one before."""
         return self._roll_back(found, epoch, now, "the storage has committed a newer snapshot after all")
 
-    def load_failed(self, event: LoadFailed) -> list[Effect]:
+    def on_load_failed(self, event: LoadFailed) -> list[Effect]:
         """A snapshot cannot be loaded. Where it never will be, the one before is looked for."""
         server = self._members.sessions.get(event.call, "")
         p = self._registry.get(event.parameters)
@@ -111,12 +111,12 @@ class Rollback:
             return [LogEvent(text, "warning")]
         return [LogEvent(f"{text}; the one before is tried", "warning"), catalog.give_up(directory)]
 
-    def history_read(self, event: HistoryRead, epoch: int, now: float) -> list[Effect]:
+    def on_history_read(self, event: HistoryRead, epoch: int, now: float) -> list[Effect]:
         """The storage was read. What is loading from a snapshot that is bad begins anew from the one before."""
         snapshots, resume = self._snapshots, self._registry.resume
         if event.history is not None:
             resume.read(event.history.base)
-        snapshots.catalog.take(event.history)
+        snapshots.catalog.on_read(event.history)
         if event.history is None:
             return [LogEvent(f"the storage cannot be read: {event.error}", "warning")]
         effects: list[Effect] = [LogEvent(f"passed over: {text}", "warning") for text in event.history.skipped]

@@ -4,7 +4,7 @@ The ranges of all data epochs are places on one line (``DatasetSpec.places``) an
 place is free, leased to one incarnation of a worker, or over: done, or given up. There is no stop between data epochs.
 Ranges of the next epoch are given out while the last ones of this epoch are still leased, because in BSP a worker that
 waits for data while another waits for its gradient would stop both. For the same reason nobody waits at the end: when
-no range is left, a worker is told so, whoever still holds ranges.
+no range is left, a worker is answered so, whoever still holds ranges.
 
 A lease ends when its holder reports it as done or returns it, or when the holder's incarnation ends. Then the place is
 free again and, being the lowest, next to be given. So each range is done exactly once while nobody dies, and at least
@@ -37,7 +37,7 @@ from psdist.wire.limits import DATASETS_MAX, LEASES_MAX
 from psdist_scheduler.datasets.cut import Cut, DataCut
 from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events.cluster_events import Answer, Done, Effect, LogEvent
-from psdist_scheduler.events.records import DataLease, DatasetRecord, Member
+from psdist_scheduler.events.records import DataLease, DatasetRecord, Identity, Member
 from psdist_scheduler.placement.restore_point import Resume
 
 
@@ -133,7 +133,7 @@ class LeasedDataset:
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
-    def take(self, worker: Member) -> DataLease | None:
+    def acquire(self, worker: Member) -> DataLease | None:
         """Leases the lowest free place; None if there is none."""
         if not self._free:
             return None
@@ -150,7 +150,7 @@ class LeasedDataset:
         """The lease's samples are used. None if it had ended before, which changes nothing."""
         return self._leases.pop(lease_id, None)
 
-    def give_back(self, lease_id: int) -> DataLease | None:
+    def release(self, lease_id: int) -> DataLease | None:
         """The lease's samples were not used. None if it had ended before, which changes nothing."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
@@ -226,8 +226,8 @@ class Datasets:
         return [dataset.standing for dataset in self._all.values()]
 
     @property
-    def holders(self) -> set[tuple[str, int]]:
-        """Lives that hold ranges."""
+    def holders(self) -> set[Identity]:
+        """Workers, by id and incarnation, that hold ranges."""
         return {(lease.worker_id, lease.incarnation) for d in self._all.values() for lease in d.leases}
 
     def states(self, cut: Cut) -> tuple[DatasetState, ...]:
@@ -240,15 +240,15 @@ class Datasets:
         """Whether a snapshot that were cut where this one was has data sets where this one has them. One at its
         beginning may be in it or not."""
 
-        def cut(life: tuple[str, int]) -> dict[str, int]:
-            return {state.spec.name: state.next_of(life) for state in manifest.parameters}
+        def cut(worker: Identity) -> dict[str, int]:
+            return {state.spec.name: state.next_of(worker) for state in manifest.parameters}
 
         mine, theirs = ({state.spec.name: state.position for state in s} for s in (self.states(cut), manifest.datasets))
         beginning = DataPosition()
         return all(mine.get(name, beginning) == theirs.get(name, beginning) for name in mine.keys() | theirs.keys())
 
     def undecided(self, cut: Cut) -> list[str]:
-        """Workers that may have used a range before the cut without having said so."""
+        """Workers that may have used a range before the cut without having reported that."""
         found = [worker for n, d in self._all.items() for worker in self.cut.undecided(n, d.leases, cut)]
         return list(dict.fromkeys(found))
 
@@ -289,7 +289,7 @@ class Datasets:
         return [LogEvent(text), Answer(event.call, dataset.standing)]
 
     def lease(self, event: da.LeaseRange, worker: Member) -> list[Effect]:
-        """Ends what is done, and gives another range, or one whose lease the worker never heard of.
+        """Ends what is done, and gives another range, or one that was leased in an answer that was lost.
 
         Raises UnknownDatasetError, FencedError, InvalidArgumentError, LimitExceededError.
         """
@@ -302,10 +302,10 @@ class Datasets:
                 f"{worker} holds {LEASES_MAX} ranges of data set {event.dataset!r}, which is the limit: use them first"
             )
         notes = self._finish(dataset, event)
-        self.cut.heard((worker.member_id, worker.incarnation), dict(event.now))
-        lease = pending_answer[0] if pending_answer else dataset.take(worker)
+        self.cut.on_report(worker.identity, dict(event.now))
+        lease = pending_answer[0] if pending_answer else dataset.acquire(worker)
         if lease is not None and not pending_answer:
-            self.cut.given(event.dataset, lease, dict(event.now))
+            self.cut.on_given(event.dataset, lease, dict(event.now))
             self.changed[event.dataset] = None
         data_epoch, number = divmod(lease.place, dataset.spec.ranges) if lease else (0, 0)
         given = da.RangeGiven(lease, data_epoch, number, dataset.repeated, dataset.failed)
@@ -316,10 +316,10 @@ class Datasets:
         dataset = self._get(event.dataset)
         dataset.check_ends((*event.done, *event.returned), worker)
         notes = self._finish(dataset, event)
-        self.cut.heard((worker.member_id, worker.incarnation), dict(event.now))
+        self.cut.on_report(worker.identity, dict(event.now))
         for lease_id in event.returned:
-            if (lease := dataset.give_back(lease_id)) is not None:
-                self.cut.ended(event.dataset, lease)
+            if (lease := dataset.release(lease_id)) is not None:
+                self.cut.on_ended(event.dataset, lease)
                 self.changed[event.dataset] = None
         return [*notes, Answer(event.call, Done())]
 
@@ -349,7 +349,7 @@ class Datasets:
         for name, dataset in self._all.items():
             again, given_up = dataset.lose(is_live)
             for lease in (*again, *given_up):
-                self.cut.ended(name, lease)
+                self.cut.on_ended(name, lease)
             if again or given_up:
                 self.changed[name] = None
             if again:
@@ -373,7 +373,7 @@ class Datasets:
         for lease_id, at in zip_longest(event.done, event.done_at[: len(event.done)], fillvalue=()):
             assert isinstance(lease_id, int)
             if (lease := dataset.finish(lease_id)) is not None:
-                self.cut.done(dataset.spec.name, lease, dict(at))
+                self.cut.on_done(dataset.spec.name, lease, dict(at))
                 finished.append(lease)
         if not finished:
             return []
@@ -388,7 +388,7 @@ class Datasets:
 
 
 def _is_of(lease: DataLease, worker: Member) -> bool:
-    return (lease.worker_id, lease.incarnation) == (worker.member_id, worker.incarnation)
+    return (lease.worker_id, lease.incarnation) == worker.identity
 
 
 def _gaps(stretches: Iterable[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:

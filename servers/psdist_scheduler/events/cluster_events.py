@@ -46,7 +46,7 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """A member's stream said hello."""
+    """A member's stream begins."""
 
     call: int
     member_id: str
@@ -89,7 +89,7 @@ class JoinAnswered:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFilled:
-    """A primary's word, on its session ``call``, that ``replica`` has the whole shard and every update from now on."""
+    """A primary reports, on its session ``call``, that ``replica`` has the whole shard and every update from now on."""
 
     call: int
     parameters: str
@@ -100,7 +100,7 @@ class ReplicaFilled:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUnreachable:
-    """A primary's word, on its session ``call``, that ``replica`` does not answer it."""
+    """A primary reports, on its session ``call``, that ``replica`` does not answer it."""
 
     call: int
     parameters: str
@@ -143,7 +143,7 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class CommitParameters:
-    """The uploader says that all initial values are on the servers, which are those of the map of ``epoch``."""
+    """The uploader reports that all initial values are on the servers, which are those of the map of ``epoch``."""
 
     call: int
     caller: we.Caller
@@ -198,7 +198,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Somebody says how many servers the run shall have."""
+    """A number of servers is wanted."""
 
     call: int
     run_id: str
@@ -251,7 +251,7 @@ Event = (
     | Tick
 )
 
-# --- answers: what a call is told -------------------------------------------------------------------------------------
+# --- answers to calls, and commands on sessions -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +361,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class ScaleNews:
-    """Not the last answer. How many servers a run shall have (0: nobody said) besides those that are drained, which of
+    """Not the last answer. How many servers a run shall have (0: not set) besides those that are drained, which of
     these are to be stopped, and what is lost, so that the run cannot go on."""
 
     servers_wanted: int
@@ -372,7 +372,7 @@ class ScaleNews:
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """To everyone: a member is gone that did not say goodbye."""
+    """To everyone: a member is lost, which did not leave."""
 
     member_id: str
     role: Role
@@ -381,7 +381,7 @@ class MemberLost:
 
 @dataclass(frozen=True, slots=True)
 class ShardsLost:
-    """To everyone: these shards had no backup when their server went. ``text`` says what was lost and how to go on."""
+    """To everyone: these shards had no backup when their server went. ``text``: what was lost, and how to go on."""
 
     parameters: str
     shards: tuple[int, ...]
@@ -432,7 +432,7 @@ class Persist:
     #: None leaves it as it was.
     servers_wanted: int | None = None
     datasets: tuple[DatasetRecord, ...] = ()
-    #: Names of parameters that are not placed any more. Before ``parameters``: a name may be in both.
+    #: Names of parameter sets that are not placed any more. Before ``parameters``: a name may be in both.
     forgotten: tuple[str, ...] = ()
     #: None leaves it as it was.
     base: RestorePoint | None = None

@@ -23,7 +23,7 @@ TICKS_PER_LEASE: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """What one run's scheduler was told.
+    """Settings of one run's scheduler.
 
     run_id: name of the run.
     workers_min, servers_min: so many must be live before parameters are placed or a barrier opens.
@@ -34,7 +34,7 @@ class ClusterSettings:
     storage: where servers write snapshots to: an absolute path or a URL; empty for nowhere.
     unwritable: why nothing can be saved there, where the run goes on nevertheless; empty where it can.
     policy: when snapshots are taken, and which are kept.
-    salt: of this life of the scheduler alone; in the names of directories, so that none is used twice.
+    salt: of this process of the scheduler alone; in the names of directories, so that none is used twice.
     """
 
     run_id: str
@@ -196,7 +196,7 @@ class StoredState:
     parameters: tuple[ParametersRecord, ...] = ()
     nodes: tuple[Node, ...] = ()
     datasets: tuple[DatasetRecord, ...] = ()
-    #: Servers that the run shall have; 0 if nobody said so.
+    #: Servers that the run shall have; 0 if none was set.
     servers_wanted: int = 0
     base: RestorePoint = RestorePoint()
     barriers: tuple[BarrierRecord, ...] = ()

@@ -59,7 +59,7 @@ class AttemptProgress:
     loading: bool = False
 
 
-# --- events: calls and what members say -------------------------------------------------------------------------------
+# --- events: calls and reports of members -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Keeps:
-    """A worker, on its session ``call``, keeps a state of these parameters."""
+    """A worker, on its session ``call``, keeps a state of these parameter sets."""
 
     call: int
     parameters: tuple[str, ...]
@@ -105,7 +105,7 @@ class Keeps:
 
 @dataclass(frozen=True, slots=True)
 class HandIn:
-    """A worker has the state of parameters before push ``next``, a file of ``length`` bytes, and asks where it goes."""
+    """A worker has the state of a parameter set before push ``next``, a file of ``length`` bytes; where does it go?"""
 
     call: int
     run_id: str
@@ -200,7 +200,7 @@ class Committed:
 @dataclass(frozen=True, slots=True)
 class CommitFailed:
     """The commit record was not created. ``replaced``: another scheduler has committed under the same number.
-    ``unsure``: the storage did not say, and it may exist all the same."""
+    ``unsure``: the storage did not answer, and it may exist all the same."""
 
     attempt: int
     text: str
@@ -210,7 +210,7 @@ class CommitFailed:
 
 @dataclass(frozen=True)
 class Pruned:
-    """These are deleted. ``error`` says why no more are; empty if all are."""
+    """These are deleted. ``error``: why no more are; empty if all are."""
 
     sequences: tuple[int, ...]
     error: str = ""

@@ -94,7 +94,7 @@ class Admission:
         for number in range(KNOWN_IDS_MAX + 1):
             member_id = f"server-{number}"
             member = self._members.get(member_id)
-            # The id of one that was drained says, as long as nobody takes it by name, that a server less is needed.
+            # The id of a drained server stays free, unless asked for by name, and so counts as a server less needed.
             ended = member is not None and member.role == "server" and not member.live and not member.draining
             if member_id not in reserved and (member is None or ended):
                 return member_id
@@ -117,7 +117,7 @@ class Admission:
         return not event.member_id and holder.member_id == f"worker-{holder.rank}" and self._is_abandoned(holder, event)
 
     def _is_abandoned(self, member: Member, event: Register) -> bool:
-        """Whether a live member surely is not there any more: nothing was heard of it since the scheduler was started
+        """Whether a live member surely is not there any more: it has sent nothing since the scheduler was started
         again, and now a process of its host takes its place."""
         liveness = self._members.sessions.liveness[member.member_id]
         return liveness.restored and bool(event.host) and member.host == event.host and member.role == event.role

@@ -4,10 +4,10 @@ A barrier opens when all live workers wait at it, and at least the run's minimum
 for workers that left or died, but for those that have not started yet. The next use of its name is a new round.
 
 Each arrival has a number: the rounds that its worker had passed before. The highest round that a worker has passed is
-durable before anybody is told. So an arrival whose answer was lost is answered again, by the next scheduler too,
-instead of waiting for workers that have gone on. A worker that gives up withdraws its arrival, and is told whether that
-arrival had opened the barrier before. Requests are numbered too (``attempt``): one that arrives after a later one of
-its worker does not count.
+durable before it is answered. So an arrival whose answer was lost is answered again, by the next scheduler too,
+instead of waiting for workers that have gone on. A worker that gives up withdraws its arrival. The answer says whether
+that arrival had opened the barrier before. Requests are numbered too (``attempt``): one that arrives after a later
+one of its worker does not count.
 
 Invariants: a worker waits at a name in at most one call. An arrival that was withdrawn opens nothing. A call that ended
 waits nowhere.

@@ -8,12 +8,12 @@ from __future__ import annotations
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.members.membership import Membership
 
-#: What workers say that leave when their work is done.
+#: The reason that workers give that leave when their work is done.
 _DONE = ("closed", "done")
 
 
 class Demand:
-    """The members that one run needs. servers_wanted: servers that it shall have; 0 if nobody said so."""
+    """The members that one run needs. servers_wanted: servers that it shall have; 0 if none was set."""
 
     def __init__(self, settings: ClusterSettings, members: Membership, servers_wanted: int) -> None:
         self._settings = settings
@@ -23,14 +23,14 @@ class Demand:
 
     @property
     def workers_min(self) -> int:
-        """Workers that the run needs: what the scheduler was told, or the largest world that a live worker names."""
+        """Workers that the run needs: those of the settings, or the largest world that a live worker names."""
         world = max((worker.world_size for worker in self._members.workers), default=0)
         return max(self._settings.workers_min, world)
 
     @property
     def servers_min(self) -> int:
-        """Servers that the run needs: what the scheduler was told without those that were drained, or fewer if fewer
-        are wanted by now, and one for each copy of a shard."""
+        """Servers that the run needs: those of the settings, without those that were drained, or fewer if fewer are
+        wanted by now, and one for each copy of a shard."""
         least = self._settings.servers_min - sum(member.draining for member in self._members.all)
         return max(min(least, self.servers_wanted or least), self._settings.replicas)
 

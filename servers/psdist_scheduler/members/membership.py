@@ -146,7 +146,7 @@ class Membership:
         return gone, self.sessions.end(member_id)
 
     def leave_late(self, caller: Caller, reason: str) -> bool:
-        """A member leaves whose incarnation ended when the run rolled back: whether it is that one's word. It had done
+        """A member leaves whose incarnation ended when the run rolled back: whether that is so. It had done
         its work, does not come again, and is not missed."""
         member = self._members.get(caller.member_id)
         if member is None or member.incarnation != caller.incarnation or member.reason != WENT_BACK:

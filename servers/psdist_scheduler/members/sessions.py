@@ -1,6 +1,6 @@
-"""Leases and sessions of live members: when each was heard last, and on which stream it is reached. Pure.
+"""Leases and sessions of live members: when each last sent something, and the stream on which it is reached. Pure.
 
-A live member is taken for lost when nothing was heard of it for its lease, or when it opened no session soon after it
+A live member is taken for lost when it sent nothing for its lease, or when it opened no session soon after it
 had registered. Workers have a longer lease than servers: a script may hold its interpreter for seconds, and then it is
 busy, not gone. A process that died or froze is noticed by its stream.
 
@@ -25,18 +25,18 @@ _TEXT_CHARACTERS = 500
 
 @dataclass(slots=True)
 class Liveness:
-    """What is known of a live member only while this process lives. Times are of the caller's clock, in seconds."""
+    """What is known of a live member only while this process runs. Times are of the caller's clock, in seconds."""
 
     role: Role
     lease: float
     seen: float
-    #: Lost if nothing is heard until then.
+    #: Lost if it sends nothing until then.
     deadline: float
     #: The call that is its session; 0 while it has none.
     session: int = 0
     epoch: int = 0
     waiting_for: tuple[str, ...] = ()
-    #: Known from an earlier scheduler, and not heard of since.
+    #: Known from an earlier scheduler, and silent since.
     restored: bool = False
 
     def silence(self, now: float) -> str:
@@ -90,7 +90,7 @@ class Sessions(Mapping[int, str]):
         return replaced
 
     def refresh(self, member_id: str, now: float) -> None:
-        """Something was heard of the member: its lease begins anew."""
+        """The member has sent something: its lease begins anew."""
         liveness = self.liveness[member_id]
         liveness.restored, liveness.seen, liveness.deadline = False, now, now + liveness.lease
 

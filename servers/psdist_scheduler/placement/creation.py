@@ -90,7 +90,7 @@ class Creation:
     def on_loaded(self, event: Loaded) -> list[ev.Effect]:
         """A server has loaded shards from the snapshot."""
         p, server = self._registry.get(event.parameters), self._members.sessions.get(event.call, "")
-        if p is None or p.record is None or p.record.committed or not self._resume.loaded(event, server, p.entry):
+        if p is None or p.record is None or p.record.committed or not self._resume.on_loaded(event, server, p.entry):
             return []
         p.commit()
         return [ev.LogEvent(f"parameters {p.name!r} are loaded")]

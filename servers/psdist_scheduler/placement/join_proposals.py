@@ -115,7 +115,7 @@ class Joins:
             yield f"join {join.parameters} {join.worker.member_id}", calls, reason
 
     def clear(self) -> None:
-        """Nobody joins any more, nor is told: what they would have joined is not there."""
+        """Ends all joins without a word to the servers: the parameter sets are not placed any more."""
         self._by_worker.clear()
 
     def begin(self, p: ParameterSet, call: int, worker: Member) -> list[Effect]:
@@ -128,7 +128,7 @@ class Joins:
             return [_admit(p, _member(worker, 0, resume), worker)]
         # Without members nobody moves the slices on: the joiner begins as early as it can.
         distance = FIRST_DISTANCE if p.entry.members else 1
-        # Clocks are known to the servers alone: the first to refuse says where the slowest is.
+        # Clocks are known to the servers alone: the first to refuse reports where the slowest is.
         first_step = p.version + distance if isinstance(consistency, BSP) else 0
         exact = isinstance(consistency, BSP) and resume is not None
         join = Join(p.name, worker, _route(p.entry), first_step, resume=resume, exact=exact)
@@ -209,7 +209,7 @@ def _admit(p: ParameterSet, member: ParametersMember, worker: Member) -> LogEven
 
 
 def _resumable(p: ParameterSet, worker: Member, resume: ResumePush | None) -> ResumePush | None:
-    """``resume`` if the servers know what they have of that push: in BSP they say so when they are asked."""
+    """``resume`` if the servers know what they have of that push: in BSP they answer that when they are asked."""
     if resume is None or resume.generation != p.entry.generation:
         return None
     if isinstance(p.entry.spec.consistency, BSP):

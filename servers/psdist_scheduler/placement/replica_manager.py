@@ -1,7 +1,7 @@
 """Keeps every shard in the wanted number of copies, on live servers: applies ``replicas`` to the registry. Pure.
 
-``lose`` follows the loss of servers, ``filled`` and ``unreachable`` reports of primaries, and ``plan`` starts what is
-due. All of them only change the map. Primaries read from it which replicas to fill, and which to discard.
+``lose`` follows the loss of servers, ``on_filled`` and ``on_unreachable`` reports of primaries, and ``plan`` starts
+what is due. All of them only change the map. Primaries read from it which replicas to fill, and which to discard.
 
 Not here: which change is due (``replicas``), who is live (``membership``), epochs and durability (``cluster``).
 """
@@ -39,8 +39,8 @@ class ReplicaManager:
         #: scheduler.
         self._shown: dict[tuple[str, int], int] = {}
         self._first_epoch = 0
-        #: The map that each server said it has.
-        self._heard: dict[str, int] = {}
+        #: The epoch of the map that each server confirmed.
+        self._confirmed: dict[str, int] = {}
         #: Whether something may be due though nothing changes: after a restart, or after what was ``fresh``.
         self._due = True
         #: Whether something is due as soon as servers know what was shown.
@@ -70,8 +70,8 @@ class ReplicaManager:
                 effects += _promotions(p.name, before, after) + self._losses(p, before, after)
         return effects
 
-    def filled(self, event: ev.ReplicaFilled) -> list[ev.Effect]:
-        """A primary says that a replica is complete. What it says of an earlier term means nothing any more."""
+    def on_filled(self, event: ev.ReplicaFilled) -> list[ev.Effect]:
+        """A primary reports that a replica is complete. Reports of an earlier term have no effect."""
         shard = self._reported(event)
         if shard is None or event.replica not in shard.filling:
             return []
@@ -81,10 +81,10 @@ class ReplicaManager:
             return []
         return [ev.LogEvent(f"every shard of {p.name!r} has {self._settings.replicas} copies")]
 
-    def unreachable(self, event: ev.ReplicaUnreachable, now: float) -> list[ev.Effect]:
+    def on_unreachable(self, event: ev.ReplicaUnreachable, now: float) -> list[ev.Effect]:
         """A primary cannot reach a replica: another takes its place, or the same one later if there is no other. A
         backup not at once: it may be the primary that nothing reaches, and then the backup's copy is the one that is
-        left. So an epoch is made, and the backup dropped when the primary says that it knows it."""
+        left. So an epoch is made, and the backup dropped when the primary confirms it."""
         shard = self._reported(event)
         place = (event.parameters, event.shard, event.replica)
         if shard is None or place in self._doubted:
@@ -99,12 +99,12 @@ class ReplicaManager:
 
     def plan(self, now: float) -> list[ev.Effect]:
         """Puts in hand what is due by now."""
-        heard = {id_: presence.epoch for id_, presence in self._members.sessions.liveness.items()}
+        confirmed = {id_: presence.epoch for id_, presence in self._members.sessions.liveness.items()}
         again = self._due or any(until <= now for until in self._unreachable.values())
-        again = again or (self._held_up and heard != self._heard)
+        again = again or (self._held_up and confirmed != self._confirmed)
         if not again and not self._members.changed and not self._registry.changed:
             return []
-        self._heard = heard
+        self._confirmed = confirmed
         effects = self._drop_unreachable(now)
         placed = {p.name: p for p in self._placed()}
         plan = replicas.PlacementPlan(
@@ -154,7 +154,7 @@ class ReplicaManager:
         return self._members.is_live(replica.server_id, replica.incarnation)
 
     def _knows(self, name: str, number: int, replica: Replica) -> bool:
-        """Whether a server has said that it has the map that shows the shard as it is."""
+        """Whether a server has confirmed the map that shows the shard as it is."""
         presence = self._members.sessions.liveness.get(replica.server_id)
         if presence is None or (name, number) in self._fresh or not self._live(replica):
             return False
@@ -168,7 +168,7 @@ class ReplicaManager:
         return [ev.LogEvent(f"{what} of {name!r}: {reason}", "warning")]
 
     def _drop_unreachable(self, now: float) -> list[ev.Effect]:
-        """Backups whose primaries have shown that they are heard and hear."""
+        """Drops backups whose primaries have confirmed an epoch since, and so can be reached themselves."""
         effects: list[ev.Effect] = []
         for place, (term, reason) in list(self._doubted.items()):
             name, number, replica = place

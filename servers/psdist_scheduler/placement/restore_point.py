@@ -57,7 +57,7 @@ class Resume:
         return self.base.restore is not None and not self._known
 
     def state(self, name: str) -> ParametersState | None:
-        """What the snapshot has of these parameters."""
+        """What the snapshot has of this parameter set."""
         return self.found.manifest.state(name) if self.found is not None else None
 
     @property
@@ -67,7 +67,7 @@ class Resume:
         return max((incarnation for state in states for _, incarnation, _ in state.next), default=0)
 
     def first_step(self, spec: ParametersSpec) -> int:
-        """The step that the members of parameters begin with that are loaded."""
+        """The step with which the members of a loaded parameter set begin."""
         state = self.state(spec.name)
         return state.step if state is not None and isinstance(spec.consistency, BSP) else 0
 
@@ -141,7 +141,7 @@ class Resume:
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
-    def loaded(self, event: Loaded, server: str, entry: ParametersEntry) -> bool:
+    def on_loaded(self, event: Loaded, server: str, entry: ParametersEntry) -> bool:
         """A server has loaded shards. Whether all are loaded now."""
         if entry.restore is None or event.generation != entry.generation:
             return False
@@ -182,7 +182,7 @@ class Resume:
 
 
 def _slicing_difference(state: ParametersState, spec: ParametersSpec) -> str:
-    """Why slices of the snapshot cannot be slices of parameters with these settings; empty if they can."""
+    """Why slices of the snapshot cannot be slices of a parameter set with these settings; empty if they can."""
     saved = state.spec
     if spec.slice_elements not in (0, saved.slice_elements):
         return f"slice_elements is {spec.slice_elements}, not {saved.slice_elements}"

@@ -20,7 +20,7 @@ from psdist_scheduler.members.demand import Demand
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 
-#: A drain in progress is told about again after so long, so that its caller can tell a wait from a dead connection.
+#: A drain in progress is reported again after so long, so that a wait differs from a dead connection.
 _REPEAT_SECONDS = 2.0
 
 
@@ -43,7 +43,7 @@ class Scaling:
         self._registry = registry
         self._members = members
         self._drains: dict[int, _Drain] = {}
-        #: What each watching call was told last.
+        #: What each watching call was sent last.
         self._watchers: dict[int, ev.ScaleNews | None] = {}
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Scaling:
         return effects
 
     def waits(self) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait. Those who wait for a drain are told by ``progress``."""
+        """Key, calls and reason of each wait. Those who wait for a drain are notified by ``progress``."""
         for server in self._members.servers:
             if server.draining and (left := len(self._held(server))):
                 yield f"drain {server}", [], self._text(server, left)

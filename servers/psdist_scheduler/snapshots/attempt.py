@@ -53,7 +53,7 @@ class Attempt:
     servers: dict[str, bool | None] = field(init=False)
     #: When all files were written.
     whole_at: float | None = None
-    #: Workers that may have used data before the cut without having said so.
+    #: Workers that may have used data before the cut without having reported that.
     undecided: list[str] = field(default_factory=list)
     written: dict[tuple[str, int], sn.Written] = field(default_factory=dict)
     progress: dict[str, sn.AttemptProgress] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class Attempt:
     # --- what members report ------------------------------------------------------------------------------------------
 
     def touch(self, now: float) -> None:
-        """Something was heard of it."""
+        """A member reported on it."""
         self.moved = now
 
     def awaits(self, server: str) -> bool:
@@ -158,7 +158,7 @@ class Attempt:
         """A worker has answered. Returns the steps that are needed instead, where the state that it keeps cannot be had
         at the cut any more."""
         self.cut.mark(worker, dict(event.next))
-        return self.kept.marked(worker, event, self.cut.steps)
+        return self.kept.on_marked(worker, event, self.cut.steps)
 
     def on_written(self, event: sn.Written, server: str) -> None:
         """A file is durable. It counts only from the shard's primary of this term."""
@@ -166,15 +166,15 @@ class Attempt:
             self.written[event.parameters, event.shard] = event
 
     def on_progress(self, server: str, progress: sn.AttemptProgress, now: float) -> None:
-        """A server's heartbeat says how far it is."""
+        """A server's heartbeat reports how far it is."""
         if progress.attempt == self.number and server in self.servers:
             if self.progress.get(server) != progress:
                 self.moved = now
             self.progress[server] = progress
 
     def wait_for_data(self, undecided: list[str], now: float) -> float:
-        """All files are written, and these workers may yet say that they had used data before the cut. Returns for how
-        long, in seconds, they are waited for."""
+        """All files are written, but these workers may yet report that they had used data before the cut. Returns for
+        how long, in seconds, they are waited for."""
         self.whole_at = now if self.whole_at is None else self.whole_at
         self.undecided = undecided
         return now - self.whole_at

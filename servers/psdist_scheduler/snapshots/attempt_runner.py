@@ -5,7 +5,7 @@ marked pushes, members changed. Then the next one asks for a later cut at once (
 fails, the attempt has failed, and the next one comes at the next interval or request.
 
 Invariants: there is one attempt at a time. Numbers of attempts grow, over restarts too: they begin with the epoch. What
-members report of an earlier attempt has no effect. Whatever ends an attempt, all who were asked are told.
+members report of an earlier attempt has no effect. Whatever ends an attempt, all members that were asked are notified.
 
 Not here: when an attempt is due (``schedule``), its state (``attempt``), what follows from a commit (``snapshots``).
 """
@@ -34,7 +34,7 @@ from psdist_scheduler.snapshots.worker_states import WorkerStateRegistry, Worker
 
 #: Attempts of one epoch; their numbers begin with it.
 _ATTEMPTS_PER_EPOCH: Final = 1 << 20
-#: An attempt of which nothing is heard for so long, in seconds, is given up: the storage stands still.
+#: An attempt that makes no progress for so long, in seconds, has failed: the storage stands still.
 _SILENCE_SECONDS: Final = 120.0
 
 
@@ -125,8 +125,8 @@ class AttemptRunner:
                 return self.fail(f"{sender.member_id}: {event.text}", now)
         return []
 
-    def session_opened(self, member: Member, epoch: int, now: float) -> list[Effect]:
-        """A member's session begins. What it was told on the one before may be lost, and so may what it reported."""
+    def on_session(self, member: Member, epoch: int, now: float) -> list[Effect]:
+        """A member's session begins. Commands and reports on the one before may be lost."""
         attempt = self.attempt
         if attempt is None and not self._settings.storage:
             return []
@@ -203,7 +203,7 @@ class AttemptRunner:
         return self._check_silence(attempt, now - attempt.moved, now)
 
     def _check_silence(self, attempt: Attempt, seconds: float, now: float) -> list[Effect]:
-        """``seconds``: for so long nothing was heard of it."""
+        """Gives up an attempt that made no progress for ``seconds``."""
         tries = self._schedule.tries
         if seconds > _SILENCE_SECONDS:
             return self.fail(f"nothing was heard for {seconds:.0f} s, waiting {attempt.waiting_for}", now)
@@ -219,7 +219,7 @@ class AttemptRunner:
         return []
 
     def _must_wait_for_data(self, attempt: Attempt, now: float) -> bool:
-        """Whether a worker may yet say that it had used a range before the cut. Who waits in a request has told all."""
+        """Whether a worker may yet report a range as used before the cut. Those that wait in a request have."""
         told = {waiter.worker.member_id for waiter in self._waiters.workers if waiter.worker is not None}
         undecided = [worker for worker in self._datasets.undecided(attempt.cut.bound) if worker not in told]
         waited = attempt.wait_for_data(undecided, now)
@@ -271,7 +271,7 @@ class AttemptRunner:
         return [] if attempt is None or attempt.phase is AttemptPhase.COMMITTING else self._abandon(attempt, reason)
 
     def fail(self, text: str, now: float) -> list[Effect]:
-        """The attempt has failed: who waits for it is told, and training goes on."""
+        """The attempt has failed: callers that wait for it are refused, and training goes on."""
         attempt = self.attempt
         assert attempt is not None
         self.failures = SnapshotFailures(self.failures.count + 1, text, now)

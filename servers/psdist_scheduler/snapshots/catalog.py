@@ -40,7 +40,7 @@ class Catalog:
         self.bad: tuple[str, ...] = ()
         #: Directory of the snapshot whose commit is under way; empty for none.
         self.committing = ""
-        #: Directory of a snapshot of which the storage did not say whether it exists; empty for none.
+        #: Directory of a snapshot that exists or not, as the storage did not answer; empty for none.
         self._unsure = ""
         self._is_reading = False
         self._read_at: float | None = None
@@ -49,7 +49,7 @@ class Catalog:
         #: Whether something may lie in the storage that no record names.
         self._is_untidy = True
         if history is not None:
-            self.take(history)
+            self.on_read(history)
 
     @property
     def doubt(self) -> str:
@@ -126,7 +126,7 @@ class Catalog:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def take(self, history: sn.History | None) -> None:
+    def on_read(self, history: sn.History | None) -> None:
         """What the storage holds; None where it could not be read."""
         self._is_reading = False
         if history is None:
@@ -146,7 +146,7 @@ class Catalog:
         return self._read()
 
     def read_if_due(self, now: float) -> list[Effect]:
-        """Has the storage read where that was not done, or may tell of what is in doubt."""
+        """Has the storage read where that was not done, or may resolve a doubt."""
         due = not self.known or (self._unsure and not self.committing)
         if not due or self._is_reading or (self._read_at is not None and now - self._read_at < _READ_AGAIN_SECONDS):
             return []

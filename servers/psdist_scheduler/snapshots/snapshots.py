@@ -85,7 +85,7 @@ class Snapshots:
         return able and not self._lacking and not self._registry.lost_text
 
     def waits(self) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait. The calls are told by ``progress``."""
+        """Key, calls and reason of each wait. The calls are notified by ``progress``."""
         attempt = self.runner.attempt
         if attempt is not None and (not attempt.ahead or attempt.reached):
             yield "snapshot", [], attempt.waiting_for

@@ -23,7 +23,7 @@ from psdist_scheduler.events.snapshot_events import CommitFound, Saved, Saving
 from psdist_scheduler.placement.parameters import ParameterSet
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 
-#: Who waits is told again after so long, so that a wait can be told from a dead connection; and not more often than
+#: A caller that waits is notified again after so long, so that a wait differs from a dead connection; at most every
 #: after so long, in seconds.
 _REPEAT_SECONDS: Final = 2.0
 _PAUSE_SECONDS: Final = 0.2
@@ -33,7 +33,7 @@ _PAUSE_SECONDS: Final = 0.2
 class SnapshotWaiter:
     """A call that waits for a snapshot. ``next``: of a worker that waits, its next pushes.
 
-    drains: the call is a server's that wants to end: it is told in the words of a drain, and goes on afterwards.
+    drains: the call is a server's that wants to end: it gets the answers of a drain, and goes on afterwards.
     """
 
     call: int

@@ -64,7 +64,7 @@ class WorkerStateUploads:
         """For the manifest."""
         return tuple(sorted(self._taken.values(), key=lambda state: state.file))
 
-    def marked(self, worker: Identity, event: sn.Marked, steps: Mapping[str, int]) -> dict[str, int]:
+    def on_marked(self, worker: Identity, event: sn.Marked, steps: Mapping[str, int]) -> dict[str, int]:
         """A worker that was asked has answered. steps: of the cut, by BSP parameters.
 
         Returns the steps that are needed instead, where the worker has gone on from before the cut.
@@ -103,7 +103,7 @@ class WorkerStateUploads:
         file = state_file_name(self.numbers[event.parameters], worker.rank)
         return sn.StatePlace(directory, "" if key in self._taken else file, worker.rank)
 
-    def take(self, event: sn.HandedIn) -> None:
+    def on_handed_in(self, event: sn.HandedIn) -> None:
         """A file is durable."""
         key = event.worker, event.state.parameters
         if self._wanted.get(key) == event.state.next:
@@ -118,7 +118,7 @@ class WorkerStateRegistry:
         self._names: dict[Identity, tuple[str, ...]] = {}
 
     def of(self, parameters: Iterable[ParameterSet]) -> list[Identity]:
-        """Live members of these parameters that keep states of them."""
+        """Live members of these parameter sets that keep states of them."""
         self._names = {worker: names for worker, names in self._names.items() if self._members.is_live(*worker)}
         members = [(p.name, (m.worker_id, m.incarnation)) for p in parameters for m in p.entry.members]
         return list(dict.fromkeys(worker for name, worker in members if name in self._names.get(worker, ())))
@@ -128,7 +128,7 @@ class WorkerStateRegistry:
         return bool(self._names) and any(w not in attempt.kept.answers for w in self.of(attempt.cut.parameters))
 
     def on(self, event: sn.Keeps | sn.HandIn | sn.HandedIn, attempt: Attempt | None, now: float) -> list[Effect]:
-        """What a worker says, and what became of its file. Raises FencedError, SnapshotFailedError,
+        """A worker's report, and what became of its file. Raises FencedError, SnapshotFailedError,
         LimitExceededError."""
         if isinstance(event, sn.Keeps):
             member = self._members.by_session(event.call)
@@ -141,7 +141,7 @@ class WorkerStateRegistry:
             attempt.touch(now)
         if isinstance(event, sn.HandedIn):
             if attempt is not None:
-                attempt.kept.take(event)
+                attempt.kept.on_handed_in(event)
             return []
         worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
         if attempt is None:
