@@ -269,9 +269,7 @@ class Creation:
         left = tuple(m for m in p.entry.members if live(m.worker_id, m.incarnation))
         if left == p.entry.members:
             return
-        gone = p.placed.uploader not in {m.worker_id for m in left}
-        next_uploader = left[0].worker_id if left and p.entry.restore is None else ""
-        uploader = next_uploader if gone and not p.placed.committed else None
+        uploader = None if p.placed.committed else p.next_uploader(left)
         p.change(members=left, departed=p.departed(self._members), uploader=uploader)
 
     def _refuse(self, error: PsdistError, calls: Iterable[int]) -> list[ev.Effect]:

@@ -109,6 +109,12 @@ class ParameterSet:
         """The members and one more, by rank."""
         return tuple(sorted((*self.entry.members, member), key=lambda m: m.rank))
 
+    def next_uploader(self, members: Sequence[ParametersMember]) -> str:
+        """Who is asked for the values where these are the members: as before, if it is one of them; empty for none."""
+        if self.placed.uploader in [m.worker_id for m in members]:
+            return self.placed.uploader
+        return members[0].worker_id if members and self.entry.restore is None else ""
+
     def has_place(self, members: Membership) -> bool:
         """Whether there are servers that values can be put on: all may have gone before there were any."""
         return all(members.is_live(s.primary.server_id, s.primary.incarnation) for s in self.entry.shards)
@@ -186,7 +192,8 @@ class ParameterSet:
         assert not self.entry.ready
         self.placed_epoch, self.upload_call = epoch, 0
         self.record = replace(self.placed, committed=False)
-        self.change(shards=shards)
+        # The uploader may have left, as its values were on the servers.
+        self.change(shards=shards, uploader=self.next_uploader(self.entry.members))
 
     def reset_to_gathering(self) -> None:
         """It is to be placed anew, by those who are there or come."""

@@ -228,6 +228,20 @@ def test_without_a_backup_a_shard_is_lost_for_good() -> None:
     assert [news.shards for news in run.d.shards_lost] == [tuple(range(8))]
 
 
+def test_values_are_asked_of_another_where_their_uploader_has_left() -> None:
+    """It may leave once they are on the servers. A server that is lost before there are copies takes them with it."""
+    d = Driver(servers_min=2, replicas=2)
+    _, session = d.join("server")
+    d.join("server")
+    (first, _), (second, _) = d.join(), d.join()
+    d.create(first)
+    call = d.create(second)
+    d.ask(ev.CommitParameters, first)
+    d.on(ev.Leave(d.number(), caller(first)))
+    d.on(ev.SessionClosed(session, "its session broke"))
+    assert d.state(call) == ev.Upload()
+
+
 def test_a_primary_fills_two_copies_at_a_time() -> None:
     run = Run(servers=2)
     run.kill("server-0")
