@@ -1,1 +1,1 @@
-"""The scheduler: membership, placement, the life of parameter sets, snapshots. It is not on the data path."""
+"""The scheduler: membership, placement, parameter sets, snapshots. It is not on the data path."""

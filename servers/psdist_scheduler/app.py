@@ -32,7 +32,8 @@ from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import Done, Stop
 from psdist_scheduler.events.records import ClusterSettings, StoredState
 from psdist_scheduler.events.snapshot_events import History
-from psdist_scheduler.service import SERVICE, Scheduler, Service
+from psdist_scheduler.scheduler import Scheduler
+from psdist_scheduler.service import SERVICE, Service
 from psdist_scheduler.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
 
 async def _save_at_end(scheduler: Scheduler) -> None:
     """Returns when what was trained is saved, or cannot be. Another signal, or the engine's patience, ends this."""
-    with scheduler.call() as (number, outbox):
+    with scheduler.calls.call() as (number, outbox):
         scheduler.post(Stop(number))
         async for value in outbox:
             if isinstance(value, Done):

@@ -16,32 +16,7 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, status
 from psdist.wire.limits import LEASES_MAX, MEMBERS_MAX, PARAMETERS_MAX
 from psdist_scheduler import snapshot_messages
-from psdist_scheduler.events.cluster_events import (
-    Described,
-    Done,
-    Drained,
-    Draining,
-    EnterBarrier,
-    EnterRendezvous,
-    Formed,
-    Heartbeat,
-    JoinProposal,
-    MemberLost,
-    News,
-    ParametersReady,
-    Register,
-    Registered,
-    ReplicaFilled,
-    ReplicaUnreachable,
-    Scaled,
-    ScaleNews,
-    ShardsLost,
-    Upload,
-    Value,
-    Waiting,
-    WithdrawJoin,
-    Withdrawn,
-)
+from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.data_events import DatasetStanding, RangeGiven
 from psdist_scheduler.events.records import Role
 from psdist_scheduler.events.snapshot_events import End, Mark, Prepare, RolledBack, TakeCut
@@ -74,7 +49,7 @@ def caller(request: Any) -> Caller:
     return Caller(request.run_id, request.worker_id, request.incarnation)
 
 
-def register_event(call: int, request: pb.RegisterRequest) -> Register:
+def register_event(call: int, request: pb.RegisterRequest) -> ev.Register:
     """Raises InvalidArgumentError, LimitExceededError."""
     role = _ROLE_NAMES.get(request.role)
     if role is None:
@@ -84,7 +59,7 @@ def register_event(call: int, request: pb.RegisterRequest) -> Register:
             raise LimitExceededError(f"{name} is longer than {TEXT_CHARACTERS_MAX} characters")
     if role == "server":
         parse_address(request.address)
-    return Register(
+    return ev.Register(
         call=call,
         protocol_version=request.protocol_version,
         run_id=request.run_id,
@@ -105,14 +80,14 @@ def resume_push(request: pb.CreateParametersRequest) -> ResumePush | None:
 
 
 def stop_reported(call: int, report: pb.StopReport) -> StopReported:
-    """A worker's word on its end. Raises LimitExceededError and InvalidNameError."""
+    """A worker's report on its end. Raises LimitExceededError and InvalidNameError."""
     numbers = _next_pushes(report.next) if report.holding else None
     return StopReported(call, report.number, report.stopping, numbers)
 
 
-def barrier_event(call: int, request: pb.BarrierRequest) -> EnterBarrier:
+def barrier_event(call: int, request: pb.BarrierRequest) -> ev.EnterBarrier:
     """A worker at a barrier."""
-    return EnterBarrier(
+    return ev.EnterBarrier(
         call=call,
         caller=caller(request),
         name=request.name,
@@ -125,7 +100,7 @@ def barrier_event(call: int, request: pb.BarrierRequest) -> EnterBarrier:
 
 
 def activity(message: Any) -> Activity | None:
-    """What a worker says in a message that it waits for; None where it says nothing. Raises LimitExceededError,
+    """What a worker reports that it waits for; None where it reports nothing. Raises LimitExceededError,
     InvalidNameError and InvalidArgumentError."""
     if not message.HasField("activity"):
         return None
@@ -150,11 +125,11 @@ def _next_pushes(numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((check_name(name, "parameters name"), number) for name, number in numbers.items()))
 
 
-def rendezvous_event(call: int, request: pb.RendezvousRequest) -> EnterRendezvous:
+def rendezvous_event(call: int, request: pb.RendezvousRequest) -> ev.EnterRendezvous:
     """Raises LimitExceededError."""
     if len(request.host) > TEXT_CHARACTERS_MAX:
         raise LimitExceededError(f"host is longer than {TEXT_CHARACTERS_MAX} characters")
-    return EnterRendezvous(
+    return ev.EnterRendezvous(
         call=call,
         run_id=request.run_id,
         agent_id=request.agent_id,
@@ -172,30 +147,35 @@ def leases(ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def heartbeat_event(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> Heartbeat:
+def heartbeat_event(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbeat:
     """A heartbeat, with those statistics by which the machine decides."""
     versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
     progress = snapshot_messages.progress(heartbeat.snapshot) if heartbeat.HasField("snapshot") else None
     heard = tuple((one.worker_id, one.incarnation) for one in heartbeat.heard[:MEMBERS_MAX])
     waits = tuple(heartbeat.waiting_for)
-    return Heartbeat(call, heartbeat.epoch, versions, waits, progress, heard, activity(heartbeat))
+    return ev.Heartbeat(call, heartbeat.epoch, versions, waits, progress, heard, activity(heartbeat))
 
 
-def replica_filled(call: int, message: pb.ReplicaFilled) -> ReplicaFilled:
+def join_answered(call: int, message: pb.SessionRequest.JoinAnswer) -> ev.JoinAnswered:
+    """A server's answer to a proposal."""
+    return ev.JoinAnswered(call, message.proposal_id, message.accepted, message.version_max)
+
+
+def replica_filled(call: int, message: pb.ReplicaFilled) -> ev.ReplicaFilled:
     """A copy that is complete."""
     replica = convert.replica_from_proto(message.replica)
-    return ReplicaFilled(call, message.parameters, message.shard, message.term, replica)
+    return ev.ReplicaFilled(call, message.parameters, message.shard, message.term, replica)
 
 
-def replica_unreachable(call: int, message: pb.ReplicaUnreachable) -> ReplicaUnreachable:
+def replica_unreachable(call: int, message: pb.ReplicaUnreachable) -> ev.ReplicaUnreachable:
     """A copy that does not answer."""
     replica = convert.replica_from_proto(message.replica)
     reason = message.reason[:TEXT_CHARACTERS_MAX]
-    return ReplicaUnreachable(call, message.parameters, message.shard, message.term, replica, reason)
+    return ev.ReplicaUnreachable(call, message.parameters, message.shard, message.term, replica, reason)
 
 
 def connections(message: pb.Connections) -> list[pb.Connection]:
-    """How a worker says that it reaches servers, cut to what is kept of it."""
+    """How a worker reports that it reaches servers, limited to what is kept."""
     return [
         pb.Connection(
             server_id=one.server_id[:TEXT_CHARACTERS_MAX],
@@ -210,9 +190,9 @@ def connections(message: pb.Connections) -> list[pb.Connection]:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def registered(value: Value, maps: MapCache, run_id: str, version: str, storage: str = "") -> pb.RegisterResponse:
+def registered(value: ev.Value, maps: MapCache, run_id: str, version: str, storage: str = "") -> pb.RegisterResponse:
     """The answer to Register."""
-    assert isinstance(value, Registered)
+    assert isinstance(value, ev.Registered)
     return pb.RegisterResponse(
         run_id=run_id,
         member_id=value.member.member_id,
@@ -227,27 +207,27 @@ def registered(value: Value, maps: MapCache, run_id: str, version: str, storage:
     )
 
 
-def created(value: Value, maps: MapCache) -> tuple[pb.CreateParametersResponse, bool]:
+def created(value: ev.Value, maps: MapCache) -> tuple[pb.CreateParametersResponse, bool]:
     """The answer to CreateParameters, and whether it is the last."""
     states = pb.CreateParametersResponse
     match value:
-        case Waiting(text):
+        case ev.Waiting(text):
             return states(state=states.STATE_WAITING, waiting_for=text), False
-        case Upload():
+        case ev.Upload():
             return states(state=states.STATE_UPLOAD, map=maps.message), False
-        case ParametersReady(first_step, resumed, notice):
+        case ev.ParametersReady(first_step, resumed, notice):
             ready = states(state=states.STATE_READY, map=maps.message, first_step=first_step, resumed=resumed)
             ready.notice = notice
             return ready, True
     raise AssertionError(f"{value} is no answer to CreateParameters")
 
 
-def described(value: Value, maps: MapCache) -> tuple[pb.DescribeParametersResponse, bool]:
+def described(value: ev.Value, maps: MapCache) -> tuple[pb.DescribeParametersResponse, bool]:
     """The answer to DescribeParameters, and whether it is the last."""
     match value:
-        case Waiting(text):
+        case ev.Waiting(text):
             return pb.DescribeParametersResponse(waiting_for=text), False
-        case Described(spec, layout):
+        case ev.Described(spec, layout):
             answer = pb.DescribeParametersResponse(
                 spec=convert.spec_to_proto(spec), layout=convert.layout_to_proto(layout), map=maps.message
             )
@@ -255,24 +235,24 @@ def described(value: Value, maps: MapCache) -> tuple[pb.DescribeParametersRespon
     raise AssertionError(f"{value} is no answer to DescribeParameters")
 
 
-def barrier(value: Value, maps: MapCache) -> tuple[pb.BarrierResponse, bool]:
+def barrier(value: ev.Value, maps: MapCache) -> tuple[pb.BarrierResponse, bool]:
     """The answer to Barrier, and whether it is the last."""
     match value:
-        case Waiting(text):
+        case ev.Waiting(text):
             return pb.BarrierResponse(waiting_for=text), False
-        case Done():
+        case ev.Done():
             return pb.BarrierResponse(released=True), True
-        case Withdrawn():
+        case ev.Withdrawn():
             return pb.BarrierResponse(withdrawn=True), True
     raise AssertionError(f"{value} is no answer to Barrier")
 
 
-def rendezvous(value: Value, maps: MapCache) -> tuple[pb.RendezvousResponse, bool]:
+def rendezvous(value: ev.Value, maps: MapCache) -> tuple[pb.RendezvousResponse, bool]:
     """The answer to Rendezvous, and whether it is the last."""
     match value:
-        case Waiting(text):
+        case ev.Waiting(text):
             return pb.RendezvousResponse(waiting_for=text), False
-        case Formed(node, nodes, world_size):
+        case ev.Formed(node, nodes, world_size):
             answer = pb.RendezvousResponse(
                 formed=True, node_rank=node.node_rank, nodes=nodes, first_rank=node.first_rank, world_size=world_size
             )
@@ -280,7 +260,7 @@ def rendezvous(value: Value, maps: MapCache) -> tuple[pb.RendezvousResponse, boo
     raise AssertionError(f"{value} is no answer to Rendezvous")
 
 
-def dataset(value: Value) -> pb.DatasetStatus:
+def dataset(value: ev.Value) -> pb.DatasetStatus:
     """Where a data set stands."""
     assert isinstance(value, DatasetStanding)
     return pb.DatasetStatus(
@@ -290,7 +270,7 @@ def dataset(value: Value) -> pb.DatasetStatus:
     )
 
 
-def range_given(value: Value, maps: MapCache) -> tuple[pb.LeaseRangeResponse, bool]:
+def range_given(value: ev.Value, maps: MapCache) -> tuple[pb.LeaseRangeResponse, bool]:
     """The answer to LeaseRange, which is the last."""
     assert isinstance(value, RangeGiven)
     answer = pb.LeaseRangeResponse(repeated_ranges=value.repeated, failed_ranges=value.failed)
@@ -302,50 +282,50 @@ def range_given(value: Value, maps: MapCache) -> tuple[pb.LeaseRangeResponse, bo
     return answer, True
 
 
-def drained(value: Value, maps: MapCache) -> tuple[pb.DrainResponse, bool]:
+def drained(value: ev.Value, maps: MapCache) -> tuple[pb.DrainResponse, bool]:
     """The answer to Drain, and whether it is the last."""
     match value:
-        case Draining(text, left, total):
+        case ev.Draining(text, left, total):
             return pb.DrainResponse(waiting_for=text, shards_left=left, shards_total=total), False
-        case Drained(total):
+        case ev.Drained(total):
             return pb.DrainResponse(shards_total=total, drained=True), True
     raise AssertionError(f"{value} is no answer to Drain")
 
 
-def scaled(value: Value) -> pb.ScaleResponse:
+def scaled(value: ev.Value) -> pb.ScaleResponse:
     """The answer to Scale."""
-    assert isinstance(value, Scaled)
+    assert isinstance(value, ev.Scaled)
     return pb.ScaleResponse(
         servers_before=value.servers_before, drained=value.drained, missing=value.missing, launchers=value.launchers
     )
 
 
-def scale_news(value: Value, maps: MapCache) -> tuple[pb.WatchScaleResponse, bool]:
+def scale_news(value: ev.Value, maps: MapCache) -> tuple[pb.WatchScaleResponse, bool]:
     """An answer to WatchScale, which has no last."""
-    assert isinstance(value, ScaleNews)
+    assert isinstance(value, ev.ScaleNews)
     message = pb.WatchScaleResponse(
         servers_wanted=value.servers_wanted, draining=value.draining, stop=value.stop, lost=value.lost
     )
     return message, False
 
 
-def command(value: Value | News) -> pb.SessionResponse:
-    """What a session is told, apart from maps."""
+def command(value: ev.Value | ev.News) -> pb.SessionResponse:
+    """What a session is sent, apart from maps."""
     match value:
-        case JoinProposal(proposal_id, parameters, member):
+        case ev.JoinProposal(proposal_id, parameters, member):
             proposal = pb.SessionResponse.JoinProposal(
                 proposal_id=proposal_id, parameters=parameters, member=convert.member_to_proto(member)
             )
             return pb.SessionResponse(join_proposal=proposal)
-        case WithdrawJoin(proposal_id, parameters, worker_id):
+        case ev.WithdrawJoin(proposal_id, parameters, worker_id):
             withdrawn = pb.SessionResponse.JoinWithdrawn(
                 proposal_id=proposal_id, parameters=parameters, worker_id=worker_id
             )
             return pb.SessionResponse(join_withdrawn=withdrawn)
-        case MemberLost(member_id, role, reason):
+        case ev.MemberLost(member_id, role, reason):
             lost = pb.SessionResponse.MemberLost(member_id=member_id, role=ROLES[role], reason=reason)
             return pb.SessionResponse(member_lost=lost)
-        case ShardsLost(parameters, shards, server_id, version, text):
+        case ev.ShardsLost(parameters, shards, server_id, version, text):
             shards_lost = pb.SessionResponse.ShardsLost(
                 parameters=parameters, shards=shards, server_id=server_id, version=version, text=text
             )
@@ -368,4 +348,4 @@ def command(value: Value | News) -> pb.SessionResponse:
 
 
 #: Makes an answer of a stream out of a value: the message, and whether it is the last.
-Render = Callable[[Value, MapCache], tuple[Any, bool]]
+Render = Callable[[ev.Value, MapCache], tuple[Any, bool]]

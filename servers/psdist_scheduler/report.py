@@ -28,8 +28,8 @@ def status(
     """The whole report.
 
     epoch: of the map that was published last.
-    statistics: what servers said of themselves in their last heartbeat, by id.
-    connections: what workers said last of how they reach servers, by id.
+    statistics: of servers, in their last heartbeat, by id.
+    connections: how workers reach servers, by their last report, by id.
     events: seconds since 1970 and text, the newest last.
     """
     registry = cluster.registry
@@ -39,9 +39,9 @@ def status(
         epoch=epoch,
         phase=cluster.phase,
         uptime_seconds=uptime_seconds,
-        workers_min=cluster.members.workers_min,
-        servers_min=cluster.members.servers_min,
-        servers_wanted=cluster.members.servers_wanted,
+        workers_min=cluster.demand.workers_min,
+        servers_min=cluster.demand.servers_min,
+        servers_wanted=cluster.demand.servers_wanted,
         replicas=cluster.settings.replicas,
         members=[
             _member(
@@ -70,8 +70,9 @@ def status(
 
 def _snapshots(cluster: Cluster, now: float) -> pb.SnapshotsStatus:
     snapshots, found = cluster.snapshots, cluster.registry.resume.found
-    failures, attempt = snapshots.failures, snapshots.attempt
-    last_failure = snapshots.replaced or failures.text
+    failures, attempt = snapshots.runner.failures, snapshots.runner.attempt
+    done, total = attempt.bytes if attempt is not None else (0, 0)
+    last_failure = snapshots.catalog.replaced or failures.text
     return pb.SnapshotsStatus(
         storage=cluster.settings.storage,
         policy=cluster.settings.policy.text,
@@ -79,8 +80,8 @@ def _snapshots(cluster: Cluster, now: float) -> pb.SnapshotsStatus:
         attempt=attempt.number if attempt is not None else 0,
         phase=attempt.stage if attempt is not None else "",
         waiting_for=attempt.waiting_for if attempt is not None else "",
-        bytes_done=attempt.bytes_done if attempt is not None else 0,
-        bytes=attempt.bytes_total if attempt is not None else 0,
+        bytes_done=done,
+        bytes=total,
         failed=failures.count,
         last_failure=last_failure,
         last_failure_time=time.time() - (now - failures.at) if failures.count else 0.0,
@@ -99,7 +100,7 @@ def _member(
     connections: Sequence[pb.Connection],
     now: float,
 ) -> pb.MemberStatus:
-    presence = cluster.members.presence(member.member_id)
+    presence = cluster.members.sessions.liveness.get(member.member_id)
     return pb.MemberStatus(
         member_id=member.member_id,
         role=ROLES[member.role],

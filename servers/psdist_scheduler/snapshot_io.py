@@ -26,20 +26,7 @@ from psdist.snapshots import format as layout
 from psdist.snapshots import reader
 from psdist.snapshots.format import CommitRecord
 from psdist.snapshots.storage import Storage
-from psdist_scheduler.events.snapshot_events import (
-    CommitFailed,
-    CommitFound,
-    Committed,
-    History,
-    HistoryRead,
-    Prune,
-    Pruned,
-    ReadHistory,
-    RemoveDirectory,
-    StorageEffect,
-    StorageEvent,
-    WriteCommit,
-)
+from psdist_scheduler.events import snapshot_events as sn
 
 log = logging.getLogger("psdist.scheduler")
 
@@ -53,7 +40,7 @@ async def check_writable(storage: Storage) -> None:
     await storage.check_writable(layout.directory_path(f"probe-{secrets.token_hex(8)}"))
 
 
-async def read_history(storage: Storage, run_id: str = "", base: str = "", bad: tuple[str, ...] = ()) -> History:
+async def read_history(storage: Storage, run_id: str = "", base: str = "", bad: tuple[str, ...] = ()) -> sn.History:
     """What the storage holds. ``run_id``: whose it must be; empty for anybody's. ``base``: directory of a snapshot that
     is wanted besides the newest. ``bad``: directories that are passed over.
 
@@ -89,16 +76,16 @@ async def read_history(storage: Storage, run_id: str = "", base: str = "", bad: 
             found_base = await _load(storage, wanted)
         except (SnapshotCorruptError, UnknownSnapshotError) as error:
             skipped.append(f"{base}: {error}")
-    return History(commits, highest, newest, tuple(dict.fromkeys(skipped)), found_base)
+    return sn.History(commits, highest, newest, tuple(dict.fromkeys(skipped)), found_base)
 
 
-async def _load(storage: Storage, commit: CommitRecord) -> CommitFound:
+async def _load(storage: Storage, commit: CommitRecord) -> sn.CommitFound:
     manifest = await reader.load_manifest(storage, commit)
     await reader.check_files(storage, manifest)
-    return CommitFound(commit, manifest)
+    return sn.CommitFound(commit, manifest)
 
 
-def check_fresh(history: History, url: str) -> None:
+def check_fresh(history: sn.History, url: str) -> None:
     """Raises ConfigurationError where a run that shall begin anew finds snapshots."""
     if not history.highest:
         return
@@ -115,12 +102,12 @@ class SnapshotIo:
     """Effects in, events out. ``salt``: the suffix of directory names that this scheduler chose.
     ``post`` gives the machine an event."""
 
-    def __init__(self, storage: Storage, run_id: str, salt: str, post: Callable[[StorageEvent], None]) -> None:
+    def __init__(self, storage: Storage, run_id: str, salt: str, post: Callable[[sn.StorageEvent], None]) -> None:
         self._storage = storage
         self._salt = salt
         self._run_id = run_id
         self._post = post
-        self._effects: deque[StorageEffect] = deque()
+        self._effects: deque[sn.StorageEffect] = deque()
         self._pending = asyncio.Event()
         self._idle = asyncio.Event()
         #: Records that were tried, and of which nobody knows whether they are there, by their number.
@@ -128,7 +115,7 @@ class SnapshotIo:
         #: Directories that this scheduler gave up.
         self._given_up: dict[str, None] = {}
 
-    def put(self, effect: StorageEffect) -> None:
+    def put(self, effect: sn.StorageEffect) -> None:
         """Has it carried out, after those before it."""
         self._effects.append(effect)
         self._idle.clear()
@@ -152,31 +139,31 @@ class SnapshotIo:
         """Returns when everything is carried out."""
         await self._idle.wait()
 
-    async def _carry_out(self, effect: StorageEffect) -> None:
+    async def _carry_out(self, effect: sn.StorageEffect) -> None:
         match effect:
-            case WriteCommit():
+            case sn.WriteCommit():
                 self._post(await self._commit(effect))
-            case RemoveDirectory(directory):
+            case sn.RemoveDirectory(directory):
                 await self._abandon(directory)
-            case Prune():
+            case sn.Prune():
                 self._post(await self._prune(effect))
-            case ReadHistory(base, bad):
+            case sn.ReadHistory(base, bad):
                 self._post(await self._read(base, bad))
 
-    def _fail(self, effect: StorageEffect, text: str) -> None:
+    def _fail(self, effect: sn.StorageEffect, text: str) -> None:
         """A defect, of which the machine hears all the same: it would wait for ever, and nothing else be carried
         out."""
         match effect:
-            case WriteCommit():
-                self._post(CommitFailed(effect.attempt, text, unsure=True))
-            case Prune():
-                self._post(Pruned((), text))
-            case ReadHistory():
-                self._post(HistoryRead(None, text))
+            case sn.WriteCommit():
+                self._post(sn.CommitFailed(effect.attempt, text, unsure=True))
+            case sn.Prune():
+                self._post(sn.Pruned((), text))
+            case sn.ReadHistory():
+                self._post(sn.HistoryRead(None, text))
 
     # --- committing ---------------------------------------------------------------------------------------------------
 
-    async def _commit(self, effect: WriteCommit) -> StorageEvent:
+    async def _commit(self, effect: sn.WriteCommit) -> sn.StorageEvent:
         started = time.monotonic()
         manifest = replace(effect.manifest, time=time.time(), psdist_version=__version__)
         data = manifest.to_bytes()
@@ -184,7 +171,7 @@ class SnapshotIo:
             await self._create(layout.manifest_path(manifest.directory), data)
         except (PsdistError, FileExistsError) as error:
             await self._abandon(manifest.directory)
-            return CommitFailed(effect.attempt, f"the manifest cannot be written: {error}")
+            return sn.CommitFailed(effect.attempt, f"the manifest cannot be written: {error}")
         commit = CommitRecord(
             sequence=effect.sequence,
             run_id=manifest.run_id,
@@ -202,10 +189,10 @@ class SnapshotIo:
             commit = await self._record(commit)
         except FileExistsError:
             await self._abandon(commit.directory)
-            return CommitFailed(effect.attempt, f"{commit.path} is another scheduler's, which has taken over", True)
+            return sn.CommitFailed(effect.attempt, f"{commit.path} is another scheduler's, which has taken over", True)
         except PsdistError as error:
-            return CommitFailed(effect.attempt, f"the commit record cannot be written: {error}", unsure=True)
-        return Committed(effect.attempt, commit, manifest)
+            return sn.CommitFailed(effect.attempt, f"the commit record cannot be written: {error}", unsure=True)
+        return sn.Committed(effect.attempt, commit, manifest)
 
     async def _record(self, commit: CommitRecord) -> CommitRecord:
         """Creates the record. Where its number is taken by a record of this scheduler, whose answer never came, that
@@ -253,7 +240,7 @@ class SnapshotIo:
         except PsdistError as error:
             log.warning("the files of %s, which was given up, are left: %s", directory, error)
 
-    async def _prune(self, effect: Prune) -> StorageEvent:
+    async def _prune(self, effect: sn.Prune) -> sn.StorageEvent:
         done: list[int] = []
         try:
             for commit in effect.commits:
@@ -263,8 +250,8 @@ class SnapshotIo:
             if effect.collect:
                 await self._collect()
         except PsdistError as error:
-            return Pruned(tuple(done), str(error))
-        return Pruned(tuple(done))
+            return sn.Pruned(tuple(done), str(error))
+        return sn.Pruned(tuple(done))
 
     async def _collect(self) -> None:
         """Removes directories that no record names, where every record could be read: those that this scheduler gave
@@ -284,8 +271,8 @@ class SnapshotIo:
             if garbage and directory not in named:
                 await self._remove(directory)
 
-    async def _read(self, base: str, bad: tuple[str, ...]) -> HistoryRead:
+    async def _read(self, base: str, bad: tuple[str, ...]) -> sn.HistoryRead:
         try:
-            return HistoryRead(await read_history(self._storage, self._run_id, base, bad))
+            return sn.HistoryRead(await read_history(self._storage, self._run_id, base, bad))
         except PsdistError as error:
-            return HistoryRead(None, str(error))
+            return sn.HistoryRead(None, str(error))

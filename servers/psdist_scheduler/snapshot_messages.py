@@ -13,29 +13,7 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert
 from psdist.wire.limits import LEASES_MAX
-from psdist_scheduler.events.snapshot_events import (
-    AttemptProgress,
-    End,
-    GetState,
-    HandIn,
-    Keeps,
-    Loaded,
-    LoadFailed,
-    Mark,
-    Marked,
-    Numbers,
-    PartFailed,
-    Prepare,
-    Prepared,
-    RolledBack,
-    Save,
-    Saved,
-    Saving,
-    SnapshotCommand,
-    SnapshotEvent,
-    TakeCut,
-    Written,
-)
+from psdist_scheduler.events import snapshot_events as sn
 
 TEXT_CHARACTERS_MAX = 1024
 #: Parameters that one message may speak of.
@@ -43,56 +21,56 @@ _NAMES_MAX = 4096
 _DIGEST_BYTES = 16
 
 
-def save_event(call: int, request: pb.SaveSnapshotRequest) -> Save:
+def save_event(call: int, request: pb.SaveSnapshotRequest) -> sn.Save:
     """Raises LimitExceededError."""
     worker = (request.worker_id, request.incarnation) if request.worker_id else ("", 0)
     reason = request.reason[:TEXT_CHARACTERS_MAX]
-    return Save(call, request.run_id, reason, *worker, _numbers(request.next))
+    return sn.Save(call, request.run_id, reason, *worker, _numbers(request.next))
 
 
-def report_event(call: int, report: pb.SnapshotReport) -> SnapshotEvent:
-    """A member's word. Raises InvalidArgumentError, InvalidNameError, LimitExceededError."""
+def report_event(call: int, report: pb.SnapshotReport) -> sn.SnapshotReport:
+    """A member's report. Raises InvalidArgumentError, InvalidNameError, LimitExceededError."""
     match report.WhichOneof("kind"):
         case "prepared":
             prepared = report.prepared
-            return Prepared(call, report.attempt, prepared.accepted, _numbers(prepared.steps_next))
+            return sn.Prepared(call, report.attempt, prepared.accepted, _numbers(prepared.steps_next))
         case "marked":
-            return Marked(call, report.attempt, _numbers(report.marked.next), _numbers(report.marked.keeps))
+            return sn.Marked(call, report.attempt, _numbers(report.marked.next), _numbers(report.marked.keeps))
         case "keeps":
-            return Keeps(call, tuple(report.keeps.parameters[:_NAMES_MAX]))
+            return sn.Keeps(call, tuple(report.keeps.parameters[:_NAMES_MAX]))
         case "written":
             written = report.written
             file, names = _file(written), tuple(written.state_names)
-            return Written(call, report.attempt, written.parameters, written.shard, written.term, file, names)
+            return sn.Written(call, report.attempt, written.parameters, written.shard, written.term, file, names)
         case "failed":
-            return PartFailed(call, report.attempt, report.failed.error.message[:TEXT_CHARACTERS_MAX])
+            return sn.PartFailed(call, report.attempt, report.failed.error.message[:TEXT_CHARACTERS_MAX])
         case "loaded":
             loaded = report.loaded
             shards, terms = tuple(loaded.shards), tuple(loaded.terms)
-            return Loaded(call, loaded.parameters, loaded.generation, shards, terms)
+            return sn.Loaded(call, loaded.parameters, loaded.generation, shards, terms)
         case "load_failed":
             failed = report.load_failed
             restore = convert.restore_from_proto(failed.restore)
             text, code = failed.error.message[:TEXT_CHARACTERS_MAX], failed.error.code
             corrupt = code in ("snapshot_corrupt", "unknown_snapshot")
-            return LoadFailed(call, failed.parameters, failed.generation, restore, text, corrupt)
+            return sn.LoadFailed(call, failed.parameters, failed.generation, restore, text, corrupt)
     raise InvalidArgumentError("a report about a snapshot says nothing")
 
 
-def hand_in_event(call: int, header: pb.HandInStateRequest.Header) -> HandIn:
+def hand_in_event(call: int, header: pb.HandInStateRequest.Header) -> sn.HandIn:
     """A worker has what it keeps ready."""
     who = (header.run_id, header.worker_id, header.incarnation)
-    return HandIn(call, *who, header.attempt, header.parameters, header.next, header.length)
+    return sn.HandIn(call, *who, header.attempt, header.parameters, header.next, header.length)
 
 
-def get_state_event(call: int, request: pb.GetStateRequest) -> GetState:
+def get_state_event(call: int, request: pb.GetStateRequest) -> sn.GetState:
     """A worker wants it back."""
-    return GetState(call, request.run_id, request.worker_id, request.incarnation, request.parameters)
+    return sn.GetState(call, request.run_id, request.worker_id, request.incarnation, request.parameters)
 
 
-def progress(message: pb.SnapshotProgress) -> AttemptProgress:
+def progress(message: pb.SnapshotProgress) -> sn.AttemptProgress:
     """How far a server is."""
-    return AttemptProgress(
+    return sn.AttemptProgress(
         message.attempt,
         message.bytes_done,
         message.bytes,
@@ -102,17 +80,17 @@ def progress(message: pb.SnapshotProgress) -> AttemptProgress:
     )
 
 
-def command(value: SnapshotCommand) -> pb.SnapshotCommand:
-    """What a session is told."""
+def command(value: sn.SnapshotCommand) -> pb.SnapshotCommand:
+    """A command to a session."""
     commands = pb.SnapshotCommand
     match value:
-        case Prepare(attempt, directory, steps):
+        case sn.Prepare(attempt, directory, steps):
             parameters = [commands.Prepare.Parameters(parameters=name, step=step) for name, step in steps]
             prepare = commands.Prepare(parameters=parameters, directory=directory)
             return commands(attempt=attempt, prepare=prepare)
-        case Mark(attempt, steps):
+        case sn.Mark(attempt, steps):
             return commands(attempt=attempt, mark=commands.Mark(steps=dict(steps)))
-        case TakeCut(attempt, next_pushes, final):
+        case sn.TakeCut(attempt, next_pushes, final):
             cut = commands.Cut()
             for name, step in final:
                 cut.parameters.add(parameters=name, final_step=step)
@@ -122,15 +100,15 @@ def command(value: SnapshotCommand) -> pb.SnapshotCommand:
                     life = server_pb2.Life(worker_id=worker_id, incarnation=incarnation)
                     entry.producers.add(life=life, next=number)
             return commands(attempt=attempt, cut=cut)
-        case End(attempt, committed, reason):
+        case sn.End(attempt, committed, reason):
             return commands(attempt=attempt, end=commands.End(committed=committed, reason=reason))
 
 
-def rolled_back(news: RolledBack) -> pb.SessionResponse.RolledBack:
+def rolled_back(news: sn.RolledBack) -> pb.SessionResponse.RolledBack:
     """The run went back to a snapshot."""
     message = pb.SessionResponse.RolledBack(directory=news.directory, text=news.text)
     for name, first, until in news.lost:
-        # "from" is a word of Python.
+        # "from" is a keyword of Python.
         message.lost.add(**{"parameters": name, "from": first, "until": until})
     return message
 
@@ -138,9 +116,9 @@ def rolled_back(news: RolledBack) -> pb.SessionResponse.RolledBack:
 def saved(value: object, maps: object) -> tuple[pb.SaveSnapshotResponse, bool]:
     """The answer to SaveSnapshot, and whether it is the last."""
     match value:
-        case Saving(text, done, total):
+        case sn.Saving(text, done, total):
             return pb.SaveSnapshotResponse(waiting_for=text, bytes_done=done, bytes=total), False
-        case Saved(commit, unchanged):
+        case sn.Saved(commit, unchanged):
             return pb.SaveSnapshotResponse(committed=info(commit), unchanged=unchanged), True
     raise AssertionError(f"{value} is no answer to SaveSnapshot")
 
@@ -165,7 +143,7 @@ def info(commit: CommitRecord) -> pb.SnapshotInfo:
     )
 
 
-def _numbers(numbers: Any) -> Numbers:
+def _numbers(numbers: Any) -> sn.Numbers:
     if len(numbers) > _NAMES_MAX:
         raise LimitExceededError(f"{len(numbers)} parameters in one message are over the limit of {_NAMES_MAX}")
     return tuple(sorted(numbers.items()))

@@ -95,7 +95,7 @@ class Scheduling(RuleBasedStateMachine):
         for _ in range(ticks):
             for session in self.sessions if keep else ():
                 self._post(ev.Heartbeat(session, self.map.epoch))
-            self.now += self.cluster.tick_seconds
+            self.now += self.cluster.settings.tick_seconds
             self._post(ev.Tick())
 
     @rule()
@@ -183,13 +183,13 @@ class Scheduling(RuleBasedStateMachine):
     def fill(self, data: st.DataObject, late: int) -> None:
         """A primary, or one that was so a term ago, says that a copy is complete."""
         name, number, shard, replica = data.draw(st.sampled_from(self._copies("filling")))
-        session = self.cluster.members.session_of(shard.primary.server_id)
+        session = self.cluster.members.sessions.of(shard.primary.server_id)
         self._post(ev.ReplicaFilled(session, name, number, shard.term - late, replica))
 
     @rule()
     def fill_all(self) -> None:
         for name, number, shard, replica in self._copies("filling"):
-            session = self.cluster.members.session_of(shard.primary.server_id)
+            session = self.cluster.members.sessions.of(shard.primary.server_id)
             self._post(ev.ReplicaFilled(session, name, number, shard.term, replica))
 
     @precondition(lambda self: self._copies("backups") or self._copies("filling"))
@@ -197,14 +197,14 @@ class Scheduling(RuleBasedStateMachine):
     def unreachable(self, data: st.DataObject) -> None:
         copies = self._copies("backups") + self._copies("filling")
         name, number, shard, replica = data.draw(st.sampled_from(copies))
-        session = self.cluster.members.session_of(shard.primary.server_id)
+        session = self.cluster.members.sessions.of(shard.primary.server_id)
         self._post(ev.ReplicaUnreachable(session, name, number, shard.term, replica, "silent"))
 
     @precondition(lambda self: self.map.servers)
     @rule(data=st.data())
     def kill_server(self, data: st.DataObject) -> None:
         server = data.draw(st.sampled_from(self.map.servers))
-        if session := self.cluster.members.session_of(server.server_id):
+        if session := self.cluster.members.sessions.of(server.server_id):
             self._post(ev.SessionClosed(session, "its session broke"))
 
     @precondition(lambda self: self.map.servers)
@@ -245,7 +245,7 @@ class Scheduling(RuleBasedStateMachine):
     @rule()
     def all_open(self) -> None:
         for member in self._live():
-            if not self.cluster.members.session_of(member.member_id):
+            if not self.cluster.members.sessions.of(member.member_id):
                 call = self._call()
                 self._post(ev.SessionOpened(call, member.member_id, member.incarnation))
                 self.sessions.append(call)

@@ -137,7 +137,7 @@ class Run(RuleBasedStateMachine):
     def all_come(self) -> None:
         """New processes in the place of those that are gone."""
         for number in range(SERVERS):
-            if not self.d.cluster.members.session_of(f"server-{number}"):
+            if not self.d.cluster.members.sessions.of(f"server-{number}"):
                 with suppress(PsdistError):  # Its place is taken for now.
                     self.d.join("server", member_id=f"server-{number}")
         self.come()
@@ -145,14 +145,14 @@ class Run(RuleBasedStateMachine):
 
     @rule(member_id=st.sampled_from(MEMBERS))
     def lose(self, member_id: str) -> None:
-        if session := self.d.cluster.members.session_of(member_id):
+        if session := self.d.cluster.members.sessions.of(member_id):
             self.d.on(ev.SessionClosed(session, "its session broke"))
             self.look()
 
     @rule(number=st.integers(0, SERVERS - 1))
     def a_server_was_only_cut_off(self, number: int) -> None:
         member = self.d.cluster.members.get(f"server-{number}")
-        if member is not None and member.live and not self.d.cluster.members.session_of(member.member_id):
+        if member is not None and member.live and not self.d.cluster.members.sessions.of(member.member_id):
             self.d.open(member)
             self.look()
 
@@ -220,7 +220,7 @@ class Run(RuleBasedStateMachine):
         self.d.storing, self.d.versions = False, dict(old.versions)
         self.since = None
         for member in (*old.cluster.members.servers, *old.cluster.members.workers):
-            if old.cluster.members.session_of(member.member_id) and self.is_there(member):
+            if old.cluster.members.sessions.of(member.member_id) and self.is_there(member):
                 self.d.open(member)
         self.look()
 

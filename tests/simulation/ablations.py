@@ -20,7 +20,7 @@ from psdist.client.transport.grpc import messages
 from psdist.client.transport.requests import PushRequest
 from psdist.optim import SGD
 from psdist_scheduler import cluster as scheduler_cluster
-from psdist_scheduler import service
+from psdist_scheduler import scheduler
 from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.placement import replicas
 from psdist_server import admission
@@ -261,9 +261,9 @@ def _publish_first(put: Put) -> None:
                 self._carry_out(effect)
             changes = [effect for effect in batch if isinstance(effect, Persist)]
             if changes:
-                await self._loop.run_in_executor(self._writer, self._store.write, service._merge(changes))
+                await self._loop.run_in_executor(self._writer, self._store.write, scheduler.merge(changes))
 
-    put(service.Scheduler, "run", run)
+    put(scheduler.Scheduler, "run", run)
 
 
 @_ablation("an epoch is used once", faults=("kill scheduler",), fault_count=3, fault_seconds=1.5)

@@ -22,7 +22,8 @@ from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import status
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.records import ClusterSettings
-from psdist_scheduler.service import Scheduler, Service
+from psdist_scheduler.scheduler import Scheduler
+from psdist_scheduler.service import Service
 from psdist_server.core.records import SliceRecord
 from psdist_server.core.replication import BackupReplication
 from psdist_server.scheduler_session import ServerSession
@@ -94,13 +95,13 @@ class World:
     async def _schedule(self, node: Node) -> None:
         self.scheduler = scheduler = await self.make_scheduler(DiskStore(self.disk))
         self.counts["scheduler started"] += 1
-        publish = scheduler.maps.set
+        publish = scheduler.calls.maps.set
 
         def publish_and_tell(cluster: ClusterMap) -> None:
             publish(cluster)
             self.oracle.published(cluster)
 
-        scheduler.maps.set = publish_and_tell
+        scheduler.calls.maps.set = publish_and_tell
         rpc.serve(self.network, SCHEDULER, node, Service(scheduler).handler())
         ticks = asyncio.create_task(scheduler.tick())
         await scheduler.run()

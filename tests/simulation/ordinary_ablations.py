@@ -15,8 +15,8 @@ from psdist_scheduler.coordination import mutual_waits, stops
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.members import barriers as scheduler_barriers
 from psdist_scheduler.placement import parameters
-from psdist_scheduler.snapshots.end_snapshot import EndSnapshot
-from psdist_scheduler.snapshots.schedule import SnapshotSchedule
+from psdist_scheduler.snapshots.end_snapshot import EndSnapshot, EndState
+from psdist_scheduler.snapshots.snapshots import Snapshots
 from tests.simulation import ordinary
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 from tests.simulation.scripts import Handler
@@ -134,17 +134,15 @@ def _told_once(put: Put) -> None:
 
 @_ablation("the last snapshot has pushes that servers have not told of", **{**_STOPS, **_ASP, "saves": 0.5})
 def _as_told(put: Put) -> None:
-    def save(self: Any, steps: dict[str, int], now: float) -> Any:
-        effects = for_the_end(self, steps, now)
-        newest = self.catalog.newest
-        versions = {p.name: self._tries.version(p) for p in self._ready()}
-        if newest is not None and self.end_snapshot.steps is not None and not self._has_trained(versions):
-            self.end_snapshot.forget()
-            self.end_snapshot.commit = newest.commit
+    def save(self: Any, steps: dict[str, int]) -> Any:
+        effects = for_the_end(self, steps)
+        newest, wanted = self.catalog.newest, self.end_snapshot.state is EndState.WANTED
+        if newest is not None and wanted and not self.schedule.has_trained(self._ready, newest.commit.steps):
+            self.end_snapshot.be(newest.commit)
         return effects
 
-    for_the_end = SnapshotSchedule.save_for_the_end
-    put(SnapshotSchedule, "save_for_the_end", save)
+    for_the_end = Snapshots.save_for_the_end
+    put(Snapshots, "save_for_the_end", save)
 
 
 # --- workers that wait for each other ---------------------------------------------------------------------------------

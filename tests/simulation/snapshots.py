@@ -24,7 +24,7 @@ from psdist.optim import SGD
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.records import ClusterSettings
-from psdist_scheduler.service import Scheduler
+from psdist_scheduler.scheduler import Scheduler
 from psdist_scheduler.snapshot_io import read_history
 from psdist_server.scheduler_session import ServerSession
 from psdist_server.server import ParameterServer

@@ -78,7 +78,7 @@ class Driver:
 
     def tick(self, seconds: float = 0.25) -> None:
         """Time passes in steps of a tick."""
-        step = self.cluster.tick_seconds
+        step = self.cluster.settings.tick_seconds
         for _ in range(round(seconds / step)):
             self.now += step
             self.on(ev.Tick())
@@ -112,7 +112,7 @@ class Driver:
         return member, self.open(member)
 
     def create(
-        self, member: Member, layout: Layout = LAYOUT, resume: ev.ResumePush | None = None, **settings: Any
+        self, member: Member, layout: Layout = LAYOUT, resume: we.ResumePush | None = None, **settings: Any
     ) -> int:
         """Calls CreateParameters."""
         call = self.number()
@@ -139,13 +139,13 @@ class Driver:
             for replica in shard.filling[:1]
         ]:
             for name, number, shard, replica in due:
-                session = self.cluster.members.session_of(shard.primary.server_id)
+                session = self.cluster.members.sessions.of(shard.primary.server_id)
                 self.on(ev.ReplicaFilled(session, name, number, shard.term, replica))
             self.hear()
 
     def hear(self) -> None:
         """All servers say that they have the newest map, and what that allows happens."""
-        self.beat(*(self.cluster.members.session_of(server.server_id) for server in self.map.servers))
+        self.beat(*(self.cluster.members.sessions.of(server.server_id) for server in self.map.servers))
         self.on(ev.Tick())
 
     def state(self, call: int) -> Any:

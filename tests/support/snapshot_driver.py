@@ -112,7 +112,7 @@ class SnapshotDriver(Driver):
 
     def _sessions(self) -> list[int]:
         members = self.cluster.members
-        return [session for server in members.servers if (session := members.session_of(server.member_id))]
+        return [session for server in members.servers if (session := members.sessions.of(server.member_id))]
 
     def _obey(self, session: int, command: Any) -> bool:
         match command:
@@ -169,7 +169,7 @@ class SnapshotDriver(Driver):
             if entry.ready or entry.restore is None:
                 continue
             for server, numbers in self.cluster.registry.resume.missing(entry).items():
-                session = self.cluster.members.session_of(server)
+                session = self.cluster.members.sessions.of(server)
                 terms = tuple(entry.shards[number].term for number in numbers)
                 if session:
                     self.on(sn.Loaded(session, entry.spec.name, entry.generation, tuple(numbers), terms))
@@ -229,8 +229,8 @@ class Ready(SnapshotDriver):
     @property
     def attempt(self) -> Attempt:
         """The attempt under way."""
-        assert self.cluster.snapshots.attempt is not None
-        return self.cluster.snapshots.attempt
+        assert self.cluster.snapshots.runner.attempt is not None
+        return self.cluster.snapshots.runner.attempt
 
 
 def ready(workers: int = 1, servers: int = 2, consistency: Consistency | None = None, **settings: Any) -> Ready:

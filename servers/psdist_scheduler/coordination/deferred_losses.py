@@ -25,7 +25,7 @@ from psdist_scheduler.events.records import Member
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.placement.replicas import after_loss
-from psdist_scheduler.snapshots.schedule import SnapshotSchedule
+from psdist_scheduler.snapshots.snapshots import Snapshots
 
 #: A loss is put off for so long at most, in seconds. Servers that register wait longer for an address to become free.
 PATIENCE_SECONDS: Final = 30.0
@@ -37,7 +37,7 @@ Losses = list[tuple[str, str]]
 class DeferredLosses:
     """Servers of one run that are gone and still count as members."""
 
-    def __init__(self, registry: Registry, members: Membership, snapshots: SnapshotSchedule) -> None:
+    def __init__(self, registry: Registry, members: Membership, snapshots: Snapshots) -> None:
         self._registry = registry
         self._members = members
         self._snapshots = snapshots
@@ -91,8 +91,8 @@ class DeferredLosses:
             self._since = now if self._since is None else self._since
             self._deferred[member_id] = member, reason
             effects.append(LogEvent(f"{member} is gone: {reason}; {self.wait}", "warning"))
-            if session := self._members.session_of(member_id):
-                self._members.detach(session, now)
+            if session := self._members.sessions.of(member_id):
+                self._members.sessions.detach(session, now)
                 effects.append(Close(session))
         return counts, effects
 
@@ -111,7 +111,7 @@ class DeferredLosses:
 
     def _is_gone(self, member: Member) -> bool:
         live = self._members.is_live(member.member_id, member.incarnation)
-        return live and not self._members.session_of(member.member_id)
+        return live and not self._members.sessions.of(member.member_id)
 
     def _must_wait(self, now: float) -> bool:
         patient = self._since is None or now - self._since < PATIENCE_SECONDS

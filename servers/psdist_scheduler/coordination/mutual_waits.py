@@ -46,7 +46,7 @@ class WaitFor:
 
 
 class MutualWaits:
-    """The activities of workers. A circle among them is told once."""
+    """The activities of workers. A circle among them is reported once."""
 
     def __init__(self, members: Membership, registry: Registry, barriers: Barriers) -> None:
         self._members = members
@@ -57,7 +57,7 @@ class MutualWaits:
         #: By open call, what its worker said with it.
         self._calls: dict[int, Activity] = {}
 
-    def heard(self, worker: Member, activity: Activity | None, call: int = 0) -> None:
+    def on_activity(self, worker: Member, activity: Activity | None, call: int = 0) -> None:
         """A worker's word, with ``call`` if that waits for an answer."""
         if activity is None:
             return
@@ -90,7 +90,7 @@ class MutualWaits:
                     calls.append(wait.call)
                     effects.append(Refuse(wait.call, error))
                 else:
-                    session = self._members.session_of(wait.worker.member_id)
+                    session = self._members.sessions.of(wait.worker.member_id)
                     effects.append(Answer(session, MutualWait(wait.sequence, error)))
         return effects, calls
 
@@ -113,7 +113,7 @@ class MutualWaits:
 
     def _call_waits(self) -> Iterator[WaitFor]:
         for name, arrival in self._barriers.arrivals:
-            absent = tuple(worker.member_id for worker in self._barriers.absent(name, self._members))
+            absent = tuple(worker.member_id for worker in self._barriers.absent(name))
             yield from self._call_wait(arrival.call, arrival.worker, f"at barrier {name!r}", absent)
         for p in self._registry.all:
             if p.record is None:

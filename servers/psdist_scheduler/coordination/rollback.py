@@ -19,21 +19,23 @@ from __future__ import annotations
 from psdist.types import Replica
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events.cluster_events import Broadcast, Close, Effect, LogEvent
-from psdist_scheduler.events.snapshot_events import CommitFound, Committed, HistoryRead, LoadFailed, RolledBack
+from psdist_scheduler.events.snapshot_events import CommitFound, HistoryRead, LoadFailed, RolledBack
 from psdist_scheduler.members.membership import WENT_BACK, Membership
-from psdist_scheduler.placement.parameters import ParameterSet
-from psdist_scheduler.placement.registry import Registry, name_shards
+from psdist_scheduler.placement.join_proposals import Joins
+from psdist_scheduler.placement.parameters import ParameterSet, name_shards
+from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.placement.replicas import after_loss
-from psdist_scheduler.snapshots.schedule import SnapshotSchedule
+from psdist_scheduler.snapshots.snapshots import Snapshots
 
 
 class Rollback:
     """What has to be done to all parts of a run."""
 
     def __init__(
-        self, registry: Registry, members: Membership, datasets: Datasets, snapshots: SnapshotSchedule
+        self, registry: Registry, joins: Joins, members: Membership, datasets: Datasets, snapshots: Snapshots
     ) -> None:
         self._registry = registry
+        self._joins = joins
         self._members = members
         self._datasets = datasets
         self._snapshots = snapshots
@@ -70,6 +72,7 @@ class Rollback:
         self._registry.resume.go_to(found, term, epoch, now)
         knowing = {(m.worker_id, m.incarnation) for p in placed for m in p.entry.members} | self._datasets.holders
         self._registry.reset_to_gathering()
+        self._joins.clear()
         self._datasets.go_back(found.manifest.datasets)
         lost = tuple((name, first, max(first, until)) for name, first, until in lost)
         effects += [LogEvent(text, "warning"), Broadcast(RolledBack(found.commit.directory, lost, text))]
@@ -77,7 +80,7 @@ class Rollback:
         for worker in [
             w
             for w in self._members.workers
-            if self._members.session_of(w.member_id) or (w.member_id, w.incarnation) in knowing
+            if self._members.sessions.of(w.member_id) or (w.member_id, w.incarnation) in knowing
         ]:
             _, session = self._members.end(worker.member_id, "lost", WENT_BACK)
             effects += [Close(session)] if session else []
@@ -92,17 +95,11 @@ class Rollback:
             f"{server} is gone and held {name_shards(n)} of {p.name!r} alone" for server, n in gone.items()
         )
 
-    def committed(self, event: Committed, epoch: int, now: float) -> list[Effect]:
-        """A snapshot exists: of this course, or of one that was given up while the storage stood still."""
-        snapshots, found = self._snapshots, CommitFound(event.commit, event.manifest)
-        if not snapshots.is_late(event) or self._registry.resume.is_of_this_course(found):
-            return snapshots.committed(event, now)
-        if any(p.record for p in self._registry.all):
-            return snapshots.discard(event)
-        effects = snapshots.committed(event, now)
-        return effects + self._roll_back(found, epoch, now, "the storage has committed a newer snapshot after all")
+    def to_newer(self, found: CommitFound, epoch: int, now: float) -> list[Effect]:
+        """Goes back to a snapshot that was in doubt when the run went back to the one before."""
+        return self._roll_back(found, epoch, now, "the storage has committed a newer snapshot after all")
 
-    def load_failed(self, event: LoadFailed) -> list[Effect]:
+    def on_load_failed(self, event: LoadFailed) -> list[Effect]:
         """A snapshot cannot be loaded. Where it never will be, the one before is looked for."""
         server = self._members.sessions.get(event.call, "")
         p = self._registry.get(event.parameters)
@@ -114,12 +111,12 @@ class Rollback:
             return [LogEvent(text, "warning")]
         return [LogEvent(f"{text}; the one before is tried", "warning"), catalog.give_up(directory)]
 
-    def history_read(self, event: HistoryRead, epoch: int, now: float) -> list[Effect]:
+    def on_history_read(self, event: HistoryRead, epoch: int, now: float) -> list[Effect]:
         """The storage was read. What is loading from a snapshot that is bad begins anew from the one before."""
         snapshots, resume = self._snapshots, self._registry.resume
         if event.history is not None:
             resume.read(event.history.base)
-        snapshots.catalog.take(event.history)
+        snapshots.catalog.on_read(event.history)
         if event.history is None:
             return [LogEvent(f"the storage cannot be read: {event.error}", "warning")]
         effects: list[Effect] = [LogEvent(f"passed over: {text}", "warning") for text in event.history.skipped]
@@ -132,9 +129,7 @@ class Rollback:
         if snapshots.catalog.newest is not None:
             why = f"snapshot {restore.directory} cannot be loaded"
             return effects + self._roll_back(snapshots.catalog.newest, epoch, now, why)
-        resume.failed = (
-            f"snapshot {restore.directory} cannot be loaded, and there is none before that can be: see the log"
-        )
+        resume.fail(f"snapshot {restore.directory} cannot be loaded, and there is none before that can be: see the log")
         return effects
 
     def _live(self, replica: Replica) -> bool:

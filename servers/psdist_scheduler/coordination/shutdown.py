@@ -17,7 +17,7 @@ from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.placement.scaling import Scaling
-from psdist_scheduler.snapshots.schedule import SnapshotSchedule
+from psdist_scheduler.snapshots.snapshots import Snapshots
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class GracefulShutdown:
         settings: ClusterSettings,
         registry: Registry,
         members: Membership,
-        snapshots: SnapshotSchedule,
+        snapshots: Snapshots,
         scaling: Scaling,
     ) -> None:
         self._lease = settings.lease_seconds
@@ -51,7 +51,13 @@ class GracefulShutdown:
         self._deserted: float | None = None
 
     def hold(self, event: Drain | Stop, now: float) -> list[Effect]:
-        """Somebody wants to end."""
+        """Somebody wants to end. Where others take what a server has, it is drained at once. Raises WrongRunError,
+        InvalidArgumentError."""
+        if isinstance(event, Drain):
+            self._members.check_run(event.run_id)
+            others = [server for server in self._members.staying if server.member_id != event.server_id]
+            if self._members.workers and others:
+                return self._scaling.drain(event)
         self._held[event.call] = _Held(event, now)
         return []
 
@@ -77,7 +83,7 @@ class GracefulShutdown:
         """Lets those end that nothing keeps."""
         effects: list[Effect] = []
         for call, held in list(self._held.items()):
-            if held.asked and not self._snapshots.is_waiting(call):
+            if held.asked and call not in self._snapshots.waiters:
                 del self._held[call]
                 try:
                     effects += self._let_go(held.event)
@@ -92,8 +98,8 @@ class GracefulShutdown:
         """Whether it is known what was trained until ``since``."""
         if not self._snapshots.saves_at_end or now - since > self._lease:
             return True
-        if self._deserted is not None and self._snapshots.saved_at >= self._deserted:
+        if self._deserted is not None and self._snapshots.runner.saved_at >= self._deserted:
             return True
         owners = {owner for entry in self._registry.entries for owner in entry.primaries}
-        heard = (presence.seen for owner in owners if (presence := self._members.presence(owner)) is not None)
-        return all(seen > since for seen in heard)
+        liveness = self._members.sessions.liveness
+        return all(liveness[owner].seen > since for owner in owners if owner in liveness)

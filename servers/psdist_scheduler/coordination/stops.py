@@ -20,11 +20,11 @@ from typing import Final, Literal
 from psdist.consistency import BSP
 from psdist.types import ParametersMember
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent
-from psdist_scheduler.events.records import Member, name_some
+from psdist_scheduler.events.records import Identity, Member, name_some
 from psdist_scheduler.events.worker_events import StopCommand, StopKind, StopReported
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
-from psdist_scheduler.snapshots.schedule import SnapshotSchedule
+from psdist_scheduler.snapshots.snapshots import Snapshots
 
 #: Whoever ends a whole run asks its workers one after another: so long the others are waited for.
 COLLECT_SECONDS: Final = 1.0
@@ -32,7 +32,6 @@ COLLECT_SECONDS: Final = 1.0
 SAVE_SECONDS: Final = 10.0
 
 Phase = Literal["idle", "collecting", "asking", "holding", "saving", "leaving"]
-_Life = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -51,50 +50,50 @@ class Stops:
 
     members: Membership
     registry: Registry
-    snapshots: SnapshotSchedule
+    snapshots: Snapshots
     #: Commands are numbered from here on: a restarted scheduler's are higher.
     number: int
     phase: Phase = "idle"
     _since: float = 0.0
-    _workers: dict[_Life, _StoppingWorker] = field(default_factory=dict)
+    _workers: dict[Identity, _StoppingWorker] = field(default_factory=dict)
     #: By parameters, where those end that leave.
     _steps: tuple[tuple[str, int], ...] = ()
     #: Workers that were told to leave, and have not.
-    _leaving: set[_Life] = field(default_factory=set)
+    _leaving: set[Identity] = field(default_factory=set)
     #: The command that each worker was sent last.
-    _sent: dict[_Life, tuple[int, StopKind]] = field(default_factory=dict)
+    _sent: dict[Identity, tuple[int, StopKind]] = field(default_factory=dict)
 
     # --- what workers say ---------------------------------------------------------------------------------------------
 
-    def heard(self, event: StopReported) -> list[Effect]:
+    def on_report(self, event: StopReported) -> list[Effect]:
         """A worker's word on its end."""
-        member = self.members.get(self.members.sessions.get(event.call, ""))
+        member = self.members.by_session(event.call)
         if member is None or member.role != "worker":
             return []
-        worker = self._workers.setdefault(_life(member), _StoppingWorker(event.stopping))
+        worker = self._workers.setdefault(member.identity, _StoppingWorker(event.stopping))
         worker.stopping = worker.stopping or event.stopping
         worker.answered = max(worker.answered, event.number)
         if event.next is not None and event.number == self.number:
             worker.next = dict(event.next)
         return []
 
-    def session_opened(self, member: Member) -> None:
+    def on_session(self, member: Member) -> None:
         """A worker's session begins. What it was told on the one before may be lost."""
-        self._sent.pop(_life(member), None)
+        self._sent.pop(member.identity, None)
 
     # --- progress -----------------------------------------------------------------------------------------------------
 
     def progress(self, now: float) -> list[Effect]:
         """Goes on as far as all that was said allows."""
-        live = {_life(worker) for worker in self.members.workers}
-        self._workers = {life: worker for life, worker in self._workers.items() if life in live}
+        live = {worker.identity for worker in self.members.workers}
+        self._workers = {identity: worker for identity, worker in self._workers.items() if identity in live}
         self._leaving &= live
         effects: list[Effect] = []
         while True:
             before = self.phase
             effects += self._step(now)
             if self.phase == before:
-                return effects + self._tell()
+                return effects + self._notify()
 
     def waits(self) -> Iterator[tuple[str, list[int], str]]:
         """Key, calls and reason of each wait."""
@@ -109,7 +108,7 @@ class Stops:
     def _step(self, now: float) -> list[Effect]:
         """One step on the way, if it can be made."""
         match self.phase:
-            case "idle" if any(_life(worker) not in self._leaving for worker in self._stopping):
+            case "idle" if any(worker.identity not in self._leaving for worker in self._stopping):
                 self._go(now, "collecting")
             case "collecting" | "asking" if not self._stopping:
                 self._go(now, "idle")
@@ -127,7 +126,7 @@ class Stops:
                 return self._let_leave({})
             case "holding" if all(self._get(worker).next is not None for worker in self._stopping):
                 self._go(now, "saving")
-                return self.snapshots.save_for_the_end(self._ends(), now)
+                return self.snapshots.save_for_the_end(self._ends())
             case "saving" if self.snapshots.may_leave or now - self._since >= SAVE_SECONDS:
                 self._go(now, "leaving")
                 return self._let_leave(self._ends())
@@ -144,7 +143,7 @@ class Stops:
         return [worker for worker in self.members.workers if self._get(worker).stopping]
 
     def _get(self, worker: Member) -> _StoppingWorker:
-        return self._workers.get(_life(worker)) or _StoppingWorker(stopping=False)
+        return self._workers.get(worker.identity) or _StoppingWorker(stopping=False)
 
     def _has_answered(self, worker: Member) -> bool:
         said = self._get(worker)
@@ -166,34 +165,29 @@ class Stops:
 
     def _let_leave(self, ends: Mapping[str, int]) -> list[Effect]:
         self._steps = tuple(sorted(ends.items()))
-        self._leaving |= {_life(worker) for worker in self._stopping}
+        self._leaving |= {worker.identity for worker in self._stopping}
         steps = ", ".join(f"{name!r} at step {step}" for name, step in self._steps)
         return [LogEvent(f"{name_some(self._stopping)} leave, as they were asked to{f': {steps}' if steps else ''}")]
 
-    def _tell(self) -> list[Effect]:
+    def _notify(self) -> list[Effect]:
         """Commands that follow from the phase and were not sent."""
         effects: list[Effect] = []
         for worker in self.members.workers:
-            session, kind = self.members.session_of(worker.member_id), self._command(worker)
-            if session and kind is not None and self._sent.get(_life(worker)) != (self.number, kind):
-                self._sent[_life(worker)] = self.number, kind
+            session, kind = self.members.sessions.of(worker.member_id), self._command(worker)
+            if session and kind is not None and self._sent.get(worker.identity) != (self.number, kind):
+                self._sent[worker.identity] = self.number, kind
                 steps = self._steps if kind == "leave" else ()
                 effects.append(Answer(session, StopCommand(self.number, kind, steps)))
-        self._sent = {
-            life: sent for life, sent in self._sent.items() if life in self._workers or self.phase == "asking"
-        }
+        asking = self.phase == "asking"
+        self._sent = {who: sent for who, sent in self._sent.items() if asking or who in self._workers}
         return effects
 
     def _command(self, worker: Member) -> StopKind | None:
         said = self._get(worker)
         if self.phase == "holding" and said.stopping and said.next is None:
             return "hold"  # Who was told to leave before, and has not yet, too.
-        if _life(worker) in self._leaving:
+        if worker.identity in self._leaving:
             return "leave"
         if self.phase == "asking":
             return None if self._has_answered(worker) else "ask"
         return "hold" if self.phase in ("holding", "saving") and self._get(worker).stopping else None
-
-
-def _life(member: Member) -> _Life:
-    return member.member_id, member.incarnation

@@ -14,34 +14,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from psdist_scheduler.events.records import DataLease
+from psdist_scheduler.events.records import DataLease, Identity
 
-#: (worker_id, incarnation).
-Life = tuple[str, int]
 #: By parameters, the number of a worker's next push.
 Next = Mapping[str, int]
 #: By incarnation, the bound below which its pushes are in the snapshot. Other parameter sets do not matter.
-Cut = Callable[[Life], Next]
+Cut = Callable[[Identity], Next]
 #: Reports that are remembered. Beyond that the oldest count as in every snapshot.
 REPORTS_MAX = 1 << 16
 
 
 @dataclass(slots=True)
 class DataCut:
-    """What workers said, while it may matter."""
+    """What workers reported, while it may matter."""
 
     #: By data set and place: whose the range was, and its next pushes when it was done.
-    _done: dict[tuple[str, int], tuple[Life, Next]] = field(default_factory=dict)
+    _done: dict[tuple[str, int], tuple[Identity, Next]] = field(default_factory=dict)
     #: By data set and lease: its worker's next pushes when it was given.
     _given: dict[tuple[str, int], Next] = field(default_factory=dict)
     #: By incarnation, its next pushes in its last report.
-    _heard: dict[Life, Next] = field(default_factory=dict)
+    _heard: dict[Identity, Next] = field(default_factory=dict)
 
-    def given(self, dataset: str, lease: DataLease, now: Next) -> None:
+    def on_given(self, dataset: str, lease: DataLease, now: Next) -> None:
         """A lease is given to a worker whose next pushes are ``now``."""
         self._given[dataset, lease.lease_id] = now
 
-    def done(self, dataset: str, lease: DataLease, at: Next) -> None:
+    def on_done(self, dataset: str, lease: DataLease, at: Next) -> None:
         """A lease's samples were used before the pushes ``at``."""
         self._given.pop((dataset, lease.lease_id), None)
         if at:
@@ -49,13 +47,13 @@ class DataCut:
             if len(self._done) > REPORTS_MAX:
                 del self._done[next(iter(self._done))]
 
-    def ended(self, dataset: str, lease: DataLease) -> None:
+    def on_ended(self, dataset: str, lease: DataLease) -> None:
         """A lease ended unused."""
         self._given.pop((dataset, lease.lease_id), None)
 
-    def heard(self, life: Life, now: Next) -> None:
-        """A worker's next pushes are ``now``, and it has told all that is done."""
-        self._heard[life] = now
+    def on_report(self, worker: Identity, now: Next) -> None:
+        """A worker's next pushes are ``now``, and it has reported all that is done."""
+        self._heard[worker] = now
 
     def forget(self, dataset: str) -> None:
         """A data set goes on from elsewhere."""
@@ -64,24 +62,26 @@ class DataCut:
 
     def settle(self, floor: Cut, is_live: Callable[[str, int], bool]) -> None:
         """Forgets what is before every cut to come. ``floor``: what no later cut is below."""
-        self._done = {key: (life, at) for key, (life, at) in self._done.items() if _is_after(at, floor(life))}
-        self._heard = {life: now for life, now in self._heard.items() if is_live(*life)}
+        self._done = {key: (worker, at) for key, (worker, at) in self._done.items() if _is_after(at, floor(worker))}
+        self._heard = {worker: now for worker, now in self._heard.items() if is_live(*worker)}
 
     def after(self, dataset: str, cut: Cut) -> list[int]:
         """Places that are done, but not in the snapshot."""
         return [
-            place for (name, place), (life, at) in self._done.items() if name == dataset and _is_after(at, cut(life))
+            place
+            for (name, place), (worker, at) in self._done.items()
+            if name == dataset and _is_after(at, cut(worker))
         ]
 
     def undecided(self, dataset: str, leases: Iterable[DataLease], cut: Cut) -> list[str]:
-        """Workers that may have used a range before the cut without having said so."""
+        """Workers that may have used a range before the cut without having reported that."""
         found: dict[str, None] = {}
         for lease in leases:
-            life = (lease.worker_id, lease.incarnation)
+            worker = (lease.worker_id, lease.incarnation)
             given = self._given.get((dataset, lease.lease_id))
-            if given is not None and all(number >= cut(life).get(name, 0) for name, number in given.items()):
+            if given is not None and all(number >= cut(worker).get(name, 0) for name, number in given.items()):
                 continue
-            if not _is_after(self._heard.get(life, {}), cut(life)):
+            if not _is_after(self._heard.get(worker, {}), cut(worker)):
                 found[lease.worker_id] = None
         return list(found)
 

@@ -4,7 +4,7 @@ The ranges of all data epochs are places on one line (``DatasetSpec.places``) an
 place is free, leased to one incarnation of a worker, or over: done, or given up. There is no stop between data epochs.
 Ranges of the next epoch are given out while the last ones of this epoch are still leased, because in BSP a worker that
 waits for data while another waits for its gradient would stop both. For the same reason nobody waits at the end: when
-no range is left, a worker is told so, whoever still holds ranges.
+no range is left, a worker is answered so, whoever still holds ranges.
 
 A lease ends when its holder reports it as done or returns it, or when the holder's incarnation ends. Then the place is
 free again and, being the lowest, next to be given. So each range is done exactly once while nobody dies, and at least
@@ -35,17 +35,9 @@ from psdist.snapshots.format import DatasetState, Manifest
 from psdist.types import DataPosition
 from psdist.wire.limits import DATASETS_MAX, LEASES_MAX
 from psdist_scheduler.datasets.cut import Cut, DataCut
+from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events.cluster_events import Answer, Done, Effect, LogEvent
-from psdist_scheduler.events.data_events import (
-    DatasetStanding,
-    EndRanges,
-    GetPosition,
-    LeaseRange,
-    OpenDataset,
-    RangeGiven,
-    SetPosition,
-)
-from psdist_scheduler.events.records import DataLease, DatasetRecord, Member, RestorePoint
+from psdist_scheduler.events.records import DataLease, DatasetRecord, Identity, Member
 from psdist_scheduler.placement.restore_point import Resume
 
 
@@ -99,9 +91,9 @@ class LeasedDataset:
         return DataPosition(data_epoch, done, self.repeated, self.failed)
 
     @property
-    def standing(self) -> DatasetStanding:
+    def standing(self) -> da.DatasetStanding:
         """Settings, position and leases that are out."""
-        return DatasetStanding(self.spec, self.position, len(self._leases))
+        return da.DatasetStanding(self.spec, self.position, len(self._leases))
 
     @property
     def finished(self) -> bool:
@@ -141,7 +133,7 @@ class LeasedDataset:
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
-    def take(self, worker: Member) -> DataLease | None:
+    def acquire(self, worker: Member) -> DataLease | None:
         """Leases the lowest free place; None if there is none."""
         if not self._free:
             return None
@@ -158,7 +150,7 @@ class LeasedDataset:
         """The lease's samples are used. None if it had ended before, which changes nothing."""
         return self._leases.pop(lease_id, None)
 
-    def give_back(self, lease_id: int) -> DataLease | None:
+    def release(self, lease_id: int) -> DataLease | None:
         """The lease's samples were not used. None if it had ended before, which changes nothing."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
@@ -219,8 +211,8 @@ class LeasedDataset:
 class Datasets:
     """All data sets of the run."""
 
-    def __init__(self, records: tuple[DatasetRecord, ...], resume: Resume | None = None) -> None:
-        self._resume = resume or Resume(RestorePoint(), None)
+    def __init__(self, records: tuple[DatasetRecord, ...], resume: Resume) -> None:
+        self._resume = resume
         self.cut = DataCut()
         self._all = {record.spec.name: LeasedDataset(record) for record in records}
         #: Changed since the cluster last took them.
@@ -229,18 +221,14 @@ class Datasets:
     # --- questions ----------------------------------------------------------------------------------------------------
 
     @property
-    def standings(self) -> list[DatasetStanding]:
+    def standings(self) -> list[da.DatasetStanding]:
         """Each data set, where it stands, and its leases."""
         return [dataset.standing for dataset in self._all.values()]
 
     @property
-    def holders(self) -> set[tuple[str, int]]:
-        """Lives that hold ranges."""
+    def holders(self) -> set[Identity]:
+        """Workers, by id and incarnation, that hold ranges."""
         return {(lease.worker_id, lease.incarnation) for d in self._all.values() for lease in d.leases}
-
-    def record(self, name: str) -> DatasetRecord:
-        """What a restart must know of one."""
-        return self._all[name].record
 
     def states(self, cut: Cut) -> tuple[DatasetState, ...]:
         """Where each data set stands in a snapshot; those of the snapshot before that nobody opened are where they
@@ -252,19 +240,19 @@ class Datasets:
         """Whether a snapshot that were cut where this one was has data sets where this one has them. One at its
         beginning may be in it or not."""
 
-        def cut(life: tuple[str, int]) -> dict[str, int]:
-            return {state.spec.name: state.next_of(life) for state in manifest.parameters}
+        def cut(worker: Identity) -> dict[str, int]:
+            return {state.spec.name: state.next_of(worker) for state in manifest.parameters}
 
         mine, theirs = ({state.spec.name: state.position for state in s} for s in (self.states(cut), manifest.datasets))
         beginning = DataPosition()
         return all(mine.get(name, beginning) == theirs.get(name, beginning) for name in mine.keys() | theirs.keys())
 
     def undecided(self, cut: Cut) -> list[str]:
-        """Workers that may have used a range before the cut without having said so."""
+        """Workers that may have used a range before the cut without having reported that."""
         found = [worker for n, d in self._all.items() for worker in self.cut.undecided(n, d.leases, cut)]
         return list(dict.fromkeys(found))
 
-    def get_position(self, event: GetPosition) -> list[Effect]:
+    def get_position(self, event: da.GetPosition) -> list[Effect]:
         """Tells where a data set stands. Raises UnknownDatasetError."""
         return [Answer(event.call, self._get(event.dataset).standing)]
 
@@ -275,7 +263,12 @@ class Datasets:
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
-    def open(self, event: OpenDataset) -> list[Effect]:
+    def take_changes(self) -> tuple[DatasetRecord, ...]:
+        """What a restart must know of those that changed since this was called last."""
+        changed, self.changed = self.changed, {}
+        return tuple(self._all[name].record for name in changed)
+
+    def open(self, event: da.OpenDataset) -> list[Effect]:
         """Makes a data set, or checks that it has these settings. Raises SettingsMismatchError, LimitExceededError,
         StorageError."""
         spec = event.spec
@@ -295,8 +288,8 @@ class Datasets:
             text = f"{text}, goes on from data epoch {state.position.data_epoch} as the snapshot has it"
         return [LogEvent(text), Answer(event.call, dataset.standing)]
 
-    def lease(self, event: LeaseRange, worker: Member) -> list[Effect]:
-        """Ends what is done, and gives another range, or one whose lease the worker never heard of.
+    def lease(self, event: da.LeaseRange, worker: Member) -> list[Effect]:
+        """Ends what is done, and gives another range, or one that was leased in an answer that was lost.
 
         Raises UnknownDatasetError, FencedError, InvalidArgumentError, LimitExceededError.
         """
@@ -309,28 +302,28 @@ class Datasets:
                 f"{worker} holds {LEASES_MAX} ranges of data set {event.dataset!r}, which is the limit: use them first"
             )
         notes = self._finish(dataset, event)
-        self.cut.heard((worker.member_id, worker.incarnation), dict(event.now))
-        lease = pending_answer[0] if pending_answer else dataset.take(worker)
+        self.cut.on_report(worker.identity, dict(event.now))
+        lease = pending_answer[0] if pending_answer else dataset.acquire(worker)
         if lease is not None and not pending_answer:
-            self.cut.given(event.dataset, lease, dict(event.now))
+            self.cut.on_given(event.dataset, lease, dict(event.now))
             self.changed[event.dataset] = None
         data_epoch, number = divmod(lease.place, dataset.spec.ranges) if lease else (0, 0)
-        given = RangeGiven(lease, data_epoch, number, dataset.repeated, dataset.failed)
+        given = da.RangeGiven(lease, data_epoch, number, dataset.repeated, dataset.failed)
         return [*notes, Answer(event.call, given)]
 
-    def end(self, event: EndRanges, worker: Member) -> list[Effect]:
+    def end(self, event: da.EndRanges, worker: Member) -> list[Effect]:
         """Ends leases. Raises UnknownDatasetError, FencedError, InvalidArgumentError."""
         dataset = self._get(event.dataset)
         dataset.check_ends((*event.done, *event.returned), worker)
         notes = self._finish(dataset, event)
-        self.cut.heard((worker.member_id, worker.incarnation), dict(event.now))
+        self.cut.on_report(worker.identity, dict(event.now))
         for lease_id in event.returned:
-            if (lease := dataset.give_back(lease_id)) is not None:
-                self.cut.ended(event.dataset, lease)
+            if (lease := dataset.release(lease_id)) is not None:
+                self.cut.on_ended(event.dataset, lease)
                 self.changed[event.dataset] = None
         return [*notes, Answer(event.call, Done())]
 
-    def set_position(self, event: SetPosition, worker: Member) -> list[Effect]:
+    def set_position(self, event: da.SetPosition, worker: Member) -> list[Effect]:
         """A data set goes on from there. Raises UnknownDatasetError, InvalidArgumentError."""
         dataset = self._get(event.dataset)
         dataset.go_to(event.position)
@@ -356,7 +349,7 @@ class Datasets:
         for name, dataset in self._all.items():
             again, given_up = dataset.lose(is_live)
             for lease in (*again, *given_up):
-                self.cut.ended(name, lease)
+                self.cut.on_ended(name, lease)
             if again or given_up:
                 self.changed[name] = None
             if again:
@@ -375,12 +368,12 @@ class Datasets:
             raise UnknownDatasetError(f"there is no data set {name!r:.80}: open it first", dataset=name)
         return dataset
 
-    def _finish(self, dataset: LeasedDataset, event: LeaseRange | EndRanges) -> list[Effect]:
+    def _finish(self, dataset: LeasedDataset, event: da.LeaseRange | da.EndRanges) -> list[Effect]:
         finished = []
         for lease_id, at in zip_longest(event.done, event.done_at[: len(event.done)], fillvalue=()):
             assert isinstance(lease_id, int)
             if (lease := dataset.finish(lease_id)) is not None:
-                self.cut.done(dataset.spec.name, lease, dict(at))
+                self.cut.on_done(dataset.spec.name, lease, dict(at))
                 finished.append(lease)
         if not finished:
             return []
@@ -395,7 +388,7 @@ class Datasets:
 
 
 def _is_of(lease: DataLease, worker: Member) -> bool:
-    return (lease.worker_id, lease.incarnation) == (worker.member_id, worker.incarnation)
+    return (lease.worker_id, lease.incarnation) == worker.identity
 
 
 def _gaps(stretches: Iterable[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:

@@ -12,11 +12,9 @@ from typing import Literal
 
 from psdist.errors import PsdistError
 from psdist.types import ClusterMap, Layout, ParametersMember, ParametersSpec, Replica
-from psdist_scheduler.events.data_events import (
-    DataEvent,
-    DatasetStanding,
-    RangeGiven,
-)
+from psdist_scheduler.events import data_events as da
+from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import (
     BarrierRecord,
     DatasetRecord,
@@ -25,31 +23,6 @@ from psdist_scheduler.events.records import (
     ParametersRecord,
     RestorePoint,
     Role,
-)
-from psdist_scheduler.events.snapshot_events import (
-    AttemptProgress,
-    GetState,
-    HandedIn,
-    HandIn,
-    RolledBack,
-    Save,
-    Saved,
-    Saving,
-    SnapshotCommand,
-    SnapshotEvent,
-    StatePlace,
-    StateSource,
-    StorageEffect,
-    StorageEvent,
-)
-from psdist_scheduler.events.worker_events import (
-    Activity,
-    Caller,
-    Heard,
-    MutualWait,
-    ResumePush,
-    StopCommand,
-    StopReported,
 )
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -73,7 +46,7 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """A member's stream said hello."""
+    """A member's stream begins."""
 
     call: int
     member_id: str
@@ -97,11 +70,11 @@ class Heartbeat:
     versions: tuple[tuple[str, int], ...] = ()
     waiting_for: tuple[str, ...] = ()
     #: Servers, while they write or load.
-    progress: AttemptProgress | None = None
+    progress: sn.AttemptProgress | None = None
     #: Servers: workers, by id and incarnation, that have sent something since the last heartbeat.
     heard: tuple[tuple[str, int], ...] = ()
     #: Workers.
-    activity: Activity | None = None
+    activity: we.Activity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +89,7 @@ class JoinAnswered:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFilled:
-    """A primary's word, on its session ``call``, that ``replica`` has the whole shard and every update from now on."""
+    """A primary reports, on its session ``call``, that ``replica`` has the whole shard and every update from now on."""
 
     call: int
     parameters: str
@@ -127,7 +100,7 @@ class ReplicaFilled:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUnreachable:
-    """A primary's word, on its session ``call``, that ``replica`` does not answer it."""
+    """A primary reports, on its session ``call``, that ``replica`` does not answer it."""
 
     call: int
     parameters: str
@@ -142,7 +115,7 @@ class Leave:
     """A member goes politely."""
 
     call: int
-    caller: Caller
+    caller: we.Caller
     reason: str = ""
 
 
@@ -151,12 +124,12 @@ class Create:
     """A worker wants parameters to exist, and to take part in their training."""
 
     call: int
-    caller: Caller
+    caller: we.Caller
     spec: ParametersSpec
     layout: Layout
     #: Where the worker took part before it was expelled: the push that it wants to make in this incarnation.
-    resume: ResumePush | None = None
-    activity: Activity | None = None
+    resume: we.ResumePush | None = None
+    activity: we.Activity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +137,16 @@ class Describe:
     """A worker wants to know parameters, once they exist."""
 
     call: int
-    caller: Caller
+    caller: we.Caller
     parameters: str
 
 
 @dataclass(frozen=True, slots=True)
 class CommitParameters:
-    """The uploader says that all initial values are on the servers, which are those of the map of ``epoch``."""
+    """The uploader reports that all initial values are on the servers, which are those of the map of ``epoch``."""
 
     call: int
-    caller: Caller
+    caller: we.Caller
     parameters: str
     epoch: int = 0
 
@@ -185,12 +158,12 @@ class EnterBarrier:
     arrival, of any round; 0 where it has none."""
 
     call: int
-    caller: Caller
+    caller: we.Caller
     name: str
     origin: int = 0
     passed: int = 0
     withdraw: bool = False
-    activity: Activity | None = None
+    activity: we.Activity | None = None
     attempt: int = 0
 
 
@@ -225,7 +198,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Somebody says how many servers the run shall have."""
+    """A number of servers is wanted."""
 
     call: int
     run_id: str
@@ -249,7 +222,7 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. Expected every ``Cluster.tick_seconds``."""
+    """Time has passed. Expected every ``ClusterSettings.tick_seconds``."""
 
 
 Event = (
@@ -257,7 +230,7 @@ Event = (
     | SessionOpened
     | SessionClosed
     | Heartbeat
-    | Heard
+    | we.Heard
     | JoinAnswered
     | ReplicaFilled
     | ReplicaUnreachable
@@ -269,21 +242,16 @@ Event = (
     | EnterRendezvous
     | Drain
     | Stop
-    | StopReported
+    | we.StopReported
     | Scale
     | WatchScale
-    | DataEvent
-    | Save
-    | HandIn
-    | HandedIn
-    | GetState
-    | SnapshotEvent
-    | StorageEvent
+    | da.DataEvent
+    | sn.SnapshotEvent
     | CallEnded
     | Tick
 )
 
-# --- answers: what a call is told -------------------------------------------------------------------------------------
+# --- answers to calls, and commands on sessions -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +361,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class ScaleNews:
-    """Not the last answer. How many servers a run shall have (0: nobody said) besides those that are drained, which of
+    """Not the last answer. How many servers a run shall have (0: not set) besides those that are drained, which of
     these are to be stopped, and what is lost, so that the run cannot go on."""
 
     servers_wanted: int
@@ -404,7 +372,7 @@ class ScaleNews:
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """To everyone: a member is gone that did not say goodbye."""
+    """To everyone: a member is lost, which did not leave."""
 
     member_id: str
     role: Role
@@ -413,7 +381,7 @@ class MemberLost:
 
 @dataclass(frozen=True, slots=True)
 class ShardsLost:
-    """To everyone: these shards had no backup when their server went. ``text`` says what was lost and how to go on."""
+    """To everyone: these shards had no backup when their server went. ``text``: what was lost, and how to go on."""
 
     parameters: str
     shards: tuple[int, ...]
@@ -422,7 +390,7 @@ class ShardsLost:
     text: str
 
 
-News = MemberLost | ShardsLost | RolledBack
+News = MemberLost | ShardsLost | sn.RolledBack
 Value = (
     Waiting
     | Registered
@@ -431,22 +399,22 @@ Value = (
     | Described
     | Done
     | Withdrawn
-    | DatasetStanding
-    | RangeGiven
+    | da.DatasetStanding
+    | da.RangeGiven
     | Formed
     | JoinProposal
     | WithdrawJoin
-    | MutualWait
-    | StopCommand
+    | we.MutualWait
+    | we.StopCommand
     | Draining
     | Drained
     | Scaled
     | ScaleNews
-    | Saving
-    | Saved
-    | StatePlace
-    | StateSource
-    | SnapshotCommand
+    | sn.Saving
+    | sn.Saved
+    | sn.StatePlace
+    | sn.StateSource
+    | sn.SnapshotCommand
 )
 
 # --- effects ----------------------------------------------------------------------------------------------------------
@@ -464,7 +432,7 @@ class Persist:
     #: None leaves it as it was.
     servers_wanted: int | None = None
     datasets: tuple[DatasetRecord, ...] = ()
-    #: Names of parameters that are not placed any more. Before ``parameters``: a name may be in both.
+    #: Names of parameter sets that are not placed any more. Before ``parameters``: a name may be in both.
     forgotten: tuple[str, ...] = ()
     #: None leaves it as it was.
     base: RestorePoint | None = None
@@ -523,4 +491,4 @@ class LogEvent:
     level: Literal["info", "warning", "wait"] = "info"
 
 
-Effect = Persist | Publish | Attach | Broadcast | Answer | Refuse | Close | LogEvent | StorageEffect
+Effect = Persist | Publish | Attach | Broadcast | Answer | Refuse | Close | LogEvent | sn.StorageEffect

@@ -15,12 +15,15 @@ from psdist.types import DatasetSpec, Layout, ParametersEntry, Restore
 
 Role = Literal["server", "worker"]
 MemberState = Literal["live", "left", "lost"]
+#: A member's id and incarnation.
+Identity = tuple[str, int]
 HEARTBEATS_PER_LEASE: Final = 4
+TICKS_PER_LEASE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """What one run's scheduler was told.
+    """Settings of one run's scheduler.
 
     run_id: name of the run.
     workers_min, servers_min: so many must be live before parameters are placed or a barrier opens.
@@ -31,7 +34,7 @@ class ClusterSettings:
     storage: where servers write snapshots to: an absolute path or a URL; empty for nowhere.
     unwritable: why nothing can be saved there, where the run goes on nevertheless; empty where it can.
     policy: when snapshots are taken, and which are kept.
-    salt: of this life of the scheduler alone; in the names of directories, so that none is used twice.
+    salt: of this process of the scheduler alone; in the names of directories, so that none is used twice.
     """
 
     run_id: str
@@ -50,6 +53,11 @@ class ClusterSettings:
     def heartbeat_seconds(self) -> float:
         """The period of a member's heartbeats."""
         return min(self.lease_seconds, self.worker_lease_seconds) / HEARTBEATS_PER_LEASE
+
+    @property
+    def tick_seconds(self) -> float:
+        """The period of the machine's ticks."""
+        return self.lease_seconds / TICKS_PER_LEASE
 
     def lease_of(self, role: Role) -> float:
         """For how long, in seconds, a member of this role may be silent."""
@@ -73,6 +81,11 @@ class Member:
     reason: str = ""
     #: A server from which everything is moved away, or was before it went.
     draining: bool = False
+
+    @property
+    def identity(self) -> Identity:
+        """Its id and incarnation."""
+        return self.member_id, self.incarnation
 
     @property
     def live(self) -> bool:
@@ -183,7 +196,7 @@ class StoredState:
     parameters: tuple[ParametersRecord, ...] = ()
     nodes: tuple[Node, ...] = ()
     datasets: tuple[DatasetRecord, ...] = ()
-    #: Servers that the run shall have; 0 if nobody said so.
+    #: Servers that the run shall have; 0 if none was set.
     servers_wanted: int = 0
     base: RestorePoint = RestorePoint()
     barriers: tuple[BarrierRecord, ...] = ()

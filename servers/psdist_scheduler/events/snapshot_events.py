@@ -12,6 +12,7 @@ from typing import Final
 
 from psdist.snapshots.format import CommitRecord, Manifest, ShardFile, WorkerState
 from psdist.types import Restore
+from psdist_scheduler.events.records import Identity
 
 #: By parameters: a step, or the number of a worker's next push.
 Numbers = tuple[tuple[str, int], ...]
@@ -58,7 +59,7 @@ class AttemptProgress:
     loading: bool = False
 
 
-# --- events: calls and what members say -------------------------------------------------------------------------------
+# --- events: calls and reports of members -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Keeps:
-    """A worker, on its session ``call``, keeps a state of these parameters."""
+    """A worker, on its session ``call``, keeps a state of these parameter sets."""
 
     call: int
     parameters: tuple[str, ...]
@@ -104,7 +105,7 @@ class Keeps:
 
 @dataclass(frozen=True, slots=True)
 class HandIn:
-    """A worker has the state of parameters before push ``next``, a file of ``length`` bytes, and asks where it goes."""
+    """A worker has the state of a parameter set before push ``next``, a file of ``length`` bytes; where does it go?"""
 
     call: int
     run_id: str
@@ -121,7 +122,7 @@ class HandedIn:
     """That file is durable."""
 
     attempt: int
-    life: tuple[str, int]
+    worker: Identity
     state: WorkerState
 
 
@@ -181,7 +182,8 @@ class LoadFailed:
     corrupt: bool
 
 
-SnapshotEvent = Prepared | Marked | Keeps | Written | PartFailed | Loaded | LoadFailed
+#: What members report on their sessions.
+SnapshotReport = Prepared | Marked | Keeps | Written | PartFailed | Loaded | LoadFailed
 
 # --- events: what became of work on the storage -----------------------------------------------------------------------
 
@@ -198,7 +200,7 @@ class Committed:
 @dataclass(frozen=True, slots=True)
 class CommitFailed:
     """The commit record was not created. ``replaced``: another scheduler has committed under the same number.
-    ``unsure``: the storage did not say, and it may exist all the same."""
+    ``unsure``: the storage did not answer, and it may exist all the same."""
 
     attempt: int
     text: str
@@ -208,7 +210,7 @@ class CommitFailed:
 
 @dataclass(frozen=True)
 class Pruned:
-    """These are deleted. ``error`` says why no more are; empty if all are."""
+    """These are deleted. ``error``: why no more are; empty if all are."""
 
     sequences: tuple[int, ...]
     error: str = ""
@@ -223,6 +225,7 @@ class HistoryRead:
 
 
 StorageEvent = Committed | CommitFailed | Pruned | HistoryRead
+SnapshotEvent = Save | HandIn | HandedIn | GetState | SnapshotReport | StorageEvent
 
 # --- answers, commands and news ---------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from psdist_scheduler.events.snapshot_events import Numbers
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who a request says that it comes from. An empty ``run_id`` means the scheduler's only run."""
+    """Whom a request names as its sender. An empty ``run_id`` means the scheduler's only run."""
 
     run_id: str
     member_id: str
@@ -60,8 +60,8 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class StopReported:
-    """A worker's word on its end, on its session ``call``. number: of the command that it answers; 0 for none. next: by
-    parameters its next push, where it begins no more."""
+    """A worker reports on its end, on its session ``call``. number: of the command that it answers; 0 for none. next:
+    by parameter set its next push, where it begins no more."""
 
     call: int
     number: int
@@ -71,7 +71,7 @@ class StopReported:
 
 @dataclass(frozen=True, slots=True)
 class MutualWait:
-    """To a worker, on its session: what it said last (``sequence``) that it waits for will not come."""
+    """To a worker, on its session: what it waits for by its report ``sequence`` will not come."""
 
     sequence: int
     error: PsdistError

@@ -4,10 +4,10 @@ A barrier opens when all live workers wait at it, and at least the run's minimum
 for workers that left or died, but for those that have not started yet. The next use of its name is a new round.
 
 Each arrival has a number: the rounds that its worker had passed before. The highest round that a worker has passed is
-durable before anybody is told. So an arrival whose answer was lost is answered again, by the next scheduler too,
-instead of waiting for workers that have gone on. A worker that gives up withdraws its arrival, and is told whether that
-arrival had opened the barrier before. Requests are numbered too (``attempt``): one that arrives after a later one of
-its worker does not count.
+durable before it is answered. So an arrival whose answer was lost is answered again, by the next scheduler too,
+instead of waiting for workers that have gone on. A worker that gives up withdraws its arrival. The answer says whether
+that arrival had opened the barrier before. Requests are numbered too (``attempt``): one that arrives after a later
+one of its worker does not count.
 
 Invariants: a worker waits at a name in at most one call. An arrival that was withdrawn opens nothing. A call that ended
 waits nowhere.
@@ -24,6 +24,7 @@ from psdist.types import check_name
 from psdist.wire.limits import BARRIERS_PASSED_MAX
 from psdist_scheduler.events.cluster_events import Answer, Done, Effect, EnterBarrier, Refuse, Withdrawn
 from psdist_scheduler.events.records import BarrierRecord, Member, name_some
+from psdist_scheduler.members.demand import Demand
 from psdist_scheduler.members.membership import Membership
 
 #: Names of which it is kept that a worker has passed; beyond that the oldest are forgotten.
@@ -45,7 +46,9 @@ class Arrival:
 class Barriers:
     """All barriers of the run that somebody waits at, and what workers have passed."""
 
-    def __init__(self, records: Iterable[BarrierRecord] = ()) -> None:
+    def __init__(self, members: Membership, demand: Demand, records: Iterable[BarrierRecord]) -> None:
+        self._members = members
+        self._demand = demand
         self._rounds: dict[str, dict[str, Arrival]] = {}
         self._passed: dict[str, dict[str, BarrierRecord]] = {}
         for record in records:
@@ -105,10 +108,10 @@ class Barriers:
         for name in [name for name, waiting in self._rounds.items() if not waiting]:
             del self._rounds[name]
 
-    def progress(self, members: Membership) -> list[Effect]:
+    def progress(self) -> list[Effect]:
         """Opens the barriers that everybody has reached."""
         effects: list[Effect] = []
-        for name in [name for name in self._rounds if not self.missing(name, members)]:
+        for name in [name for name in self._rounds if not self._missing(name)]:
             for arrival in self._rounds.pop(name).values():
                 self._pass(name, arrival)
                 effects.append(Answer(arrival.call, Done()))
@@ -124,6 +127,11 @@ class Barriers:
         self.changed.append(record)
         _keep_newest(passed)
 
+    def take_changes(self) -> tuple[BarrierRecord, ...]:
+        """Rounds that workers have passed since this was called last."""
+        changed, self.changed = self.changed, []
+        return tuple(changed)
+
     @property
     def arrivals(self) -> Iterator[tuple[str, Arrival]]:
         """Who waits, and at which barrier."""
@@ -131,23 +139,24 @@ class Barriers:
             for arrival in waiting.values():
                 yield name, arrival
 
-    def absent(self, name: str, members: Membership) -> list[Member]:
+    def absent(self, name: str) -> list[Member]:
         """Live workers that are not at the barrier."""
         there = self._rounds.get(name, {})
-        return [worker for worker in members.workers if worker.member_id not in there]
+        return [worker for worker in self._members.workers if worker.member_id not in there]
 
-    def missing(self, name: str, members: Membership) -> str:
+    def _missing(self, name: str) -> str:
         """Who has not come, as a sentence that begins with "for"; empty if all have."""
-        if absent := self.absent(name, members):
+        if absent := self.absent(name):
             return f"for {name_some(absent)}"
-        lacking = members.workers_min - members.workers_known
-        return f"for {lacking} of {members.workers_min} workers" if lacking > 0 else ""
+        needed = self._demand.workers_min
+        lacking = needed - len(self._members.ranks)
+        return f"for {lacking} of {needed} workers" if lacking > 0 else ""
 
-    def waits(self, members: Membership) -> Iterator[tuple[str, list[int], str]]:
+    def waits(self) -> Iterator[tuple[str, list[int], str]]:
         """Key, calls and reason of each wait."""
         for name, waiting in self._rounds.items():
             calls = [arrival.call for arrival in waiting.values()]
-            yield f"barrier {name}", calls, f"{self.missing(name, members)} to reach barrier {name!r}"
+            yield f"barrier {name}", calls, f"{self._missing(name)} to reach barrier {name!r}"
 
     def validate(self) -> None:
         """Asserts the invariants of the module's text."""

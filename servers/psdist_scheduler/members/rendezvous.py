@@ -62,6 +62,11 @@ class Rendezvous:
             LogEvent(note),
         ]
 
+    def take_changes(self) -> tuple[Node, ...]:
+        """Nodes that were formed since this was called last."""
+        changed, self.changed = self.changed, []
+        return tuple(changed)
+
     def waits(self, now: float) -> Iterator[tuple[str, list[int], str]]:
         """Key, calls and reason of each wait."""
         if self._waiting:

@@ -14,7 +14,7 @@ does not know of it and may pass T. So the proposal is withdrawn, and T or a lat
 primaries. Once all have accepted, the map shows the member no later than the next change of a primary, so no primary
 can miss it.
 
-Not here: who may join, and what a finished join changes (``registry``).
+Not here: who asks to take part (``creation``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from psdist.types import ParametersMember, Replica
-from psdist_scheduler.events.cluster_events import Answer, Effect, JoinProposal, WithdrawJoin
-from psdist_scheduler.events.records import Member
+from psdist.consistency import ASP, BSP
+from psdist.types import ParametersEntry, ParametersMember, Replica
+from psdist_scheduler.events.cluster_events import Answer, Effect, JoinAnswered, JoinProposal, LogEvent, WithdrawJoin
+from psdist_scheduler.events.records import Member, name_some
 from psdist_scheduler.events.worker_events import ResumePush
 from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement.parameters import ParameterSet
+from psdist_scheduler.placement.registry import Registry
 
 #: Primary and term of each shard.
 Route = tuple[tuple[Replica, int], ...]
@@ -37,16 +40,15 @@ DISTANCE_MAX = 1024
 
 @dataclass(slots=True)
 class Join:
-    """One worker's attempt to join one set of parameters."""
+    """One worker's attempt to join one parameter set."""
 
     parameters: str
     worker: Member
     route: Route
     first_step: int
-    since: float
     #: The push of an earlier incarnation that the worker goes on with.
     resume: ResumePush | None = None
-    #: Only the step of ``restore_point`` will do, else nothing is gone on with (BSP).
+    #: Only the step of ``resume`` will do, else nothing is gone on with (BSP).
     exact: bool = False
     proposal_id: int = 0
     attempt: int = 0
@@ -65,7 +67,7 @@ class Join:
     @property
     def member(self) -> ParametersMember:
         """What the worker becomes if all accept."""
-        return make_member(self.worker, self.proposed_step, self.resume)
+        return _member(self.worker, self.proposed_step, self.resume)
 
     @property
     def missing(self) -> list[str]:
@@ -78,7 +80,7 @@ class Join:
 
     def ask(self, server: str, members: Membership) -> list[Effect]:
         """Asks one server, unless it has accepted or has no session."""
-        session = members.session_of(server)
+        session = members.sessions.of(server)
         if not session or server in self.accepted:
             return []
         return [Answer(session, JoinProposal(self.proposal_id, self.parameters, self.member))]
@@ -86,80 +88,141 @@ class Join:
     def withdraw(self, members: Membership) -> list[Effect]:
         """Takes the proposal back from every server, asked or not."""
         news = WithdrawJoin(self.proposal_id, self.parameters, self.worker.member_id)
-        sessions = [members.session_of(server) for server in self.servers]
+        sessions = [members.sessions.of(server) for server in self.servers]
         return [Answer(session, news) for session in sessions if session]
 
 
 class Joins:
-    """All joins in progress."""
+    """All joins in progress. They are numbered from ``first_proposal_id`` on."""
 
-    def __init__(self, first_proposal_id: int) -> None:
+    def __init__(self, registry: Registry, members: Membership, first_proposal_id: int) -> None:
+        self._registry = registry
+        self._members = members
         self._next_id = first_proposal_id
         self._by_worker: dict[tuple[str, str], Join] = {}
 
-    def __iter__(self) -> Iterator[Join]:
-        return iter(list(self._by_worker.values()))
+    def validate(self) -> None:
+        """Asserts that joins are of live workers, and not over."""
+        for join in self._by_worker.values():
+            assert self._members.is_live(*join.worker.identity), "a dead worker joins"
+            assert self._get(join).entry.ready and join.missing, "a join that is over"
+
+    def waits(self) -> Iterator[tuple[str, list[int], str]]:
+        """Key, calls and reason of each wait."""
+        for join in self._by_worker.values():
+            calls = [call for call, worker in self._get(join).creators.items() if worker == join.worker]
+            reason = f"for {name_some(join.missing)} to agree on step {join.proposed_step} of {join.parameters!r}"
+            yield f"join {join.parameters} {join.worker.member_id}", calls, reason
 
     def clear(self) -> None:
-        """Nobody joins any more, nor is told: what they would have joined is not there."""
+        """Ends all joins without a word to the servers: the parameter sets are not placed any more."""
         self._by_worker.clear()
 
-    def has(self, parameters: str, worker_id: str) -> bool:
-        """Whether this worker is joining these parameters."""
-        return (parameters, worker_id) in self._by_worker
+    def begin(self, p: ParameterSet, call: int, worker: Member) -> list[Effect]:
+        """Has a worker join that called, unless it takes part or joins already."""
+        if p.member(worker) is not None or (p.name, worker.member_id) in self._by_worker:
+            return []
+        consistency = p.entry.spec.consistency
+        resume = _resumable(p, worker, p.resumes.get(call))
+        if isinstance(consistency, ASP) or not p.entry.shards:
+            return [_admit(p, _member(worker, 0, resume), worker)]
+        # Without members nobody moves the slices on: the joiner begins as early as it can.
+        distance = FIRST_DISTANCE if p.entry.members else 1
+        # Clocks are known to the servers alone: the first to refuse reports where the slowest is.
+        first_step = p.version + distance if isinstance(consistency, BSP) else 0
+        exact = isinstance(consistency, BSP) and resume is not None
+        join = Join(p.name, worker, _route(p.entry), first_step, resume=resume, exact=exact)
+        self._by_worker[p.name, worker.member_id] = join
+        return self._propose(join)
 
-    def start(self, join: Join, members: Membership) -> list[Effect]:
-        """Begins with the first proposal."""
-        self._by_worker[join.parameters, join.worker.member_id] = join
-        return self._propose(join, members)
+    def on_session(self, server: str) -> list[Effect]:
+        """A server's session opened: it is asked about every join. What it had accepted ended with its last session."""
+        effects: list[Effect] = []
+        for join in self._by_worker.values():
+            if server in join.servers:
+                join.accepted.pop(server, None)
+                effects += join.ask(server, self._members)
+        return effects
 
-    def answered(
-        self, server: str, proposal_id: int, accepted: bool, version_max: int, members: Membership
-    ) -> tuple[Join | None, list[Effect]]:
-        """A server's answer. Returns the join if it is now accepted by all; it is in progress no more then."""
-        join = next((join for join in self._by_worker.values() if join.proposal_id == proposal_id), None)
+    def on_answer(self, event: JoinAnswered) -> list[Effect]:
+        """A server answers a proposal. Once all have accepted, the worker is a member."""
+        server = self._members.sessions.get(event.call, "")
+        join = next((join for join in self._by_worker.values() if join.proposal_id == event.proposal_id), None)
         if join is None or server not in join.servers:
-            return None, []
-        if not accepted:
-            return None, self._again(join, version_max, members)
+            return []
+        if not event.accepted:
+            return self._on_refused(join, event.version_max)
         join.accepted[server] = None
         if join.missing:
-            return None, []
+            return []
         del self._by_worker[join.parameters, join.worker.member_id]
-        return join, []
+        return [_admit(self._get(join), join.member, join.worker)]
 
-    def reroute(self, join: Join, route: Route, version: int, members: Membership) -> list[Effect]:
-        """Shards have other primaries: those are asked."""
-        withdrawn = join.withdraw(members)
-        join.route = route
-        return withdrawn + (self._propose(join, members) if join.exact else self._propose_later(join, version, members))
+    def check(self) -> list[Effect]:
+        """Joins whose worker is gone, or asks no more, are withdrawn; those whose shards have other primaries now begin
+        anew: what the old primary accepted, the new one does not know."""
+        effects: list[Effect] = []
+        for join in list(self._by_worker.values()):
+            p = self._get(join)
+            if not self._members.is_live(*join.worker.identity) or join.worker not in p.creators.values():
+                del self._by_worker[join.parameters, join.worker.member_id]
+                effects += join.withdraw(self._members)
+            elif join.route != (route := _route(p.entry)):
+                effects += self._reroute(join, route, p.version)
+        return effects
 
-    def stop(self, join: Join, members: Membership) -> list[Effect]:
-        """The joiner is gone, or does not want any more."""
-        del self._by_worker[join.parameters, join.worker.member_id]
-        return join.withdraw(members)
-
-    def _again(self, join: Join, version_max: int, members: Membership) -> list[Effect]:
-        withdrawn = join.withdraw(members)
+    def _on_refused(self, join: Join, version_max: int) -> list[Effect]:
+        withdrawn = join.withdraw(self._members)
         if join.exact:  # A slice has gone on without the push, so that it is dropped.
             join.exact, join.resume = False, None
-        return withdrawn + self._propose_later(join, version_max, members)
+        return withdrawn + self._propose_later(join, version_max)
 
-    def _propose_later(self, join: Join, version_max: int, members: Membership) -> list[Effect]:
+    def _reroute(self, join: Join, route: Route, version: int) -> list[Effect]:
+        withdrawn = join.withdraw(self._members)
+        join.route = route
+        return withdrawn + (self._propose(join) if join.exact else self._propose_later(join, version))
+
+    def _propose_later(self, join: Join, version_max: int) -> list[Effect]:
         join.attempt += 1
         # The cap holds for the exponent too: an attempt that never succeeds must not grow numbers without end.
         distance = min(DISTANCE_MAX, 1 << min(join.attempt, DISTANCE_MAX.bit_length()))
         join.first_step = max(version_max, join.first_step - FIRST_DISTANCE) + distance
-        return self._propose(join, members)
+        return self._propose(join)
 
-    def _propose(self, join: Join, members: Membership) -> list[Effect]:
+    def _propose(self, join: Join) -> list[Effect]:
         self._next_id += 1
         join.proposal_id = self._next_id
         join.accepted.clear()
-        return join.propose(members)
+        return join.propose(self._members)
+
+    def _get(self, join: Join) -> ParameterSet:
+        p = self._registry.get(join.parameters)
+        assert p is not None, "a placed parameter set is kept"
+        return p
 
 
-def make_member(worker: Member, first_step: int, resume: ResumePush | None) -> ParametersMember:
+def _admit(p: ParameterSet, member: ParametersMember, worker: Member) -> LogEvent:
+    departed = tuple(other for other in p.entry.departed if other.worker_id != member.worker_id)
+    p.change(members=p.with_member(member), departed=departed)
+    goes_on = f", and goes on as incarnation {member.origin}" if member.origin else ""
+    return LogEvent(f"{worker} joins {p.name!r} at step {member.first_step}{goes_on}")
+
+
+def _resumable(p: ParameterSet, worker: Member, resume: ResumePush | None) -> ResumePush | None:
+    """``resume`` if the servers know what they have of that push: in BSP they answer that when they are asked."""
+    if resume is None or resume.generation != p.entry.generation:
+        return None
+    if isinstance(p.entry.spec.consistency, BSP):
+        return resume
+    wanted = (worker.member_id, resume.origin)
+    return resume if any(member.producer == wanted for member in p.entry.departed) else None
+
+
+def _route(entry: ParametersEntry) -> Route:
+    return tuple((shard.primary, shard.term) for shard in entry.shards)
+
+
+def _member(worker: Member, first_step: int, resume: ResumePush | None) -> ParametersMember:
     """What a worker becomes that joins at ``first_step``, and goes on with a push where it has one."""
     origin, number = (resume.origin, resume.number) if resume is not None else (0, 0)
     return ParametersMember(worker.member_id, worker.incarnation, worker.rank, first_step, origin, number)

@@ -1,7 +1,7 @@
 """Keeps every shard in the wanted number of copies, on live servers: applies ``replicas`` to the registry. Pure.
 
-``lose`` follows the loss of servers, ``filled`` and ``unreachable`` reports of primaries, and ``plan`` starts what is
-due. All of them only change the map. Primaries read from it which replicas to fill, and which to discard.
+``lose`` follows the loss of servers, ``on_filled`` and ``on_unreachable`` reports of primaries, and ``plan`` starts
+what is due. All of them only change the map. Primaries read from it which replicas to fill, and which to discard.
 
 Not here: which change is due (``replicas``), who is live (``membership``), epochs and durability (``cluster``).
 """
@@ -11,19 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from psdist.types import Replica, Shard
-from psdist_scheduler.events.cluster_events import (
-    Broadcast,
-    Effect,
-    LogEvent,
-    ReplicaFilled,
-    ReplicaUnreachable,
-    ShardsLost,
-)
+from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import replicas
-from psdist_scheduler.placement.parameters import ParameterSet
-from psdist_scheduler.placement.registry import REMEDY, Registry, name_shards
+from psdist_scheduler.placement.parameters import REMEDY, ParameterSet, name_shards
+from psdist_scheduler.placement.registry import Registry
 
 #: A server's place as a replica: parameter set, shard, and the server's incarnation.
 _Place = tuple[str, int, Replica]
@@ -46,19 +39,19 @@ class ReplicaManager:
         #: scheduler.
         self._shown: dict[tuple[str, int], int] = {}
         self._first_epoch = 0
-        #: The map that each server said it has.
-        self._heard: dict[str, int] = {}
+        #: The epoch of the map that each server confirmed.
+        self._confirmed: dict[str, int] = {}
         #: Whether something may be due though nothing changes: after a restart, or after what was ``fresh``.
         self._due = True
         #: Whether something is due as soon as servers know what was shown.
         self._held_up = False
 
-    def lose(self, epoch: int) -> list[Effect]:
+    def lose(self, epoch: int) -> list[ev.Effect]:
         """Shards go on without the servers that are gone, or are lost with them. ``epoch`` is the one that shows it."""
         if not self._members.changed:
             return []
         self._unreachable = {place: t for place, t in self._unreachable.items() if self._live(place[2])}
-        effects: list[Effect] = []
+        effects: list[ev.Effect] = []
         for p in self._placed():
             before = p.entry.shards
             after = tuple(replicas.after_loss(shard, self._live) for shard in before)
@@ -68,30 +61,30 @@ class ReplicaManager:
                 # Where no server is left they stay without a place until one registers.
                 placed = self._placed_anew(p)
                 if p.placed.committed or placed != before:
-                    self._registry.replace_shards(p.name, placed, epoch)
+                    p.replace_shards(placed, epoch)
                     effects.append(
-                        LogEvent(f"a server is gone before {p.name!r} was ready: its values are uploaded again")
+                        ev.LogEvent(f"a server is gone before {p.name!r} was ready: its values are uploaded again")
                     )
             else:
-                self._registry.set_shards(p.name, after)
+                p.change(shards=after)
                 effects += _promotions(p.name, before, after) + self._losses(p, before, after)
         return effects
 
-    def filled(self, event: ReplicaFilled) -> list[Effect]:
-        """A primary says that a replica is complete. What it says of an earlier term means nothing any more."""
+    def on_filled(self, event: ev.ReplicaFilled) -> list[ev.Effect]:
+        """A primary reports that a replica is complete. Reports of an earlier term have no effect."""
         shard = self._reported(event)
         if shard is None or event.replica not in shard.filling:
             return []
         p = self._set(event.parameters, event.shard, replicas.filled(shard, event.replica))
         self._fresh.add((event.parameters, event.shard))
-        if self._registry.shorthanded(p) or self._settings.replicas == 1:
+        if self._registry.missing_replicas(p) or self._settings.replicas == 1:
             return []
-        return [LogEvent(f"every shard of {p.name!r} has {self._settings.replicas} copies")]
+        return [ev.LogEvent(f"every shard of {p.name!r} has {self._settings.replicas} copies")]
 
-    def unreachable(self, event: ReplicaUnreachable, now: float) -> list[Effect]:
+    def on_unreachable(self, event: ev.ReplicaUnreachable, now: float) -> list[ev.Effect]:
         """A primary cannot reach a replica: another takes its place, or the same one later if there is no other. A
         backup not at once: it may be the primary that nothing reaches, and then the backup's copy is the one that is
-        left. So an epoch is made, and the backup dropped when the primary says that it knows it."""
+        left. So an epoch is made, and the backup dropped when the primary confirms it."""
         shard = self._reported(event)
         place = (event.parameters, event.shard, event.replica)
         if shard is None or place in self._doubted:
@@ -104,14 +97,14 @@ class ReplicaManager:
             self._fresh.add(place[:2])
         return []
 
-    def plan(self, now: float) -> list[Effect]:
+    def plan(self, now: float) -> list[ev.Effect]:
         """Puts in hand what is due by now."""
-        heard = {id_: presence.epoch for id_, presence in self._members.presences.items()}
+        confirmed = {id_: presence.epoch for id_, presence in self._members.sessions.liveness.items()}
         again = self._due or any(until <= now for until in self._unreachable.values())
-        again = again or (self._held_up and heard != self._heard)
+        again = again or (self._held_up and confirmed != self._confirmed)
         if not again and not self._members.changed and not self._registry.changed:
             return []
-        self._heard = heard
+        self._confirmed = confirmed
         effects = self._drop_unreachable(now)
         placed = {p.name: p for p in self._placed()}
         plan = replicas.PlacementPlan(
@@ -129,7 +122,7 @@ class ReplicaManager:
         )
         for name, after in plan.changes().items():
             before = placed[name].entry.shards
-            self._registry.set_shards(name, after)
+            placed[name].change(shards=after)
             effects += _fills(placed[name], before, after) + _promotions(name, before, after)
         self._held_up = plan.held_up or bool(self._doubted)
         return effects
@@ -145,7 +138,7 @@ class ReplicaManager:
         wanted = self._settings.replicas
         short: dict[str, list[int]] = {}
         for p in self._placed():
-            for server, numbers in self._registry.shorthanded(p).items():
+            for server, numbers in self._registry.missing_replicas(p).items():
                 short.setdefault(server, []).extend(numbers)
         if not short:
             return ""
@@ -161,22 +154,22 @@ class ReplicaManager:
         return self._members.is_live(replica.server_id, replica.incarnation)
 
     def _knows(self, name: str, number: int, replica: Replica) -> bool:
-        """Whether a server has said that it has the map that shows the shard as it is."""
-        presence = self._members.presence(replica.server_id)
+        """Whether a server has confirmed the map that shows the shard as it is."""
+        presence = self._members.sessions.liveness.get(replica.server_id)
         if presence is None or (name, number) in self._fresh or not self._live(replica):
             return False
         return presence.epoch >= self._shown.get((name, number), self._first_epoch) > 0
 
-    def _drop(self, place: _Place, shard: Shard, reason: str, now: float) -> list[Effect]:
+    def _drop(self, place: _Place, shard: Shard, reason: str, now: float) -> list[ev.Effect]:
         name, number, replica = place
         self._set(name, number, replicas.without(shard, replica))
         self._unreachable[place] = now + self._settings.lease_seconds
         what = f"{shard.primary} cannot reach {replica}, which held {name_shards([number])}"
-        return [LogEvent(f"{what} of {name!r}: {reason}", "warning")]
+        return [ev.LogEvent(f"{what} of {name!r}: {reason}", "warning")]
 
-    def _drop_unreachable(self, now: float) -> list[Effect]:
-        """Backups whose primaries have shown that they are heard and hear."""
-        effects: list[Effect] = []
+    def _drop_unreachable(self, now: float) -> list[ev.Effect]:
+        """Drops backups whose primaries have confirmed an epoch since, and so can be reached themselves."""
+        effects: list[ev.Effect] = []
         for place, (term, reason) in list(self._doubted.items()):
             name, number, replica = place
             p = self._registry.get(name)
@@ -197,12 +190,12 @@ class ReplicaManager:
         assert p is not None
         shards = list(p.entry.shards)
         shards[number] = shard
-        self._registry.set_shards(name, tuple(shards))
+        p.change(shards=tuple(shards))
         return p
 
-    def _reported(self, event: ReplicaFilled | ReplicaUnreachable) -> Shard | None:
+    def _reported(self, event: ev.ReplicaFilled | ev.ReplicaUnreachable) -> Shard | None:
         """The shard that a report is about, if it comes from its primary of this term."""
-        server = self._members.get(self._members.sessions.get(event.call, ""))
+        server = self._members.by_session(event.call)
         p = self._registry.get(event.parameters)
         if server is None or p is None or p.record is None or not 0 <= event.shard < len(p.entry.shards):
             return None
@@ -226,35 +219,35 @@ class ReplicaManager:
             shards.append(replicas.placed_anew(shard, self._live, Replica(spare.member_id, spare.incarnation)))
         return tuple(shards)
 
-    def _losses(self, p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[Effect]:
+    def _losses(self, p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[ev.Effect]:
         lost: dict[str, list[int]] = {}
         for number, (old, new) in enumerate(zip(before, after, strict=True)):
             if new.lost and not old.lost:
                 lost.setdefault(new.primary.server_id, []).append(number)
-        effects: list[Effect] = []
+        effects: list[ev.Effect] = []
         for server, numbers in lost.items():
             held = f"{server} is gone and held {name_shards(numbers)} of {p.name!r} alone"
             if not self._members.workers:
-                effects.append(LogEvent(f"{held}; no worker is left to miss it"))
+                effects.append(ev.LogEvent(f"{held}; no worker is left to miss it"))
                 continue
             text = f"{held} ({len(numbers)} of {len(after)} shards, at version {p.version}): {REMEDY}"
-            effects.append(Broadcast(ShardsLost(p.name, tuple(numbers), server, p.version, text)))
-            effects.append(LogEvent(f"lost: {text}", "warning"))
+            effects.append(ev.Broadcast(ev.ShardsLost(p.name, tuple(numbers), server, p.version, text)))
+            effects.append(ev.LogEvent(f"lost: {text}", "warning"))
         return effects
 
 
-def _promotions(name: str, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[Effect]:
+def _promotions(name: str, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[ev.Effect]:
     promoted: dict[tuple[Replica, Replica], list[int]] = {}
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
         if new.term != old.term:
             promoted.setdefault((old.primary, new.primary), []).append(number)
     return [
-        LogEvent(f"{new} is now the primary of {name_shards(numbers)} of {name!r}, which was {old}")
+        ev.LogEvent(f"{new} is now the primary of {name_shards(numbers)} of {name!r}, which was {old}")
         for (old, new), numbers in promoted.items()
     ]
 
 
-def _fills(p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[Effect]:
+def _fills(p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[ev.Effect]:
     """Notes on copies that begin. Those that belong to a creation are no news."""
     begun: dict[Replica, list[int]] = {}
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -262,7 +255,7 @@ def _fills(p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...])
             if replica not in old.filling:
                 begun.setdefault(replica, []).append(number)
     return [
-        LogEvent(
+        ev.LogEvent(
             f"{name_shards(numbers)} of {p.name!r} is being copied to {replica}"
             if not numbers[1:]
             else f"{name_shards(numbers)} of {p.name!r} are being copied to {replica}"

@@ -44,7 +44,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class ShardChange:
-    """Shard ``number`` of these parameters shall become ``shard``."""
+    """Shard ``number`` of this parameter set shall become ``shard``."""
 
     parameters: str
     number: int
@@ -73,7 +73,7 @@ def placed_anew(shard: Shard, live: Callable[[Replica], bool], spare: Replica) -
 
 
 def filled(shard: Shard, replica: Replica) -> Shard:
-    """The shard once its primary said that ``replica`` is complete."""
+    """The shard once its primary reported that ``replica`` is complete."""
     filling = tuple(other for other in shard.filling if other != replica)
     return replace(shard, backups=(*shard.backups, replica), filling=filling)
 
@@ -107,12 +107,12 @@ class PlacementPlan:
     """What is due, given the live servers and where shards lie.
 
     wanted: copies of each shard.
-    knows: whether this server has said that it has the map that shows this shard of those parameters with its copies.
+    knows: whether this server has confirmed the map that shows this shard of that parameter set with its copies.
         Before it is shown nobody knows it, so who is promoted was a backup in the epoch before.
-    refused: whether this server cannot be used for that shard of those parameters now.
+    refused: whether this server cannot be used for that shard of that parameter set now.
     tried: whether it failed as a replica of it earlier, so that any other is to be preferred.
-    installed: whether the initial values of these parameters are on their primaries; nothing is copied before.
-    ready: whether these parameters are in use; before, copies need not be spared.
+    installed: whether the initial values of this parameter set are on the primaries; nothing is copied before.
+    ready: whether this parameter set is in use; before, copies need not be spared.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class PlacementPlan:
         self._wanted = wanted
         self._installed, self._ready, self._knows = installed, ready, knows
         self._refused, self._tried = refused, tried
-        #: Something is due as soon as a server says that it knows the map.
+        #: Something is due as soon as a server confirms the map.
         self.held_up = False
         self._primary = dict.fromkeys(self._holders, 0)
         self._held = dict.fromkeys(self._holders, 0)
@@ -201,15 +201,15 @@ class PlacementPlan:
         staying = [replica for replica in complete(shard) if self._stays(replica)]
         leaving = [replica for replica in complete(shard) if not self._stays(replica)]
         if leaving and len(staying) >= max(1, min(self._wanted, len(self._usable))):
-            heirs = [after for after in _dropped(shard, leaving[0]) if self._stays(after.primary)]
-            return self._best(name, number, shard, heirs)
+            successors = [after for after in _dropped(shard, leaving[0]) if self._stays(after.primary)]
+            return self._best(name, number, shard, successors)
         if not leaving and len(staying) > self._wanted:
             options = [after for replica in complete(shard) for after in _dropped(shard, replica)]
             return self._best(name, number, shard, options)
         return None
 
     def _best(self, name: str, number: int, shard: Shard, options: Sequence[Shard]) -> Shard | None:
-        """What becomes of a shard; None as long as one of those that keep it has not said that it knows."""
+        """What becomes of a shard; None as long as one of those that keep it has not confirmed the map."""
         best = min(options, key=lambda after: self._imbalance(name, number, shard, after))
         if all(self._knows(name, number, replica) for replica in complete(best) if self._stays(replica)):
             return best

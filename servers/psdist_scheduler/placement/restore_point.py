@@ -35,18 +35,18 @@ _REMEDY: Final = "give what it was saved with, or begin anew under another --run
 
 
 class Resume:
-    """The base of this run, and what is loaded from it. ``found`` is the base's snapshot, where it is known."""
+    """The base of this run, and what is loaded from it. ``since``: when the run went back to a snapshot; None if it did
+    not. ``found`` is the base's snapshot, where it is known."""
 
-    def __init__(self, base: RestorePoint, found: CommitFound | None) -> None:
+    def __init__(self, base: RestorePoint, since: float | None = None) -> None:
         self.base = base
-        self.found = found if base.restore is not None else None
-        self._known = self.found is not None
+        self.since = since
+        self.found: CommitFound | None = None
+        self._known = False
         #: Changed since the cluster last took it.
         self.changed = False
         #: Why nothing can be created any more; empty if it can.
         self.failed = ""
-        #: When the run went back to a snapshot; None if it did not.
-        self.since: float | None = None
         self._loaded: dict[str, dict[tuple[int, int], None]] = {}
 
     # --- questions ----------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class Resume:
         return self.base.restore is not None and not self._known
 
     def state(self, name: str) -> ParametersState | None:
-        """What the snapshot has of these parameters."""
+        """What the snapshot has of this parameter set."""
         return self.found.manifest.state(name) if self.found is not None else None
 
     @property
@@ -67,7 +67,7 @@ class Resume:
         return max((incarnation for state in states for _, incarnation, _ in state.next), default=0)
 
     def first_step(self, spec: ParametersSpec) -> int:
-        """The step that the members of parameters begin with that are loaded."""
+        """The step with which the members of a loaded parameter set begin."""
         state = self.state(spec.name)
         return state.step if state is not None and isinstance(spec.consistency, BSP) else 0
 
@@ -141,7 +141,7 @@ class Resume:
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
-    def loaded(self, event: Loaded, server: str, entry: ParametersEntry) -> bool:
+    def on_loaded(self, event: Loaded, server: str, entry: ParametersEntry) -> bool:
         """A server has loaded shards. Whether all are loaded now."""
         if entry.restore is None or event.generation != entry.generation:
             return False
@@ -161,6 +161,15 @@ class Resume:
         self.found, self.since, self.changed, self._known = found, now, True, True
         self._loaded.clear()
 
+    def fail(self, text: str) -> None:
+        """There is no snapshot to begin from any more."""
+        self.failed = text
+
+    def take_change(self) -> RestorePoint | None:
+        """The base, if it changed since this was called last."""
+        changed, self.changed = self.changed, False
+        return self.base if changed else None
+
     def is_of_this_course(self, found: CommitFound) -> bool:
         """Whether the run went through this snapshot, and did not give it up."""
         restore, commit = self.base.restore, found.commit
@@ -173,7 +182,7 @@ class Resume:
 
 
 def _slicing_difference(state: ParametersState, spec: ParametersSpec) -> str:
-    """Why slices of the snapshot cannot be slices of parameters with these settings; empty if they can."""
+    """Why slices of the snapshot cannot be slices of a parameter set with these settings; empty if they can."""
     saved = state.spec
     if spec.slice_elements not in (0, saved.slice_elements):
         return f"slice_elements is {spec.slice_elements}, not {saved.slice_elements}"

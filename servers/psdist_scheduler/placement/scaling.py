@@ -14,24 +14,13 @@ from dataclasses import dataclass
 from psdist.errors import InvalidArgumentError, LimitExceededError, ServerLostError
 from psdist.types import Replica, Shard
 from psdist.wire.limits import MEMBERS_MAX
-from psdist_scheduler.events.cluster_events import (
-    Answer,
-    Drain,
-    Drained,
-    Draining,
-    Effect,
-    LogEvent,
-    Refuse,
-    Scale,
-    Scaled,
-    ScaleNews,
-    WatchScale,
-)
+from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, Member, name_some
+from psdist_scheduler.members.demand import Demand
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 
-#: A drain in progress is told about again after so long, so that its caller can tell a wait from a dead connection.
+#: A drain in progress is reported again after so long, so that a wait differs from a dead connection.
 _REPEAT_SECONDS = 2.0
 
 
@@ -41,24 +30,25 @@ class _Drain:
 
     server: Replica
     total: int
-    told: Draining | None = None
+    told: ev.Draining | None = None
     told_at: float = 0.0
 
 
 class Scaling:
     """Drains in progress, and those who watch."""
 
-    def __init__(self, settings: ClusterSettings, registry: Registry, members: Membership) -> None:
+    def __init__(self, settings: ClusterSettings, registry: Registry, members: Membership, demand: Demand) -> None:
+        self._demand = demand
         self._settings = settings
         self._registry = registry
         self._members = members
         self._drains: dict[int, _Drain] = {}
-        #: What each watching call was told last.
-        self._watchers: dict[int, ScaleNews | None] = {}
+        #: What each watching call was sent last.
+        self._watchers: dict[int, ev.ScaleNews | None] = {}
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def drain(self, event: Drain) -> list[Effect]:
+    def drain(self, event: ev.Drain) -> list[ev.Effect]:
         """Everything is to be moved away from a server. Raises WrongRunError, InvalidArgumentError."""
         self._members.check_run(event.run_id)
         member = self._members.get(event.server_id)
@@ -75,7 +65,7 @@ class Scaling:
         self._drains[event.call] = _Drain(Replica(member.member_id, member.incarnation), held)
         return self._mark([member])
 
-    def scale(self, event: Scale) -> list[Effect]:
+    def scale(self, event: ev.Scale) -> list[ev.Effect]:
         """A number of servers is wanted. Raises WrongRunError, InvalidArgumentError, LimitExceededError."""
         self._members.check_run(event.run_id)
         least = self._settings.replicas
@@ -88,13 +78,17 @@ class Scaling:
             raise LimitExceededError(f"{event.servers} servers are more than the limit of {MEMBERS_MAX}")
         there = sorted(self._members.staying, key=_by_number)
         surplus = there[event.servers :]
-        self._members.want_servers(event.servers)
+        self._demand.want_servers(event.servers)
         missing = max(0, event.servers - len(there))
         drained = tuple(server.member_id for server in surplus)
-        answer = Answer(event.call, Scaled(len(there), drained, missing, len(self._watchers)))
-        return [LogEvent(f"{event.servers} servers are wanted, {len(there)} are there"), *self._mark(surplus), answer]
+        answer = ev.Answer(event.call, ev.Scaled(len(there), drained, missing, len(self._watchers)))
+        return [
+            ev.LogEvent(f"{event.servers} servers are wanted, {len(there)} are there"),
+            *self._mark(surplus),
+            answer,
+        ]
 
-    def watch(self, event: WatchScale) -> list[Effect]:
+    def watch(self, event: ev.WatchScale) -> list[ev.Effect]:
         """A launcher watches. Raises WrongRunError."""
         self._members.check_run(event.run_id)
         self._watchers[event.call] = None
@@ -107,49 +101,49 @@ class Scaling:
 
     # --- progress -----------------------------------------------------------------------------------------------------
 
-    def progress(self, now: float) -> list[Effect]:
+    def progress(self, now: float) -> list[ev.Effect]:
         """Tells those who wait and watch what became of it."""
-        effects: list[Effect] = []
+        effects: list[ev.Effect] = []
         for call, drain in list(self._drains.items()):
             effects += self._go_on(call, drain, now)
         draining = tuple(server.member_id for server in self._members.servers if server.draining)
-        news = ScaleNews(self._members.servers_wanted, draining, self._to_stop(), self._registry.lost_text)
+        news = ev.ScaleNews(self._demand.servers_wanted, draining, self._to_stop(), self._registry.lost_text)
         for call, told in self._watchers.items():
             if told != news:
                 self._watchers[call] = news
-                effects.append(Answer(call, news))
+                effects.append(ev.Answer(call, news))
         return effects
 
     def waits(self) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait. Those who wait for a drain are told by ``progress``."""
+        """Key, calls and reason of each wait. Those who wait for a drain are notified by ``progress``."""
         for server in self._members.servers:
             if server.draining and (left := len(self._held(server))):
                 yield f"drain {server}", [], self._text(server, left)
 
     # --- inner --------------------------------------------------------------------------------------------------------
 
-    def _mark(self, servers: list[Member]) -> list[Effect]:
+    def _mark(self, servers: list[Member]) -> list[ev.Effect]:
         fresh = [server for server in servers if not server.draining]
         for server in fresh:
             self._members.drain(server.member_id)
-        return [LogEvent(f"{server} is drained: {len(self._held(server))} shards move away") for server in fresh]
+        return [ev.LogEvent(f"{server} is drained: {len(self._held(server))} shards move away") for server in fresh]
 
-    def _go_on(self, call: int, drain: _Drain, now: float) -> list[Effect]:
+    def _go_on(self, call: int, drain: _Drain, now: float) -> list[ev.Effect]:
         server = self._members.get(drain.server.server_id)
         if server is None or not self._members.is_live(drain.server.server_id, drain.server.incarnation):
             del self._drains[call]
             if self._has_lost(drain.server):
-                return [Refuse(call, ServerLostError(f"{drain.server} was lost before all was moved away from it"))]
-            return [Answer(call, Drained(drain.total))]
+                return [ev.Refuse(call, ServerLostError(f"{drain.server} was lost before all was moved away from it"))]
+            return [ev.Answer(call, ev.Drained(drain.total))]
         left = len(self._held(server, worth=True))
         if not left or not (self._members.workers or self._members.staying):
             del self._drains[call]
-            return [Answer(call, Drained(drain.total)), LogEvent(f"{server} is drained and may be stopped")]
-        news = Draining(self._text(server, left), left, max(left, drain.total))
+            return [ev.Answer(call, ev.Drained(drain.total)), ev.LogEvent(f"{server} is drained and may be stopped")]
+        news = ev.Draining(self._text(server, left), left, max(left, drain.total))
         if news == drain.told and now - drain.told_at < _REPEAT_SECONDS:
             return []
         drain.told, drain.told_at = news, now
-        return [Answer(call, news)]
+        return [ev.Answer(call, news)]
 
     def _text(self, server: Member, left: int) -> str:
         if not self._members.staying:

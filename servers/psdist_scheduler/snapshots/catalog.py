@@ -1,24 +1,25 @@
-"""Which snapshots the run has: what its storage contains, as far as is known. Pure.
+"""Which snapshots the run has: committed, the newest, and those that are not kept any more. Pure.
 
 A snapshot exists when the storage has its commit record. Nobody knows whether it does between sending the record and
 the storage's answer, nor after an answer that leaves it open; then the storage is read. ``doubt`` is true as long as
 that lasts, and what depends on the newest snapshot waits (``deferred_losses``).
 
 Invariants: ``commits`` has the newest first, each number once, none above ``highest``. One commit is under way at a
-time, so that no two are sent under one number. ``newest`` belongs to the current history of the run
-(``restore_point``).
+time, so that no two are sent under one number. The next record's number is one above the highest ever seen; a scheduler
+that finds it taken saves no more. ``newest`` belongs to the current history of the run (``restore_point``).
 
-Not here: the storage itself (``snapshot_io``), which snapshots are kept (``retention``).
+Not here: the storage itself (``snapshot_io``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from psdist.snapshots.format import CommitRecord
-from psdist_scheduler.events.cluster_events import Effect
-from psdist_scheduler.events.snapshot_events import CommitFound, History, ReadHistory
+from psdist.snapshots.policy import SavePolicy
+from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events.cluster_events import Effect, LogEvent
 from psdist_scheduler.placement.restore_point import Resume
 
 #: A storage that could not be read is read again after so long, in seconds.
@@ -28,23 +29,27 @@ _READ_AGAIN_SECONDS: Final = 5.0
 class Catalog:
     """All that is known of one run's storage. ``history``: what it holds, None where it was not read."""
 
-    def __init__(self, resume: Resume, history: History | None) -> None:
+    def __init__(self, resume: Resume, history: sn.History | None) -> None:
         self._resume = resume
         #: Whether the storage was read.
         self.known = False
         self.commits: tuple[CommitRecord, ...] = ()
-        self.newest: CommitFound | None = None
+        self.newest: sn.CommitFound | None = None
         self.highest = 0
         #: Directories of snapshots that could not be loaded.
         self.bad: tuple[str, ...] = ()
         #: Directory of the snapshot whose commit is under way; empty for none.
         self.committing = ""
-        #: Directory of a snapshot of which the storage did not say whether it exists; empty for none.
+        #: Directory of a snapshot that exists or not, as the storage did not answer; empty for none.
         self._unsure = ""
         self._is_reading = False
         self._read_at: float | None = None
+        #: Why nothing is saved any more; empty while it is.
+        self.replaced = ""
+        #: Whether something may lie in the storage that no record names.
+        self._is_untidy = True
         if history is not None:
-            self.take(history)
+            self.on_read(history)
 
     @property
     def doubt(self) -> str:
@@ -60,10 +65,14 @@ class Catalog:
         numbers = [commit.sequence for commit in self.commits]
         assert numbers == sorted(set(numbers), reverse=True) and max(numbers, default=0) <= self.highest
 
+    @property
+    def saved_steps(self) -> dict[str, int]:
+        """Steps of the newest snapshot, by parameter set; empty where there is none."""
+        return dict(self.newest.commit.steps) if self.newest is not None else {}
+
     def loss(self, names: Collection[str]) -> str:
-        """What a snapshot of the parameters ``names`` loses that the newest one has; empty if it loses nothing."""
-        steps = self.newest.commit.steps if self.newest is not None else {}
-        missing = [name for name in steps if name not in names]
+        """What a snapshot of the parameter sets ``names`` loses that the newest one has; empty if it loses nothing."""
+        missing = [name for name in self.saved_steps if name not in names]
         if not missing:
             return ""
         return (
@@ -78,7 +87,7 @@ class Catalog:
         assert not self.committing, "two commits at a time would have one number"
         self.committing = directory
 
-    def add(self, found: CommitFound, *, wanted: bool = True) -> None:
+    def add(self, found: sn.CommitFound, *, wanted: bool = True) -> None:
         """The commit under way is there. ``wanted``: the run may go back to it."""
         commit = found.commit
         self.commits = (commit, *(other for other in self.commits if other.sequence != commit.sequence))
@@ -87,19 +96,37 @@ class Catalog:
         if wanted:
             self.newest = found
 
-    def fail(self, unsure: bool) -> None:
-        """The commit under way has failed. ``unsure``: it may be there all the same, so that the storage is read."""
-        if unsure:
+    def fail(self, event: sn.CommitFailed) -> None:
+        """The commit under way has failed, or may be there all the same, so that the storage is read."""
+        if event.unsure:
             self._unsure, self._read_at = self.committing, None
         self.committing = ""
+        if event.replaced:
+            self.replaced = f"{event.text}: this scheduler saves no more"
 
-    def remove(self, sequences: Collection[int]) -> None:
-        """These are deleted."""
-        self.commits = tuple(commit for commit in self.commits if commit.sequence not in sequences)
+    # --- what is deleted ----------------------------------------------------------------------------------------------
+
+    def remove_directory(self, directory: str) -> sn.RemoveDirectory:
+        """Removes what an attempt may have written that was given up."""
+        self._is_untidy = True
+        return sn.RemoveDirectory(directory)
+
+    def prune(self, policy: SavePolicy, pinned: Collection[str]) -> list[Effect]:
+        """Deletes what is not kept. ``pinned``: directories that are in use."""
+        old = surplus(self.commits, policy, pinned)
+        untidy, self._is_untidy = self._is_untidy, False
+        return [sn.Prune(old, untidy)] if old or untidy else []
+
+    def on_pruned(self, event: sn.Pruned) -> list[Effect]:
+        """Surplus snapshots are deleted."""
+        self.commits = tuple(commit for commit in self.commits if commit.sequence not in event.sequences)
+        if not event.error:
+            return []
+        return [LogEvent(f"snapshots that are not kept any more could not be deleted: {event.error}", "warning")]
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def take(self, history: History | None) -> None:
+    def on_read(self, history: sn.History | None) -> None:
         """What the storage holds; None where it could not be read."""
         self._is_reading = False
         if history is None:
@@ -113,20 +140,33 @@ class Catalog:
         if not self.committing:  # Else it was read before.
             self._unsure = ""
 
-    def give_up(self, directory: str) -> ReadHistory:
+    def give_up(self, directory: str) -> sn.ReadHistory:
         """A snapshot cannot be loaded: the one before is looked for."""
         self.bad = (*self.bad, directory)
         return self._read()
 
     def read_if_due(self, now: float) -> list[Effect]:
-        """Has the storage read where that was not done, or may tell of what is in doubt."""
+        """Has the storage read where that was not done, or may resolve a doubt."""
         due = not self.known or (self._unsure and not self.committing)
         if not due or self._is_reading or (self._read_at is not None and now - self._read_at < _READ_AGAIN_SECONDS):
             return []
         self._read_at = now
         return [self._read()]
 
-    def _read(self) -> ReadHistory:
+    def _read(self) -> sn.ReadHistory:
         self._is_reading = True
         restore = self._resume.base.restore
-        return ReadHistory(restore.directory if restore is not None and self._resume.unread else "", self.bad)
+        return sn.ReadHistory(restore.directory if restore is not None and self._resume.unread else "", self.bad)
+
+
+def surplus(commits: Sequence[CommitRecord], policy: SavePolicy, pinned: Collection[str]) -> tuple[CommitRecord, ...]:
+    """Those of ``commits`` (the newest first) that are not kept, the oldest first. ``pinned``: directories that are in
+    use. Kept are the newest ``keep_last``, and of every ``keep_every`` steps the first that is there."""
+    kept = {commit.directory for commit in commits[: policy.keep_last]} | set(pinned)
+    stretches: set[int] = set()
+    for commit in reversed(commits):
+        step = max(commit.steps.values(), default=0)
+        if policy.keep_every and (stretch := step // policy.keep_every) not in stretches:
+            stretches.add(stretch)
+            kept.add(commit.directory)
+    return tuple(commit for commit in reversed(commits) if commit.directory not in kept)

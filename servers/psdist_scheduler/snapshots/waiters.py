@@ -3,7 +3,7 @@
 A worker that waits makes no push until it is answered. So it is served by a cut that is reached without one, and that
 has all of its pushes. Any other caller wants what is trained by now: a cut that is agreed after its request.
 
-Not here: attempts themselves (``attempt``), when one begins (``schedule``).
+Not here: attempts themselves (``attempt``), when one is due (``schedule``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from psdist_scheduler.events.cluster_events import Answer, Draining, Effect, Ref
 from psdist_scheduler.events.records import Member
 from psdist_scheduler.events.snapshot_events import CommitFound, Saved, Saving
 from psdist_scheduler.placement.parameters import ParameterSet
-from psdist_scheduler.snapshots.attempt import Attempt
+from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 
-#: Who waits is told again after so long, so that a wait can be told from a dead connection; and not more often than
+#: A caller that waits is notified again after so long, so that a wait differs from a dead connection; at most every
 #: after so long, in seconds.
 _REPEAT_SECONDS: Final = 2.0
 _PAUSE_SECONDS: Final = 0.2
@@ -33,7 +33,7 @@ _PAUSE_SECONDS: Final = 0.2
 class SnapshotWaiter:
     """A call that waits for a snapshot. ``next``: of a worker that waits, its next pushes.
 
-    drains: the call is a server's that wants to end: it is told in the words of a drain, and goes on afterwards.
+    drains: the call is a server's that wants to end: it gets the answers of a drain, and goes on afterwards.
     """
 
     call: int
@@ -63,69 +63,70 @@ class SnapshotWaiters:
         return call in self._all
 
     @property
-    def waiting(self) -> list[SnapshotWaiter]:
+    def workers(self) -> list[SnapshotWaiter]:
         """Those that make no push until they are answered."""
-        return [saver for saver in self if saver.worker is not None]
+        return [waiter for waiter in self if waiter.worker is not None]
 
-    def add(self, saver: SnapshotWaiter) -> None:
-        """Somebody waits."""
-        self._all[saver.call] = saver
+    def add(self, waiter: SnapshotWaiter, attempt: int) -> None:
+        """Somebody waits for this attempt; 0: for the next one."""
+        waiter.attempt = attempt
+        self._all[waiter.call] = waiter
 
     def end(self, call: int) -> None:
         """The call does not wait any more."""
         self._all.pop(call, None)
 
-    def of(self, attempt: int) -> list[SnapshotWaiter]:
-        """Those whom this attempt answers."""
-        return [saver for saver in self if saver.attempt == attempt]
-
     def assign(self, attempt: int) -> None:
         """This attempt answers all; 0: the next one does."""
-        for saver in self:
-            saver.attempt = attempt
+        for waiter in self:
+            waiter.attempt = attempt
 
-    def answer(self, saver: SnapshotWaiter, value: Saved) -> list[Effect]:
+    def answer(self, waiter: SnapshotWaiter, value: Saved) -> list[Effect]:
         """Answers a caller whom a snapshot serves."""
-        self.end(saver.call)
-        return [] if saver.drains else [Answer(saver.call, value)]
+        self.end(waiter.call)
+        return [] if waiter.drains else [Answer(waiter.call, value)]
 
-    def refuse(self, saver: SnapshotWaiter, error: PsdistError) -> list[Effect]:
+    def refuse(self, waiter: SnapshotWaiter, error: PsdistError) -> list[Effect]:
         """Refuses a caller whom no snapshot will serve."""
-        self.end(saver.call)
-        return [] if saver.drains else [Refuse(saver.call, error)]
+        self.end(waiter.call)
+        return [] if waiter.drains else [Refuse(waiter.call, error)]
 
-    def refuse_all(self, error: PsdistError) -> list[Effect]:
-        """None will, for anybody."""
-        return [effect for saver in self for effect in self.refuse(saver, error)]
+    def answer_all(self, attempt: int, value: Saved) -> list[Effect]:
+        """Answers those who wait for this attempt."""
+        return [effect for waiter in self if waiter.attempt == attempt for effect in self.answer(waiter, value)]
 
-    def tell(self, text: str, done: int, total: int, now: float) -> list[Effect]:
-        """Says what is waited for, and how much of ``total`` bytes is written."""
+    def refuse_all(self, error: PsdistError, attempt: int | None = None) -> list[Effect]:
+        """Refuses those who wait for this attempt; None: everybody."""
+        refused = [waiter for waiter in self if attempt in (None, waiter.attempt)]
+        return [effect for waiter in refused for effect in self.refuse(waiter, error)]
+
+    def notify(self, text: str, done: int, total: int, now: float) -> list[Effect]:
+        """Tells everybody what is waited for, and how much of ``total`` bytes is written."""
         effects: list[Effect] = []
         news = (text, done, total)
-        for saver in self:
-            pause = now - saver.told_at
-            if pause >= _REPEAT_SECONDS or (news != saver.told and pause >= _PAUSE_SECONDS):
-                saver.told, saver.told_at = news, now
-                effects.append(Answer(saver.call, Draining(text, 0, 0) if saver.drains else Saving(*news)))
+        for waiter in self:
+            pause = now - waiter.told_at
+            if pause >= _REPEAT_SECONDS or (news != waiter.told and pause >= _PAUSE_SECONDS):
+                waiter.told, waiter.told_at = news, now
+                effects.append(Answer(waiter.call, Draining(text, 0, 0) if waiter.drains else Saving(*news)))
         return effects
 
 
-def place(saver: SnapshotWaiter, attempt: Attempt) -> Literal["joins", "waits", "supersedes"]:
+def place(waiter: SnapshotWaiter, attempt: Attempt) -> Literal["joins", "waits", "supersedes"]:
     """What an attempt under way is to who wants a snapshot now: it serves, or comes first, or is in the way."""
-    early = attempt.phase in ("preparing", "marking")
-    if saver.worker is None:
+    early = attempt.phase <= AttemptPhase.MARKING
+    if waiter.worker is None:
         if attempt.ahead and not attempt.reached:
             return "supersedes"
         return "joins" if early else "waits"
-    life = (saver.worker.member_id, saver.worker.incarnation)
-    for p in attempt.parameters:
-        wanted = saver.next.get(p.name)
-        step = attempt.steps.get(p.name)
+    marked = attempt.cut.marks.get(waiter.worker.identity)
+    for name in attempt.cut.names:
+        wanted = waiter.next.get(name)
+        step = attempt.cut.steps.get(name)
         if wanted is None:
             continue
         if step is None:
-            marked = attempt.lives.get(life)
-            if not early and (marked is None or marked.get(p.name, 0) < wanted):
+            if not early and (marked is None or marked.get(name, 0) < wanted):
                 return "waits"
         elif wanted < step and not attempt.reached:
             return "supersedes"
@@ -150,16 +151,16 @@ def is_as_saved(manifest: Manifest, parameters: Iterable[ParameterSet], datasets
     return datasets.stand_as_in(manifest)
 
 
-def serves(found: CommitFound, saver: SnapshotWaiter, ready: list[ParameterSet], datasets: Datasets) -> bool:
+def serves(found: CommitFound, waiter: SnapshotWaiter, ready: list[ParameterSet], datasets: Datasets) -> bool:
     """Whether a snapshot that is there has all that a waiting worker pushed and used."""
-    if saver.worker is None or not saver.next or {p.name for p in ready} != set(found.commit.steps):
+    if waiter.worker is None or not waiter.next or {p.name for p in ready} != set(found.commit.steps):
         return False
-    life = (saver.worker.member_id, saver.worker.incarnation)
-    for name, wanted in saver.next.items():
+    worker = waiter.worker.identity
+    for name, wanted in waiter.next.items():
         state = found.manifest.state(name)
         if state is None:
             return False
-        known = isinstance(state.spec.consistency, BSP) or any((w, i) == life for w, i, _ in state.next)
-        if not known or wanted > state.next_of(life):
+        known = isinstance(state.spec.consistency, BSP) or any((w, i) == worker for w, i, _ in state.next)
+        if not known or wanted > state.next_of(worker):
             return False
     return is_as_saved(found.manifest, ready, datasets)

@@ -12,25 +12,16 @@ Not here: the files (``worker_state_io``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from psdist.errors import LimitExceededError, SnapshotFailedError
 from psdist.snapshots.format import WorkerState, state_file_name
 from psdist.wire import limits
+from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_events import Answer, Effect
-from psdist_scheduler.events.records import Member, name_some
-from psdist_scheduler.events.snapshot_events import (
-    CommitFound,
-    GetState,
-    HandedIn,
-    HandIn,
-    Keeps,
-    Marked,
-    StatePlace,
-    StateSource,
-)
+from psdist_scheduler.events.records import Identity, Member, name_some
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.parameters import ParameterSet
@@ -38,32 +29,24 @@ from psdist_scheduler.placement.parameters import ParameterSet
 if TYPE_CHECKING:
     from psdist_scheduler.snapshots.attempt import Attempt
 
-#: A worker's id and incarnation.
-Life = tuple[str, int]
-
 
 @dataclass(slots=True)
 class WorkerStateUploads:
     """What one attempt asks of those who keep states, and what it has got.
 
-    answers: by life that is asked, whether it has answered. numbers: of the parameters, by name, in the manifest.
+    answers: by worker that is asked, whether it has answered. numbers: of the parameter sets, by name, in the manifest.
     """
 
-    answers: dict[Life, bool] = field(default_factory=dict)
+    answers: dict[Identity, bool] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     #: By worker and parameter set, the push before which the state is taken.
-    _wanted: dict[tuple[Life, str], int] = field(default_factory=dict)
-    _taken: dict[tuple[Life, str], WorkerState] = field(default_factory=dict)
+    _wanted: dict[tuple[Identity, str], int] = field(default_factory=dict)
+    _taken: dict[tuple[Identity, str], WorkerState] = field(default_factory=dict)
 
     @property
     def workers(self) -> tuple[str, ...]:
         """Those who are asked."""
         return tuple(worker for worker, _ in self.answers)
-
-    @property
-    def asked(self) -> Iterator[str]:
-        """Workers that have not answered."""
-        return (worker for (worker, _), answered in self.answers.items() if not answered)
 
     @property
     def missing(self) -> bool:
@@ -81,48 +64,48 @@ class WorkerStateUploads:
         """For the manifest."""
         return tuple(sorted(self._taken.values(), key=lambda state: state.file))
 
-    def marked(self, life: Life, event: Marked, steps: Mapping[str, int]) -> dict[str, int]:
+    def on_marked(self, worker: Identity, event: sn.Marked, steps: Mapping[str, int]) -> dict[str, int]:
         """A worker that was asked has answered. steps: of the cut, by BSP parameters.
 
         Returns the steps that are needed instead, where the worker has gone on from before the cut.
         """
-        if self.answers.get(life, True):
+        if self.answers.get(worker, True):
             return {}
-        self.answers[life] = True
+        self.answers[worker] = True
         pushes, later = dict(event.next), dict[str, int]()
         for name, lowest in event.keeps:
             before = steps.get(name, pushes.get(name, 0))
             if name in self.numbers:
-                self._wanted[life, name] = before
+                self._wanted[worker, name] = before
             if lowest > before and name in steps:
                 later[name] = lowest
         return later
 
     def forget(self, is_live: Callable[[str, int], bool]) -> None:
         """Stops waiting for workers that are gone. States that they have sent stay."""
-        for life in [life for life in self.answers if not is_live(*life)]:
-            del self.answers[life]
-            for key in [key for key in self._wanted if key[0] == life and key not in self._taken]:
+        for worker in [worker for worker in self.answers if not is_live(*worker)]:
+            del self.answers[worker]
+            for key in [key for key in self._wanted if key[0] == worker and key not in self._taken]:
                 del self._wanted[key]
 
-    def place(self, worker: Member, event: HandIn, directory: str) -> StatePlace:
+    def place(self, worker: Member, event: sn.HandIn, directory: str) -> sn.StatePlace:
         """Where a file is to be written; nowhere if it is there. Raises SnapshotFailedError where it is not wanted, and
         LimitExceededError."""
         if event.length > limits.STATE_BYTES_MAX:
             raise LimitExceededError(
                 f"a state of {event.length} bytes is over the limit of {limits.STATE_BYTES_MAX}: keep less"
             )
-        key = (worker.member_id, worker.incarnation), event.parameters
+        key = worker.identity, event.parameters
         if self._wanted.get(key) != event.next:
             raise SnapshotFailedError(
                 f"the state of {event.parameters!r} before push {event.next} is not what the snapshot wants"
             )
         file = state_file_name(self.numbers[event.parameters], worker.rank)
-        return StatePlace(directory, "" if key in self._taken else file, worker.rank)
+        return sn.StatePlace(directory, "" if key in self._taken else file, worker.rank)
 
-    def take(self, event: HandedIn) -> None:
+    def on_handed_in(self, event: sn.HandedIn) -> None:
         """A file is durable."""
-        key = event.life, event.state.parameters
+        key = event.worker, event.state.parameters
         if self._wanted.get(key) == event.state.next:
             self._taken.setdefault(key, event.state)
 
@@ -132,42 +115,43 @@ class WorkerStateRegistry:
 
     def __init__(self, members: Membership) -> None:
         self._members = members
-        self._names: dict[Life, tuple[str, ...]] = {}
+        self._names: dict[Identity, tuple[str, ...]] = {}
 
-    def of(self, parameters: Iterable[ParameterSet]) -> list[Life]:
-        """Live members of these parameters that keep states of them."""
-        self._names = {life: names for life, names in self._names.items() if self._members.is_live(*life)}
-        lives = [(p.name, (m.worker_id, m.incarnation)) for p in parameters for m in p.entry.members]
-        return list(dict.fromkeys(life for name, life in lives if name in self._names.get(life, ())))
+    def of(self, parameters: Iterable[ParameterSet]) -> list[Identity]:
+        """Live members of these parameter sets that keep states of them."""
+        self._names = {worker: names for worker, names in self._names.items() if self._members.is_live(*worker)}
+        members = [(p.name, (m.worker_id, m.incarnation)) for p in parameters for m in p.entry.members]
+        return list(dict.fromkeys(worker for name, worker in members if name in self._names.get(worker, ())))
 
     def are_new(self, attempt: Attempt) -> bool:
         """Whether somebody keeps a state that the attempt did not ask."""
-        return bool(self._names) and any(life not in attempt.kept.answers for life in self.of(attempt.parameters))
+        return bool(self._names) and any(w not in attempt.kept.answers for w in self.of(attempt.cut.parameters))
 
-    def on(self, event: Keeps | HandIn | HandedIn, attempt: Attempt | None, now: float) -> list[Effect]:
-        """What a worker says, and what became of its file. Raises FencedError, SnapshotFailedError,
+    def on(self, event: sn.Keeps | sn.HandIn | sn.HandedIn, attempt: Attempt | None, now: float) -> list[Effect]:
+        """A worker's report, and what became of its file. Raises FencedError, SnapshotFailedError,
         LimitExceededError."""
-        if isinstance(event, Keeps):
-            member = self._members.get(self._members.sessions.get(event.call, ""))
+        if isinstance(event, sn.Keeps):
+            member = self._members.by_session(event.call)
             if member is not None:
-                self._names[member.member_id, member.incarnation] = event.parameters
+                self._names[member.identity] = event.parameters
             return []
-        asked = attempt is not None and attempt.number == event.attempt and attempt.phase in ("marking", "cutting")
-        if attempt is not None and asked:
-            attempt.moved = now
-        if isinstance(event, HandedIn):
-            if attempt is not None and asked:
-                attempt.kept.take(event)
+        if attempt is not None and not attempt.is_handed_to(event.attempt):
+            attempt = None
+        if attempt is not None:
+            attempt.touch(now)
+        if isinstance(event, sn.HandedIn):
+            if attempt is not None:
+                attempt.kept.on_handed_in(event)
             return []
         worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
-        if attempt is None or not asked:
+        if attempt is None:
             raise SnapshotFailedError("no snapshot is under way that wants what this worker keeps")
         return [Answer(event.call, attempt.kept.place(worker, event, attempt.directory))]
 
-    def get(self, event: GetState, found: CommitFound | None) -> list[Effect]:
+    def get(self, event: sn.GetState, found: sn.CommitFound | None) -> list[Effect]:
         """A worker wants what its rank handed in for the snapshot ``found``. Raises FencedError."""
         worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
         if found is None:
-            return [Answer(event.call, StateSource())]
+            return [Answer(event.call, sn.StateSource())]
         state = found.manifest.worker_state(event.parameters, worker.rank)
-        return [Answer(event.call, StateSource(found.manifest, state))]
+        return [Answer(event.call, sn.StateSource(found.manifest, state))]

@@ -25,7 +25,8 @@ from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.records import Member, RestorePoint
+from psdist_scheduler.placement.restore_point import Resume
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -37,7 +38,7 @@ class DataScheduler(FakeScheduler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.data = Datasets(())
+        self.data = Datasets((), Resume(RestorePoint()))
         #: What was said of leases that ended: which, at which next pushes, and what the next ones are now.
         self.told: list[tuple[list[int], list[dict[str, int]], dict[str, int]]] = []
 

@@ -11,6 +11,7 @@ from psdist import errors
 from psdist.consistency import ASP
 from psdist.types import Layout, ParametersMember, TensorSpec
 from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import Member
 from tests.support.scheduler_driver import LAYOUT, Driver, caller
 
@@ -77,7 +78,7 @@ def test_refused_registrations_change_nothing(fields: dict[str, object], error: 
 def test_world_size_raises_the_minimum() -> None:
     d = Driver()
     d.register(world_size=3, rank=1)
-    assert d.cluster.members.workers_min == 3
+    assert d.cluster.demand.workers_min == 3
     assert d.cluster.phase == "waiting for a server to register"
 
 
@@ -125,13 +126,13 @@ def test_a_worker_that_sends_to_servers_is_alive() -> None:
     lives = tuple((worker.member_id, worker.incarnation) for worker in workers)
     for _ in range(80):
         d.on(ev.Heartbeat(server_sessions[0], d.map.epoch, heard=lives[:1]))
-        d.on(ev.Heard((("worker-1", 7), ("worker-9", 1))))  # Nobody who is there.
+        d.on(we.Heard((("worker-1", 7), ("worker-9", 1))))  # Nobody who is there.
         d.beat(server_sessions[1])
         d.tick(0.5)
     assert [news.member_id for news in d.lost] == ["worker-1"]
     d.on(ev.SessionClosed(sessions[0], "its session broke"))
     assert [news.member_id for news in d.lost] == ["worker-1", "worker-0"], "its stream counts more than what it sends"
-    d.on(ev.Heard(lives))
+    d.on(we.Heard(lives))
 
 
 def test_a_member_without_a_session_is_dropped() -> None:

@@ -25,7 +25,7 @@ from psdist.types import (
 from psdist.wire.limits import BARRIERS_PASSED_MAX
 from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.events.records import BarrierRecord, Member, Node, ParametersRecord, RestorePoint, StoredState
-from psdist_scheduler.service import _merge
+from psdist_scheduler.scheduler import merge
 from psdist_scheduler.store import MemoryStore, SqliteStore, open_store
 
 LAYOUT = Layout((TensorSpec("w", (3, 4), "float16"), TensorSpec("b", ())))
@@ -121,7 +121,7 @@ def test_barriers_that_are_passed_in_one_write(tmp_path: Path) -> None:
     one, each = (SqliteStore(tmp_path / name, "run") for name in ("one", "each"))
     for change in changes:
         each.write(change)
-    one.write(_merge(changes))
+    one.write(merge(changes))
     loaded = one.load()
     assert loaded is not None and loaded == each.load()
     assert [record.passed for record in loaded.barriers] == [3, 3]
@@ -148,7 +148,7 @@ def test_several_changes_are_one(tmp_path: Path) -> None:
         one, each = (SqliteStore(tmp_path / f"{name}{len(last)}", "run") for name in ("one", "each"))
         for change in (*changes, *last):
             each.write(change)
-        one.write(_merge([*changes, *last]))
+        one.write(merge([*changes, *last]))
         assert one.load() == each.load()
         one.close()
         each.close()

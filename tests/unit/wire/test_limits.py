@@ -17,11 +17,12 @@ from psdist import errors
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels, convert, limits, status
-from psdist_scheduler import cluster, messages
+from psdist_scheduler import messages
+from psdist_scheduler.coordination import waiting_calls
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_events import EnterRendezvous
 from psdist_scheduler.events.records import BarrierRecord
-from psdist_scheduler.members import membership
+from psdist_scheduler.members import admission
 from psdist_scheduler.members.barriers import NAMES_KEPT
 from psdist_scheduler.placement import registry
 from psdist_scheduler.store import SqliteStore
@@ -63,7 +64,7 @@ def test_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "MEMBERS_MAX", 2)
+    monkeypatch.setattr(admission, "MEMBERS_MAX", 2)
     driver = Driver()
     driver.register("server")
     driver.register()
@@ -73,7 +74,7 @@ def test_members(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ids_that_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "KNOWN_IDS_MAX", 1)
+    monkeypatch.setattr(admission, "KNOWN_IDS_MAX", 1)
     driver = Driver()
     first, session = driver.join(member_id="one")
     driver.on(ev.SessionClosed(session, "its session broke"))
@@ -146,7 +147,7 @@ def test_barrier_names(name: str) -> None:
     before, call = driver.stored, driver.number()
     driver.on(ev.EnterBarrier(call, caller(worker), name, 1, 0))
     assert isinstance(driver.state(call), errors.InvalidNameError)
-    assert driver.stored == before and not list(driver.cluster._barriers.arrivals)
+    assert driver.stored == before and not list(driver.cluster.machines.barriers.arrivals)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_numbers_of_arrivals(numbers: dict[str, Any], tmp_path: Path) -> None:
     before, call = driver.stored, driver.number()
     driver.on(ev.EnterBarrier(call, caller(worker), "b", **numbers))
     assert isinstance(driver.state(call), errors.InvalidArgumentError)
-    assert driver.stored == before and not list(driver.cluster._barriers.arrivals)
+    assert driver.stored == before and not list(driver.cluster.machines.barriers.arrivals)
     last = driver.number()
     driver.on(ev.EnterBarrier(last, caller(worker), "b", 1, limits.BARRIERS_PASSED_MAX - 1))
     assert driver.state(last) == ev.Done()
@@ -209,12 +210,12 @@ def test_barriers_that_are_kept(tmp_path: Path) -> None:
 
 
 def test_calls_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "WAITS_PER_MEMBER_MAX", 2)
+    monkeypatch.setattr(waiting_calls, "WAITS_PER_MEMBER_MAX", 2)
     driver = Driver(workers_min=2)
     worker, _ = driver.join()
     calls = [driver.ask(ev.EnterBarrier, worker, f"b{number}") for number in range(3)]
     assert isinstance(driver.state(calls[2]), errors.LimitExceededError)
-    assert [name for name, _ in driver.cluster._barriers.arrivals] == ["b0", "b1"]
+    assert [name for name, _ in driver.cluster.machines.barriers.arrivals] == ["b0", "b1"]
 
 
 # --- what the transport takes -----------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def begin_commit(d: SnapshotDriver, step: int) -> int:
 
 def beat(d: Driver, seconds: float) -> None:
     """Time passes, and all who have a session are heard."""
-    for _ in range(round(seconds / d.cluster.tick_seconds)):
+    for _ in range(round(seconds / d.cluster.settings.tick_seconds)):
         d.beat(*d.cluster.members.sessions)
         d.tick()
 
@@ -173,7 +173,7 @@ def test_a_server_that_comes_back_meanwhile_is_not_lost() -> None:
 
 def test_a_session_that_is_silent_ends_so_that_its_server_opens_another() -> None:
     d = committing()
-    session = d.cluster.members.session_of("server-1")
+    session = d.cluster.members.sessions.of("server-1")
     others = set(d.cluster.members.sessions) - {session}
     for _ in range(12):
         d.beat(*others)
@@ -370,5 +370,5 @@ def test_without_a_storage_nothing_waits() -> None:
     worker, _ = d.join()
     d.create(worker)
     d.ask(ev.CommitParameters, worker)
-    d.on(ev.SessionClosed(d.cluster.members.session_of(servers[1].member_id), "its session broke"))
+    d.on(ev.SessionClosed(d.cluster.members.sessions.of(servers[1].member_id), "its session broke"))
     assert [loss.member_id for loss in d.lost] == ["server-1"] and d.shards_lost

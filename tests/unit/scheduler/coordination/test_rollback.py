@@ -70,6 +70,6 @@ def test_a_scheduler_that_is_started_again_after_the_run_went_back_does_not_miss
 
 
 def _wait(d: SnapshotDriver, seconds: float) -> None:
-    for _ in range(round(seconds / d.cluster.tick_seconds)):
+    for _ in range(round(seconds / d.cluster.settings.tick_seconds)):
         d.beat(*d.cluster.members.sessions)
         d.tick()

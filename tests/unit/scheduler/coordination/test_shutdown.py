@@ -59,7 +59,7 @@ def test_servers_that_end_do_not_wait_for_a_snapshot_that_fails() -> None:
         calls.append(d.number())
         d.on(ev.Drain(calls[-1], "", server))
     know(d)
-    d.on(sn.PartFailed(d.cluster.members.session_of("server-0"), d.attempt.number, "no space"))
+    d.on(sn.PartFailed(d.cluster.members.sessions.of("server-0"), d.attempt.number, "no space"))
     assert all(isinstance(d.state(call), ev.Drained) for call in calls)
 
 

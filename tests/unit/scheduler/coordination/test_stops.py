@@ -27,7 +27,7 @@ class Run(SnapshotDriver):
         self.go_on()
 
     def session(self, worker: Member) -> int:
-        return self.cluster.members.session_of(worker.member_id)
+        return self.cluster.members.sessions.of(worker.member_id)
 
     def asked(self, *workers: Member) -> None:
         """These were asked to end, and say so."""
@@ -65,7 +65,7 @@ def test_the_cut_is_where_the_least_far_worker_stands() -> None:
     run.holds(zero, mlp=8)  # Its push of step 7 waits for the other's.
     assert run.told_to(zero) == ["hold"]
     run.holds(one, mlp=7)
-    assert dict(run.cluster.snapshots.attempt.steps) == {"mlp": 7}
+    assert dict(run.cluster.snapshots.runner.attempt.cut.steps) == {"mlp": 7}
     run.writing = False
     run.go_on()
     assert run.last(zero) == StopCommand(run.last(one).number, "leave", (("mlp", 7),))
@@ -111,7 +111,7 @@ def test_several_parameters_are_cut_where_the_same_worker_stands() -> None:
     run.asked(*run.workers)
     run.holds(run.workers[0], mlp=7, b=6)
     run.holds(run.workers[1], mlp=6, b=5)
-    assert dict(run.cluster.snapshots.attempt.steps) == {"mlp": 6, "b": 5}
+    assert dict(run.cluster.snapshots.runner.attempt.cut.steps) == {"mlp": 6, "b": 5}
 
 
 def test_a_worker_of_which_nothing_is_known_has_begun_nothing() -> None:
@@ -130,7 +130,7 @@ def test_a_worker_of_which_nothing_is_known_has_begun_nothing() -> None:
 def test_without_a_last_snapshot_they_leave_at_once(policy: SavePolicy | None) -> None:
     run = Run(policy=policy or SavePolicy())
     if policy is None:
-        run.cluster.snapshots.replaced = "another scheduler saves"
+        run.cluster.snapshots.catalog.replaced = "another scheduler saves"
     run.train(3)
     run.asked(*run.workers)
     run.holds(run.workers[0], mlp=4)
@@ -158,9 +158,9 @@ def test_a_step_of_some_is_not_saved_where_the_last_snapshot_fails(trains: bool)
     run.writing = False
     run.holds(run.workers[0], mlp=8)
     run.holds(run.workers[1], mlp=7)
-    attempt = run.cluster.snapshots.attempt
+    attempt = run.cluster.snapshots.runner.attempt
     run.go_on()
-    server = run.cluster.members.session_of("server-0")
+    server = run.cluster.members.sessions.of("server-0")
     run.on(sn.PartFailed(server, attempt.number, "the disk is full"))
     run.writing = True
     for worker in run.workers:
@@ -302,7 +302,7 @@ def test_a_snapshot_that_fails_keeps_nobody() -> None:
     run.asked(*run.workers)
     for worker in run.workers:
         run.holds(worker, mlp=3)
-    attempt = run.cluster.snapshots.attempt
+    attempt = run.cluster.snapshots.runner.attempt
     run.on(sn.PartFailed(run._sessions()[0], attempt.number, "the disk is full"))
     assert run.last(run.workers[0]).kind == "leave"
 
@@ -313,7 +313,7 @@ def test_a_snapshot_under_way_gives_way_or_is_finished_first(phase: str) -> None
     run.train(3)
     run.writing, run.storing = phase == "committing", False
     run.save()
-    assert run.cluster.snapshots.attempt.phase == phase
+    assert run.cluster.snapshots.runner.attempt.phase.name == phase.upper()
     run.train(5)
     run.asked(*run.workers)
     for worker in run.workers:

@@ -10,6 +10,7 @@ from psdist.consistency import Consistency
 from psdist.types import ParametersMember
 from psdist.wire.limits import DEPARTED_MAX
 from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import Member
 
 Started = tuple[Driver, list[Member], list[int], list[int]]
@@ -48,7 +49,7 @@ def answer(d: Driver, sessions: list[int], *accepted: bool, version_max: int = 0
 def test_bsp_goes_on_at_the_same_step_where_all_servers_accept() -> None:
     d, workers, sessions, servers = started(BSP())
     again = expel(d, workers[1], sessions[1])
-    call = d.create(again, resume=ev.ResumePush(1, 7))
+    call = d.create(again, resume=we.ResumePush(1, 7))
     member = ParametersMember("worker-1", 2, 1, first_step=7, origin=1, first_push=7)
     assert proposed(d, servers[0]) == member
     assert d.state(call) == ev.Waiting("for server-0, server-1 to agree on step 7 of 'mlp'")
@@ -60,7 +61,7 @@ def test_bsp_goes_on_at_the_same_step_where_all_servers_accept() -> None:
 def test_bsp_begins_later_where_a_slice_went_on_without_it() -> None:
     d, workers, sessions, servers = started(BSP())
     again = expel(d, workers[1], sessions[1])
-    call = d.create(again, resume=ev.ResumePush(1, 7))
+    call = d.create(again, resume=we.ResumePush(1, 7))
     answer(d, servers, True, False, version_max=9)
     assert isinstance(d.told[servers[0]][-2], ev.WithdrawJoin)
     assert proposed(d, servers[1]) == ParametersMember("worker-1", 2, 1, first_step=11)
@@ -76,7 +77,7 @@ def test_bsp_asks_the_new_primary_about_the_same_step() -> None:
     d.ask(ev.CommitParameters, worker)
     d.fill()
     again = expel(d, worker, session)
-    call = d.create(again, resume=ev.ResumePush(1, 4))
+    call = d.create(again, resume=we.ResumePush(1, 4))
     d.on(ev.JoinAnswered(servers[0], d.told[servers[0]][-1].proposal_id, True, 0))
     d.on(ev.SessionClosed(servers[0], "killed"))
     assert proposed(d, servers[1]).first_step == 4 and proposed(d, servers[1]).origin == 1
@@ -88,7 +89,7 @@ def test_bsp_asks_the_new_primary_about_the_same_step() -> None:
 def test_a_push_from_before_a_roll_back_does_not_go_on(consistency: Consistency) -> None:
     d, workers, sessions, servers = started(consistency)
     again = expel(d, workers[1], sessions[1])
-    call = d.create(again, consistency=consistency, resume=ev.ResumePush(1, 0, generation=1))
+    call = d.create(again, consistency=consistency, resume=we.ResumePush(1, 0, generation=1))
     if isinstance(consistency, BSP):
         assert not proposed(d, servers[0]).origin
     else:
@@ -101,7 +102,7 @@ def test_asp_goes_on_at_once() -> None:
     d.on(ev.SessionClosed(sessions[1], "its session broke"))
     assert d.map.parameters[0].departed == (departed,)
     again, _ = d.join(member_id="worker-1", rank=1)
-    assert d.state(d.create(again, consistency=ASP(), resume=ev.ResumePush(1, 3))) == ev.ParametersReady(
+    assert d.state(d.create(again, consistency=ASP(), resume=we.ResumePush(1, 3))) == ev.ParametersReady(
         0, resumed=True
     )
     entry = d.map.parameters[0]
@@ -112,7 +113,7 @@ def test_asp_goes_on_at_once() -> None:
 def test_ssp_goes_on_from_a_clock_that_servers_agree_on() -> None:
     d, workers, sessions, servers = started(SSP(2))
     again = expel(d, workers[1], sessions[1])
-    call = d.create(again, consistency=SSP(2), resume=ev.ResumePush(1, 3))
+    call = d.create(again, consistency=SSP(2), resume=we.ResumePush(1, 3))
     answer(d, servers, True, False, version_max=40)
     assert proposed(d, servers[0]) == ParametersMember("worker-1", 2, 1, first_step=42, origin=1, first_push=3)
     answer(d, servers, True, True)
@@ -126,7 +127,7 @@ def test_a_chain_of_incarnations_is_one_producer(consistency: Consistency) -> No
     for number in (3, 3, 5):
         d.on(ev.SessionClosed(session, "its session broke"))
         worker, session = d.join(member_id="worker-1", rank=1)
-        d.create(worker, consistency=consistency, resume=ev.ResumePush(1, number))
+        d.create(worker, consistency=consistency, resume=we.ResumePush(1, number))
         if isinstance(consistency, SSP):
             answer(d, servers, True, True)
     member = d.map.parameters[0].members[1]
@@ -139,8 +140,8 @@ def test_a_process_that_was_started_again_begins_anew() -> None:
     assert d.state(d.create(again, consistency=ASP())) == ev.ParametersReady(0)
     entry = d.map.parameters[0]
     assert entry.members[1].producer == ("worker-1", 2) and not entry.departed, "nobody can go on with what it pushed"
-    late = expel(d, again, d.cluster.members.session_of("worker-1"))
-    assert d.state(d.create(late, consistency=ASP(), resume=ev.ResumePush(1, 3))) == ev.ParametersReady(0)
+    late = expel(d, again, d.cluster.members.sessions.of("worker-1"))
+    assert d.state(d.create(late, consistency=ASP(), resume=we.ResumePush(1, 3))) == ev.ParametersReady(0)
 
 
 def test_who_leaves_has_finished_its_pushes() -> None:

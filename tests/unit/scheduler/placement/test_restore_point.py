@@ -40,7 +40,7 @@ def resumed(d: SnapshotDriver, **settings: Any) -> SnapshotDriver:
 
 def lose(d: SnapshotDriver, member_id: str) -> None:
     """A member's process dies."""
-    d.on(ev.SessionClosed(d.cluster.members.session_of(member_id), "its session broke"))
+    d.on(ev.SessionClosed(d.cluster.members.sessions.of(member_id), "its session broke"))
 
 
 def rejoin(d: SnapshotDriver, count: int = 1, **settings: Any) -> list[Member]:
@@ -153,7 +153,7 @@ def test_a_server_lost_while_it_loads_is_replaced() -> None:
     entry = d.entry()
     victim = entry.primaries[0]
     for number, shard in enumerate(entry.shards):
-        session = d.cluster.members.session_of(shard.primary.server_id)
+        session = d.cluster.members.sessions.of(shard.primary.server_id)
         d.on(sn.Loaded(session, "mlp", 0, (number,), (shard.term,)))
         if shard.primary.server_id == victim:
             lose(d, victim)
@@ -170,7 +170,7 @@ def test_what_others_say_of_loading_does_not_count() -> None:
     d.loading = False
     d.begin()
     entry = d.entry()
-    owner, other = (d.cluster.members.session_of(s) for s in (entry.primaries[0], entry.primaries[1]))
+    owner, other = (d.cluster.members.sessions.of(s) for s in (entry.primaries[0], entry.primaries[1]))
     all_shards, terms = (0, 1, 2), tuple(shard.term for shard in entry.shards)
     for event in (
         sn.Loaded(other, "mlp", 0, (0,), terms[:1]),
@@ -225,7 +225,7 @@ def test_a_lost_shard_takes_the_run_back() -> None:
     d = saved_run(7, workers=2, servers_min=2)
     d.train(9)
     terms = {shard.term for shard in d.entry().shards}
-    epoch, workers = d.cluster.epoch, {d.cluster.members.session_of(f"worker-{rank}") for rank in range(2)}
+    epoch, workers = d.cluster.epoch, {d.cluster.members.sessions.of(f"worker-{rank}") for rank in range(2)}
     lose(d, "server-1")
     assert d.cluster.epoch == epoch + 1 and not d.shards_lost and d.map.parameters == () and d.map.workers == ()
     (news,) = d.rolled_back
@@ -317,7 +317,7 @@ def test_what_servers_say_of_the_life_before_does_not_count() -> None:
     d.train(500)
     lose(d, "server-1")
     rejoin(d)
-    session = d.cluster.members.session_of("server-0")
+    session = d.cluster.members.sessions.of("server-0")
     d.on(ev.Heartbeat(session, old, (("mlp", 500),)))
     assert d.cluster.registry.get("mlp").version == 7
 
@@ -327,10 +327,10 @@ def test_an_attempt_under_way_ends_with_what_it_was_of() -> None:
     d.train(9)
     d.writing = False
     call = d.save()
-    attempt = d.cluster.snapshots.attempt
+    attempt = d.cluster.snapshots.runner.attempt
     assert attempt is not None
     lose(d, "server-1")
-    assert d.cluster.snapshots.attempt is None
+    assert d.cluster.snapshots.runner.attempt is None
     assert any(isinstance(c, sn.End) and c.attempt == attempt.number for _, c in d.commands)
     assert d.state(call) == sn.Saved(d.cluster.snapshots.catalog.commits[0], unchanged=True)
 
@@ -354,7 +354,7 @@ def test_going_back_is_durable() -> None:
 def failed(d: SnapshotDriver, corrupt: bool = True) -> None:
     """A server says that it cannot load."""
     entry = d.entry()
-    session = d.cluster.members.session_of(entry.primaries[0])
+    session = d.cluster.members.sessions.of(entry.primaries[0])
     assert entry.restore is not None
     d.on(sn.LoadFailed(session, "mlp", entry.generation, entry.restore, "shard-0 is not what was written", corrupt))
 
@@ -485,7 +485,7 @@ def test_a_worker_that_may_have_used_a_range_is_waited_for() -> None:
     held = lease(d, worker, 2)
     d.train(3)
     assert d.steps == []
-    status = d.cluster.snapshots.attempt
+    status = d.cluster.snapshots.runner.attempt
     assert status is not None and status.waiting_for == "for worker-0 to say what data it has used"
     assert held.lease is not None
     lease(d, worker, 3, {held.lease.lease_id: 3})

@@ -326,7 +326,7 @@ def test_a_run_that_goes_back_beyond_its_beginning_resets_there() -> None:
     d.loading = False
     d.begin(optimizer=ADAM, reset_optimizer=True)
     assert d.entry().state_since == 9
-    entry, session = d.entry(), d.cluster.members.session_of(d.entry().primaries[0])
+    entry, session = d.entry(), d.cluster.members.sessions.of(d.entry().primaries[0])
     assert entry.restore is not None
     d.history = replace(history_of(before), newest=older.newest)
     d.on(sn.LoadFailed(session, "mlp", 0, entry.restore, "it is not what was written", True))
@@ -418,7 +418,7 @@ def test_what_cannot_be_loaded_refuses_whoever_asks() -> None:
     d = resumed(saved_run(7))
     d.loading = False
     d.begin()
-    entry, session = d.entry(), d.cluster.members.session_of(d.entry().primaries[0])
+    entry, session = d.entry(), d.cluster.members.sessions.of(d.entry().primaries[0])
     assert entry.restore is not None
     d.history = replace(history_of(d), newest=None)
     d.on(sn.LoadFailed(session, "mlp", 0, entry.restore, "it is not what was written", True))

@@ -29,7 +29,7 @@ def test_a_snapshot_on_demand_has_what_is_trained() -> None:
     assert (commit.steps, commit.sequence, commit.reason) == ({"mlp": 7}, 1, "on demand")
     manifest = d.cluster.snapshots.catalog.newest.manifest
     state = manifest.state("mlp")
-    assert state is not None and state.layout == d.cluster.registry.record("mlp").layout
+    assert state is not None and state.layout == d.cluster.registry.get("mlp").layout
     assert [len(file.versions) for file in state.shards] == [1, 1, 1] and state.step == 7
     assert manifest.epoch == d.cluster.epoch and manifest.directory == commit.directory
 
@@ -134,7 +134,7 @@ def test_a_worker_that_dies_is_not_answered() -> None:
     one, _ = d.members
     d.answering = False
     call = d.save(one, mlp=3)
-    d.on(ev.SessionClosed(d.cluster.members.session_of(one.member_id), "its session broke"))
+    d.on(ev.SessionClosed(d.cluster.members.sessions.of(one.member_id), "its session broke"))
     assert isinstance(d.errors[call], errors.FencedError)
 
 
@@ -150,7 +150,7 @@ def test_bad_requests_change_nothing(fields: dict[str, object], error: type[Exce
     d = ready()
     call = d.number()
     d.on(sn.Save(call, **({"run_id": ""} | fields)))
-    assert isinstance(d.errors[call], error) and d.cluster.snapshots.attempt is None
+    assert isinstance(d.errors[call], error) and d.cluster.snapshots.runner.attempt is None
 
 
 # --- several parameters -----------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_a_step_that_does_not_come_is_not_waited_for() -> None:
     d.beat_versions()
     call = d.save()
     sessions = [
-        d.cluster.members.session_of(m.member_id) for m in (*d.cluster.members.servers, *d.cluster.members.workers)
+        d.cluster.members.sessions.of(m.member_id) for m in (*d.cluster.members.servers, *d.cluster.members.workers)
     ]
     for _ in range(12):
         d.beat(*sessions)
@@ -287,7 +287,7 @@ def test_every_so_many_seconds_if_something_was_trained() -> None:
         for _ in range(round(seconds)):
             d.now += 1.0
             d.beat_versions()
-            d.beat(d.cluster.members.session_of("worker-0"))
+            d.beat(d.cluster.members.sessions.of("worker-0"))
             d.on(ev.Tick())
             d.go_on()
 
@@ -344,14 +344,14 @@ def test_marked_attempts_are_given_up_when_pushes_could_wait_for_ever(change: st
     d.writing = False
     call = d.save()
     number = d.attempt.number
-    session = d.cluster.members.session_of("worker-1")
+    session = d.cluster.members.sessions.of("worker-1")
     if change == "lost":
         d.on(ev.SessionClosed(session, "its session broke"))
     elif change == "joins":
         worker, _ = d.join()
         d.create(worker, consistency=ASP())
     else:
-        sessions = [d.cluster.members.session_of(m) for m in ("worker-0", "worker-1", "server-0", "server-1")]
+        sessions = [d.cluster.members.sessions.of(m) for m in ("worker-0", "worker-1", "server-0", "server-1")]
         held = sn.AttemptProgress(number, 0, 100, 0, "for slice 0 to reach the cut")
         for _ in range(12):
             d.beat(*sessions)
@@ -362,7 +362,7 @@ def test_marked_attempts_are_given_up_when_pushes_could_wait_for_ever(change: st
     assert any(isinstance(work, sn.RemoveDirectory) for work in d.works) or d.works == []
     d.writing = True
     d.go_on()
-    assert d.saved(call) and d.cluster.snapshots.failures.count == 0
+    assert d.saved(call) and d.cluster.snapshots.runner.failures.count == 0
 
 
 def test_a_client_that_never_answers_costs_the_others_no_more_than_some_leases() -> None:
@@ -371,8 +371,8 @@ def test_a_client_that_never_answers_costs_the_others_no_more_than_some_leases()
     call = d.save()
     attempts = set()
     for _ in range(80):
-        attempts.add(d.cluster.snapshots.attempt and d.cluster.snapshots.attempt.number)
-        d.beat(*(d.cluster.members.session_of(m) for m in ("worker-0", "worker-1", "server-0", "server-1")))
+        attempts.add(d.cluster.snapshots.runner.attempt and d.cluster.snapshots.runner.attempt.number)
+        d.beat(*(d.cluster.members.sessions.of(m) for m in ("worker-0", "worker-1", "server-0", "server-1")))
         for session, command in d._take("commands", True):
             if not isinstance(command, sn.Mark) or d.cluster.members.sessions[session] == "worker-0":
                 d._obey(session, command)
@@ -391,7 +391,7 @@ def test_another_primary_begins_it_anew() -> None:
     d.writing = False
     call = d.save()
     before = d.attempt.directory
-    d.on(ev.SessionClosed(d.cluster.members.session_of("server-0"), "its session broke"))
+    d.on(ev.SessionClosed(d.cluster.members.sessions.of("server-0"), "its session broke"))
     d.writing = True
     d.go_on()
     assert d.saved(call).directory != before and d.saved(call).steps == {"mlp": 5}
@@ -404,8 +404,8 @@ def test_what_a_primary_of_an_earlier_term_has_written_does_not_count() -> None:
     d.save()
     number = d.attempt.number
     entry = d.entry()
-    owner = d.cluster.members.session_of(entry.primaries[0])
-    other = next(d.cluster.members.session_of(s) for s in entry.primaries if s != entry.primaries[0])
+    owner = d.cluster.members.sessions.of(entry.primaries[0])
+    other = next(d.cluster.members.sessions.of(s) for s in entry.primaries if s != entry.primaries[0])
     good = written(owner, number, entry, 0, 5)
     for bad in (
         written(other, number, entry, 0, 5),
@@ -428,7 +428,7 @@ def test_slices_that_are_not_at_the_cut_fail_it() -> None:
     call = d.save()
     number, entry = d.attempt.number, d.entry()
     for shard, primary in enumerate(entry.primaries):
-        d.on(written(d.cluster.members.session_of(primary), number, entry, shard, 5 + (shard == 1)))
+        d.on(written(d.cluster.members.sessions.of(primary), number, entry, shard, 5 + (shard == 1)))
     assert "versions 5 to 6" in str(d.errors[call]) and d.steps == []
 
 
@@ -469,11 +469,11 @@ def test_a_failure_is_told_and_the_next_one_works() -> None:
     d.writing = False
     call = d.save()
     number = d.attempt.number
-    d.on(sn.PartFailed(d.cluster.members.session_of("server-0"), number, "no space is left"))
+    d.on(sn.PartFailed(d.cluster.members.sessions.of("server-0"), number, "no space is left"))
     assert isinstance(d.errors[call], errors.SnapshotFailedError) and "server-0: no space is left" in str(
         d.errors[call]
     )
-    assert d.cluster.snapshots.failures.count == 1 and any("no space is left" in note for note in d.notes)
+    assert d.cluster.snapshots.runner.failures.count == 1 and any("no space is left" in note for note in d.notes)
     assert any(isinstance(c, sn.End) and not c.committed for _, c in d.commands)
     assert [type(work) for work in d.works] == [sn.RemoveDirectory]
     d.writing = True
@@ -485,7 +485,7 @@ def test_an_interval_goes_on_after_a_failure_at_the_next_step() -> None:
     d.writing = False
     d.train(10)
     number = d.attempt.number
-    d.on(sn.PartFailed(d.cluster.members.session_of("server-0"), number, "no space is left"))
+    d.on(sn.PartFailed(d.cluster.members.sessions.of("server-0"), number, "no space is left"))
     d.writing = True
     d.go_on()
     d.train(20)
@@ -514,8 +514,8 @@ def test_nothing_stops_what_is_being_committed() -> None:
     d.storing = False
     call = d.save()
     number = d.attempt.number
-    d.on(sn.PartFailed(d.cluster.members.session_of("server-0"), number, "no space"))
-    d.on(ev.SessionClosed(d.cluster.members.session_of("server-0"), "its session broke"))
+    d.on(sn.PartFailed(d.cluster.members.sessions.of("server-0"), number, "no space"))
+    d.on(ev.SessionClosed(d.cluster.members.sessions.of("server-0"), "its session broke"))
     d.save()
     assert d.attempt.number == number and [type(work) for work in d.works] == [sn.WriteCommit]
     d.storing = True

@@ -12,7 +12,7 @@ def test_silence_of_the_storage_ends_an_attempt() -> None:
     d.train(5)
     d.writing = False
     call = d.save()
-    sessions = [d.cluster.members.session_of(m) for m in ("worker-0", "server-0", "server-1")]
+    sessions = [d.cluster.members.sessions.of(m) for m in ("worker-0", "server-0", "server-1")]
     for _ in range(300):
         d.now += 0.5
         d.beat(*sessions)
@@ -28,7 +28,8 @@ def test_silence_of_servers_ends_an_attempt_that_nobody_waits_for_too() -> None:
         d.now += 0.5
         d.beat(*d.cluster.members.sessions)
         d.on(ev.Tick())
-    assert d.cluster.snapshots.failures.count == 1 and "to agree on a cut" in d.cluster.snapshots.failures.text
+    failures = d.cluster.snapshots.runner.failures
+    assert failures.count == 1 and "to agree on a cut" in failures.text
 
 
 def test_attempts_of_a_scheduler_that_is_started_again_have_higher_numbers_than_those_before() -> None:
@@ -39,5 +40,5 @@ def test_attempts_of_a_scheduler_that_is_started_again_have_higher_numbers_than_
         d.save()
     before = d.attempt.number
     again = SnapshotDriver(d.stored, d.now, history=history_of(d), policy=SavePolicy(steps=10))
-    attempt = again.cluster.snapshots.attempt
+    attempt = again.cluster.snapshots.runner.attempt
     assert attempt is not None and attempt.number > before

@@ -26,7 +26,7 @@ class KeeperDriver(SnapshotDriver):
         super().__init__(**settings)
         self.workers = self.begin(workers=workers, consistency=consistency)
         for worker in self.workers:
-            self.on(sn.Keeps(self.cluster.members.session_of(worker.member_id), ("mlp", "another")))
+            self.on(sn.Keeps(self.cluster.members.sessions.of(worker.member_id), ("mlp", "another")))
 
     def _obey(self, session: int, command: Any) -> bool:
         if not isinstance(command, sn.Mark):
@@ -62,8 +62,8 @@ class KeeperDriver(SnapshotDriver):
     @property
     def attempt(self) -> int:
         """The one under way."""
-        assert self.cluster.snapshots.attempt is not None
-        return self.cluster.snapshots.attempt.number
+        assert self.cluster.snapshots.runner.attempt is not None
+        return self.cluster.snapshots.runner.attempt.number
 
 
 @pytest.mark.parametrize("consistency", [None, ASP()])
@@ -142,7 +142,7 @@ def test_a_worker_that_is_lost_is_not_waited_for(answering: bool) -> None:
     driver.answering = answering
     call = driver.save()
     driver.answering = True
-    driver.on(ev.SessionClosed(driver.cluster.members.session_of("worker-1"), "its session broke"))
+    driver.on(ev.SessionClosed(driver.cluster.members.sessions.of("worker-1"), "its session broke"))
     driver.go_on()
     driver.hand_in(driver.workers[0], driver.attempt, 5)
     driver.tick()
@@ -155,7 +155,7 @@ def test_a_state_that_cannot_be_had_fails_the_snapshot() -> None:
     driver.handing = False
     driver.train(5)
     call = driver.save()
-    session = driver.cluster.members.session_of("worker-0")
+    session = driver.cluster.members.sessions.of("worker-0")
     driver.on(sn.PartFailed(session, driver.attempt, "the state of 'mlp' cannot be had"))
     assert isinstance(driver.errors[call], SnapshotFailedError) and "cannot be had" in driver.errors[call].message
     assert not driver.steps

@@ -1,0 +1,133 @@
+"""Which registrations are accepted, and under which id, rank and incarnation. Pure.
+
+Invariants: a registration that is refused changes nothing. A live member is replaced only by a later incarnation of
+itself, where it surely is not there any more.
+
+Not here: the members (``membership``), what else follows from a registration (``cluster``).
+"""
+
+from __future__ import annotations
+
+from psdist.errors import (
+    DuplicateMemberError,
+    InvalidArgumentError,
+    LimitExceededError,
+    ProtocolMismatchError,
+)
+from psdist.types import check_name
+from psdist.wire.limits import MEMBERS_MAX, PROTOCOL_VERSION, WORLD_MAX
+from psdist_scheduler.events.cluster_events import Register
+from psdist_scheduler.events.records import ClusterSettings, Member
+from psdist_scheduler.members.membership import Membership
+
+#: Ids that are remembered, so that their incarnations are never given twice.
+KNOWN_IDS_MAX = 4 * MEMBERS_MAX
+
+
+class MemberAdmission:
+    """Decides on registrations with one run."""
+
+    def __init__(self, settings: ClusterSettings, members: Membership) -> None:
+        self._settings = settings
+        self._members = members
+
+    def accept(self, event: Register, reserved: frozenset[str]) -> Member:
+        """The new incarnation of a member. ``reserved`` has ids of servers that are named as owners of lost shards.
+
+        Raises ProtocolMismatchError, WrongRunError, InvalidArgumentError, DuplicateMemberError, LimitExceededError.
+        """
+        self._check(event)
+        if event.role == "worker":
+            rank = self._choose_rank(event)
+            member_id = event.member_id or f"worker-{rank}"
+        else:
+            rank = 0
+            member_id = event.member_id or self._free_server_id(reserved)
+        before = self._members.get(member_id)
+        self._check_free(member_id, event, before)
+        return Member(
+            member_id=member_id,
+            role=event.role,
+            incarnation=(before.incarnation if before else self._members.incarnations_given) + 1,
+            rank=rank,
+            world_size=event.world_size if event.role == "worker" else 0,
+            address=event.address,
+            host=event.host,
+            pid=event.pid,
+        )
+
+    def _check(self, event: Register) -> None:
+        if event.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolMismatchError(
+                f"you speak protocol version {event.protocol_version}, this scheduler speaks {PROTOCOL_VERSION}: use "
+                "the same release of psdist everywhere",
+                given=event.protocol_version,
+                expected=PROTOCOL_VERSION,
+            )
+        self._members.check_run(event.run_id)
+        if event.role not in ("server", "worker"):
+            raise InvalidArgumentError(f"role {event.role!r} is unknown: use server or worker")
+        if event.member_id:
+            check_name(event.member_id, "member id")
+        if event.world_size > WORLD_MAX:
+            raise LimitExceededError(f"a world of {event.world_size} workers is larger than the limit of {WORLD_MAX}")
+        if event.rank is not None and not 0 <= event.rank < (event.world_size or WORLD_MAX):
+            raise InvalidArgumentError(
+                f"rank {event.rank} is out of range: ranks count from 0 and are below the world's size, "
+                f"{event.world_size or WORLD_MAX}"
+            )
+        if len(self._members.sessions.liveness) >= MEMBERS_MAX:
+            raise LimitExceededError(f"{MEMBERS_MAX} members are registered, which is the limit")
+
+    def _choose_rank(self, event: Register) -> int:
+        taken = {worker.rank: worker for worker in self._members.workers}
+        if event.rank is not None:
+            if event.rank in taken and not self._may_replace(taken[event.rank], event):
+                self._refuse(f"rank {event.rank}", taken[event.rank])
+            return event.rank
+        before = self._members.get(event.member_id)
+        if before is not None and before.role == "worker" and before.rank not in taken:
+            return before.rank
+        return next(rank for rank in range(MEMBERS_MAX + 1) if rank not in taken)
+
+    def _free_server_id(self, reserved: frozenset[str]) -> str:
+        for number in range(KNOWN_IDS_MAX + 1):
+            member_id = f"server-{number}"
+            member = self._members.get(member_id)
+            # The id of a drained server stays free, unless asked for by name, and so counts as a server less needed.
+            ended = member is not None and member.role == "server" and not member.live and not member.draining
+            if member_id not in reserved and (member is None or ended):
+                return member_id
+        raise LimitExceededError(f"all server ids up to server-{KNOWN_IDS_MAX} are taken")
+
+    def _check_free(self, member_id: str, event: Register, before: Member | None) -> None:
+        if before is None:
+            if len(self._members.all) >= KNOWN_IDS_MAX:
+                raise LimitExceededError(f"{KNOWN_IDS_MAX} ids were used in this run, which is the limit: reuse some")
+            return
+        if before.live and not self._is_abandoned(before, event):
+            self._refuse(f"the id {member_id!r}", before)
+        if before.role != event.role:
+            raise InvalidArgumentError(f"the id {member_id!r} was a {before.role}'s: choose another for a {event.role}")
+
+    def _may_replace(self, holder: Member, event: Register) -> bool:
+        """Whether the worker that has a rank is an earlier incarnation of the one that registers."""
+        if holder.member_id == event.member_id:
+            return True
+        return not event.member_id and holder.member_id == f"worker-{holder.rank}" and self._is_abandoned(holder, event)
+
+    def _is_abandoned(self, member: Member, event: Register) -> bool:
+        """Whether a live member surely is not there any more: it has sent nothing since the scheduler was started
+        again, and now a process of its host takes its place."""
+        liveness = self._members.sessions.liveness[member.member_id]
+        return liveness.restored and bool(event.host) and member.host == event.host and member.role == event.role
+
+    def _refuse(self, what: str, holder: Member) -> None:
+        raise DuplicateMemberError(
+            f"{what} is taken by {holder.member_id}, process {holder.pid} on {holder.host or 'an unknown host'}: use "
+            "the client that exists there, or, if that process died, wait up to "
+            f"{self._settings.lease_of(holder.role):g} s for its lease to end",
+            member_id=holder.member_id,
+            host=holder.host,
+            pid=holder.pid,
+        )

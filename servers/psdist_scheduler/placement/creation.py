@@ -1,0 +1,289 @@
+"""How parameter sets come to be: gathering, uploading or loading, ready; and how workers come to take part. Pure.
+
+* gathering: no shard is placed. Callers wait until the servers and workers of the run are there and every live worker
+  has asked for this parameter set. So "the values of the lowest rank count" means the same in every order of arrival.
+* uploading: placed and in the map. The creator of the lowest rank uploads its values to the servers and commits. If it
+  is lost, the next one does. Then every shard gets its backups. A parameter set of the snapshot from which the run goes
+  on is loading instead: its primaries load it, and all creators wait (``restore_point``).
+* ready: later creators join: in ASP at once, else at a step or clock to which all servers agree (``join_proposals``).
+
+A parameter set with a lost shard is lost, and its callers get an error. When the run rolls back, all parameter sets
+gather again; nothing else returns to that state.
+
+Invariant: members are live workers.
+
+Not here: which server gets a shard (``placement``), who holds it later (``replicas``), epochs (``cluster``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from psdist.errors import NotMemberError, PsdistError, ServerLostError, StaleEpochError, UnknownParametersError
+from psdist.types import ParametersEntry, ParametersMember, Replica, Shard, check_name
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events.records import ClusterSettings, Member, ParametersRecord, name_some
+from psdist_scheduler.events.snapshot_events import Loaded
+from psdist_scheduler.members.demand import Demand
+from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement import placement
+from psdist_scheduler.placement.join_proposals import Joins
+from psdist_scheduler.placement.parameters import REMEDY, ParameterSet, name_shards
+from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.placement.restore_point import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS
+
+
+class Creation:
+    """Workers' requests for parameter sets of one run."""
+
+    def __init__(
+        self, settings: ClusterSettings, registry: Registry, members: Membership, demand: Demand, joins: Joins
+    ) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._resume = registry.resume
+        self._members = members
+        self._demand = demand
+        self.joins = joins
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def create(self, event: ev.Create, worker: Member) -> list[ev.Effect]:
+        """A worker wants to take part. Raises LayoutMismatchError, SettingsMismatchError, LimitExceededError,
+        ServerLostError."""
+        p = self._registry.get(event.spec.name)
+        if p is not None:
+            _check_lost(p)
+            p.check_same(event)
+        self._resume.check(event.spec, event.layout)
+        if p is None or p.spec is None:
+            placement.choose_slicing(event.layout.total, event.spec.slice_elements)
+        return self._registry.open(event.spec.name).add_creator(event, worker)
+
+    def describe(self, event: ev.Describe, worker: Member) -> list[ev.Effect]:
+        """A worker wants to know a parameter set. Raises InvalidNameError, LimitExceededError, ServerLostError."""
+        p = self._registry.open(check_name(event.parameters, "parameters name"))
+        _check_lost(p)
+        return p.add_describer(event.call, worker)
+
+    def commit(self, event: ev.CommitParameters, worker: Member) -> list[ev.Effect]:
+        """The values are uploaded. Raises UnknownParametersError, NotMemberError."""
+        name = event.parameters
+        p = self._registry.get(name)
+        if p is None or p.record is None:
+            raise UnknownParametersError(f"no parameters {name!r:.80} wait for values: create them first", name=name)
+        if p.record.uploader != worker.member_id or p.member(worker) is None:
+            raise NotMemberError(
+                f"{worker} was not asked for the values of {name!r}: {p.record.uploader or 'nobody'} was", name=name
+            )
+        done = ev.Answer(event.call, ev.Done())
+        if p.record.committed:
+            return [done]
+        if event.epoch < p.placed_epoch:
+            p.request_upload(0)
+            text = f"a server is gone that had values of {name!r} since epoch {event.epoch}: upload them again"
+            return [ev.Refuse(event.call, StaleEpochError(text, epoch=p.placed_epoch))]
+        p.commit()
+        return [done, ev.LogEvent(f"{worker} uploaded the values of {name!r}")]
+
+    def on_loaded(self, event: Loaded) -> list[ev.Effect]:
+        """A server has loaded shards from the snapshot."""
+        p, server = self._registry.get(event.parameters), self._members.sessions.get(event.call, "")
+        if p is None or p.record is None or p.record.committed or not self._resume.on_loaded(event, server, p.entry):
+            return []
+        p.commit()
+        return [ev.LogEvent(f"parameters {p.name!r} are loaded")]
+
+    # --- progress -----------------------------------------------------------------------------------------------------
+
+    def progress(self, epoch: int, now: float) -> list[ev.Effect]:
+        """Whatever the present members and calls allow. ``epoch``: the one that will show it."""
+        effects: list[ev.Effect] = []
+        for p in self._registry.all:
+            if self._members.changed:
+                self._drop_members(p)
+            if p.lost:
+                effects += self._refuse(_lost_error(p), (*p.creators, *p.describers))
+            elif p.record is None and not self._missing(p, now):
+                effects += self._gather(p, epoch)
+        effects += self.joins.check()
+        for p in self._registry.all:
+            if p.record is not None and not p.lost:
+                effects += self._complete(p)
+                if p.entry.ready:
+                    effects += self._serve(p)
+                elif not self._resume.unread or p.entry.restore is None:
+                    effects += self._prepare(p)
+        return effects
+
+    def waits(self, now: float) -> Iterator[tuple[str, list[int], str]]:
+        """Key, calls and reason of each wait."""
+        for p in self._registry.all:
+            key, calls = f"parameters {p.name}", [*p.creators, *p.describers]
+            others = [call for call in calls if call != p.upload_call]
+            if p.record is None:
+                yield key, others, self._missing(p, now)
+            elif p.entry.ready:
+                continue
+            elif p.record.committed:
+                server, numbers = next(iter(self._registry.missing_replicas(p).items()), ("", []))
+                yield (
+                    key,
+                    calls,
+                    f"for {server or 'another server'} to hold a copy of {name_shards(numbers)} of {p.name!r}",
+                )
+            elif not p.has_place(self._members):
+                yield key, calls, self._demand.shortage() or f"for a server to register that can hold {p.name!r}"
+            elif p.entry.restore is not None:
+                server, numbers = next(iter(self._resume.missing(p.entry).items()), ("", []))
+                yield key, others, f"for {server} to load {name_shards(numbers)} of {p.name!r} from the snapshot"
+            elif others:
+                who = p.record.uploader or "a worker"
+                yield key, others, f"for {who} to upload the initial values of {p.name!r}"
+
+    # --- gathering ----------------------------------------------------------------------------------------------------
+
+    def _missing(self, p: ParameterSet, now: float) -> str:
+        """Why a parameter set cannot be placed yet, as a sentence that begins with "for"; empty if it can."""
+        if self._resume.unread:
+            return "for the storage to be read"
+        if shortage := self._shortage(now):
+            return shortage
+        called = {worker.member_id for worker in (*p.creators.values(), *p.describers.values())}
+        if absent := [worker for worker in self._members.workers if worker.member_id not in called]:
+            return f"for {name_some(absent)} to create {p.name!r}"
+        if not p.creators:
+            return f"for a worker to create {p.name!r}"
+        grace = self._settings.join_grace_seconds
+        waits = now - self._members.last_joined < grace
+        return f"for more workers to register (join grace {grace:g} s)" if waits else ""
+
+    def _shortage(self, now: float) -> str:
+        """Members that are missed. Who was done when the run went back to a snapshot does not come again; others are
+        waited for a while, then those count that are there."""
+        since = self._resume.since
+        if since is None:
+            return self._demand.shortage()
+        servers = None if now - since < SERVERS_GRACE_SECONDS else self._settings.replicas
+        workers = None if now - since < WORKERS_GRACE_SECONDS else 1
+        return self._demand.shortage(begun=True, servers=servers, workers=workers)
+
+    def _gather(self, p: ParameterSet, epoch: int) -> list[ev.Effect]:
+        """Places a parameter set."""
+        assert p.spec is not None and p.layout is not None
+        try:  # It may be another snapshot than when they asked, or none was known.
+            self._resume.check(p.spec, p.layout)
+        except PsdistError as error:
+            return self._refuse(error, p.creators)
+        saved, base = self._resume.state(p.name), self._resume.base
+        creators = sorted(p.creators.values(), key=lambda worker: worker.rank)
+        entry = self._entry(p, creators)
+        uploader = creators[0].member_id if saved is None else ""
+        # Servers may still speak of what they held before the run went back.
+        counted_from, first_version = epoch if base.generation else 0, 0 if saved is None else saved.step
+        self._registry.place(p, ParametersRecord(entry, p.layout, uploader), counted_from, first_version)
+        text = f"{entry.total} elements in {entry.slicing.count} slices, {len(entry.shards)} shards"
+        text = f"{text} on {len(set(entry.primaries))} servers, {len(creators)} members"
+        if saved is not None and base.restore is not None:
+            text = f"{text}; they go on from step {saved.step} of snapshot {base.restore.directory}"
+        notice = self._resume.notice(entry)
+        return [ev.LogEvent(f"parameters {p.name!r} placed: {text}"), *([ev.LogEvent(notice)] if notice else [])]
+
+    def _entry(self, p: ParameterSet, creators: list[Member]) -> ParametersEntry:
+        """What the map shows of a parameter set that is placed now."""
+        assert p.spec is not None and p.layout is not None
+        servers = {server.member_id: server.incarnation for server in self._members.staying}
+        saved, base = self._resume.state(p.name), self._resume.base
+        slicing = placement.choose_slicing(p.layout.total, (saved.spec if saved else p.spec).slice_elements)
+        owners = placement.place(slicing, list(servers), placement.held_elements(self._registry.entries))
+        first, resets = self._resume.first_step(p.spec), self._resume.resets(p.spec)
+        return ParametersEntry(
+            spec=replace(p.spec, slice_elements=slicing.slice_elements),
+            total=p.layout.total,
+            shards=tuple(Shard(Replica(owner, servers[owner]), base.term) for owner in owners),
+            members=tuple(ParametersMember(w.member_id, w.incarnation, w.rank, first) for w in creators),
+            ranges=placement.group_ranges(p.layout, p.spec.optimizer.overrides),
+            layout_digest=p.layout.digest,
+            reference_workers=len(creators) if saved is None else saved.reference_workers,
+            restore=None if saved is None or base.restore is None else replace(base.restore, weights_only=resets),
+            generation=base.generation,
+            state_since=0 if saved is None else saved.version_min if resets else saved.state_since,
+        )
+
+    # --- uploading, loading, and after --------------------------------------------------------------------------------
+
+    def _prepare(self, p: ParameterSet) -> list[ev.Effect]:
+        """Nothing was trained yet, or since the snapshot: whoever comes now is a member from the first step on. The
+        uploader is told to upload, where nothing is loaded."""
+        effects: list[ev.Effect] = []
+        loads = p.entry.restore is not None
+        for call, worker in p.creators.items():
+            if p.member(worker) is None:
+                first = self._resume.first_step(p.entry.spec) if loads else 0
+                member = ParametersMember(worker.member_id, worker.incarnation, worker.rank, first)
+                p.change(members=p.with_member(member))
+            if loads:
+                continue
+            if not p.placed.uploader:
+                p.change(uploader=p.entry.members[0].worker_id)
+            asked = call == p.upload_call or p.placed.committed or not p.has_place(self._members)
+            if worker.member_id == p.placed.uploader and not asked:
+                p.request_upload(call)
+                effects.append(ev.Answer(call, ev.Upload()))
+        return effects
+
+    def _complete(self, p: ParameterSet) -> list[ev.Effect]:
+        """Ready is what has its values, and these in as many copies as wanted."""
+        missing = not p.placed.committed or self._registry.missing_replicas(p) or not p.has_place(self._members)
+        if p.entry.ready or missing:
+            return []
+        p.change(ready=True)
+        return [ev.LogEvent(f"parameters {p.name!r} are ready")]
+
+    def _serve(self, p: ParameterSet) -> list[ev.Effect]:
+        """Answers those who asked for what is ready now, or has them join."""
+        described = ev.Described(p.entry.spec, p.placed.layout)
+        effects: list[ev.Effect] = [ev.Answer(call, described) for call in p.describers]
+        effects += [effect for call, worker in p.creators.items() for effect in self.joins.begin(p, call, worker)]
+        answered = list(p.describers)
+        for call, worker in p.creators.items():
+            if member := p.member(worker):
+                answered.append(call)
+                ready = ev.ParametersReady(member.first_step, bool(member.origin), self._resume.notice(p.entry))
+                effects.append(ev.Answer(call, ready))
+        for call in answered:
+            p.drop_call(call)
+        return effects
+
+    # --- losses -------------------------------------------------------------------------------------------------------
+
+    def _drop_members(self, p: ParameterSet) -> None:
+        """Removes workers that are gone, and calls of theirs."""
+        live = self._members.is_live
+        for call, worker in (*p.creators.items(), *p.describers.items()):
+            if not live(*worker.identity):
+                self._registry.end(call)
+        if p.record is None:
+            return
+        left = tuple(m for m in p.entry.members if live(m.worker_id, m.incarnation))
+        if left == p.entry.members:
+            return
+        uploader = None if p.placed.committed else p.next_uploader(left)
+        p.change(members=left, departed=p.departed(self._members), uploader=uploader)
+
+    def _refuse(self, error: PsdistError, calls: Iterable[int]) -> list[ev.Effect]:
+        """These callers cannot have what they asked for; others may."""
+        refused = list(calls)
+        for call in refused:
+            self._registry.end(call)
+        return [ev.Refuse(call, error) for call in refused]
+
+
+def _check_lost(p: ParameterSet) -> None:
+    if p.lost:
+        raise _lost_error(p)
+
+
+def _lost_error(p: ParameterSet) -> ServerLostError:
+    return ServerLostError(f"{p.lost} and is gone, and with it what it held: {REMEDY}")

@@ -1,0 +1,179 @@
+"""Drives the machine: gives it events, and carries its effects out.
+
+``post`` gives the machine an event at once. A single task, ``run``, carries effects out in order, and makes what
+several events changed durable in one commit. A failed write ends the scheduler, so that nothing is told that is not
+durable.
+
+Not here: RPCs (``service``), the calls that effects answer (``open_calls``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import psdist
+from psdist.snapshots.storage import Storage
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.v1 import server_pb2
+from psdist_scheduler import messages, report
+from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.events.cluster_events import Broadcast, Effect, Event, LogEvent, MemberLost, Persist, Tick
+from psdist_scheduler.events.records import ParametersRecord
+from psdist_scheduler.events.snapshot_events import Prune, ReadHistory, RemoveDirectory, WriteCommit
+from psdist_scheduler.open_calls import OpenCalls
+from psdist_scheduler.store import Store
+
+if TYPE_CHECKING:
+    from psdist_scheduler.snapshot_io import SnapshotIo
+
+log = logging.getLogger("psdist.scheduler")
+
+EVENTS_KEPT = 100
+
+
+class Scheduler:
+    """The machine, its store, and its storage."""
+
+    def __init__(self, cluster: Cluster, store: Store, storage: Storage | None = None) -> None:
+        self.cluster = cluster
+        self.storage = storage
+        self._storage: SnapshotIo | None = None
+        if storage is not None:
+            # What reads snapshots takes a while to load.
+            from psdist_scheduler.snapshot_io import SnapshotIo
+
+            self._storage = SnapshotIo(storage, cluster.settings.run_id, cluster.settings.salt, self.post)
+        self.calls = OpenCalls(self.post)
+        #: What members said of themselves in their last heartbeat, by id.
+        self._statistics: dict[str, server_pb2.GetStatisticsResponse] = {}
+        self._connections: dict[str, list[pb.Connection]] = {}
+        self.events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
+        self._loop = asyncio.get_running_loop()
+        self.started = self._loop.time()
+        self._store = store
+        # sqlite3 blocks until the disk has answered.
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+        self._effects: deque[Effect] = deque()
+        self._pending = asyncio.Event()
+        self._stopping = False
+        self._enqueue(cluster.start(self.started))
+
+    def post(self, event: Event) -> None:
+        """Gives the machine an event. Once the scheduler stops, ends of calls are its own doing and mean nothing."""
+        if not self._stopping:
+            self._enqueue(self.cluster.on(event, self._loop.time()))
+
+    async def run(self) -> None:
+        """Carries effects out, for ever. Raises what the store raises."""
+        async with background(self._storage.run() if self._storage else asyncio.sleep(0)):
+            await self._carry_out_all()
+
+    async def _carry_out_all(self) -> None:
+        while True:
+            await self._pending.wait()
+            self._pending.clear()
+            batch, self._effects = self._effects, deque()
+            changes = [effect for effect in batch if isinstance(effect, Persist)]
+            if changes:
+                await self._loop.run_in_executor(self._writer, self._store.write, merge(changes))
+            for effect in batch:
+                self._carry_out(effect)
+
+    async def tick(self) -> None:
+        """Tells the machine that time passes, for ever."""
+        while True:
+            await asyncio.sleep(self.cluster.settings.tick_seconds)
+            self.post(Tick())
+
+    def stop(self) -> None:
+        """From now on nothing changes: the members live on while the scheduler does not."""
+        self._stopping = True
+
+    def close(self) -> None:
+        """Frees the store, after a write in progress."""
+        self._writer.shutdown(wait=True)
+        self._store.close()
+
+    def status(self) -> pb.GetStatusResponse:
+        """The status report."""
+        now = self._loop.time()
+        epoch, uptime = self.calls.maps.message.epoch, now - self.started
+        return report.status(
+            self.cluster, epoch, self._statistics, self._connections, self.events, psdist.__version__, uptime, now
+        )
+
+    def on_heartbeat(self, call: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
+        """A member's heartbeat on its session ``call``. What the report shows of it is kept."""
+        self.post(messages.heartbeat_event(call, heartbeat))
+        if self.cluster.members.sessions.get(call) != member_id:
+            return
+        if heartbeat.HasField("statistics"):
+            self._statistics[member_id] = heartbeat.statistics
+        if heartbeat.HasField("connections"):
+            self._connections[member_id] = messages.connections(heartbeat.connections)
+
+    def _enqueue(self, effects: list[Effect]) -> None:
+        if effects:
+            self._effects.extend(effects)
+            self._pending.set()
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case LogEvent():
+                log.log(logging.INFO if effect.level == "info" else logging.WARNING, effect.text)
+                if effect.level != "wait":
+                    self.events.append((time.time(), effect.text))
+            case WriteCommit() | RemoveDirectory() | Prune() | ReadHistory():
+                if self._storage is not None:
+                    self._storage.put(effect)
+            case _:
+                if isinstance(effect, Broadcast) and isinstance(effect.news, MemberLost):
+                    self._statistics.pop(effect.news.member_id, None)
+                    self._connections.pop(effect.news.member_id, None)
+                self.calls.carry_out(effect)
+
+
+def merge(changes: list[Persist]) -> Persist:
+    """Several changes as one; of each thing the newest."""
+    members = {member.member_id: member for change in changes for member in change.members}
+    parameters: dict[str, ParametersRecord] = {}
+    for change in changes:
+        for name in change.forgotten:
+            parameters.pop(name, None)
+        parameters |= {record.entry.spec.name: record for record in change.parameters}
+    nodes = {node.agent_id: node for change in changes for node in change.nodes}
+    datasets = {record.spec.name: record for change in changes for record in change.datasets}
+    forgotten = {name: None for change in changes for name in change.forgotten}
+    wanted = next((c.servers_wanted for c in reversed(changes) if c.servers_wanted is not None), None)
+    base = next((c.base for c in reversed(changes) if c.base is not None), None)
+    barriers = {(record.worker_id, record.name): record for change in changes for record in change.barriers}
+    return Persist(
+        changes[-1].epoch,
+        members=tuple(members.values()),
+        parameters=tuple(parameters.values()),
+        nodes=tuple(nodes.values()),
+        servers_wanted=wanted,
+        datasets=tuple(datasets.values()),
+        forgotten=tuple(forgotten),
+        base=base,
+        barriers=tuple(barriers.values()),
+    )
+
+
+@asynccontextmanager
+async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that does not outlive the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task

@@ -1,0 +1,271 @@
+"""The run's snapshots: requests for one, what is due, and what becomes of it. Pure.
+
+A request waits (``waiters``) until a snapshot has everything that its caller knows of. What is due (``schedule``) is
+attempted (``attempt_runner``) as soon as nothing is missing for it. What the storage has committed is in the catalog,
+which then deletes what is not kept any more.
+
+A worker that waits in its request makes no push, so only a cut that is reached without one is possible.
+
+Invariant: a waiting caller is answered by a snapshot that has everything that the caller knows of.
+
+Not here: files (``snapshot_io``), rolling back (``rollback``), what a run begins from (``restore_point``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from psdist.errors import NoStorageError, SnapshotFailedError
+from psdist_scheduler.datasets.datasets import Datasets
+from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events.cluster_events import Effect, LogEvent
+from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.events.worker_events import Caller
+from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement.parameters import ParameterSet
+from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.snapshots import waiters
+from psdist_scheduler.snapshots.attempt_runner import AttemptRunner
+from psdist_scheduler.snapshots.catalog import Catalog
+from psdist_scheduler.snapshots.cut import floor, is_stepped
+from psdist_scheduler.snapshots.end_snapshot import EndSnapshot, EndState
+from psdist_scheduler.snapshots.schedule import SnapshotSchedule
+from psdist_scheduler.snapshots.waiters import SnapshotWaiter, SnapshotWaiters
+
+_REASON_CHARACTERS: Final = 200
+
+
+class Snapshots:
+    """All about the snapshots of one run."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        registry: Registry,
+        members: Membership,
+        datasets: Datasets,
+        history: sn.History | None,
+        now: float,
+    ) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._members = members
+        self._datasets = datasets
+        self.catalog = Catalog(registry.resume, history)
+        self.schedule = SnapshotSchedule(settings.policy, now)
+        self.waiters = SnapshotWaiters()
+        self.end_snapshot = EndSnapshot()
+        self.runner = AttemptRunner(
+            settings, members, datasets, self.catalog, self.schedule, self.waiters, self.end_snapshot
+        )
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the run has a storage."""
+        return bool(self._settings.storage)
+
+    @property
+    def doubt(self) -> str:
+        """What must be known before it is known which snapshot is the newest, as a sentence that begins with "for";
+        empty if nothing must."""
+        return self.catalog.doubt if self.enabled else ""
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether workers that end together may leave."""
+        return self.end_snapshot.is_safe(self.runner.attempt)
+
+    @property
+    def saves_at_end(self) -> bool:
+        """Whether there is something that could be saved when the run ends, and the policy wants that."""
+        able = self.enabled and self.catalog.known and self._settings.policy.at_end and not self.catalog.replaced
+        return able and not self._lacking and not self._registry.lost_text
+
+    def waits(self) -> Iterator[tuple[str, list[int], str]]:
+        """Key, calls and reason of each wait. The calls are notified by ``progress``."""
+        attempt = self.runner.attempt
+        if attempt is not None and (not attempt.ahead or attempt.reached):
+            yield "snapshot", [], attempt.waiting_for
+        elif self.waiters:
+            yield "snapshot", [], self._obstacle
+
+    def validate(self) -> None:
+        """Asserts the invariants of all parts."""
+        assert all(w.worker is None or self._members.is_live(*w.worker.identity) for w in self.waiters)
+        self.catalog.validate()
+        self.runner.validate()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def save(self, event: sn.Save, now: float) -> list[Effect]:
+        """Somebody wants a snapshot. Raises WrongRunError, FencedError, NoStorageError, SnapshotFailedError."""
+        self._members.check_run(event.run_id)
+        worker = None
+        if event.worker_id:
+            worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
+        if not self.enabled:
+            raise NoStorageError("this run has no storage: start it with --storage-path DIR or URL")
+        if self._settings.unwritable:
+            raise NoStorageError(self._settings.unwritable)
+        if self.catalog.replaced:
+            raise SnapshotFailedError(self.catalog.replaced)
+        reason = (event.reason or "on demand")[:_REASON_CHARACTERS]
+        if worker is not None and reason == sn.AT_THE_END and not self._settings.policy.at_end:
+            raise SnapshotFailedError("this run takes no snapshot at its end")
+        return self._add(SnapshotWaiter(event.call, worker, dict(event.next), reason), now)
+
+    def save_before_the_end(self, call: int, server: str, now: float) -> list[Effect]:
+        """A server wants to end whose values go with it: if anything was trained that no snapshot has, one is taken
+        first, and one that is under way is finished."""
+        if self.end_snapshot.state is EndState.TAKEN:
+            return []
+        attempt = self.runner.attempt
+        under_way = attempt is not None and server in attempt.servers and not (attempt.ahead and not attempt.reached)
+        trained = self.saves_at_end and self.schedule.has_trained(self._ready, self.catalog.saved_steps)
+        if not under_way and not trained:
+            return []
+        return self._add(SnapshotWaiter(call, None, {}, sn.AT_THE_END, drains=True), now)
+
+    def save_for_the_end(self, steps: dict[str, int]) -> list[Effect]:
+        """All workers stand still, BSP parameter sets at ``steps``, and are about to leave: one is taken now,
+        unless nothing was trained since the newest."""
+        self.end_snapshot.forget()
+        if not self.saves_at_end:
+            return []
+        newest, ready = self.catalog.newest, self._ready
+        # Of parameter sets without steps servers may not have reported the newest version yet.
+        known = newest is not None and all(is_stepped(p) for p in ready)
+        if newest is None or not known or self.schedule.has_trained(ready, self.catalog.saved_steps, steps):
+            self.end_snapshot.want(steps)
+        else:
+            self.end_snapshot.be(newest.commit)
+        return self.runner.replace("the run is being stopped")
+
+    def _add(self, waiter: SnapshotWaiter, now: float) -> list[Effect]:
+        attempt = self.runner.attempt
+        if attempt is None:
+            self.waiters.add(waiter, 0)
+            return []
+        place = "joins" if attempt.number == self.end_snapshot.attempt else waiters.place(waiter, attempt)
+        self.waiters.add(waiter, attempt.number if place == "joins" else 0)
+        if place != "supersedes":
+            return []
+        self.schedule.tries.aim_near()
+        return self.runner.give_up("another is wanted now", now)
+
+    # --- what became of work on the storage ---------------------------------------------------------------------------
+
+    def on_committed(self, event: sn.Committed, now: float) -> tuple[list[Effect], sn.CommitFound | None]:
+        """A snapshot exists. Returns also the one that the run must roll back to: this one, where it belongs to a
+        history that was given up while the storage stood still, and nothing is placed yet."""
+        found = sn.CommitFound(event.commit, event.manifest)
+        if self.runner.is_current(event.attempt) or self._registry.resume.is_of_this_course(found):
+            return self._committed(found, event.attempt, now), None
+        if any(p.record for p in self._registry.all):
+            self.catalog.add(found, wanted=False)
+            return [sn.Prune((event.commit,))], None
+        return self._committed(found, event.attempt, now), found
+
+    def on_commit_failed(self, event: sn.CommitFailed, now: float) -> list[Effect]:
+        """A snapshot does not exist, or nobody knows."""
+        self.catalog.fail(event)
+        return self.runner.fail(event.text, now) if self.runner.is_current(event.attempt) else []
+
+    def rolled_back(self, now: float) -> list[Effect]:
+        """The run went back to a snapshot: what is under way means nothing any more."""
+        effects = self.runner.give_up("the run goes back to a snapshot", now) if self.runner.attempt else []
+        self.schedule.rolled_back()
+        self.end_snapshot.forget()
+        return effects
+
+    def _committed(self, found: sn.CommitFound, attempt: int, now: float) -> list[Effect]:
+        commit = found.commit
+        loss = self.catalog.loss(commit.steps)
+        self.catalog.add(found)
+        steps = ", ".join(f"{name!r} at step {step}" for name, step in commit.steps.items())
+        size = f"{commit.bytes / 1e6:.1f} MB in {commit.seconds:.2f} s"
+        effects: list[Effect] = [LogEvent(f"snapshot {commit.directory} ({commit.reason}): {steps}, {size}")]
+        effects += [LogEvent(loss, "warning")] if loss else []
+        if self.runner.is_current(attempt):
+            effects += self.runner.committed(commit, now)
+        return effects + self.catalog.prune(self._settings.policy, {self._registry.base_in_use})
+
+    # --- progress -----------------------------------------------------------------------------------------------------
+
+    def progress(self, epoch: int, now: float) -> list[Effect]:
+        """Whatever is due by now."""
+        if not self.enabled:
+            return []
+        effects = self.catalog.read_if_due(now)
+        ready, attempt = self._ready, self.runner.attempt
+        cut = attempt.cut if attempt is not None else None
+        self._datasets.cut.settle(lambda worker: floor(cut, ready, worker), self._members.is_live)
+        effects += self.runner.progress(ready, epoch, now)
+        if self.runner.attempt is None and self.catalog.known:
+            effects += self._start_due(ready, epoch, now)
+        attempt = self.runner.attempt
+        if attempt is None:
+            return effects + self.waiters.notify(self._obstacle, 0, 0, now)
+        return effects + self.waiters.notify(attempt.waiting_for, *attempt.bytes, now)
+
+    def _start_due(self, ready: list[ParameterSet], epoch: int, now: float) -> list[Effect]:
+        effects = self._serve_waiters(ready)
+        end = self.end_snapshot
+        if self._obstacle or self.catalog.replaced or end.state is EndState.TAKEN:
+            return effects
+        due = self.schedule.due(ready, self.waiters, end, self.catalog.saved_steps, now)
+        if due is not None:
+            effects += self.runner.begin(due, ready, epoch, now)
+        if end.state is EndState.WANTED and self.runner.attempt is not None:
+            end.try_by(self.runner.attempt.number)
+        return effects
+
+    def _serve_waiters(self, ready: list[ParameterSet]) -> list[Effect]:
+        """Answers those whom the newest snapshot serves, and refuses those whom none can."""
+        effects: list[Effect] = []
+        newest, hopeless, is_back = self.catalog.newest, self._hopeless(ready), self._is_back(ready)
+        for waiter in self.waiters:
+            if self.end_snapshot.commit is not None:
+                effects += self.waiters.answer(waiter, sn.Saved(self.end_snapshot.commit))
+            elif newest is not None and (is_back or waiters.serves(newest, waiter, ready, self._datasets)):
+                effects += self.waiters.answer(waiter, sn.Saved(newest.commit, True))
+            elif hopeless is not None:
+                effects += self.waiters.refuse(waiter, hopeless)
+        return effects
+
+    # --- what a snapshot needs ----------------------------------------------------------------------------------------
+
+    @property
+    def _ready(self) -> list[ParameterSet]:
+        return [p for p in self._registry.all if p.state == "ready" and p.entry.shards]
+
+    @property
+    def _obstacle(self) -> str:
+        """Why no attempt can begin now, as a sentence that begins with "for"; empty if one can."""
+        return self._lacking or (self.doubt if self.catalog.committing else "")
+
+    @property
+    def _lacking(self) -> str:
+        """What there is not yet of that which a snapshot is made of; likewise."""
+        if not self.catalog.known:
+            return self.doubt
+        if loading := [p.name for p in self._registry.all if p.state == "loading"]:
+            return f"for {loading[0]!r} to be loaded from the snapshot before"
+        return "" if self._ready else "for parameters to be ready"
+
+    def _is_back(self, ready: list[ParameterSet]) -> bool:
+        """Whether the run went back to the newest snapshot, and nothing is there yet that could be trained."""
+        gathering = not any(p.record for p in self._registry.all)
+        return not ready and gathering and self._registry.resume.base.restore is not None
+
+    def _hopeless(self, ready: list[ParameterSet]) -> SnapshotFailedError | None:
+        if self.catalog.replaced:
+            return SnapshotFailedError(self.catalog.replaced)
+        if lost := self._registry.lost_text:
+            return SnapshotFailedError(f"there is nothing whole to save: {lost}")
+        if not ready and not any(p.state == "loading" for p in self._registry.all):
+            return SnapshotFailedError("there are no parameters to save yet: create them first")
+        return None
