@@ -75,28 +75,19 @@ class Machines:
         registry = Registry(settings, stored.parameters, epoch + 1, resume)
         joins = Joins(registry, members, (epoch + 1) << _COMMANDS_BITS)
         creation = Creation(settings, registry, members, demand, joins)
+        replica_manager = ReplicaManager(settings, registry, members)
         scaling = Scaling(settings, registry, members, demand)
         datasets = Datasets(stored.datasets, resume)
         snapshots = Snapshots(settings, registry, members, datasets, history, now)
+        rollback = Rollback(registry, joins, members, datasets, snapshots)
+        shutdown = GracefulShutdown(settings, registry, members, snapshots, scaling)
         stops = Stops(members, registry, snapshots, epoch << _COMMANDS_BITS)
+        changes = MembershipChanges(settings, members, demand, registry, joins, snapshots, stops, now)
         barriers = Barriers(members, demand, stored.barriers)
-        return cls(
-            members=members,
-            demand=demand,
-            registry=registry,
-            creation=creation,
-            replica_manager=ReplicaManager(settings, registry, members),
-            scaling=scaling,
-            datasets=datasets,
-            snapshots=snapshots,
-            rollback=Rollback(registry, joins, members, datasets, snapshots),
-            shutdown=GracefulShutdown(settings, registry, members, snapshots, scaling),
-            stops=stops,
-            changes=MembershipChanges(settings, members, demand, registry, joins, snapshots, stops, now),
-            barriers=barriers,
-            mutual_waits=MutualWaits(members, registry, barriers),
-            rendezvous=Rendezvous(stored.nodes, settings.join_grace_seconds, now),
-        )
+        mutual_waits = MutualWaits(members, registry, barriers)
+        rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, now)
+        held = (members, demand, registry, creation, replica_manager, scaling, datasets, snapshots, rollback, shutdown)
+        return cls(*held, stops, changes, barriers, mutual_waits, rendezvous)
 
     def end(self, call: int) -> None:
         """The call does not wait any more."""

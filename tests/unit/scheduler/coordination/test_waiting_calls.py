@@ -1,0 +1,49 @@
+"""Calls that wait: when each is told why, and when it is over."""
+
+from __future__ import annotations
+
+import pytest
+
+from psdist.errors import ClosedError, LimitExceededError
+from psdist.wire.limits import REPORT_WAIT_SECONDS
+from psdist_scheduler.coordination.waiting_calls import REPEAT_SECONDS, WAITS_PER_MEMBER_MAX, WaitingCalls
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events.records import Member
+
+WORKER = Member("worker-0", "worker", 1)
+
+
+def test_a_call_is_told_when_the_reason_changes_and_from_time_to_time() -> None:
+    calls = WaitingCalls()
+    calls.add(1, "worker-0")
+    assert calls.report([("barrier", [1], "for b")], 0.0) == [ev.Answer(1, ev.Waiting("for b"))]
+    assert calls.report([("barrier", [1], "for b")], REPEAT_SECONDS - 0.1) == []
+    assert calls.report([("barrier", [1], "for c")], REPEAT_SECONDS - 0.1) == [ev.Answer(1, ev.Waiting("for c"))]
+    assert calls.report([("barrier", [1], "for c")], 2 * REPEAT_SECONDS) == [ev.Answer(1, ev.Waiting("for c"))]
+    assert calls.texts == ["for c"] and calls.report([], 5.0) == [] and calls.texts == []
+
+
+def test_a_long_wait_is_logged_once_for_each_reason() -> None:
+    calls = WaitingCalls()
+    calls.report([("drain", [], "for a")], 0.0)
+    (note,) = calls.report([("drain", [], "for a")], REPORT_WAIT_SECONDS)
+    assert isinstance(note, ev.LogEvent) and note.level == "wait" and "waiting for a" in note.text
+    assert calls.report([("drain", [], "for a")], REPORT_WAIT_SECONDS + 1) == []
+
+
+def test_an_answer_for_good_ends_the_wait_and_upload_does_not() -> None:
+    calls = WaitingCalls()
+    for call in (1, 2, 3):
+        calls.add(call, "worker-0")
+    calls.settle([ev.Answer(1, ev.Upload()), ev.Answer(2, ev.Done()), ev.Refuse(3, ClosedError("over"))])
+    assert calls.of({"worker-0"}) == [(1, "worker-0")]
+    calls.validate()
+
+
+def test_a_member_waits_in_so_many_calls() -> None:
+    calls = WaitingCalls()
+    for call in range(WAITS_PER_MEMBER_MAX):
+        calls.check(WORKER)
+        calls.add(call, "worker-0")
+    with pytest.raises(LimitExceededError, match="worker-0"):
+        calls.check(WORKER)

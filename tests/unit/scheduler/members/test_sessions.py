@@ -1,0 +1,56 @@
+"""Leases and sessions: who is taken for lost, and when."""
+
+from __future__ import annotations
+
+from psdist_scheduler.events.records import ClusterSettings, Member
+from psdist_scheduler.members.sessions import RESTART_LEASES, Sessions
+
+SETTINGS = ClusterSettings("run", lease_seconds=2.0, worker_lease_seconds=30.0)
+SERVER, WORKER = Member("server-0", "server", 1), Member("worker-0", "worker", 1)
+
+
+def sessions(*members: Member) -> Sessions:
+    """Members that registered at 100 s."""
+    made = Sessions(SETTINGS, (), 100.0)
+    for member in members:
+        made.begin(member, 100.0)
+    return made
+
+
+def test_a_lease_is_the_members_once_it_has_a_session() -> None:
+    made = sessions(SERVER, WORKER)
+    assert [member_id for member_id, _ in made.expired(102.1)] == ["server-0", "worker-0"]
+    made.open(7, "worker-0", 101.0)
+    assert made.expired(131.0) == [("server-0", "opened no session within 31.0 s")]
+    assert dict(made.expired(131.1))["worker-0"] == "silent for 30.1 s, and --worker-timeout is 30 s"
+
+
+def test_a_session_replaces_the_one_before() -> None:
+    made = sessions(SERVER)
+    assert made.open(7, "server-0", 100.0) == 0 and made.open(8, "server-0", 100.0) == 7
+    assert dict(made) == {8: "server-0"} and made.of("server-0") == 8
+    made.validate()
+    assert made.end("server-0") == 8 and not made and not made.liveness
+
+
+def test_a_member_that_is_detached_has_a_lease_to_come_back() -> None:
+    made = sessions(SERVER)
+    made.open(7, "server-0", 100.0)
+    made.detach(7, 101.5)
+    assert not made.expired(103.5) and made.expired(103.6) and made.of("server-0") == 0
+
+
+def test_silence_while_this_process_stood_still_does_not_count() -> None:
+    made = sessions(SERVER)
+    made.open(7, "server-0", 100.0)
+    made.extend(101.0, 1.0)
+    assert not made.expired(103.0) and made.expired(103.1)
+    made.extend(110.0, 9.0)
+    assert not made.expired(112.0) and made.expired(112.1)
+
+
+def test_members_of_an_earlier_scheduler_have_longer() -> None:
+    made = Sessions(SETTINGS, (SERVER,), 100.0)
+    assert not made.expired(100.0 + 2.0 * RESTART_LEASES) and made.liveness["server-0"].restored
+    made.refresh("server-0", 100.0)
+    assert made.expired(102.1) and not made.liveness["server-0"].restored
