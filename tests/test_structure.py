@@ -21,9 +21,7 @@ ATTRIBUTES_MAX = 15
 
 #: Classes that are wider, with their methods and attributes, and why that is so. These numbers may only fall.
 WIDE = {
-    # Options of a command, one field for each flag, and settings of a program likewise.
-    "AgentOptions": (0, 19),
-    "LocalOptions": (1, 21),
+    # Settings of a program, one field for each flag.
     "SchedulerSettings": (0, 21),
     # The public API: one method for each thing that a script can ask for.
     "AsyncClient": (31, 18),
@@ -45,7 +43,6 @@ WIDE = {
     "ServerSession": (11, 16),
     "SharedMemory": (25, 21),
     "SnapshotSchedule": (48, 18),
-    "Supervisor": (21, 20),
     "WorkerSession": (33, 25),
 }
 

@@ -41,7 +41,7 @@ async def request(
     return last
 
 
-def told(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
+def committed_text(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
     """A committed snapshot for people: where the run is, and how much was written how fast."""
     saved = answer.committed
     steps = sorted(set(saved.steps.values()))
@@ -122,7 +122,7 @@ async def _save(address: str, run_id: str, token: str, reason: str) -> int:
     if answer is None or not answer.HasField("committed"):
         _say("no snapshot was taken: the scheduler ended the call")
         return 1
-    _say(told(answer))
+    _say(committed_text(answer))
     return 0
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from psdist.errors import ConfigurationError
-from psdist.launch.supervisor import ProcessKey
+from psdist.launch.events import ProcessKey
 
 _TAIL_LINES: Final = 200
 _SHOWN_LINES: Final = 15
@@ -99,6 +99,7 @@ class Output:
         on_broken: Callable[[], None] = lambda: None,
         mute_stopping_services: bool = True,
     ) -> None:
+        self.directory = routing.directory
         self._routing = routing
         self._local_rank = local_rank
         self._worker_label = worker_label

@@ -1,7 +1,7 @@
-"""Which processes a run has: their command lines and environments. Values in, values out; nothing is started here.
+"""Command lines and environments of a run's processes. Values in, values out; nothing is started here.
 
-A worker gets torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` ...) beside psdist's own. What an outer
-run or a user's shell had set of these is replaced or removed, so that a run inside a run finds its own scheduler.
+A worker gets torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` ...) beside psdist's own. Such variables
+of an outer run or a user's shell are replaced or removed, so that a run inside a run finds its own scheduler.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from psdist.launch.events import ProcessKey
 from psdist.launch.process import ProcessSpec
-from psdist.launch.supervisor import ProcessKey
 from psdist.settings.config import DRAIN_TIMEOUT_SECONDS, WORKER_TIMEOUT_SECONDS
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 
-#: Variables that tell a process its place in a run; none is handed down from outside.
+#: Variables that give a process its place in a run. None is inherited from outside.
 _OWNED: Final = (
     "PSDIST_SCHEDULER",
     "PSDIST_SCHEDULER_FILE",
@@ -46,8 +46,11 @@ _OWNED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class SchedulerAddress:
-    """How processes find the scheduler: by address, or by the file in which it leaves it. And how they prove
-    themselves: by a token file, or by the token that is in their environment already."""
+    """How processes find the scheduler and authenticate to it.
+
+    address, file: its address, or the file in which it leaves that. token_file: empty where the token is in their
+    environment already.
+    """
 
     address: str = ""
     file: Path | None = None
@@ -55,7 +58,7 @@ class SchedulerAddress:
     run_id: str = ""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """``base`` with all that names a scheduler replaced by this one."""
+        """``base`` with this scheduler in place of any other."""
         values = {name: value for name, value in base.items() if name not in _OWNED}
         if self.address:
             values["PSDIST_SCHEDULER"] = self.address
@@ -91,7 +94,7 @@ class WorkersPlan:
         return range(self.first_rank, self.first_rank + self.processes)
 
     def limits_threads(self, base: Mapping[str, str]) -> bool:
-        """Whether the workers get OMP_NUM_THREADS=1, as under torchrun: several share the cores, and nobody chose."""
+        """Whether the workers get OMP_NUM_THREADS=1, as under torchrun: several share the cores, and it is not set."""
         return self.processes > 1 and not base.get("OMP_NUM_THREADS")
 
     def connected_file(self, rank: int, attempt: int) -> Path:
@@ -127,7 +130,7 @@ class WorkersPlan:
 class SnapshotPlan:
     """Where a run's snapshots lie, an absolute path or a URL, and when they are taken.
 
-    fresh: the run begins anew, and there must be none yet. optional: where they cannot be written the run goes without.
+    fresh: it is a new run, and the storage must have none. optional: where none can be written, the run takes none.
     """
 
     storage: str
@@ -136,7 +139,7 @@ class SnapshotPlan:
     optional: bool = False
 
     def flags(self) -> tuple[str, ...]:
-        """As the scheduler's command line has it."""
+        """The flags of the scheduler's command line."""
         policy = self.policy
         return (
             *("--storage-path", self.storage, "--save-interval", policy.interval or "0"),
@@ -161,13 +164,13 @@ class ServicesPlan:
     kernel_threads: int
     log_level: str
     replicas: int = 1
-    #: Longest wait of a server that is told to end for others to take its shards.
+    #: Longest wait of a server that is told to stop, until its shards have been moved to others.
     drain_timeout_seconds: float = DRAIN_TIMEOUT_SECONDS
     snapshots: SnapshotPlan | None = None
     worker_timeout_seconds: float = WORKER_TIMEOUT_SECONDS
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
-        """The scheduler, which leaves its address in the link's file. Started again it needs the port that it had."""
+        """The scheduler, which leaves its address in the link's file. A restarted one keeps its ``port``."""
         argv = (
             *program("psdist_scheduler"),
             *("--host", "127.0.0.1", "--port", str(port), "--run-id", self.link.run_id),
@@ -194,7 +197,7 @@ class ServicesPlan:
         return ProcessSpec(ProcessKey("server", number), argv, self.link.environment(base))
 
     def snapshot(self, base: Mapping[str, str]) -> ProcessSpec:
-        """What has the last snapshot taken."""
+        """The process that has the last snapshot taken."""
         return ProcessSpec(
             ProcessKey("snapshot", 0), program("psdist.launch.final_snapshot"), self.link.environment(base)
         )
@@ -211,12 +214,5 @@ def server_number(server_id: str) -> int | None:
 
 def program(module: str) -> tuple[str, ...]:
     """The command of one of our own programs, without arguments."""
-    # -P: a file named like a standard module in the user's directory must not break our programs.
+    # -P: a file in the user's directory that is named like a standard module must not break our programs.
     return (sys.executable, "-P", "-m", module)
-
-
-def python_command(script: list[str], *, module: bool, no_python: bool) -> tuple[str, ...]:
-    """The script as it is run: by this Python without output buffering, or as a program of its own."""
-    if no_python:
-        return tuple(script)
-    return (sys.executable, "-u", *(("-m",) if module else ()), *script)

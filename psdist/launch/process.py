@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import IO, Final
 
 from psdist.launch import reaper
-from psdist.launch.supervisor import ProcessKey
+from psdist.launch.events import ProcessKey
+from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
 
-#: Bytes of a line that has not ended; a longer one is shown in pieces.
-LINE_BYTES_MAX: Final = 64 << 10
 _READ_BYTES: Final = 64 << 10
 #: A descendant that left the process group may hold the pipes open; its output is not waited for any longer.
 _DRAIN_SECONDS: Final = 0.5
@@ -55,9 +54,9 @@ class LineSplitter:
         held = b"\r" if text.endswith(b"\r") else b""
         parts = text[: len(text) - len(held)].replace(b"\r", b"\n").split(b"\n")
         self._rest = parts.pop() + held
-        while len(self._rest) > LINE_BYTES_MAX:
-            parts.append(self._rest[:LINE_BYTES_MAX])
-            self._rest = self._rest[LINE_BYTES_MAX:]
+        while len(self._rest) > OUTPUT_LINE_BYTES_MAX:
+            parts.append(self._rest[:OUTPUT_LINE_BYTES_MAX])
+            self._rest = self._rest[OUTPUT_LINE_BYTES_MAX:]
         return [part.decode("utf-8", "replace") for part in parts]
 
     def close(self) -> list[str]:

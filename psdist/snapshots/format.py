@@ -32,13 +32,11 @@ from psdist.types import (
     check_directory,
     check_name,
 )
-from psdist.wire.limits import DIMENSIONS_MAX
+from psdist.wire.limits import DIMENSIONS_MAX, MANIFEST_BYTES_MAX, SNAPSHOT_TEXT_MAX
 
 #: The newest version of manifests, and that of commit records. What has nothing of version 2 is written as version 1.
 FORMAT: Final = 2
 COMMIT_FORMAT: Final = 1
-COMMIT_BYTES_MAX: Final = 1 << 20
-MANIFEST_BYTES_MAX: Final = 1 << 30
 #: Bytes of one element in a shard's file: float32, little-endian.
 ELEMENT_BYTES: Final = 4
 #: Name of the first array of a slice; the others are the optimizer's.
@@ -49,7 +47,6 @@ SNAPSHOTS: Final = "snapshots"
 _COMMIT_PATH = re.compile(r"commits/([0-9]{12})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _NUMBER_MAX: Final = (1 << 63) - 1
-_TEXT_MAX: Final = 4096
 
 F = TypeVar("F", "CommitRecord", "Manifest")
 #: The type, in classes that have something else of this name.
@@ -147,7 +144,8 @@ def _check_number(name: str, value: object, low: int = 0) -> None:
 
 
 def _check_text(name: str, value: object) -> None:
-    _require(isinstance(value, str) and len(value) <= _TEXT_MAX, name, value, f"text of at most {_TEXT_MAX} characters")
+    allowed = f"text of at most {SNAPSHOT_TEXT_MAX} characters"
+    _require(isinstance(value, str) and len(value) <= SNAPSHOT_TEXT_MAX, name, value, allowed)
 
 
 def _check_digest(name: str, value: object) -> None:

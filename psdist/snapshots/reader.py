@@ -20,6 +20,7 @@ from psdist.errors import PsdistError, SnapshotCorruptError, UnknownSnapshotErro
 from psdist.snapshots import format as layouts
 from psdist.snapshots.format import CommitRecord, Manifest, ParametersState, WorkerState, corrupt
 from psdist.snapshots.storage import Storage
+from psdist.wire.limits import COMMIT_BYTES_MAX
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,9 +82,9 @@ async def commits(storage: Storage) -> list[CommitRecord | Unreadable]:
 async def _read_commit(storage: Storage, path: str) -> CommitRecord | Unreadable | None:
     """None where it was deleted meanwhile."""
     try:
-        data = await storage.read(path, 0, layouts.COMMIT_BYTES_MAX + 1)
-        if len(data) > layouts.COMMIT_BYTES_MAX:
-            raise corrupt(path, f"it is longer than {layouts.COMMIT_BYTES_MAX} bytes")
+        data = await storage.read(path, 0, COMMIT_BYTES_MAX + 1)
+        if len(data) > COMMIT_BYTES_MAX:
+            raise corrupt(path, f"it is longer than {COMMIT_BYTES_MAX} bytes")
         commit = CommitRecord.from_bytes(data, path)
         if commit.path != path:
             raise corrupt(path, f"its number is {commit.sequence}")

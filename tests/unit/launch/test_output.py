@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from psdist.errors import ConfigurationError
 from psdist.launch import reaper
+from psdist.launch.events import ProcessKey
 from psdist.launch.output import STDERR, STDOUT, Output, Routing, last_words, parse_streams
 from psdist.launch.plan import SchedulerAddress, WorkersPlan
-from psdist.launch.process import LINE_BYTES_MAX, LineSplitter
+from psdist.launch.process import LineSplitter
 from psdist.launch.run_record import RunRegistry
-from psdist.launch.supervisor import ProcessKey
+from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
 
 WORKER = ProcessKey("worker", 5)
 
@@ -38,7 +39,7 @@ def test_progress_bars_and_lines_without_end() -> None:
     assert splitter.feed(b"10%\r20%\r") == ["10%"]
     assert splitter.feed(b"30%") == ["20%"]
     assert splitter.close() == ["30%"]
-    assert splitter.feed(b"x" * (LINE_BYTES_MAX + 1)) == ["x" * LINE_BYTES_MAX]
+    assert splitter.feed(b"x" * (OUTPUT_LINE_BYTES_MAX + 1)) == ["x" * OUTPUT_LINE_BYTES_MAX]
     assert splitter.close() == ["x"]
     assert splitter.feed(b"\xff\n") == ["\ufffd"]
 
