@@ -30,7 +30,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.errors import InvalidArgumentError
+from psdist.errors import InvalidArgumentError, check_integer
 from psdist.types import DataPosition, DatasetSpec
 
 __all__ = ["DataPosition", "DatasetSpec", "DistributedSampler", "RangeOrder"]
@@ -67,13 +67,13 @@ class DistributedSampler:
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        _check_range("num_replicas", self.num_replicas, 1, _SEED_MAX)
-        _check_range("rank", self.rank, 0, self.num_replicas - 1)
-        _check_range("seed", seed, 0, _SEED_MAX)
+        check_integer("num_replicas", self.num_replicas, 1, _SEED_MAX)
+        check_integer("rank", self.rank, 0, self.num_replicas - 1)
+        check_integer("seed", seed, 0, _SEED_MAX)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the data epoch, from 0. Call it before each pass, or every pass has the same order."""
-        _check_range("epoch", epoch, 0, _SEED_MAX)
+        check_integer("epoch", epoch, 0, _SEED_MAX)
         self.epoch = epoch
 
     def indices(self) -> NDArray[np.int64]:
@@ -138,16 +138,11 @@ def _permutation(size: int, seed: int, data_epoch: int) -> NDArray[np.int64]:
 
 def _size_of(dataset: Sized | int) -> int:
     if isinstance(dataset, int) and not isinstance(dataset, bool):
-        _check_range("dataset size", dataset, 0, _SEED_MAX)
+        check_integer("dataset size", dataset, 0, _SEED_MAX)
         return dataset
     if not isinstance(dataset, Sized):
         raise InvalidArgumentError(f"dataset of type {type(dataset).__name__} has no length: pass its size instead")
     return len(dataset)
-
-
-def _check_range(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidArgumentError(f"{name}={value!r} is out of range: use a whole number from {low} to {high}")
 
 
 def _from_environment(variable: str, default: int) -> int:

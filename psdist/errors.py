@@ -302,6 +302,12 @@ class InternalError(PsdistError):
     """A defect in psdist, or an answer that no rule explains."""
 
 
+def check_integer(name: str, value: object, low: int, high: int) -> None:
+    """Raises InvalidArgumentError unless ``value`` is a whole number in [low, high]."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidArgumentError(f"{name}={value!r:.40} is out of range: use a whole number from {low} to {high}")
+
+
 def _all_subclasses(base: type[PsdistError]) -> list[type[PsdistError]]:
     direct = base.__subclasses__()
     return direct + [leaf for child in direct for leaf in _all_subclasses(child)]

@@ -10,12 +10,13 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Final, Literal
 
 from psdist.consistency import Consistency
-from psdist.errors import InvalidArgumentError, InvalidNameError, LimitExceededError
+from psdist.errors import InvalidArgumentError, InvalidNameError, LimitExceededError, check_integer
 from psdist.optim import Optimizer
 
 DType = Literal["float32", "float16", "bfloat16", "float64"]
@@ -60,6 +61,13 @@ def check_directory(name: str) -> str:
             name=name,
         )
     return name
+
+
+def _difference(mine: object, theirs: object, names: Iterable[str]) -> str:
+    for name in names:
+        if getattr(mine, name) != getattr(theirs, name):
+            return f"{name} is {getattr(theirs, name)!r}, not {getattr(mine, name)!r}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +183,8 @@ class ParametersSpec:
 
     def difference(self, other: ParametersSpec) -> str:
         """One sentence about the first setting in which ``other`` differs; empty if none does."""
-        for name in ("optimizer", "consistency", "non_finite", "reset_optimizer"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{name} is {theirs!r}, not {mine!r}"
-        if other.slice_elements not in (0, self.slice_elements):
-            return f"slice_elements is {other.slice_elements}, not {self.slice_elements}"
-        return ""
+        names = ["optimizer", "consistency", "non_finite", "reset_optimizer"]
+        return _difference(self, other, names if other.slice_elements == 0 else [*names, "slice_elements"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,9 +389,7 @@ class DatasetSpec:
             "retries_max": (0, (1 << 31) - 1),
         }
         for name, (low, high) in bounds.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise InvalidArgumentError(f"{name}={value!r:.40} is out of range: use a whole number, {low} to {high}")
+            check_integer(name, getattr(self, name), low, high)
         if not isinstance(self.shuffle, bool):
             raise InvalidArgumentError(f"shuffle={self.shuffle!r:.40} is neither True nor False")
         if self.ranges > RANGES_MAX:
@@ -414,11 +415,7 @@ class DatasetSpec:
 
     def difference(self, other: DatasetSpec) -> str:
         """One sentence about the first setting in which ``other`` differs; empty if none does."""
-        for name in ("size", "range_size", "shuffle", "seed", "data_epochs", "retries_max"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{name} is {theirs!r}, not {mine!r}"
-        return ""
+        return _difference(self, other, ("size", "range_size", "shuffle", "seed", "data_epochs", "retries_max"))
 
 
 @dataclass(frozen=True, slots=True)

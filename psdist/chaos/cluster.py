@@ -25,9 +25,9 @@ from psdist.chaos.faults import WorkerNetwork
 from psdist.chaos.proxy import FaultProxy
 from psdist.chaos.workload import WorkloadSettings
 from psdist.errors import InternalError, SchedulerUnreachableError
-from psdist.launch.plan import SchedulerAddress, ServicesPlan
+from psdist.launch.plan import SchedulerAddress, ServicesPlan, kernel_threads_of_each
 from psdist.launch.process import ReaperProcess, free_port
-from psdist.settings.config import WORKER_TIMEOUT_SECONDS, read_address
+from psdist.settings.config import WORKER_TIMEOUT_SECONDS, parse_address, read_address
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, limits
 from psdist.wire.channels import open_channel
@@ -160,7 +160,7 @@ class ChaosCluster:
             failure_timeout_seconds=self.settings.lease_seconds,
             worker_timeout_seconds=self.settings.worker_lease_seconds,
             start_timeout_seconds=_START_SECONDS,
-            kernel_threads=max(1, (os.cpu_count() or 1) // self.settings.servers),
+            kernel_threads=kernel_threads_of_each(self.settings.servers),
             log_level="info",
             replicas=self.settings.replicas,
         )
@@ -172,8 +172,8 @@ class ChaosCluster:
         return kept | {"PSDIST_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
 
     def _add_scheduler(self) -> None:
-        host, _, port = self.address.rpartition(":")
-        spec = self._plan().scheduler(self._environment(), int(port))
+        host, port = parse_address(self.address)
+        spec = self._plan().scheduler(self._environment(), port)
         command = (*spec.argv, "--host", host, *self._insecure())
         self.processes["scheduler"] = Process("scheduler", command, dict(spec.environment))
 
@@ -188,7 +188,7 @@ class ChaosCluster:
         elif self.settings.reach == "proxy":
             port = free_port(_LOOPBACK)
             proxies = self.proxies[name] = Proxies(
-                FaultProxy((_LOOPBACK, port), self._rng), FaultProxy(_split(self.address), self._rng)
+                FaultProxy((_LOOPBACK, port), self._rng), FaultProxy(parse_address(self.address), self._rng)
             )
             data, scheduler = await proxies.data.start(), await proxies.scheduler.start()
             command = (*command, "--port", str(port), "--advertise", data, "--scheduler", scheduler)
@@ -253,8 +253,3 @@ class ChaosCluster:
         self._guard.close()
         os.close(self._lifeline)
         os.close(self._lifeline_end)
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from psdist.cli.status_table import column_table, make_console, moment, steps
+from psdist.consistency import kind_of
 from psdist.launch.final_snapshot import size
 from psdist.snapshots.format import CommitRecord
 from psdist.snapshots.reader import CommittedSnapshot, Unreadable
@@ -51,7 +52,7 @@ def described(found: CommittedSnapshot) -> dict[str, Any]:
                 "name": state.spec.name,
                 "step": state.step,
                 "elements": state.layout.total,
-                "consistency": type(state.spec.consistency).__name__.lower(),
+                "consistency": kind_of(state.spec.consistency),
                 "optimizer": state.spec.optimizer.kind,
                 "state_arrays": list(state.state_names),
                 "state_since": state.state_since,

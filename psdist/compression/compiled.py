@@ -21,7 +21,6 @@ FLOAT = types.float32
 OUT = types.Array(FLOAT, 1, "C")
 IN = types.Array(FLOAT, 1, "C", readonly=True, aligned=False)
 OUT_BITS16 = types.Array(types.uint16, 1, "C")
-OUT_BITS32 = types.Array(types.uint32, 1, "C")
 IN_BITS16 = types.Array(types.uint16, 1, "C", readonly=True, aligned=False)
 IN_BITS32 = types.Array(types.uint32, 1, "C", readonly=True, aligned=False)
 

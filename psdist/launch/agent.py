@@ -66,17 +66,13 @@ def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -
     directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
     try:
         workers = WorkersPlan(
-            command=script.argv,
-            processes=script.processes,
+            script=script,
             link=link,
             connected_directory=directory,
             master=parse_address(address),
-            start_timeout_seconds=script.start_timeout_seconds,
-            restarts_max=script.restarts_max,
             first_rank=place.first_rank,
             world_size=place.world_size,
             node_rank=place.node_rank,
-            role=script.role,
         )
         return asyncio.run(_supervise(options, environ, workers, place))
     finally:
@@ -133,7 +129,7 @@ def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place
 async def _supervise(options: AgentOptions, environ: Mapping[str, str], workers: WorkersPlan, place: Place) -> int:
     script = options.script
     # Nodes may share the file system: the names of the files have the ranks.
-    output = open_output(script.routing, options.run_id or "run", workers, lambda: runner.interrupt(signal.SIGPIPE))
+    output = open_output(workers, options.run_id or "run", lambda: runner.interrupt(signal.SIGPIPE))
     runner = Runner(
         ProcessPlan(
             ranks=workers.ranks,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
-from psdist.launch.plan import SchedulerAddress, ServicesPlan, SnapshotPlan
+from psdist.launch.plan import SchedulerAddress, ServicesPlan, SnapshotPlan, kernel_threads_of_each
 from psdist.launch.process import ProcessSpec
 from psdist.launch.run_record import DIRECTORY_PREFIX
 from psdist.settings.config import (
@@ -96,7 +96,7 @@ class EmbeddedCluster:
             failure_timeout_seconds=self._failure_timeout,
             worker_timeout_seconds=self._worker_timeout,
             start_timeout_seconds=START_TIMEOUT_SECONDS,
-            kernel_threads=max(1, (os.cpu_count() or 1) // servers),
+            kernel_threads=kernel_threads_of_each(servers),
             log_level="error",  # the end of a server is a warning, but here it is the plan
             replicas=self._replicas,
             drain_timeout_seconds=0.0,  # all end together

@@ -22,12 +22,13 @@ from typing import Final
 
 from psdist.errors import ConfigurationError
 from psdist.launch.events import Event, ProcessKey, RunFailed, ServersWanted
-from psdist.launch.output import STDOUT, Output, Routing
+from psdist.launch.output import STDOUT, Output
 from psdist.launch.plan import (
     SchedulerAddress,
     ServicesPlan,
     SnapshotPlan,
     WorkersPlan,
+    kernel_threads_of_each,
     program,
     server_number,
 )
@@ -144,16 +145,12 @@ async def _run(
 ) -> int:
     script = options.script
     workers = WorkersPlan(
-        command=script.argv,
-        processes=script.processes,
+        script=script,
         link=link,
         connected_directory=directory / "connected",
         # For torch.distributed in a user's script; nothing of psdist listens there.
         master=("127.0.0.1", free_port("127.0.0.1")),
-        start_timeout_seconds=script.start_timeout_seconds,
-        restarts_max=script.restarts_max,
         world_size=script.processes,
-        role=script.role,
     )
     lifeline, lifeline_end = os.pipe()
     services = ServicesPlan(
@@ -165,7 +162,7 @@ async def _run(
         failure_timeout_seconds=options.failure_timeout_seconds,
         worker_timeout_seconds=options.worker_timeout_seconds,
         start_timeout_seconds=script.start_timeout_seconds,
-        kernel_threads=options.kernel_threads or default_kernel_threads(options.servers),
+        kernel_threads=options.kernel_threads or kernel_threads_of_each(options.servers),
         log_level=options.log_level,
         replicas=options.replicas,
         snapshots=options.snapshots(link.run_id),
@@ -186,7 +183,7 @@ async def _supervise(
 ) -> int:
     script, run_id = options.script, workers.link.run_id
     mute = options.log_level in ("warning", "error")
-    output = open_output(script.routing, run_id, workers, lambda: runner.interrupt(signal.SIGPIPE), mute)
+    output = open_output(workers, run_id, lambda: runner.interrupt(signal.SIGPIPE), mute)
     watch = _AddressWatch(services, claim)
 
     def spec(key: ProcessKey, attempt: int) -> ProcessSpec:
@@ -338,14 +335,13 @@ class _AddressWatch:
 # --- shared with the agent --------------------------------------------------------------------------------------------
 
 
-def open_output(
-    routing: Routing, run_id: str, workers: WorkersPlan, on_broken: Callable[[], None], mute: bool = True
-) -> Output:
+def open_output(workers: WorkersPlan, run_id: str, on_broken: Callable[[], None], mute: bool = True) -> Output:
     """Console and files of this node. Raises ConfigurationError if the log directory cannot be made."""
+    routing, role = workers.script.routing, workers.script.role
     if routing.directory is not None:
         routing = replace(routing, directory=routing.directory / run_id)
     try:
-        return Output(routing, lambda rank: rank - workers.first_rank, workers.role, on_broken, mute)
+        return Output(routing, lambda rank: rank - workers.first_rank, role, on_broken, mute)
     except OSError as error:
         raise ConfigurationError(f"--log-dir {routing.directory} cannot be used: {error.strerror}") from None
 
@@ -361,8 +357,3 @@ def announce(output: Output, workers: WorkersPlan, environ: Mapping[str, str]) -
 def plural(count: int, noun: str) -> str:
     """``2 workers``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def default_kernel_threads(servers: int) -> int:
-    """Threads of each server's kernels, so that together they have a thread for each core."""
-    return max(1, len(os.sched_getaffinity(0)) // servers)

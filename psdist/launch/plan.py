@@ -6,6 +6,7 @@ of an outer run or a user's shell are replaced or removed, so that a run inside 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Final
 
 from psdist.launch.events import ProcessKey
 from psdist.launch.process import ProcessSpec
+from psdist.launch.script import ScriptOptions
 from psdist.settings.config import DRAIN_TIMEOUT_SECONDS, WORKER_TIMEOUT_SECONDS
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 
@@ -74,28 +76,24 @@ class SchedulerAddress:
 
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
-    """The workers of one node. ``command`` is the script as it is run, with its arguments."""
+    """The workers of one node, and where they are in the world."""
 
-    command: tuple[str, ...]
-    processes: int
+    script: ScriptOptions
     link: SchedulerAddress
     connected_directory: Path
     master: tuple[str, int]
-    start_timeout_seconds: float
-    restarts_max: int = 3
     first_rank: int = 0
     world_size: int = 1
     node_rank: int = 0
-    role: str = "worker"
 
     @property
     def ranks(self) -> range:
         """Ranks of this node's workers."""
-        return range(self.first_rank, self.first_rank + self.processes)
+        return range(self.first_rank, self.first_rank + self.script.processes)
 
     def limits_threads(self, base: Mapping[str, str]) -> bool:
         """Whether the workers get OMP_NUM_THREADS=1, as under torchrun: several share the cores, and it is not set."""
-        return self.processes > 1 and not base.get("OMP_NUM_THREADS")
+        return self.script.processes > 1 and not base.get("OMP_NUM_THREADS")
 
     def connected_file(self, rank: int, attempt: int) -> Path:
         """The file that the client library creates once it has registered."""
@@ -110,20 +108,20 @@ class WorkersPlan:
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(rank - self.first_rank),
-            "LOCAL_WORLD_SIZE": str(self.processes),
+            "LOCAL_WORLD_SIZE": str(self.script.processes),
             "GROUP_RANK": str(self.node_rank),
-            "ROLE_NAME": self.role,
+            "ROLE_NAME": self.script.role,
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": self.master[0],
             "MASTER_PORT": str(self.master[1]),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "TORCHELASTIC_MAX_RESTARTS": str(self.restarts_max),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.script.restarts_max),
             "TORCHELASTIC_RUN_ID": self.link.run_id,
-            "PSDIST_START_TIMEOUT": f"{self.start_timeout_seconds:g}",
+            "PSDIST_START_TIMEOUT": f"{self.script.start_timeout_seconds:g}",
             "PSDIST_CONNECTED_FILE": str(self.connected_file(rank, attempt)),
         }
-        return ProcessSpec(ProcessKey("worker", rank), self.command, environment)
+        return ProcessSpec(ProcessKey("worker", rank), self.script.argv, environment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +208,11 @@ def server_number(server_id: str) -> int | None:
     """The number of a server of this plan by its id; None for servers that somebody else started."""
     number = server_id.removeprefix("server-")
     return int(number) if number != server_id and number.isascii() and number.isdigit() else None
+
+
+def kernel_threads_of_each(servers: int) -> int:
+    """Kernel threads for each server, so that all of them together have one for each core."""
+    return max(1, len(os.sched_getaffinity(0)) // servers)
 
 
 def program(module: str) -> tuple[str, ...]:

@@ -239,11 +239,6 @@ class SliceReader:
             raise corrupt(path, f"slice {index} has another digest than in the manifest")
 
 
-async def read_slice(storage: Storage, manifest: Manifest, state: ParametersState, index: int) -> list[Floats]:
-    """One slice's weights and the optimizer's arrays; use a ``SliceReader`` for more. Raises SnapshotCorruptError."""
-    return await SliceReader(storage, manifest).slice(state, index)
-
-
 async def verify(storage: Storage, manifest: Manifest, progress: Progress | None = None) -> None:
     """Reads every byte of every file, the manifest excepted, and raises SnapshotCorruptError for the first file that is
     not what was written, or that does not belong there."""

@@ -282,7 +282,7 @@ async def test_slices_are_the_same_by_any_number_of_shards(shards: int, monkeypa
         for arrays in (streamed[index], await slices.slice(state, index)):
             np.testing.assert_array_equal(np.stack(arrays), np.stack([array[part] for array in table]))
             assert all(array.dtype == np.float32 and not array.flags.writeable for array in arrays)
-    alone = await reader.read_slice(storage, manifest, state, 3)
+    alone = await reader.SliceReader(storage, manifest).slice(state, 3)
     np.testing.assert_array_equal(alone[0], table[0][6:8])
 
 
