@@ -68,7 +68,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now."""
+        """The id of the process that runs now."""
         assert self.running is not None
         return self.running.pid
 

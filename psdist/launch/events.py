@@ -43,7 +43,7 @@ class ProcessTable:
         return key in self._running
 
     def of(self, role: Role) -> dict[ProcessKey, RunningProcess]:
-        """Those of a role."""
+        """The processes of a role."""
         return {key: process for key, process in self._running.items() if key.role == role}
 
     def attempt(self, key: ProcessKey) -> int:

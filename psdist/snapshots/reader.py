@@ -80,7 +80,7 @@ async def commits(storage: Storage) -> list[CommitRecord | Unreadable]:
 
 
 async def _read_commit(storage: Storage, path: str) -> CommitRecord | Unreadable | None:
-    """None where it was deleted meanwhile."""
+    """The record at ``path``; None where it was deleted meanwhile."""
     try:
         data = await storage.read(path, 0, COMMIT_BYTES_MAX + 1)
         if len(data) > COMMIT_BYTES_MAX:
