@@ -1,4 +1,4 @@
-"""Settings of parameters as a manifest has them: plain values that JSON can carry, and back. Pure."""
+"""Turns the settings of a parameter set into plain values for a manifest, and back. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from psdist.types import ParametersSpec
 
 
 def spec_to_json(spec: ParametersSpec) -> dict[str, Any]:
-    """As plain values. What is of version 2 of the format is there only where it says something."""
+    """The settings as plain values. Fields of version 2 of the format are left out where they have their default."""
     optimizer = spec.optimizer
     schedule = {field.name: float(getattr(optimizer.schedule, field.name)) for field in fields(optimizer.schedule)}
     return {
@@ -32,7 +32,7 @@ def spec_to_json(spec: ParametersSpec) -> dict[str, Any]:
 
 
 def spec_from_json(values: Mapping[str, Any]) -> ParametersSpec:
-    """What ``spec_to_json`` gave. Raises PsdistError, or what values of other kinds raise on their way."""
+    """Parses what ``spec_to_json`` returned. Raises PsdistError, KeyError, TypeError or ValueError for other values."""
     given, consistency = values["optimizer"], dict(values["consistency"])
     overrides = [Override(item["pattern"], tuple(sorted(item["values"].items()))) for item in given["overrides"]]
     schedule = schedule_from_values(given["schedule"]["kind"], given["schedule"]["values"])

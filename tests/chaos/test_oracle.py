@@ -128,7 +128,7 @@ def test_bsp_of_workers_that_come_and_go_sees(changes: list[tuple[int, int, floa
 def test_bsp_of_workers_that_come_and_go_needs_a_place_for_each_step() -> None:
     pushes, weights = _elastic()
     pushes[0].append(Push(_CAPACITY, 0, "acknowledged", 99.0))
-    with pytest.raises(ValueError, match="do not suffice"):
+    with pytest.raises(ValueError, match="are too few"):
         judge(pushes, weights, _WORKERS, synchronous=True)
 
 

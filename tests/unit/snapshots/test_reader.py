@@ -132,7 +132,7 @@ async def test_nothing_committed_is_nothing_and_nothing_usable_is_an_error() -> 
     storage, old, new = await two_snapshots()
     for commit in (old, new):
         del storage.files[layouts.manifest_path(commit.directory)]
-    with pytest.raises(SnapshotCorruptError, match=r"none of the 2 snapshots.*missing.*begin anew"):
+    with pytest.raises(SnapshotCorruptError, match=r"none of the 2 snapshots.*missing.*start a new run"):
         await reader.newest(storage)
 
 
