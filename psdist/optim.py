@@ -91,6 +91,9 @@ class Schedule:
     def __post_init__(self) -> None:
         _normalize(self, "schedule")
         _check(self.warmup_start <= 1, "warmup_start", self.warmup_start, "0 to 1")
+        for name in ("total_steps", "every"):
+            if hasattr(self, name):
+                _check(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
 
     def factor(self, step: int) -> float:
         """The factor on the learning rate in ``step`` (from 0)."""
@@ -120,10 +123,6 @@ class Linear(Schedule):
     end_factor: float = 0.0
     kind: ClassVar[str] = "linear"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self.total_steps >= 1, "total_steps", self.total_steps, "1 or more")
-
     def _after_warmup(self, step: int) -> float:
         return 1.0 + (self.end_factor - 1.0) * min(step, self.total_steps) / self.total_steps
 
@@ -135,10 +134,6 @@ class Cosine(Schedule):
     total_steps: int
     end_factor: float = 0.0
     kind: ClassVar[str] = "cosine"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self.total_steps >= 1, "total_steps", self.total_steps, "1 or more")
 
     def _after_warmup(self, step: int) -> float:
         angle = math.pi * min(step, self.total_steps) / self.total_steps
@@ -153,10 +148,6 @@ class Step(Schedule):
     gamma: float = 0.1
     kind: ClassVar[str] = "step"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self.every >= 1, "every", self.every, "1 or more")
-
     def _after_warmup(self, step: int) -> float:
         return float(self.gamma ** (step // self.every))
 
@@ -169,10 +160,6 @@ class Polynomial(Schedule):
     power: float = 1.0
     end_factor: float = 0.0
     kind: ClassVar[str] = "polynomial"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self.total_steps >= 1, "total_steps", self.total_steps, "1 or more")
 
     def _after_warmup(self, step: int) -> float:
         left = 1.0 - min(step, self.total_steps) / self.total_steps
@@ -228,6 +215,8 @@ class Optimizer:
     overrides: tuple[Override, ...] = ()
 
     kind: ClassVar[str] = ""
+    #: What ``state_names`` is where no setting changes it.
+    _state: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, Schedule) or not self.schedule.kind:
@@ -258,7 +247,7 @@ class Optimizer:
     @property
     def state_names(self) -> tuple[str, ...]:
         """The names of the state arrays, of one number for each element, in their order."""
-        raise NotImplementedError(f"{type(self).__name__} is not an optimizer")  # Each kind has its own.
+        return self._state
 
     def _check_override(self, item: Override) -> None:
         if not isinstance(item, Override):
@@ -311,11 +300,7 @@ class Adam(Optimizer):
     eps: float = 1e-8
     weight_decay: float = 0.0
     kind: ClassVar[str] = "adam"
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The names of the state arrays."""
-        return ("exp_avg", "exp_avg_sq")
+    _state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -327,11 +312,7 @@ class AdamW(Optimizer):
     eps: float = 1e-8
     weight_decay: float = 1e-2
     kind: ClassVar[str] = "adamw"
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The names of the state arrays."""
-        return ("exp_avg", "exp_avg_sq")
+    _state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -344,11 +325,7 @@ class Adagrad(Optimizer):
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
     kind: ClassVar[str] = "adagrad"
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The names of the state arrays."""
-        return ("sum",)
+    _state: ClassVar[tuple[str, ...]] = ("sum",)
 
 
 @dataclass(frozen=True)
@@ -378,11 +355,7 @@ class Lion(Optimizer):
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
     kind: ClassVar[str] = "lion"
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The names of the state arrays."""
-        return ("exp_avg",)
+    _state: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
 
 @dataclass(frozen=True)
@@ -395,11 +368,7 @@ class FTRL(Optimizer):
     l1: float = 0.0
     l2: float = 0.0
     kind: ClassVar[str] = "ftrl"
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The names of the state arrays."""
-        return ("residual", "sum")
+    _state: ClassVar[tuple[str, ...]] = ("residual", "sum")
 
 
 SCHEDULES: dict[str, type[Schedule]] = {cls.kind: cls for cls in (Constant, Linear, Cosine, Step, Polynomial)}

@@ -30,42 +30,26 @@ PSDIST: Final = Group(
     "psdist",
     "Trains models through sharded parameter servers.",
     (
-        Command(
-            "run",
-            "scheduler, servers and workers on this machine: psdist run --nproc-per-node 2 train.py",
-            lambda: import_module("psdist.cli.run"),
-        ),
-        Command("status", "what a run is doing", lambda: import_module("psdist.cli.status")),
-        Command(
-            "snapshot",
-            "save, list, show, verify, export or delete snapshots of a run",
-            lambda: import_module("psdist.cli.snapshot").SNAPSHOT,
-        ),
-        Command(
-            "scale",
-            "more or fewer servers while a run trains: psdist scale servers 3",
-            lambda: import_module("psdist.cli.scale"),
-        ),
-        Command(
-            "drain",
-            "move everything away from a server: psdist drain server-1",
-            lambda: import_module("psdist.cli.drain"),
-        ),
-        Command(
-            "bench",
-            "what a training step costs, on a cluster or on this machine",
-            lambda: import_module("psdist.cli.bench"),
-        ),
-        Command(
-            "chaos",
-            "inject faults into a run of its own and count what was lost",
-            lambda: import_module("psdist.cli.chaos"),
-        ),
-        Command("version", "the version of psdist", lambda: Leaf(_version_line, _version)),
+        Command("run", "scheduler, servers and workers on this machine: psdist run --nproc-per-node 2 train.py",
+                lambda: import_module("psdist.cli.run")),
+        Command("status", "what a run is doing",
+                lambda: import_module("psdist.cli.status")),
+        Command("snapshot", "save, list, show, verify, export or delete snapshots of a run",
+                lambda: import_module("psdist.cli.snapshot").SNAPSHOT),
+        Command("scale", "more or fewer servers while a run trains: psdist scale servers 3",
+                lambda: import_module("psdist.cli.scale")),
+        Command("drain", "move everything away from a server: psdist drain server-1",
+                lambda: import_module("psdist.cli.drain")),
+        Command("bench", "what a training step costs, on a cluster or on this machine",
+                lambda: import_module("psdist.cli.bench")),
+        Command("chaos", "inject faults into a run of its own and count what was lost",
+                lambda: import_module("psdist.cli.chaos")),
+        Command("version", "the version of psdist",
+                lambda: Leaf(_version_line, _version)),
     ),
     "On several machines: psdist-scheduler, psdist-server and psdist-worker. Each command has --help.",
     {"--version": "version", "-V": "version"},
-)
+)  # fmt: skip
 
 
 def main() -> NoReturn:

@@ -33,7 +33,7 @@ from psdist.launch.plan import (
     server_number,
 )
 from psdist.launch.process import Child, ProcessSpec, free_port
-from psdist.launch.run_record import DIRECTORY_PREFIX, RunRecord, RunRegistry, records_directory
+from psdist.launch.run_record import DIRECTORY_PREFIX, RunRegistry, records_directory
 from psdist.launch.runner import ProcessPlan, Runner
 from psdist.launch.scale_watch import ScaleRequest
 from psdist.launch.script import ScriptOptions
@@ -94,11 +94,12 @@ def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -
     directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
     try:
         link = _make_link(directory, token, run_id)
-        claim = RunClaim(RunRegistry(records_directory(environ)), link, directory)
+        registry = RunRegistry(records_directory(environ))
+        record = registry.claim(run_id, directory / "token", directory)
         try:
-            return asyncio.run(_run(options, environ, link, directory, claim))
+            return asyncio.run(_run(options, environ, link, lambda address: registry.listening(record, address)))
         finally:
-            claim.close()
+            registry.remove(run_id)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         fd_passing.sweep()  # sockets that killed workers left behind
@@ -119,30 +120,11 @@ def _make_link(directory: Path, token: str, run_id: str) -> SchedulerAddress:
     return SchedulerAddress(file=directory / "scheduler", token_file=token_file, run_id=run_id)
 
 
-class RunClaim:
-    """The record of this run, by which ``psdist status`` finds it. There is none where it cannot be written."""
-
-    def __init__(self, registry: RunRegistry, link: SchedulerAddress, directory: Path) -> None:
-        assert link.token_file is not None
-        self._registry = registry
-        self._record: RunRecord | None = None
-        with contextlib.suppress(OSError):
-            self._record = registry.claim(link.run_id, link.token_file, directory)
-
-    def listening(self, address: str) -> None:
-        """Records the scheduler's address."""
-        if self._record is not None:
-            self._record = self._registry.listening(self._record, address)
-
-    def close(self) -> None:
-        """Removes the record."""
-        if self._record is not None:
-            self._registry.remove(self._record.run_id)
-
-
 async def _run(
-    options: LocalOptions, environ: Mapping[str, str], link: SchedulerAddress, directory: Path, claim: RunClaim
+    options: LocalOptions, environ: Mapping[str, str], link: SchedulerAddress, on_address: Callable[[str], object]
 ) -> int:
+    assert link.file is not None
+    directory = link.file.parent
     script = options.script
     workers = WorkersPlan(
         script=script,
@@ -168,7 +150,7 @@ async def _run(
         snapshots=options.snapshots(link.run_id),
     )
     try:
-        return await _supervise(options, environ, workers, services, claim)
+        return await _supervise(options, environ, workers, services, on_address)
     finally:
         os.close(lifeline)
         os.close(lifeline_end)
@@ -179,12 +161,12 @@ async def _supervise(
     environ: Mapping[str, str],
     workers: WorkersPlan,
     services: ServicesPlan,
-    claim: RunClaim,
+    on_address: Callable[[str], object],
 ) -> int:
     script, run_id = options.script, workers.link.run_id
     mute = options.log_level in ("warning", "error")
     output = open_output(workers, run_id, lambda: runner.interrupt(signal.SIGPIPE), mute)
-    watch = _AddressWatch(services, claim)
+    watch = _AddressWatch(services, on_address)
 
     def spec(key: ProcessKey, attempt: int) -> ProcessSpec:
         if key.role == "worker":
@@ -303,9 +285,9 @@ def _numbers(server_ids: list[str]) -> tuple[int, ...]:
 class _AddressWatch:
     """Waits for the scheduler's address, and records it."""
 
-    def __init__(self, services: ServicesPlan, claim: RunClaim) -> None:
+    def __init__(self, services: ServicesPlan, on_address: Callable[[str], object]) -> None:
         self._services = services
-        self._claim = claim
+        self._on_address = on_address
         self._deadline: float | None = None
         self._found = False
         #: Of the scheduler; 0 until it is known.
@@ -322,7 +304,7 @@ class _AddressWatch:
         if address:
             self._found = True
             self.port = parse_address(address)[1]
-            self._claim.listening(address)
+            self._on_address(address)
             self.on_found(address)
         elif now >= self._deadline:
             self._found = True

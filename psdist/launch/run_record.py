@@ -43,14 +43,15 @@ def records_directory(environ: Mapping[str, str]) -> Path:
 
 
 class RunRegistry:
-    """The records in one directory. Its methods raise OSError where that cannot be used."""
+    """The records in one directory. Where that cannot be written, runs are not found by ``psdist status``."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def claim(self, run_id: str, token_file: Path, directory: Path) -> RunRecord:
         """Records a run of this process. Raises ConfigurationError if a live one on this machine has the name."""
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(OSError):
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for other in self.live():
             if other.run_id == run_id:
                 raise ConfigurationError(
@@ -69,7 +70,8 @@ class RunRegistry:
 
     def remove(self, run_id: str) -> None:
         """Removes a record."""
-        self._path(run_id).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._path(run_id).unlink()
 
     def live(self) -> list[RunRecord]:
         """Runs whose launcher lives, by name; stale records are swept."""
@@ -99,10 +101,11 @@ class RunRegistry:
 
     def _write(self, record: RunRecord) -> None:
         draft = self._directory / f".{record.run_id}.{os.getpid()}.draft"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(asdict(record), file)
-        draft.replace(self._path(record.run_id))
+        with contextlib.suppress(OSError):
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(asdict(record), file)
+            draft.replace(self._path(record.run_id))
 
 
 _SAMPLE: Final = asdict(RunRecord("", "", "", "", 0, 0))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError
 from psdist.settings.config import (
@@ -30,6 +30,8 @@ from psdist.settings.config import (
 from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, seconds, text
 from psdist.snapshots.policy import DEFAULT_POLICY, KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
 from psdist.wire.limits import REPLICAS_MAX
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,28 +101,18 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
         policy = save_policy(given, bool(given.storage_path))
     except ConfigurationError as error:
         fail(line.program, str(error))
-    return SchedulerSettings(
-        host=given.host,
-        port=given.port,
-        run_id=given.run_id,
+    return _settings(
+        SchedulerSettings,
+        given,
         workers_min=given.min_workers,
         servers_min=given.min_servers,
-        replicas=given.replicas,
         failure_timeout_seconds=given.failure_timeout,
         worker_timeout_seconds=given.worker_timeout,
         join_grace_seconds=given.join_grace,
         store_path=given.store,
-        address_file=given.address_file,
-        lifeline_fd=given.lifeline_fd,
-        insecure=given.insecure,
-        advertise=given.advertise,
         token=_program_token(line.program, given, environ),
-        log_format=given.log_format,
-        log_level=given.log_level,
         storage=given.storage_path or "",
         policy=policy,
-        fresh=given.fresh,
-        storage_optional=given.storage_optional,
     )
 
 
@@ -137,23 +129,20 @@ def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = Non
             fail(line.program, str(error))
         if not scheduler:
             fail(line.program, "no scheduler: pass --scheduler HOST:PORT or set PSDIST_SCHEDULER")
-    return ServerSettings(
+    return _settings(
+        ServerSettings,
+        given,
         scheduler=scheduler,
-        scheduler_file=given.scheduler_file,
         start_timeout_seconds=given.start_timeout,
-        host=given.host,
-        port=given.port,
-        advertise=given.advertise,
-        server_id=given.server_id,
-        kernel_threads=given.kernel_threads,
         drain_timeout_seconds=given.drain_timeout,
-        lifeline_fd=given.lifeline_fd,
-        insecure=given.insecure,
         token=_program_token(line.program, given, environ),
-        run_id=given.run_id,
-        log_format=given.log_format,
-        log_level=given.log_level,
     )
+
+
+def _settings(cls: type[T], given: Namespace, **others: Any) -> T:
+    """Settings of which those that are not in ``others`` are called like their flag."""
+    names = {field.name for field in fields(cls)} - others.keys()  # type: ignore[arg-type]
+    return cls(**{name: getattr(given, name) for name in names}, **others)
 
 
 def _program_token(program: str, given: Namespace, environ: Mapping[str, str]) -> str:

@@ -13,8 +13,6 @@ from typing import Final
 #: Registration refuses another number. It is raised when an older peer could misread a message.
 PROTOCOL_VERSION: Final = 3
 
-# --- messages ---------------------------------------------------------------------------------------------------------
-
 #: Largest message on the data path: a slice of 1 MiB and its header, with room for slices in float64 one day.
 DATA_MESSAGE_BYTES: Final = 4 << 20
 #: Largest message to or from the scheduler: a layout of TENSORS_MAX tensors with names of up to 200 characters fits.
@@ -25,8 +23,6 @@ METADATA_BYTES: Final = 16 << 10
 SHARED_MESSAGE_BYTES: Final = DATA_MESSAGE_BYTES
 #: Largest HTTP/2 frame that is asked for. It fits the window.
 FRAME_BYTES: Final = 1 << 20
-
-# --- connections ------------------------------------------------------------------------------------------------------
 
 CONCURRENT_CALLS_MAX: Final = 4096
 CONNECTIONS_MAX: Final = 2048
@@ -41,8 +37,6 @@ HELD_SLICES_MAX: Final = 2
 #: Unanswered calls of one Share stream may name each slice of the server so many times on average.
 SHARED_ROUNDS_MAX: Final = 4
 
-# --- members ----------------------------------------------------------------------------------------------------------
-
 #: Members of a run in the cluster map, which every member holds.
 MEMBERS_MAX: Final = 4096
 #: Ranks of a run: each contribution to a slice is kept until the step is complete.
@@ -53,8 +47,6 @@ DEPARTED_MAX: Final = 256
 BARRIERS_PASSED_MAX: Final = 1 << 62
 #: Copies of each shard that the scheduler can be asked for.
 REPLICAS_MAX: Final = 2
-
-# --- parameter sets and data sets -------------------------------------------------------------------------------------
 
 PARAMETERS_MAX: Final = 1024
 #: Tensors of one layout, each of which has a name in the scheduler's memory.
@@ -68,8 +60,6 @@ LEASES_MAX: Final = 64
 #: Stretches in a data set's position, which is in every snapshot.
 SPANS_MAX: Final = 1 << 16
 
-# --- snapshots --------------------------------------------------------------------------------------------------------
-
 #: Bytes of the state that one worker keeps in snapshots for one parameter set.
 STATE_BYTES_MAX: Final = 1 << 32
 #: Bytes of a commit record, and of a manifest: whoever can write to the storage decides what a reader loads.
@@ -77,8 +67,6 @@ COMMIT_BYTES_MAX: Final = 1 << 20
 MANIFEST_BYTES_MAX: Final = 1 << 30
 #: Characters of a text in a manifest or commit record, such as the reason.
 SNAPSHOT_TEXT_MAX: Final = 4096
-
-# --- values that start a process --------------------------------------------------------------------------------------
 
 #: A run's name, which is also the name of files. A dot must not come first.
 RUN_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
