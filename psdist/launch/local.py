@@ -77,7 +77,7 @@ class LocalOptions:
     fresh: bool = False
 
     def snapshots(self, run_id: str) -> SnapshotPlan | None:
-        """Where and when snapshots are taken; None where they are not."""
+        """Where and when snapshots are taken; None if none are."""
         storage = str(Path(STORAGE_DIRECTORY, run_id).absolute()) if self.storage is None else self.storage
         return SnapshotPlan(storage, self.policy, self.fresh, self.storage is None) if storage else None
 

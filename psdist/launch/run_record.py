@@ -1,8 +1,9 @@
-"""Records that runs on this machine leave for ``psdist status``: one JSON file each, removed when the run ends.
+"""Records of the runs on this machine, by which ``psdist status`` finds them: one JSON file for each run.
 
-They lie in ``$XDG_STATE_HOME/psdist/runs`` (else ``~/.local/state/psdist/runs``), mode 0600, as ``RUN_ID.json``. A
-record whose launcher is dead (its pid is gone, or belongs to a process that started at another time) is stale. The
-first process that reads it removes it, and with it the private directory of its run.
+A launcher removes its record at its end. Records are in ``$XDG_STATE_HOME/psdist/runs`` (else
+``~/.local/state/psdist/runs``), mode 0600, as ``RUN_ID.json``. A record is stale if its launcher is dead: its pid is
+gone, or belongs to a process that started at another time. The first process that reads a stale record removes it, and
+the private directory of its run.
 """
 
 from __future__ import annotations

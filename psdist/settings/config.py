@@ -87,10 +87,7 @@ def check_run_id(value: str) -> str:
 
 
 def storage_text(value: str) -> str:
-    """An absolute path, or a URL as it is, of what ``--storage-path`` was given; empty for ``none``.
-
-    Raises ConfigurationError.
-    """
+    """The value of ``--storage-path`` as an absolute path or a URL; empty for ``none``. Raises ConfigurationError."""
     if not value or value == _NO_STORAGE:
         return ""
     scheme, separator, rest = value.partition("://")
@@ -98,12 +95,12 @@ def storage_text(value: str) -> str:
         return os.path.abspath(Path(value).expanduser())
     if scheme not in _STORAGE_SCHEMES or not rest.strip("/"):
         known = ", ".join(f"{each}://" for each in _STORAGE_SCHEMES)
-        raise ConfigurationError(f"{value!r:.200} is no storage of snapshots: use a directory, or one of {known}")
+        raise ConfigurationError(f"{value!r:.200} is not a storage for snapshots: use a directory, or one of {known}")
     return value
 
 
 def check_token(value: str, source: str) -> str:
-    """Returns the token without surrounding blanks. Raises ConfigurationError, which never shows the token."""
+    """Returns the token without surrounding blanks. Raises ConfigurationError, whose message never has the token."""
     token = value.strip()
     if not token or len(token) > TOKEN_CHARACTERS_MAX or not token.isascii() or not token.isprintable():
         raise ConfigurationError(
@@ -113,7 +110,7 @@ def check_token(value: str, source: str) -> str:
 
 
 def find_token(environ: Mapping[str, str], argument: str | None = None, token_file: Path | None = None) -> str:
-    """The token by the order in the module's text; empty where none is set. Raises ConfigurationError."""
+    """The token, by the order in the module's docstring; empty if none is set. Raises ConfigurationError."""
     if argument:
         return check_token(argument, "the argument")
     if token_file is not None:
@@ -138,7 +135,7 @@ def _read_token(path: Path, source: str) -> str:
 
 
 def read_address(path: Path) -> str:
-    """The address in a scheduler's address file; empty while there is none. Raises ConfigurationError."""
+    """The address in a scheduler's address file; empty until the file exists. Raises ConfigurationError."""
     try:
         with path.open("rb") as file:
             value = file.read(ADDRESS_FILE_BYTES_MAX).decode("ascii", "replace").strip()
@@ -152,7 +149,7 @@ def read_address(path: Path) -> str:
 
 
 def await_address(path: Path, timeout_seconds: float = START_TIMEOUT_SECONDS) -> str:
-    """The address in a scheduler's address file; blocks until it is there.
+    """The address in a scheduler's address file; blocks until the file exists.
 
     Raises SchedulerUnreachableError after ``timeout_seconds``.
     """
@@ -189,10 +186,10 @@ def client_settings(
     run_id: str | None = None,
     transport: str | None = None,
 ) -> ClientSettings:
-    """Settings of a worker's client from ``environ`` (default: this process's); arguments count more.
+    """Settings of a worker's client from ``environ`` (default: this process's); arguments take precedence.
 
-    Blocks for at most ``PSDIST_START_TIMEOUT`` seconds (60) where only ``PSDIST_SCHEDULER_FILE`` names the scheduler.
-    Raises ConfigurationError for a value that is wrong, SchedulerUnreachableError where the file does not appear.
+    Blocks for at most ``PSDIST_START_TIMEOUT`` seconds (60) if only ``PSDIST_SCHEDULER_FILE`` names the scheduler.
+    Raises ConfigurationError for a wrong value, SchedulerUnreachableError if the file does not appear.
     """
     environ = os.environ if environ is None else environ
     if scheduler:
