@@ -3,7 +3,6 @@
 What it is: the time in which a step's gradients become new weights at all workers, from gradients that are there before
 the clock starts, for psdist and for what one could use instead. Ratios are peer / psdist: above 1 psdist is faster.
 
-
 It asserts nothing, and its figures are those of this machine at this moment.
 """
 

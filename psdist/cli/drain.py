@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
 from psdist.errors import InternalError
+from psdist.launch.final_snapshot import last_answer
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine
 
@@ -51,11 +52,7 @@ def drain(
     from psdist.v1 import scheduler_pb2
 
     async def talk(stub: Any, metadata: Any) -> DrainResponse | None:
-        last: DrainResponse | None = None
-        async for answer in stub.Drain(scheduler_pb2.DrainRequest(server_id=server), metadata=metadata):
-            on_answer(answer)
-            last = answer
-        return last
+        return await last_answer(stub.Drain(scheduler_pb2.DrainRequest(server_id=server), metadata=metadata), on_answer)
 
     return ask(target, timeout_seconds, talk)
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
     from psdist.v1 import scheduler_pb2
+
+T = TypeVar("T")
 
 #: Time between two lines on the progress.
 _SAY_SECONDS: Final = 2.0
@@ -33,11 +35,15 @@ async def request(
     """
     from psdist.v1 import scheduler_pb2
 
-    last: scheduler_pb2.SaveSnapshotResponse | None = None
     wanted = scheduler_pb2.SaveSnapshotRequest(run_id=run_id, reason=reason)
-    async for answer in stub.SaveSnapshot(wanted, metadata=metadata):
-        on_answer(answer)
-        last = answer
+    return await last_answer(stub.SaveSnapshot(wanted, metadata=metadata), on_answer)
+
+
+async def last_answer(call: AsyncIterable[T], on_answer: Callable[[T], None]) -> T | None:
+    """Passes each answer of a stream to ``on_answer``. Returns the last one, None if there was none."""
+    last: T | None = None
+    async for last in call:
+        on_answer(last)
     return last
 
 
