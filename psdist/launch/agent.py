@@ -28,7 +28,7 @@ from psdist.launch.rendezvous import Place, RankRequest
 from psdist.launch.run_record import DIRECTORY_PREFIX
 from psdist.launch.runner import ProcessPlan, Runner
 from psdist.launch.script import ScriptOptions
-from psdist.launch.supervisor import RunPolicy
+from psdist.launch.shutdown import RunPolicy
 from psdist.settings.config import await_address, parse_address
 from psdist.settings.exit_codes import SIGNAL_BASE
 

@@ -37,7 +37,7 @@ from psdist.launch.run_record import DIRECTORY_PREFIX, RunRegistry, records_dire
 from psdist.launch.runner import ProcessPlan, Runner
 from psdist.launch.scale_watch import ScaleRequest
 from psdist.launch.script import ScriptOptions
-from psdist.launch.supervisor import RunPolicy
+from psdist.launch.shutdown import RunPolicy
 from psdist.settings import exit_codes
 from psdist.settings.config import (
     FAILURE_TIMEOUT_SECONDS,

@@ -27,7 +27,8 @@ from psdist.launch.events import (
 )
 from psdist.launch.output import Output
 from psdist.launch.process import Child, ProcessSpec, ReaperProcess
-from psdist.launch.supervisor import RunPolicy, Supervisor
+from psdist.launch.shutdown import RunPolicy
+from psdist.launch.supervisor import Supervisor
 
 
 @dataclass(frozen=True, slots=True)

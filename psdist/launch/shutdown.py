@@ -12,7 +12,7 @@ that a run that succeeded ends with ``unsaved_status`` if its snapshot fails.
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -29,6 +29,7 @@ from psdist.launch.events import (
     describe,
     enumerate_keys,
 )
+from psdist.settings import exit_codes
 
 GRACE_SECONDS: Final = 5.0
 #: Workers end in agreement, after the pushes that are under way, which takes longer.
@@ -36,6 +37,25 @@ STOP_TIMEOUT_SECONDS: Final = 30.0
 #: The groups in the order in which they are stopped.
 STOP_ORDER: Final[tuple[Role, ...]] = ("worker", "snapshot", "server", "scheduler")
 _SNAPSHOT: Final = ProcessKey("snapshot", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPolicy:
+    """What a run does when processes end.
+
+    restarts_max: restarts of each worker.
+    grace_seconds, stop_timeout_seconds: how long servers and the scheduler, and workers, are given to end.
+    durable: whether what a server holds outlives it, so that the run goes on without it.
+    saves: whether a snapshot is taken at the end.
+    unsaved_status: exit status of a run that succeeded, but for that snapshot.
+    """
+
+    restarts_max: int = 3
+    grace_seconds: float = GRACE_SECONDS
+    stop_timeout_seconds: float = STOP_TIMEOUT_SECONDS
+    durable: bool = False
+    saves: bool = False
+    unsaved_status: int = exit_codes.OK
 
 
 class _Phase(Enum):
@@ -50,26 +70,12 @@ class _Phase(Enum):
 
 
 class Shutdown:
-    """Stops the processes of ``table``.
+    """Stops the processes of ``table``."""
 
-    grace_seconds, stop_timeout_seconds: how long servers and the scheduler, and workers, are given to end.
-    saves: whether a snapshot is taken. unsaved_status: status of a run that succeeded, but for that snapshot.
-    """
-
-    def __init__(
-        self,
-        table: ProcessTable,
-        *,
-        grace_seconds: float,
-        stop_timeout_seconds: float,
-        saves: bool,
-        unsaved_status: int,
-    ) -> None:
+    def __init__(self, table: ProcessTable, policy: RunPolicy) -> None:
         self._table = table
-        self._grace_seconds = grace_seconds
-        self._stop_timeout_seconds = stop_timeout_seconds
-        self._saves = saves
-        self._unsaved_status = unsaved_status
+        self._policy = policy
+        self._saves = policy.saves
         self._phase = _Phase.RUNNING
         self._stage = 0
         self._begun_at = 0.0
@@ -94,7 +100,7 @@ class Shutdown:
         effects: list[Effect] = []
         if event.key == _SNAPSHOT and event.returncode != 0:
             if self._end.status == 0:
-                self._end = replace(self._end, status=self._unsaved_status)
+                self._end = replace(self._end, status=self._policy.unsaved_status)
             why = describe(event.returncode)
             effects.append(Say(f"what was trained since the last snapshot is not saved: {why}"))
         if not self._table.of(STOP_ORDER[self._stage]):
@@ -111,14 +117,14 @@ class Shutdown:
             self._phase = _Phase.KILLED
             said = Say(f"{enumerate_keys(late)} did not end within {limit:g} s of SIGTERM: killed")
             return [said, *(Kill(key, signal.SIGKILL) for key in late)]
-        if self._phase is _Phase.STOPPING and now >= self._begun_at + self._grace_seconds:
+        if self._phase is _Phase.STOPPING and now >= self._begun_at + self._policy.grace_seconds:
             self._phase = _Phase.REPORTED
             left = self._begun_at + limit - now
             return [Say(f"waiting for {enumerate_keys(late)} to end; killed in {left:.0f} s")]
         return []
 
     def _limit_seconds(self, role: Role) -> float:
-        return self._stop_timeout_seconds if role == "worker" else self._grace_seconds
+        return self._policy.stop_timeout_seconds if role == "worker" else self._policy.grace_seconds
 
     def _stop_from(self, stage: int, now: float) -> list[Effect]:
         """Stops the first group from ``stage`` on that has a process."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
 from psdist.launch.events import (
@@ -46,7 +45,7 @@ from psdist.launch.events import (
     enumerate_keys,
     status_of,
 )
-from psdist.launch.shutdown import GRACE_SECONDS, STOP_ORDER, STOP_TIMEOUT_SECONDS, Shutdown
+from psdist.launch.shutdown import STOP_ORDER, RunPolicy, Shutdown
 from psdist.settings import exit_codes
 
 #: A server or scheduler that ends so many times in a row, each within QUICK_SECONDS of its start, is given up.
@@ -54,25 +53,6 @@ QUICK_DEATHS_ALLOWED: Final = 5
 QUICK_SECONDS: Final = 10.0
 #: Nobody sends these to itself: they do not predict how soon the process ends after its next start.
 _FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
-
-
-@dataclass(frozen=True, slots=True)
-class RunPolicy:
-    """What a run does when processes end.
-
-    restarts_max: restarts of each worker.
-    grace_seconds, stop_timeout_seconds: how long servers and the scheduler, and workers, are given to end.
-    durable: whether what a server holds outlives it, so that the run goes on without it.
-    saves: whether a snapshot is taken at the end.
-    unsaved_status: exit status of a run that succeeded, but for that snapshot.
-    """
-
-    restarts_max: int = 3
-    grace_seconds: float = GRACE_SECONDS
-    stop_timeout_seconds: float = STOP_TIMEOUT_SECONDS
-    durable: bool = False
-    saves: bool = False
-    unsaved_status: int = exit_codes.OK
 
 
 class ServerScaling:
@@ -122,13 +102,7 @@ class Supervisor:
         self._policy = policy
         self._table = ProcessTable(keys, now)
         self._servers = ServerScaling(self._table, policy.grace_seconds)
-        self._shutdown = Shutdown(
-            self._table,
-            grace_seconds=policy.grace_seconds,
-            stop_timeout_seconds=policy.stop_timeout_seconds,
-            saves=policy.saves,
-            unsaved_status=policy.unsaved_status,
-        )
+        self._shutdown = Shutdown(self._table, policy)
         #: Workers that succeeded without having connected, in the order of their exits.
         self._unconnected: list[ProcessKey] = []
         self._interrupted = False

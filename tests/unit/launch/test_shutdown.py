@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from psdist.launch.events import Exited, Finish, Kill, ProcessKey, ProcessTable, Say, ServersWanted, Start
-from psdist.launch.shutdown import Shutdown
+from psdist.launch.shutdown import RunPolicy, Shutdown
 from psdist.launch.supervisor import ServerScaling
 
 WORKER, SERVER, SCHEDULER = ProcessKey("worker", 0), ProcessKey("server", 0), ProcessKey("scheduler", 0)
@@ -13,7 +13,7 @@ SNAPSHOT = ProcessKey("snapshot", 0)
 
 
 def shutdown(table: ProcessTable, saves: bool = False) -> Shutdown:
-    return Shutdown(table, grace_seconds=5.0, stop_timeout_seconds=30.0, saves=saves, unsaved_status=74)
+    return Shutdown(table, RunPolicy(grace_seconds=5.0, saves=saves, unsaved_status=74))
 
 
 def ended(table: ProcessTable, machine: Shutdown, key: ProcessKey, now: float, returncode: int = 0) -> object:

@@ -23,7 +23,8 @@ from psdist.launch.events import (
     describe,
     status_of,
 )
-from psdist.launch.supervisor import RunPolicy, Supervisor
+from psdist.launch.shutdown import RunPolicy
+from psdist.launch.supervisor import Supervisor
 
 W0, W1 = ProcessKey("worker", 0), ProcessKey("worker", 1)
 S0, S1 = ProcessKey("server", 0), ProcessKey("server", 1)
