@@ -106,7 +106,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result for people."""
+    """The result as text."""
     own, peer = result["machine_share"], result["peers"]["unchecked"]
     low, high = peer["spread"]
     return "\n".join(
@@ -120,7 +120,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes what is asked for."""
+    """Measures, prints, and writes the file of ``--json``."""
     line = argparse.ArgumentParser(prog="python -m benchmarks.bookkeeping", description="What exactly-once costs.")
     line.add_argument("--workers", type=int, default=2)
     line.add_argument("--servers", type=int, default=2)

@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result for people."""
+    """The result as text."""
     lines = [f"{'milliseconds':28}{'p50':>8}{'p90':>8}{'p99':>8}{'p99.9':>8}"]
     for name, points in result["milliseconds"].items():
         cells = "".join(f"{points[point]:8.2f}" for point in ("p50", "p90", "p99", "p99.9"))
@@ -67,7 +67,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes what is asked for."""
+    """Measures, prints, and writes the file of ``--json``."""
     options = parser().parse_args(arguments)
     try:
         result = measure(options)

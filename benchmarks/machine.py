@@ -38,7 +38,7 @@ def copy_gigabytes_per_second(threads: int) -> float:
 
 
 def versions() -> dict[str, str]:
-    """Of what counts, where it is installed."""
+    """Versions of the libraries that matter, if installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -49,7 +49,7 @@ def versions() -> dict[str, str]:
 
 
 def facts() -> dict[str, Any]:
-    """All of it."""
+    """All facts on the machine."""
     cores = len(os.sched_getaffinity(0))
     return {
         "processor": processor(),

@@ -51,7 +51,7 @@ def measure(params: int, transport: Transport) -> dict[str, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes what is asked for."""
+    """Measures, prints, and writes the file of ``--json``."""
     line = argparse.ArgumentParser(prog="python -m benchmarks.memory", description="Memory of a server.")
     line.add_argument("--params", type=int, default=25_000_000)
     line.add_argument("--json", type=Path, metavar="FILE")

@@ -1,4 +1,4 @@
-"""Who takes part: psdist and its peers as contenders, and where those peers are installed that psdist never needs."""
+"""The contenders: psdist and its peers, and the environments of peers that psdist does not need."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def python_of(environment: str) -> str:
 
 
 def missing(peer: str) -> str:
-    """Why a peer cannot take part; empty where it can."""
+    """Why a peer cannot take part; empty if it can."""
     if environment := ENVIRONMENTS.get(peer):
         if (PEER_VENVS / environment / "installed").exists():
             return ""

@@ -1,8 +1,8 @@
-"""All benchmarks, and the page that tells of them: ``python -m benchmarks.report`` (or ``make bench``).
+"""All benchmarks, and the page of their results: ``python -m benchmarks.report`` (or ``make bench``).
 
 Runs each benchmark of ``plan`` in a process of its own, keeps its result in ``.bench/results.json`` (so that ``--only``
-can measure some of them again), and writes docs/performance.md from all results that are there. From the heading
-``## Notes`` on the page is written by hand, and kept.
+can measure some of them again), and writes docs/performance.md from all results. The part of the page from the heading
+``## Notes`` on is written by hand, and kept.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def _introduction(facts: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     measured = f"""
         Measured on one machine: {facts["processor"]}, {facts["cores"]} cores, {facts["memory_gigabytes"]} GB; memcpy
-        moves {copies} (bytes read and written). {facts["system"]}; {versions}. What counts are the ratios within one
-        run; the milliseconds are that machine's."""
+        moves {copies} (bytes read and written). {facts["system"]}; {versions}. Only the ratios within one run are
+        comparable; the milliseconds depend on the machine."""
     again = """
-        `make bench` measures all of it in some minutes and writes this page anew; `python -m benchmarks.report --full`
-        takes its time, and `--install-peers` installs Ray and TensorFlow into environments of their own, below
+        `make bench` measures everything in some minutes and rewrites this page; `python -m benchmarks.report --full`
+        measures longer, and `--install-peers` installs Ray and TensorFlow into environments of their own, below
         `.bench`. `psdist bench` measures a step on your own cluster."""
     return section("# Performance", measured, textwrap.fill(" ".join(again.split()), 124, break_on_hyphens=False))
 
@@ -91,7 +91,7 @@ def _goals(results: Results) -> str:
             met = "" if measured.met is None else "yes" if measured.met else "**no**"
             rows.append((goal.case, goal.target, measured.text, met, commands[goal.run]))
     text = """
-        25,000,000 float32 parameters and Adam, unless said otherwise; medians, and in brackets the 10th and the 90th
+        25,000,000 float32 parameters and Adam, unless stated otherwise; medians, and in brackets the 10th and the 90th
         percentile of the rounds. All contenders of a line ran in turns, in processes of their own."""
     return section("## Goals", text, table(("case", "goal", "measured", "met", "python -m"), rows))
 
@@ -113,13 +113,13 @@ def _steps(results: Results) -> str:
         ]
         rows.append((what, f"{result['psdist_ms']:.1f}", "; ".join(peers)))
     text = """
-        Milliseconds; in brackets how many times psdist's. *gloo*: all-reduce, then torch's fused Adam on each worker.
-        *ray*: two parameter-server actors with fused Adam, which the workers call; *ray_dataflow*: the same driven by
-        Ray's scheduler. *tensorflow*: ParameterServerStrategy, asynchronous, two
-        servers. *echo*: raw `grpc.aio` that sends the same bytes there and back, *echo_tuned* with psdist's options.
+        Milliseconds, and in brackets the ratio to psdist's. *gloo*: all-reduce, then torch's fused Adam on each worker.
+        *ray*: two parameter-server actors with fused Adam, which the workers call; *ray_dataflow*: the same actors,
+        driven by Ray's scheduler. *tensorflow*: ParameterServerStrategy, asynchronous, two servers. *echo*: raw
+        `grpc.aio` that sends the same bytes and gets them back, *echo_tuned* with psdist's options.
         *kernel*: the sum of all gradients and Adam in one pass over memory, nothing else; *memcpy*: one gradient
-        copied. *Plain calls* push arrays of one's own and get new ones; the others write gradients where servers read
-        them and read weights where they lie."""
+        copied. *Plain calls* push the script's own arrays and get new ones; the others use gradient buffers, and read
+        weights in place."""
     return section("## A step", text, table(("psdist", "ms", "peers"), rows)) if rows else ""
 
 
@@ -152,8 +152,8 @@ def _scaling(results: Results) -> str:
     text = f"""
         `python -m benchmarks.scaling`: each worker computes for {results["scaling"]["settings"]["compute_ms"]:.0f} ms
         without using the CPU, as with an accelerator, and its gradient becomes ready layer by layer in the last two
-        thirds of that time. Efficiency is compute time / step time, *relative* is that over the fewest workers'. All
-        workers and servers share this machine's cores."""
+        thirds of that time. Efficiency is compute time / step time; *relative* is the ratio to that of the fewest
+        workers. All workers and servers share this machine's cores."""
     titles = ("workers", *(f"{who}: {kind}" for who in ("psdist", "gloo") for kind in kinds))
     return section("## Scaling", text, table(titles, rows))
 
@@ -170,7 +170,7 @@ def _steady(results: Results) -> str:
     ]
     text = f"""
         `python -m benchmarks.steady`: {result["steps"]} steps of {result["params"]:,} parameters; KiB by process, over
-        the second half of the steps. *A step's peak* is what Python had allocated at most, beyond the least."""
+        the second half of the steps. *A step's peak* is the most that Python had allocated, less the least."""
     titles = ("transport", "process", "tracemalloc growth", "a step's peak", "RSS growth")
     return section("## Memory over many steps", text, table(titles, rows))
 
@@ -186,9 +186,9 @@ def _kernels(results: Results) -> str:
         rows.append((one["optimizer"], f"{own:.1f}", f"{one['gigabytes_per_second']:.1f}", *others))
     text = f"""
         `python -m benchmarks.kernels`: one update of {results["kernels"]["elements"]:,} float32 parameters by one
-        thread, in turns, medians. *numpy* is what one writes by hand, *reference* the plain numpy whose bytes the
-        kernel gives, *torch* is fused where it can be, else `foreach`. All kernels move each array once and wait for
-        memory, so against torch's fused kernels this is parity, not a lead."""
+        thread, in turns, medians. *numpy* is code as written by hand, *reference* the plain numpy whose bytes the
+        kernel must equal, *torch* is fused if possible, else `foreach`. All kernels move each array once and are bound
+        by memory, so they are only as fast as torch's fused kernels."""
     titles = ("optimizer", "ms", "GB/s", "torch / psdist", "numpy / psdist", "reference / psdist")
     return section("## Update kernels", text, table(titles, rows))
 
@@ -200,8 +200,8 @@ def _startup(results: Results) -> str:
     text = f"""
         `python -m benchmarks.startup`: from `psdist run --nservers 2 --nproc-per-node 2 examples/digits.py` to the end
         of the first step, with compiled kernels in the cache: median {one["median_s"]:.2f} s, worst
-        {one["worst_s"]:.2f} s of {len(one["all_s"])}. The first run on a machine compiles, which takes some seconds
-        more."""
+        {one["worst_s"]:.2f} s of {len(one["all_s"])}. The first run on a machine also compiles, which takes
+        some seconds more."""
     return section("## Start", text)
 
 
@@ -231,8 +231,8 @@ def _snapshot(results: Results) -> str:
         for name, both in one["megabytes_per_second"].items()
     )
     text = f"""
-        `python -m benchmarks.snapshot`: {one["settings"]["params"]:,} parameters with Adam, one worker that makes step
-        after step without a pause; milliseconds of a step. {one["snapshot_megabytes"]:.0f} MB are written and synced,
+        `python -m benchmarks.snapshot`: {one["settings"]["params"]:,} parameters with Adam, one worker that makes
+        steps without a pause; milliseconds of a step. {one["snapshot_megabytes"]:.0f} MB are written and synced,
         beside one process that does the same with plain files: {rates}."""
     return section("## Snapshots", text, table(("steps", "p50", "p90", "p99"), rows))
 

@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def row(workers: int, contenders: dict[str, Any]) -> str:
-    """A line for people."""
+    """A line of the text."""
     cells = [
         f"{name} {one['step_ms']:7.1f} ms, efficiency {one['efficiency']:6.1%}" for name, one in contenders.items()
     ]
@@ -88,7 +88,7 @@ def row(workers: int, contenders: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes what is asked for."""
+    """Measures, prints, and writes the file of ``--json``."""
     options = parser().parse_args(arguments)
     try:
         result = measure(options)

@@ -245,7 +245,7 @@ def result(raw: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The result for people."""
+    """The result as text."""
     lines = [f"{'milliseconds a step':24}{'p50':>9}{'p90':>9}{'p99':>9}{'slowest':>9}"]
     for name, title in (("normal", "without a snapshot"), ("during", "while one is taken")):
         points = found["steps_ms"][name]
@@ -262,7 +262,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes what is asked for."""
+    """Measures, prints, and writes the file of ``--json``."""
     options = parser().parse_args(arguments)
     if options.worker is not None:
         work(options)

@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace, transport: str) -> list[dict[str, Any]]
 
 
 def table(processes: list[dict[str, Any]]) -> str:
-    """The processes for people."""
+    """The processes as text."""
     lines = [f"{'KiB':12}{'traced growth':>16}{'a step above':>16}{'RSS growth':>14}{'RSS':>12}"]
     for one in processes:
         growth, above, resident = one["traced_growth_bytes"], one["traced_above_bytes"], one["resident_growth_bytes"]
@@ -124,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes what is asked for."""
+    """Measures, prints, and writes the file of ``--json``."""
     options = parser().parse_args(arguments)
     result: dict[str, Any] = {"steps": options.steps, "params": options.params, "processes": {}}
     for transport in options.transport:

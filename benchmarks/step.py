@@ -2,7 +2,8 @@
 
 What it is: the time in which a step's gradients become new weights at all workers, from gradients that are there before
 the clock starts, for psdist and for what one could use instead. Ratios are peer / psdist: above 1 psdist is faster.
-What it is not: a test; it asserts nothing, and its figures are those of this machine at this moment.
+
+It asserts nothing, and its figures are those of this machine at this moment.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """What the contenders are told."""
+    """The settings of the contenders."""
     return Settings(
         params=options.params,
         workers=options.workers,
@@ -83,7 +84,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result for people."""
+    """The result as text."""
     lines = [f"{'psdist':12}{result['psdist_ms']:9.1f} ms   {transports(result)}"]
     for name, peer in result["peers"].items():
         if "missing" in peer:
@@ -126,7 +127,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes what is asked for."""
+    """Measures, prints, and writes the file of ``--json``."""
     options = parser().parse_args(arguments)
     try:
         result = measure(options)

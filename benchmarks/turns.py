@@ -45,12 +45,12 @@ class Settings:
     rank: int = 0
 
     def text(self) -> str:
-        """As an argument."""
+        """The settings as an argument."""
         return json.dumps(asdict(self))
 
 
 def settings() -> Settings:
-    """What this process was told."""
+    """The settings of this process."""
     return Settings(**json.loads(sys.argv[1]))
 
 
@@ -71,12 +71,12 @@ class Line:
         self._connection.sendall(json.dumps(value).encode() + b"\n")
 
     def receive(self) -> Any:
-        """The next value; None where the other end is gone."""
+        """The next value; None if the other end is gone."""
         data = self._reader.readline(_LINE_BYTES_MAX)
         return json.loads(data) if data.endswith(b"\n") else None
 
     def close(self) -> None:
-        """Hangs up, which ends the other process."""
+        """Closes the connection, which ends the other process."""
         self._reader.close()
         self._connection.close()
 
@@ -107,9 +107,9 @@ def timed(step: Callable[[], object], steps: int) -> list[float]:
 
 
 def serve(turn: Callable[[int], list[float]], facts: Mapping[str, Any] | None = None) -> None:
-    """A worker process's side: takes turns until the benchmark hangs up.
+    """A worker process's side: takes turns until the benchmark disconnects.
 
-    turn: makes so many steps and returns their seconds. facts: what the benchmark shall know about this process.
+    turn: makes so many steps and returns their seconds. facts: what the benchmark is told about this process.
     """
     line = connect()
     line.send(dict(facts or {}))

@@ -75,7 +75,7 @@ def gradients(weights: Arrays, images: np.ndarray, labels: np.ndarray) -> tuple[
 
 
 def accuracy(weights: Arrays, images: np.ndarray, labels: np.ndarray) -> float:
-    """Part of the images that are classified rightly."""
+    """The share of the images that are classified correctly."""
     return float((forward(weights, images)[1].argmax(axis=1) == labels).mean())
 
 
@@ -88,7 +88,7 @@ def batches(rank: int, world: int, epoch: int, size: int, options: argparse.Name
 
 
 def updates(world: int, options: argparse.Namespace) -> int:
-    """How many times the servers update the weights: once a step in BSP, else once for every worker's push."""
+    """How often the servers update the weights: once a step in BSP, else once for every worker's push."""
     steps = options.epochs * len(batches(0, world, 0, TRAIN_IMAGES, options))
     return steps if options.consistency == "bsp" else steps * world
 
@@ -104,9 +104,8 @@ def train(context: psdist.Context, options: argparse.Namespace, train_set: Pair,
         compression=options.compression,
     )
     values = weights.pull()
-    # Steps are counted by the servers. A counter of this loop would be wrong where a worker was away for some of them,
-    # and after a run was started again, which goes on where its snapshot was. Asynchronous workers count their own
-    # pushes, from 0 whenever they begin.
+    # The servers count steps. A counter of this loop would be wrong after this worker missed some of them, and in a run
+    # that was resumed from a snapshot. Asynchronous workers count their own pushes, from 0 whenever they start.
     before = 0 if options.consistency == "bsp" else weights.version // context.world_size - weights.step
     per_epoch = len(batches(0, context.world_size, 0, len(images), options))
     progress, shown = Progress(context), max(1, options.epochs // 10) * per_epoch
@@ -165,7 +164,7 @@ def train_alone(world: int, options: argparse.Namespace, images: np.ndarray, lab
 
 
 def consistency(options: argparse.Namespace) -> psdist.consistency.Consistency:
-    """What the command line asks for."""
+    """The consistency that the command line names."""
     choices = {"bsp": psdist.BSP(), "ssp": psdist.SSP(options.staleness), "asp": psdist.ASP()}
     return choices[options.consistency]
 

@@ -1,9 +1,9 @@
-"""Trains the classifier of digits.py with any number of workers, which may come, die and come back while it runs.
+"""Trains the classifier of digits.py with any number of workers, which may join, die and rejoin while it runs.
 
     psdist run --nservers 2 --nproc-per-node 3 examples/elastic.py
 
-Nobody is dealt a part of the data beforehand: each worker asks for the next images, for as long as there are any. What
-a worker had that dies is given to another. A worker that gets no more ends, and the others go on without it.
+No worker has a fixed part of the data: each asks for the next images as long as there are any. The images of a worker
+that dies are given to another. A worker that gets no more ends, and the others go on without it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import psdist
 
 
 def main() -> None:
-    """Trains, and prints how often something had to be done again."""
+    """Trains, and prints how many ranges were repeated."""
     options = arguments()
     images, labels = load()
     test_set = images[TRAIN_IMAGES:], labels[TRAIN_IMAGES:]

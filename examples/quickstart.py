@@ -18,7 +18,7 @@ with psdist.init() as context:
     )
     values = line.pull()  # {"slope": array, "intercept": array}
     rng = np.random.default_rng(context.rank)
-    while line.step < 200:  # counted by the servers: also right where this worker was away for some steps
+    while line.step < 200:  # counted by the servers: also correct after this worker missed steps
         x = rng.uniform(-1, 1, 32)
         error = values["slope"] * x + values["intercept"] - (SLOPE * x + INTERCEPT)
         gradients = {"slope": np.float32((error * x).mean()), "intercept": np.float32(error.mean())}

@@ -1,9 +1,8 @@
-"""The step benchmark: what one training step costs in communication and updates, measured by a worker.
+"""The step benchmark: what a training step costs in communication and updates, measured by a worker.
 
-What it is: parameters of a wished size, gradients that are there before the clock starts, and the times of
-``push_pull``. ``psdist bench`` and the project's own benchmarks share it, so that both measure the same. What it is
-not: a comparison (``benchmarks/``), or a test; it asserts nothing. numpy and the client are imported when a measurement
-starts, so that the command line knows all words at once.
+It measures the time of ``push_pull`` for a parameter set of a given size, with gradients that exist before the clock
+starts. ``psdist bench`` and the project's own benchmarks (``benchmarks/``) share it. numpy and the client are imported
+when a measurement starts, so that the command line is fast.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from psdist.client.sync_client import Client
 
-#: Elements of one tensor; the last one of the parameters may be smaller.
+#: Elements of one tensor; the last one may be smaller.
 LAYER_ELEMENTS: Final = 1 << 20
 #: Steps before the clock starts: the first ones touch new memory, compile, and attach.
 WARM_STEPS: Final = 3
@@ -44,11 +43,10 @@ OPTIMIZERS: Final[dict[str, optim.Optimizer]] = {
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """What is measured. Raises InvalidArgumentError for a word that is unknown or a size that is not possible.
+    """What is measured. Raises InvalidArgumentError for an unknown name or an impossible size.
 
-    wire_dtype: of the gradients and of the weights on the wire.
-    copy: plain calls with arrays of the user's own, instead of gradients written where the servers read them and
-        weights read where they lie.
+    wire_dtype: dtype of gradients and weights on the wire.
+    copy: plain calls with arrays of the user's own, instead of gradient buffers and weights that are read in place.
     """
 
     params: int = 25_000_000
@@ -70,16 +68,16 @@ class BenchSettings:
 
     @property
     def name(self) -> str:
-        """Name of the parameters: benchmarks with other settings in the same run have their own."""
+        """The name of the parameter set, which is different for other settings in the same run."""
         return f"psdist-bench/{self.params}-{self.wire_dtype}-{self.consistency}-{self.optimizer}"
 
     def layers(self) -> dict[str, int]:
-        """Tensors by name, with their elements."""
+        """The number of elements of each tensor, by name."""
         starts = range(0, self.params, LAYER_ELEMENTS)
         return {f"layer.{n:05}": min(LAYER_ELEMENTS, self.params - start) for n, start in enumerate(starts)}
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of ``client.parameters``."""
+        """The keyword arguments of ``client.parameters``."""
         import numpy as np
 
         ones = np.ones(LAYER_ELEMENTS, np.float32)
@@ -93,7 +91,7 @@ class BenchSettings:
         }
 
     def gradients(self, buffers: Mapping[str, NDArray[Any]] | None) -> Mapping[str, NDArray[Any]]:
-        """Gradients to push: written into a handle's ``buffers``, or where there are none into arrays of their own."""
+        """The gradients to push: written into ``buffers``, or into arrays of their own if there are none."""
         import numpy as np
 
         values = np.random.default_rng(0).standard_normal(LAYER_ELEMENTS, dtype=np.float32)
@@ -106,7 +104,7 @@ class BenchSettings:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """Times of one worker's steps. Bytes are those of gradients and weights, whether they travelled or were shared.
+    """Times of one worker's steps. Bytes are those of gradients and weights, whether sent or shared.
 
     transports: how each server was reached, by server id.
     """
@@ -137,7 +135,7 @@ class BenchResult:
 
 
 class StepBench:
-    """One worker of the benchmark: joins the parameters and makes steps."""
+    """A worker of the benchmark, which joins the parameter set and makes steps."""
 
     def __init__(self, client: Client, settings: BenchSettings) -> None:
         self.settings = settings
@@ -145,7 +143,7 @@ class StepBench:
         self.gradients = settings.gradients(None if settings.copy else self.parameters.gradient_buffers())
 
     def step(self) -> None:
-        """One step: the gradients up, the new weights down."""
+        """Makes a step: pushes the gradients and pulls the new weights."""
         self.parameters.push_pull(self.gradients, copy=self.settings.copy)
 
     def measure(self, steps: int, warm_steps: int = WARM_STEPS) -> BenchResult:

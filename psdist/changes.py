@@ -1,10 +1,9 @@
-"""What a run that goes on from a snapshot sets otherwise than the run that saved it, and for what of that the
-optimizer's state in the snapshot is of no use. Pure. docs/use.md has the table of what is allowed.
+"""Compares the settings of a resumed run with those in its snapshot, and says which changes need a reset of the
+optimizer's state. Pure. docs/use.md has the table of what is allowed.
 
-State is of use as long as the same optimizer keeps the same arrays, with the same meaning: then torch's
-``Optimizer.load_state_dict`` would take it too. Settings that only change the arithmetic of the updates to come are
-changed freely. Not here: layouts and slices, which are compared where values are loaded
-(``psdist_scheduler.placement.restore_point``).
+The saved state can be used as long as the same optimizer keeps the same arrays with the same meaning: then torch's
+``Optimizer.load_state_dict`` would accept it too. Settings that only affect the arithmetic of later updates may change.
+Layouts and slices are compared where values are loaded (``psdist_scheduler.placement.restore_point``).
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from typing import Any, Final
 from psdist.optim import Constant, Optimizer, Override
 from psdist.types import ParametersSpec
 
-#: Characters of one value in a text: there may be 256 overrides.
+#: Characters of one value in a text, since there may be 256 overrides.
 _VALUE_CHARACTERS_MAX: Final = 240
-#: Fields that all optimizers have.
+#: Fields that all optimizers share.
 _SHARED: Final = tuple(field.name for field in fields(Optimizer))
-#: Whether these are 0 decides which arrays there are.
+#: Whether these are 0 decides which arrays exist.
 _STRUCTURAL: Final = ("momentum", "centered")
-#: These count when the state begins, and never after.
+#: These have an effect only when the state begins.
 _INITIAL: Final = ("initial_accumulator_value",)
 
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """A setting that is another now. needs_reset: the optimizer's state of before is of no use with it."""
+    """A changed setting. needs_reset: the saved optimizer state cannot be used with it."""
 
     name: str
     before: str
@@ -39,7 +38,7 @@ class SettingChange:
 
 
 def changes(before: ParametersSpec, after: ParametersSpec) -> tuple[SettingChange, ...]:
-    """What ``after`` has set otherwise, name and cut of the parameters excepted; what needs a reset comes first."""
+    """The settings that ``after`` changes, except name and slices; those that need a reset come first."""
     old, new = before.optimizer, after.optimizer
     pairs = {
         "schedule": (old.schedule, new.schedule),
@@ -71,12 +70,12 @@ def _is_of_state(name: str, old: Any, new: Any) -> bool:
 
 
 def _alone(optimizer: Optimizer) -> Optimizer:
-    """Without what is told as a change of its own."""
+    """The optimizer without the settings that are reported as changes of their own."""
     return replace(optimizer, schedule=Constant(), max_grad_norm=0.0, overrides=())
 
 
 def _brief(value: Any) -> str:
-    """A setting as a user would write it, without defaults, not longer than a line."""
+    """A setting as a user would write it, without defaults, in one line."""
     text = _written(value)
     return text if len(text) <= _VALUE_CHARACTERS_MAX else f"{text[: _VALUE_CHARACTERS_MAX - 3]}..."
 

@@ -1,30 +1,24 @@
-"""Consistency: when a slice may be updated, and when it may be read. Specifications only; the gates that carry them out
-run on the servers (``psdist_server.core.gates``).
+"""Consistency: when a slice may be updated, and when it may be read. These are specifications only; the gates that
+enforce them run on the servers (``psdist_server.core.gates``).
 
 * ``BSP``: step t is applied once every member has contributed (Valiant 1990, bulk-synchronous parallel). Exact: the
   result does not depend on arrival, nor on the number of servers.
-* ``SSP``: each push is applied when it arrives; a worker may be at most ``staleness`` clocks ahead of the slowest (Ho
-et
-  al., NIPS 2013, stale synchronous parallel).
-* ``ASP``: each push is applied when it arrives, nobody waits.
+* ``SSP``: each push is applied when it arrives; a worker may be at most ``staleness`` clocks ahead of the slowest
+  (Ho et al., NIPS 2013, stale synchronous parallel).
+* ``ASP``: each push is applied when it arrives, and no worker waits.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
-from psdist.errors import InvalidArgumentError
+from psdist.errors import InvalidArgumentError, check_integer
 
 StalenessLr = Literal["none", "inverse"]
 ResizeLr = Literal["none", "linear", "sqrt"]
 _COUNT_MAX = 1 << 20
-
-
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _COUNT_MAX:
-        raise InvalidArgumentError(f"{name}={value!r} is out of range: use a whole number from 0 to {_COUNT_MAX}")
 
 
 def _check_staleness_lr(value: str) -> None:
@@ -46,7 +40,7 @@ class BSP:
     resize_lr: ResizeLr = "none"
 
     def __post_init__(self) -> None:
-        _check_count("backup_workers", self.backup_workers)
+        check_integer("backup_workers", self.backup_workers, 0, _COUNT_MAX)
         if self.resize_lr not in ("none", "linear", "sqrt"):
             raise InvalidArgumentError(f"resize_lr={self.resize_lr!r} is unknown: use 'none', 'linear' or 'sqrt'")
 
@@ -71,7 +65,7 @@ class SSP:
     staleness_lr: StalenessLr = "none"
 
     def __post_init__(self) -> None:
-        _check_count("staleness", self.staleness)
+        check_integer("staleness", self.staleness, 0, _COUNT_MAX)
         _check_staleness_lr(self.staleness_lr)
 
 
@@ -89,3 +83,9 @@ class ASP:
 
 
 Consistency = BSP | SSP | ASP
+KINDS: Final[dict[str, type[Consistency]]] = {"bsp": BSP, "ssp": SSP, "asp": ASP}
+
+
+def kind_of(consistency: Consistency) -> str:
+    """The key of a mode in ``KINDS``."""
+    return type(consistency).__name__.lower()

@@ -1,24 +1,24 @@
-"""Which samples a worker sees: dealt beforehand by ``DistributedSampler``, or leased by ``client.dataset``.
+"""Which samples a worker gets: assigned beforehand by ``DistributedSampler``, or leased by ``client.dataset``.
 
-Nothing here needs torch, the network, or psdist's client; it is about indices and never touches the samples.
+This module computes indices only. It needs neither torch, nor the network, nor psdist's client.
 
-``DistributedSampler`` deals the indices of a data set to the ranks of a world, which must stay as it is. Its semantics
-are those of torch.utils.data.DistributedSampler.
+``DistributedSampler`` divides the indices of a data set among the ranks of a world of fixed size, with the semantics of
+torch.utils.data.DistributedSampler.
 
-``client.dataset(...)`` (see ``psdist.client.datasets``) hands ranges of a data set out to whoever is there. The
-scheduler gives a data epoch and a range's number; which samples those are follows from the settings alone, by
-``RangeOrder``: with ``shuffle`` the order of a data epoch is ``default_rng((seed, data_epoch)).permutation(size)`` of
-numpy.random, the same as ``DistributedSampler``'s, else ascending, and range r is the stretch of that order from
-``r * range_size`` up to ``(r + 1) * range_size`` or its end. So the samples of the whole data set are mixed, at the
-price of 8 bytes for each sample in memory while a data epoch lasts.
+``client.dataset(...)`` (see ``psdist.client.datasets``) leases ranges of a data set to the current workers. The
+scheduler assigns a data epoch and a range's number. ``RangeOrder`` computes the samples from the settings alone: with
+``shuffle`` the order of a data epoch is ``default_rng((seed, data_epoch)).permutation(size)`` of numpy.random, as for
+``DistributedSampler``, else ascending. Range r is the part of that order from ``r * range_size`` up to
+``(r + 1) * range_size`` or its end. So the samples of the whole data set are mixed, which takes 8 bytes of memory for
+each sample during a data epoch.
 
 Invariants of ``DistributedSampler``, for one (size, num_replicas, shuffle, seed, drop_last, data epoch):
 
 * every rank gets the same number of indices, ``len(sampler)``;
 * without ``drop_last`` the ranks together cover every index; if the size is not divisible, the first indices of the
-  order are dealt a second time to fill up;
-* with ``drop_last`` no index is dealt twice; the last ``size % num_replicas`` of the order are left out;
-* the order depends on (seed, data epoch) and the size alone, so ranks agree without speaking to each other.
+  order are used a second time to fill up;
+* with ``drop_last`` no index is used twice; the last ``size % num_replicas`` of the order are left out;
+* the order depends on (seed, data epoch) and the size alone, so that ranks agree without communication.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.errors import InvalidArgumentError
+from psdist.errors import InvalidArgumentError, check_integer
 from psdist.types import DataPosition, DatasetSpec
 
 __all__ = ["DataPosition", "DatasetSpec", "DistributedSampler", "RangeOrder"]
@@ -67,18 +67,18 @@ class DistributedSampler:
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        _check_range("num_replicas", self.num_replicas, 1, _SEED_MAX)
-        _check_range("rank", self.rank, 0, self.num_replicas - 1)
-        _check_range("seed", seed, 0, _SEED_MAX)
+        check_integer("num_replicas", self.num_replicas, 1, _SEED_MAX)
+        check_integer("rank", self.rank, 0, self.num_replicas - 1)
+        check_integer("seed", seed, 0, _SEED_MAX)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the data epoch, from 0. Call it before each pass, or every pass has the same order."""
-        _check_range("epoch", epoch, 0, _SEED_MAX)
+        check_integer("epoch", epoch, 0, _SEED_MAX)
         self.epoch = epoch
 
     def indices(self) -> NDArray[np.int64]:
-        """This rank's indices in order; shape (len(self),). The same as iterating, for those who index arrays."""
-        return self._dealt()[self.rank :: self.num_replicas]
+        """This rank's indices in order, as iteration gives them; int64[len(self)]."""
+        return self._padded()[self.rank :: self.num_replicas]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices().tolist())
@@ -93,8 +93,8 @@ class DistributedSampler:
             f"data epoch {self.epoch}>"
         )
 
-    def _dealt(self) -> NDArray[np.int64]:
-        """The order of all samples, repeated from its start or cut so that the ranks get equally many."""
+    def _padded(self) -> NDArray[np.int64]:
+        """The order of all samples, repeated from its start or shortened so that the ranks get equally many."""
         total = len(self) * self.num_replicas
         order = self._order()
         if total <= self.size:
@@ -108,14 +108,14 @@ class DistributedSampler:
 
 
 class RangeOrder:
-    """The samples of each range of a data set. Keeps the orders of the two data epochs that it was last asked for."""
+    """The samples of each range of a data set. It keeps the orders of the two data epochs that were used last."""
 
     def __init__(self, spec: DatasetSpec) -> None:
         self.spec = spec
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     def knows(self, data_epoch: int) -> bool:
-        """Whether ``indices`` has nothing to shuffle first."""
+        """Whether ``indices`` need not shuffle first."""
         return not self.spec.shuffle or data_epoch in self._orders
 
     def indices(self, data_epoch: int, number: int) -> NDArray[np.int64]:
@@ -138,16 +138,11 @@ def _permutation(size: int, seed: int, data_epoch: int) -> NDArray[np.int64]:
 
 def _size_of(dataset: Sized | int) -> int:
     if isinstance(dataset, int) and not isinstance(dataset, bool):
-        _check_range("dataset size", dataset, 0, _SEED_MAX)
+        check_integer("dataset size", dataset, 0, _SEED_MAX)
         return dataset
     if not isinstance(dataset, Sized):
         raise InvalidArgumentError(f"dataset of type {type(dataset).__name__} has no length: pass its size instead")
     return len(dataset)
-
-
-def _check_range(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidArgumentError(f"{name}={value!r} is out of range: use a whole number from {low} to {high}")
 
 
 def _from_environment(variable: str, default: int) -> int:
@@ -155,4 +150,4 @@ def _from_environment(variable: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InvalidArgumentError(f"the environment's {variable}={text!r:.40} is no whole number") from None
+        raise InvalidArgumentError(f"the environment's {variable}={text!r:.40} is not a whole number") from None

@@ -1,8 +1,8 @@
 """Every error that psdist raises, one class per case.
 
-A class carries a stable ``code`` (what crosses the wire, see ``psdist.wire.status``) and the name of the gRPC status it
-travels as. Messages name the offending value, the limit, and what to do. An operation that raises one of these has
-changed nothing, except where the class says otherwise.
+A class has a stable ``code``, which crosses the wire (see ``psdist.wire.status``), and the name of its gRPC status.
+Messages name the offending value, the limit, and the remedy. An operation that raises one of these errors has changed
+nothing, unless the class says otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PsdistError(Exception):
         self.details = {key: str(value) for key, value in details.items()}
 
 
-# --- what a user or a peer sent is wrong -----------------------------------------------------------------------------
+# --- wrong input ------------------------------------------------------------------------------------------------------
 
 
 class InvalidArgumentError(PsdistError, ValueError):
@@ -33,7 +33,7 @@ class InvalidArgumentError(PsdistError, ValueError):
 
 
 class ConfigurationError(InvalidArgumentError):
-    """A flag, a variable or a file that configures a process cannot be used."""
+    """A flag, a variable or a file that configures a process is wrong."""
 
     code = "configuration"
 
@@ -45,19 +45,19 @@ class InvalidNameError(InvalidArgumentError):
 
 
 class UnknownTensorError(InvalidArgumentError):
-    """A tensor is named that the parameters do not have."""
+    """The parameter set has no tensor of this name."""
 
     code = "unknown_tensor"
 
 
 class MissingTensorError(InvalidArgumentError):
-    """A tensor of the parameters is missing from what was given."""
+    """A tensor of the parameter set is missing from the input."""
 
     code = "missing_tensor"
 
 
 class ShapeMismatchError(InvalidArgumentError):
-    """A tensor has another shape than its parameters."""
+    """A tensor does not have the declared shape."""
 
     code = "shape_mismatch"
 
@@ -69,13 +69,13 @@ class DTypeMismatchError(InvalidArgumentError):
 
 
 class NonFiniteGradientError(InvalidArgumentError):
-    """A gradient holds NaN or Inf and the policy is to reject."""
+    """A gradient has NaN or Inf, and ``non_finite`` is "reject"."""
 
     code = "non_finite_gradient"
 
 
 class UnknownCodecError(InvalidArgumentError):
-    """A codec is named that does not exist."""
+    """There is no codec of this name."""
 
     code = "unknown_codec"
 
@@ -87,7 +87,7 @@ class LimitExceededError(PsdistError):
     status = "RESOURCE_EXHAUSTED"
 
 
-# --- who may speak ----------------------------------------------------------------------------------------------------
+# --- members and their rights -----------------------------------------------------------------------------------------
 
 
 class UnauthenticatedError(PsdistError):
@@ -111,7 +111,7 @@ class ProtocolMismatchError(PsdistError):
 
 
 class WrongRunError(PsdistError):
-    """The request names another run than the one served here."""
+    """The request names a run that is not served here."""
 
     code = "wrong_run"
     status = "FAILED_PRECONDITION"
@@ -125,24 +125,24 @@ class DuplicateMemberError(PsdistError):
 
 
 class FencedError(PsdistError):
-    """This incarnation was replaced or expelled; nothing it sends counts any more."""
+    """This incarnation was replaced or expelled. Nothing that it sends counts any more."""
 
     code = "fenced"
     status = "FAILED_PRECONDITION"
 
 
 class NotMemberError(PsdistError):
-    """The worker takes no part in the training of these parameters."""
+    """The worker is not a member of this parameter set."""
 
     code = "not_member"
     status = "FAILED_PRECONDITION"
 
 
-# --- parameters and steps ---------------------------------------------------------------------------------------------
+# --- parameter sets and steps -----------------------------------------------------------------------------------------
 
 
 class UnknownParametersError(PsdistError):
-    """No parameters of this name exist, or this server holds none of them."""
+    """No parameter set has this name, or this server holds none of its slices."""
 
     code = "unknown_parameters"
     status = "NOT_FOUND"
@@ -156,14 +156,14 @@ class UnknownDatasetError(PsdistError):
 
 
 class LayoutMismatchError(PsdistError):
-    """Parameters of this name exist with other tensors."""
+    """A parameter set of this name exists with other tensors."""
 
     code = "layout_mismatch"
     status = "FAILED_PRECONDITION"
 
 
 class SettingsMismatchError(PsdistError):
-    """Parameters, or a data set, of this name exist with other settings."""
+    """A parameter set or data set of this name exists with other settings."""
 
     code = "settings_mismatch"
     status = "FAILED_PRECONDITION"
@@ -201,7 +201,7 @@ class SchedulerUnreachableError(PsdistError, ConnectionError):
 
 
 class ServerUnreachableError(PsdistError, ConnectionError):
-    """A server does not answer. What was not acknowledged may or may not have been applied."""
+    """A server does not answer. Pushes that were not acknowledged may or may not have been applied."""
 
     code = "server_unreachable"
     status = "UNAVAILABLE"
@@ -222,35 +222,35 @@ class StaleTermError(PsdistError):
 
 
 class ReplicaMismatchError(PsdistError):
-    """Two copies of a slice that must be byte-identical are not. The shard is stopped: nobody knows which is right."""
+    """Two copies of a slice differ, and it is not known which is right. The shard is stopped."""
 
     code = "replica_mismatch"
     status = "DATA_LOSS"
 
 
 class ServerLostError(PsdistError):
-    """A server that held the only copy of a part of the parameters is gone, and with it what it held."""
+    """A server that held the only copy of some shards is gone."""
 
     code = "server_lost"
     status = "DATA_LOSS"
 
 
 class StorageError(PsdistError):
-    """The storage of a run's snapshots cannot be read or written; the message says what was tried, and why not."""
+    """The storage of a run's snapshots cannot be read or written; the message says what failed, and why."""
 
     code = "storage"
     status = "UNAVAILABLE"
 
 
 class NoStorageError(PsdistError):
-    """The run has no storage, so that it can take no snapshots."""
+    """The run has no storage for snapshots."""
 
     code = "no_storage"
     status = "FAILED_PRECONDITION"
 
 
 class SnapshotCorruptError(PsdistError):
-    """A file of a snapshot is not what was written; the message names it. Nothing of it was used."""
+    """A file of a snapshot is not what was written; the message names it. None of its values was used."""
 
     code = "snapshot_corrupt"
     status = "DATA_LOSS"
@@ -271,21 +271,21 @@ class SnapshotFailedError(PsdistError):
 
 
 class WaitTimeoutError(PsdistError, TimeoutError):
-    """A wait took longer than its caller allowed; the message says for whom it waited."""
+    """A wait took longer than its caller allowed; the message names the members that were waited for."""
 
     code = "wait_timeout"
     status = "DEADLINE_EXCEEDED"
 
 
 class MutualWaitError(PsdistError):
-    """This worker's script waits for others, which wait for it: none can go on."""
+    """This worker's script and others wait for each other, so that none can go on."""
 
     code = "mutual_wait"
     status = "FAILED_PRECONDITION"
 
 
 class PushDroppedError(PsdistError):
-    """Pushes of this worker were dropped, because the others had gone on without it. It takes part again."""
+    """Pushes of this worker were dropped, because the others had gone on without it. It is a member again."""
 
     code = "push_dropped"
     status = "ABORTED"
@@ -299,7 +299,13 @@ class ClosedError(PsdistError):
 
 
 class InternalError(PsdistError):
-    """A defect in psdist, or an answer that no rule explains."""
+    """A defect of psdist, or an unexpected answer."""
+
+
+def check_integer(name: str, value: object, low: int, high: int) -> None:
+    """Raises InvalidArgumentError unless ``value`` is a whole number in [low, high]."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidArgumentError(f"{name}={value!r:.40} is out of range: use a whole number from {low} to {high}")
 
 
 def _all_subclasses(base: type[PsdistError]) -> list[type[PsdistError]]:

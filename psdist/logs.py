@@ -2,8 +2,8 @@
 
 ``console`` is for people who watch one process (coloured on a terminal), ``json`` for collectors of many: one object
 per line with ``timestamp``, ``level``, ``event``, ``logger``, ``role``, ``id`` and ``run``. Messages of other libraries
-come out in the same form. Nothing is configured by importing this module, and the client library never calls it: a
-script's logging belongs to the script.
+come out in the same form. Importing this module configures nothing, and the client library never calls it: a
+script's logging belongs to the script. Launchers and commands print their own messages and configure no logging.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from structlog.types import Processor
 def configure(
     role: str, *, member_id: str = "", run_id: str = "", log_format: str = "console", level: str = "info"
 ) -> None:
-    """Sets this process's logging up; a second call replaces the first. ``level`` is debug, info, warning or error."""
+    """Configures this process's logging; a second call replaces the first. ``level``: debug, info, warning or error."""
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -56,8 +56,8 @@ def identify(**fields: str) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # grpc.aio writes a traceback for every call whose peer died while it was answered. That the peer is gone is told
-    # by whoever keeps the membership, in one line; a traceback would hide the one that matters.
+    # grpc.aio logs a traceback for every call whose peer died while it was answered. The scheduler logs the death of a
+    # member in one line, which a traceback would hide.
     return not (record.name.startswith("grpc.") and str(record.msg).startswith("ExecuteBatchError raised in core"))
 
 
@@ -80,7 +80,7 @@ def _rendering(log_format: str) -> list[Processor]:
 def _without_constants(
     logger: structlog.types.WrappedLogger, name: str, event_dict: structlog.types.EventDict
 ) -> structlog.types.EventDict:
-    # Who watches one process knows its role and run.
+    # On a console the role and run of the process are known.
     event_dict.pop("role", None)
     event_dict.pop("run", None)
     return event_dict
@@ -90,7 +90,7 @@ def _clock() -> Processor:
     return structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
 
 
-#: Who logs. One program is one member, so this belongs to the process and not to a task.
+#: The member that logs. A program is one member, so this belongs to the process and not to a task.
 _identity: dict[str, str] = {}
 
 

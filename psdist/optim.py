@@ -1,14 +1,14 @@
 """Optimizers and learning-rate schedules: specifications only.
 
-A specification is a frozen dataclass that a user writes, the wire carries as a kind and numbers, and the servers carry
-out (``psdist_server.kernels.optimizers``). The formula of each is torch.optim's where torch has it
+A specification is a frozen dataclass that a user writes. The wire carries it as a kind and numbers, and the servers
+execute it (``psdist_server.kernels.optimizers``). The formulas are those of torch.optim where torch has the optimizer
 (https://docs.pytorch.org/docs/stable/optim.html); Lion is Chen et al. 2023 (arXiv 2302.06675, algorithm 2), FTRL is
 McMahan et al. 2013 ("Ad Click Prediction", algorithm 1). Weights and state are float32 on the servers.
 
-Step t of the formulas is the slice's version + 1: a slice's first update is step 1. Where a run that goes on from a
-snapshot begins the optimizer's state anew (``reset_optimizer=True``), the optimizer's own t (Adam's bias corrections,
-Adagrad's ``lr_decay``, SGD's undampened first gradient) begins at 1 again, as that of a new optimizer of torch does;
-schedules go on with the step.
+Step t of the formulas is the slice's version + 1: a slice's first update is step 1. If a run that resumes from a
+snapshot resets the optimizer's state (``reset_optimizer=True``), the optimizer's own t (Adam's bias corrections,
+Adagrad's ``lr_decay``, SGD's undampened first gradient) begins at 1 again, like that of a new optimizer of torch;
+schedules continue with the step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final, Literal, TypeVar
 from psdist.errors import InvalidArgumentError
 
 _OVERRIDES_MAX: Final = 256
-#: float32's largest and smallest normal number: the servers compute in float32, where more is infinite, and less is 0.
+#: The largest and smallest normal numbers of float32, in which the servers compute: more is infinite, and less is 0.
 _LARGEST: Final = 3.4028234663852886e38
 _SMALLEST: Final = 1.1754943508222875e-38
 
@@ -41,8 +41,8 @@ def _finite(value: object) -> bool:
 
 
 def _normalize(spec: object, kind: str) -> None:
-    """Makes the numbers of a specification plain int, float and bool as declared, so that equal settings are equal
-    however they were written (``lr=1`` and ``lr=numpy.float64(1)``) and survive the wire."""
+    """Converts the numbers of a specification to plain int, float and bool as declared, so that equal settings compare
+    equal (``lr=1`` and ``lr=numpy.float64(1)``) and survive the wire."""
     for field in fields(spec):  # type: ignore[arg-type]
         convert = _CONVERSIONS.get(str(field.type))
         if convert is not None:
@@ -80,8 +80,8 @@ _CONVERSIONS: Final = {"float": _as_float, "int": _as_int, "bool": _as_bool, "tu
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Learning-rate factor by step: linear warm-up from ``warmup_start`` to 1 over ``warmup_steps`` (torch's LinearLR),
-    then the schedule itself, counted from the end of the warm-up (torch's SequentialLR)."""
+    """A factor on the learning rate by step: linear warm-up from ``warmup_start`` to 1 over ``warmup_steps`` (torch's
+    LinearLR), then the schedule itself, counted from the end of the warm-up (torch's SequentialLR)."""
 
     warmup_steps: int = 0
     warmup_start: float = 1 / 3
@@ -91,20 +91,23 @@ class Schedule:
     def __post_init__(self) -> None:
         _normalize(self, "schedule")
         _check(self.warmup_start <= 1, "warmup_start", self.warmup_start, "0 to 1")
+        for name in ("total_steps", "every"):
+            if hasattr(self, name):
+                _check(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
 
     def factor(self, step: int) -> float:
-        """What the learning rate is multiplied by in ``step`` (from 0)."""
+        """The factor on the learning rate in ``step`` (from 0)."""
         if step < self.warmup_steps:
             return self.warmup_start + (1 - self.warmup_start) * step / self.warmup_steps
         return self._after_warmup(step - self.warmup_steps)
 
     def _after_warmup(self, step: int) -> float:
-        raise NotImplementedError(f"{type(self).__name__} is no schedule")
+        raise NotImplementedError(f"{type(self).__name__} is not a schedule")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Schedule):
-    """Always 1."""
+    """The factor is always 1."""
 
     kind: ClassVar[str] = "constant"
 
@@ -120,10 +123,6 @@ class Linear(Schedule):
     end_factor: float = 0.0
     kind: ClassVar[str] = "linear"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self.total_steps >= 1, "total_steps", self.total_steps, "1 or more")
-
     def _after_warmup(self, step: int) -> float:
         return 1.0 + (self.end_factor - 1.0) * min(step, self.total_steps) / self.total_steps
 
@@ -135,10 +134,6 @@ class Cosine(Schedule):
     total_steps: int
     end_factor: float = 0.0
     kind: ClassVar[str] = "cosine"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self.total_steps >= 1, "total_steps", self.total_steps, "1 or more")
 
     def _after_warmup(self, step: int) -> float:
         angle = math.pi * min(step, self.total_steps) / self.total_steps
@@ -153,10 +148,6 @@ class Step(Schedule):
     gamma: float = 0.1
     kind: ClassVar[str] = "step"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self.every >= 1, "every", self.every, "1 or more")
-
     def _after_warmup(self, step: int) -> float:
         return float(self.gamma ** (step // self.every))
 
@@ -169,10 +160,6 @@ class Polynomial(Schedule):
     power: float = 1.0
     end_factor: float = 0.0
     kind: ClassVar[str] = "polynomial"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self.total_steps >= 1, "total_steps", self.total_steps, "1 or more")
 
     def _after_warmup(self, step: int) -> float:
         left = 1.0 - min(step, self.total_steps) / self.total_steps
@@ -194,7 +181,7 @@ def override(pattern: str, **values: float) -> Override:
     """Hyperparameters for the tensors whose name matches ``pattern`` (shell style: ``*``, ``?``, ``[abc]``).
 
     The names are the optimizer's own, ``lr`` among them; betas are ``beta1`` and ``beta2``. The first override that
-    matches holds. ``override("*.bias", weight_decay=0.0)``
+    matches applies. ``override("*.bias", weight_decay=0.0)``
     """
     if not isinstance(pattern, str) or not 1 <= len(pattern) <= 256:
         raise InvalidArgumentError(f"override pattern {pattern!r:.80} must have 1 to 256 characters")
@@ -205,7 +192,7 @@ def override(pattern: str, **values: float) -> Override:
 
 
 def group_of(name: str, overrides: Sequence[Override]) -> int:
-    """0 if no override matches the tensor's name, else 1 + the index of the first that does."""
+    """The group of a tensor: 0 if no override matches its name, else 1 + the index of the first that does."""
     matches = (index for index, item in enumerate(overrides, 1) if fnmatchcase(name, item.pattern))
     return next(matches, 0)
 
@@ -215,7 +202,7 @@ def group_of(name: str, overrides: Sequence[Override]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What all optimizers share.
+    """The settings that all optimizers share.
 
     schedule: factor on the learning rate by step.
     max_grad_norm: gradients are scaled down to this global L2 norm (torch's clip_grad_norm_); 0 means never. In BSP the
@@ -228,10 +215,12 @@ class Optimizer:
     overrides: tuple[Override, ...] = ()
 
     kind: ClassVar[str] = ""
+    #: What ``state_names`` is where no setting changes it.
+    _state: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, Schedule) or not self.schedule.kind:
-            raise InvalidArgumentError(f"schedule={self.schedule!r} is no psdist.optim schedule")
+            raise InvalidArgumentError(f"schedule={self.schedule!r} is not a psdist.optim schedule")
         _normalize(self, self.kind)
         _check(isinstance(self.overrides, tuple | list), "overrides", self.overrides, "a tuple of override(...)")
         object.__setattr__(self, "overrides", tuple(self.overrides))
@@ -252,17 +241,17 @@ class Optimizer:
         return values
 
     def group_values(self, group: int) -> dict[str, float]:
-        """Hyperparameters of group 0 (the optimizer's own) or of override number ``group`` laid over them."""
+        """Hyperparameters of group 0 (the optimizer's own), or with override number ``group`` applied."""
         return self.values() if group == 0 else self.values() | dict(self.overrides[group - 1].values)
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The arrays of state that the servers keep for each element, in their order."""
-        raise NotImplementedError(f"{type(self).__name__} is no optimizer")  # Each kind has its own.
+        """The names of the state arrays, of one number for each element, in their order."""
+        return self._state
 
     def _check_override(self, item: Override) -> None:
         if not isinstance(item, Override):
-            raise InvalidArgumentError(f"override {item!r:.80} is none: make it with psdist.optim.override")
+            raise InvalidArgumentError(f"{item!r:.80} is not an override: make it with psdist.optim.override")
         own = self.values()
         for name, _ in item.values:
             if name not in own:
@@ -276,13 +265,13 @@ class Optimizer:
 
 
 _SHARED = tuple(field.name for field in fields(Optimizer))
-#: These decide how much state an element has or which kernel runs, so they hold for all tensors.
+#: These decide which state arrays exist or which kernel runs, so they are the same for all tensors.
 _STRUCTURAL = ("momentum", "nesterov", "centered", "initial_accumulator_value")
 
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """torch.optim.SGD."""
+    """The optimizer torch.optim.SGD."""
 
     lr: float = 1e-3
     momentum: float = 0.0
@@ -298,45 +287,37 @@ class SGD(Optimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
+        """The names of the state arrays."""
         return ("momentum_buffer",) if self.momentum else ()
 
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """torch.optim.Adam (without amsgrad); ``weight_decay`` is L2, added to the gradient."""
+    """The optimizer torch.optim.Adam (without amsgrad); ``weight_decay`` is L2, added to the gradient."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
     kind: ClassVar[str] = "adam"
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
-        return ("exp_avg", "exp_avg_sq")
+    _state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class AdamW(Optimizer):
-    """torch.optim.AdamW (without amsgrad); ``weight_decay`` is decoupled."""
+    """The optimizer torch.optim.AdamW (without amsgrad); ``weight_decay`` is decoupled."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
     kind: ClassVar[str] = "adamw"
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
-        return ("exp_avg", "exp_avg_sq")
+    _state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
-    """torch.optim.Adagrad."""
+    """The optimizer torch.optim.Adagrad."""
 
     lr: float = 1e-2
     lr_decay: float = 0.0
@@ -344,16 +325,12 @@ class Adagrad(Optimizer):
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
     kind: ClassVar[str] = "adagrad"
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
-        return ("sum",)
+    _state: ClassVar[tuple[str, ...]] = ("sum",)
 
 
 @dataclass(frozen=True)
 class RMSprop(Optimizer):
-    """torch.optim.RMSprop."""
+    """The optimizer torch.optim.RMSprop."""
 
     lr: float = 1e-2
     alpha: float = 0.99
@@ -365,7 +342,7 @@ class RMSprop(Optimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
+        """The names of the state arrays."""
         optional = {"grad_avg": self.centered, "momentum_buffer": self.momentum}
         return ("square_avg", *(name for name, is_kept in optional.items() if is_kept))
 
@@ -378,11 +355,7 @@ class Lion(Optimizer):
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
     kind: ClassVar[str] = "lion"
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
-        return ("exp_avg",)
+    _state: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
 
 @dataclass(frozen=True)
@@ -395,11 +368,7 @@ class FTRL(Optimizer):
     l1: float = 0.0
     l2: float = 0.0
     kind: ClassVar[str] = "ftrl"
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
-        return ("residual", "sum")
+    _state: ClassVar[tuple[str, ...]] = ("residual", "sum")
 
 
 SCHEDULES: dict[str, type[Schedule]] = {cls.kind: cls for cls in (Constant, Linear, Cosine, Step, Polynomial)}

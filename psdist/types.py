@@ -1,7 +1,7 @@
-"""The values that psdist passes around: tensors, layouts, slices, and the cluster map.
+"""The values that all parts share: tensors, layouts, slices, and the cluster map. Pure.
 
-Everything here is a frozen dataclass without behaviour that waits, reads or writes. The pure machines of client, server
-and scheduler speak these types; protobuf messages exist only in ``psdist.wire``.
+All are frozen dataclasses. The pure machines of client, server and scheduler use these types; protobuf messages exist
+only around them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Final, Literal
 
 from psdist.consistency import Consistency
-from psdist.errors import InvalidArgumentError, InvalidNameError, LimitExceededError
+from psdist.errors import InvalidArgumentError, InvalidNameError, LimitExceededError, check_integer
 from psdist.optim import Optimizer
 
 DType = Literal["float32", "float16", "bfloat16", "float64"]
@@ -23,7 +24,7 @@ NonFinite = Literal["reject", "skip"]
 
 #: Bytes of one element, by dtype.
 ITEM_BYTES: Final[dict[str, int]] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
-#: What payloads may hold.
+#: The dtypes of payloads.
 WIRE_DTYPES: Final = ("float32", "float16", "bfloat16")
 
 SLICE_ELEMENTS_MAX: Final = 1 << 18  # 1 MiB of float32
@@ -32,9 +33,9 @@ SHARDS_PER_SERVER: Final = 4
 _SLICES_WANTED: Final = 16
 
 SAMPLES_MAX: Final = 1 << 62
-#: Ranges of one data epoch.
+#: Ranges of one data epoch, at most.
 RANGES_MAX: Final = 1 << 32
-#: What goes on for ever ends after so many.
+#: Data epochs of a data set that has no end.
 DATA_EPOCHS_MAX: Final = (1 << 30) - 1
 
 _NAME = re.compile(r"[A-Za-z0-9._/-]{1,256}")
@@ -51,15 +52,22 @@ def check_name(name: str, what: str) -> str:
 
 
 def check_directory(name: str) -> str:
-    """Returns ``name`` if it can name a snapshot's directory, or a file in one: 1 to 128 of ``A-Z a-z 0-9 . _ -``, the
-    first no dot. Else raises InvalidNameError."""
+    """Returns ``name`` if it can name a snapshot's directory, or a file in one: 1 to 128 of ``A-Z a-z 0-9 . _ -``, not
+    beginning with a dot. Else raises InvalidNameError."""
     if not isinstance(name, str) or not _DIRECTORY.fullmatch(name):
         raise InvalidNameError(
-            f"{name!r:.80} is no name of a file of a snapshot: use 1 to 128 of the characters A-Z a-z 0-9 . _ -, the "
-            "first no dot",
+            f"{name!r:.80} cannot name a file of a snapshot: use 1 to 128 of the characters A-Z a-z 0-9 . _ -, not "
+            "beginning with a dot",
             name=name,
         )
     return name
+
+
+def _difference(mine: object, theirs: object, names: Iterable[str]) -> str:
+    for name in names:
+        if getattr(mine, name) != getattr(theirs, name):
+            return f"{name} is {getattr(theirs, name)!r}, not {getattr(mine, name)!r}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +80,19 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The table of a flat vector: tensors one after another, in this order, without gaps."""
+    """The tensors of a flat vector: one after another, in this order, without gaps."""
 
     tensors: tuple[TensorSpec, ...]
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Element offset of each tensor, and the total as one more."""
+        """The element offset of each tensor, then the total."""
         offsets = [0]
         for tensor in self.tensors:
             offsets.append(offsets[-1] + tensor.size)
@@ -92,17 +100,17 @@ class Layout:
 
     @property
     def total(self) -> int:
-        """Elements of the flat vector."""
+        """The number of elements of the flat vector."""
         return self.offsets[-1]
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 over one line ``name dtype shape`` per tensor."""
+        """The SHA-256 of one line ``name dtype shape`` per tensor."""
         lines = (f"{t.name} {t.dtype} {','.join(map(str, t.shape))}\n" for t in self.tensors)
         return hashlib.sha256("".join(lines).encode()).digest()
 
     def difference(self, other: Layout) -> str:
-        """One sentence about the first thing in which ``other`` differs from this layout; empty if nothing does."""
+        """A sentence on the first difference of ``other`` from this layout; empty if there is none."""
         mine = {t.name: t for t in self.tensors}
         theirs = {t.name: t for t in other.tensors}
         if missing := sorted(mine.keys() - theirs.keys()):
@@ -121,38 +129,40 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """How a flat vector of ``total`` elements is cut. Does not depend on the number of servers."""
+    """How a flat vector of ``total`` elements is divided. It does not depend on the number of servers."""
 
     total: int
     slice_elements: int
 
     @property
     def count(self) -> int:
-        """Number of slices."""
+        """The number of slices."""
         return -(-self.total // self.slice_elements)
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """First element of slice ``index``, and the one after its last."""
+        """The first element of slice ``index``, and the one after its last."""
         start = index * self.slice_elements
         return start, min(start + self.slice_elements, self.total)
 
     def size(self, index: int) -> int:
-        """Elements of slice ``index``."""
+        """The number of elements of slice ``index``."""
         start, stop = self.bounds(index)
         return stop - start
 
 
 def choose_slice_elements(total: int) -> int:
-    """A power of two between 16 KiB and 1 MiB (of float32) that cuts ``total`` elements into about 16 slices
-    or more."""
+    """A power of two, 16 KiB to 1 MiB of float32, that divides ``total`` elements into about 16 slices or more."""
     wanted = max(1, total // _SLICES_WANTED)
     return min(SLICE_ELEMENTS_MAX, max(SLICE_ELEMENTS_MIN, 1 << (wanted - 1).bit_length()))
 
 
 @dataclass(frozen=True)
 class ParametersSpec:
-    """Settings of parameters that all workers must agree on. ``slice_elements`` 0 lets the scheduler choose.
-    ``reset_optimizer``: where the run goes on from a snapshot, the optimizer's state begins anew."""
+    """Settings of a parameter set, on which all workers must agree.
+
+    slice_elements: 0 lets the scheduler choose. reset_optimizer: if the run resumes from a snapshot, the optimizer's
+    state begins anew.
+    """
 
     name: str
     optimizer: Optimizer
@@ -174,25 +184,19 @@ class ParametersSpec:
             )
 
     def difference(self, other: ParametersSpec) -> str:
-        """One sentence about the first setting in which ``other`` differs; empty if none does."""
-        for name in ("optimizer", "consistency", "non_finite", "reset_optimizer"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{name} is {theirs!r}, not {mine!r}"
-        if other.slice_elements not in (0, self.slice_elements):
-            return f"slice_elements is {other.slice_elements}, not {self.slice_elements}"
-        return ""
+        """A sentence on the first setting in which ``other`` differs; empty if there is none."""
+        names = ["optimizer", "consistency", "non_finite", "reset_optimizer"]
+        return _difference(self, other, names if other.slice_elements == 0 else [*names, "slice_elements"])
 
 
 @dataclass(frozen=True, slots=True)
 class ParametersMember:
-    """A worker that takes part in the training of parameters.
+    """A worker that takes part in the training of a parameter set.
 
-    first_step: BSP: the first step that it contributes to. SSP: its clock when its next push is ``first_push``.
-    origin: the incarnation in which its sequence of pushes began; 0 is its own. A worker that was expelled while it
-        lived may go on with the sequence in its next incarnation: then a push that it had begun is finished, and
-        servers know what they have of it.
-    first_push: SSP and ASP: the number of the first push of this incarnation.
+    first_step: in BSP the first step that it contributes to; in SSP its clock when its next push is ``first_push``.
+    origin: the incarnation in which its sequence of pushes began; 0 is its own. The next incarnation of an expelled
+        worker may continue the sequence: then a push that was begun is finished, and servers know which slices have it.
+    first_push: in SSP and ASP the number of the first push of this incarnation.
     """
 
     worker_id: str
@@ -204,7 +208,7 @@ class ParametersMember:
 
     @property
     def producer(self) -> tuple[str, int]:
-        """Names the worker's sequence of pushes in the servers' duplicate tables: its id and the sequence's origin."""
+        """The name of the worker's sequence of pushes in duplicate tables: its id and the origin of the sequence."""
         return self.worker_id, self.origin or self.incarnation
 
 
@@ -219,7 +223,7 @@ class GroupRange:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One incarnation of a server, which holds a copy of a shard."""
+    """An incarnation of a server that holds a copy of a shard."""
 
     server_id: str
     incarnation: int
@@ -230,13 +234,13 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Who holds a shard. Only the scheduler changes it, and each change is a new epoch.
+    """The servers that hold a shard. Only the scheduler changes it, and each change is a new epoch.
 
     primary: serves workers. It answers a push when it has applied it and all of ``backups`` have acknowledged it.
-    term: counts the primaries; an update of a lower term is refused by whoever knows a higher one.
-    backups: have everything that was ever acknowledged; one of them is promoted when the primary is lost.
-    filling: are being filled by the primary, and become backups when it says that they are complete.
-    lost: the primary is gone and there was no backup.
+    term: counts the primaries; a server that knows a higher term refuses an update of a lower one.
+    backups: have every acknowledged update; one of them is promoted when the primary is lost.
+    filling: are being filled by the primary, and become backups when it reports that they are complete.
+    lost: the primary is gone, and there was no backup.
     """
 
     primary: Replica
@@ -247,16 +251,16 @@ class Shard:
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """All that hold a copy or will: the primary first."""
+        """All servers that hold a copy, or will; the primary first."""
         return (self.primary, *self.backups, *self.filling)
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """A committed snapshot that values are loaded from.
+    """A committed snapshot from which values are loaded.
 
     directory: its name below ``snapshots/`` in the run's storage. manifest_digest: xxh3_128 of its manifest.
-    weights_only: the optimizer's state is not loaded, but begins anew.
+    weights_only: the optimizer's state is not loaded and begins anew.
     """
 
     directory: str
@@ -266,7 +270,7 @@ class Restore:
 
 @dataclass(frozen=True)
 class ParametersEntry:
-    """Parameters as the cluster map shows them. Slice i is in shard ``i % len(shards)``."""
+    """A parameter set in the cluster map. Slice i is in shard ``i % len(shards)``."""
 
     spec: ParametersSpec
     total: int
@@ -275,34 +279,34 @@ class ParametersEntry:
     ranges: tuple[GroupRange, ...] = ()
     ready: bool = False
     layout_digest: bytes = b""
-    #: Members when the parameters were placed; what ``BSP.resize_lr`` compares with.
+    #: The number of members when the parameter set was placed, with which ``BSP.resize_lr`` compares.
     reference_workers: int = 0
-    #: Where servers load the initial values from, instead of a worker's upload.
+    #: The snapshot with the initial values, if no worker uploads them.
     restore: Restore | None = None
-    #: Counts how often the parameters began anew from a snapshot in this run; servers drop what they hold of a lower.
+    #: Counts how often this run has restored the parameter set; servers drop what they hold of a lower generation.
     generation: int = 0
-    #: SSP and ASP: members that were lost and may come back. Servers keep what they know of their pushes.
+    #: In SSP and ASP lost members that may come back. Servers keep their entries of the duplicate table.
     departed: tuple[ParametersMember, ...] = ()
-    #: Version at which the optimizer's state began: 0, or where it was reset (SSP and ASP: the lowest of any slice).
+    #: Version at which the optimizer's state began: 0, or that of its reset (in SSP and ASP the lowest of any slice).
     state_since: int = 0
 
     @property
     def producers(self) -> frozenset[tuple[str, int]]:
-        """The sequences of pushes that may go on; see ``ParametersMember.producer``."""
+        """The producers whose pushes may go on."""
         return frozenset(member.producer for member in (*self.members, *self.departed))
 
     @property
     def primaries(self) -> tuple[str, ...]:
-        """Id of the primary by shard number."""
+        """The id of the primary, by shard number."""
         return tuple(shard.primary.server_id for shard in self.shards)
 
     @property
     def slicing(self) -> Slicing:
-        """The cut of the vector; ``spec.slice_elements`` is never 0 here."""
+        """How the vector is divided into slices; ``spec.slice_elements`` is never 0 here."""
         return Slicing(self.total, self.spec.slice_elements)
 
     def slices_of(self, server_id: str) -> tuple[int, ...]:
-        """Ascending slices that ``server_id`` is the primary of."""
+        """The slices of which ``server_id`` is the primary, ascending."""
         shards = len(self.shards)
         mine = {number for number, owner in enumerate(self.primaries) if owner == server_id}
         return tuple(index for index in range(self.slicing.count) if index % shards in mine)
@@ -310,7 +314,7 @@ class ParametersEntry:
 
 @dataclass(frozen=True, slots=True)
 class ServerEntry:
-    """A live server and where it listens (host:port)."""
+    """A live server, and the address (host:port) that it listens on."""
 
     server_id: str
     incarnation: int
@@ -328,28 +332,28 @@ class WorkerEntry:
 
 @dataclass(frozen=True)
 class ClusterMap:
-    """Who is there and what lies where, numbered by its epoch."""
+    """Members, parameter sets and shards with their owners, numbered by its epoch."""
 
     run_id: str
     epoch: int
     servers: tuple[ServerEntry, ...] = ()
     workers: tuple[WorkerEntry, ...] = ()
     parameters: tuple[ParametersEntry, ...] = field(default=())
-    #: Why no worker begins a step now: an elastic run has fewer workers than its minimum. Empty while they may.
+    #: Why no worker may begin a step now: an elastic run has fewer workers than its minimum. Empty while they may.
     paused: str = ""
 
     def entry(self, parameters: str) -> ParametersEntry | None:
-        """The parameters of this name, if they exist."""
+        """The parameter set of this name, if it exists."""
         return next((entry for entry in self.parameters if entry.spec.name == parameters), None)
 
     def server(self, server_id: str) -> ServerEntry | None:
-        """The live server of this id, if there is one."""
+        """The live server with this id, if there is one."""
         return next((server for server in self.servers if server.server_id == server_id), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who sends a request, and by which map it was routed."""
+    """The sender of a request, and the epoch of the map that routed it."""
 
     run_id: str
     worker_id: str
@@ -362,10 +366,10 @@ class Identity:
 class DatasetSpec:
     """Settings of a data set whose ranges are leased, on which all workers must agree.
 
-    size, range_size: samples, and samples of one range; the last range may be shorter.
-    shuffle, seed: whether each data epoch has an order of its own, and by what number.
-    data_epochs: how often all samples are used; 0 goes on for ever.
-    retries_max: how often a range whose worker was lost is handed out again.
+    size, range_size: number of samples, and of samples in a range; the last range may be shorter.
+    shuffle, seed: whether each data epoch has an order of its own, and the seed of these orders.
+    data_epochs: how often all samples are used; 0 has no end.
+    retries_max: how often a range whose worker was lost is leased again.
     """
 
     name: str
@@ -386,9 +390,7 @@ class DatasetSpec:
             "retries_max": (0, (1 << 31) - 1),
         }
         for name, (low, high) in bounds.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise InvalidArgumentError(f"{name}={value!r:.40} is out of range: use a whole number, {low} to {high}")
+            check_integer(name, getattr(self, name), low, high)
         if not isinstance(self.shuffle, bool):
             raise InvalidArgumentError(f"shuffle={self.shuffle!r:.40} is neither True nor False")
         if self.ranges > RANGES_MAX:
@@ -399,26 +401,22 @@ class DatasetSpec:
 
     @property
     def ranges(self) -> int:
-        """Ranges of one data epoch."""
+        """The number of ranges of one data epoch."""
         return -(-self.size // self.range_size)
 
     @property
     def places(self) -> int:
-        """Ranges of all data epochs. Range r of data epoch e has place ``e * ranges + r``."""
+        """The number of ranges of all data epochs. Range r of data epoch e has place ``e * ranges + r``."""
         return self.ranges * (self.data_epochs or DATA_EPOCHS_MAX)
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """First sample of range ``number`` in the data epoch's order, and the one after its last."""
+        """The first sample of range ``number`` in the data epoch's order, and the one after its last."""
         start = number * self.range_size
         return start, min(start + self.range_size, self.size)
 
     def difference(self, other: DatasetSpec) -> str:
-        """One sentence about the first setting in which ``other`` differs; empty if none does."""
-        for name in ("size", "range_size", "shuffle", "seed", "data_epochs", "retries_max"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{name} is {theirs!r}, not {mine!r}"
-        return ""
+        """A sentence on the first setting in which ``other`` differs; empty if there is none."""
+        return _difference(self, other, ("size", "range_size", "shuffle", "seed", "data_epochs", "retries_max"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,7 +447,7 @@ class DataPosition:
 
     @classmethod
     def from_json(cls, text: str) -> DataPosition:
-        """What ``to_json`` gave. Raises InvalidArgumentError."""
+        """Parses what ``to_json`` returned. Raises InvalidArgumentError."""
         try:
             values = json.loads(text)
             return cls(**(values | {"done": tuple((first, count) for first, count in values["done"])}))

@@ -21,16 +21,68 @@ ATTRIBUTES_MAX = 15
 
 #: Classes that are wider, with their methods and attributes, and why that is so. These numbers may only fall.
 WIDE = {
-    # Options of a command, one field for each flag, and settings of a program likewise.
-    "AgentOptions": (0, 19),
-    "LocalOptions": (1, 21),
+    # Settings of a program, one field for each flag.
     "SchedulerSettings": (0, 21),
     # The public API: one method for each thing that a script can ask for.
     "AsyncClient": (28, 15),
     # One method for each RPC of the service.
     "Service": (27, 1),
-    # To be split: each does more than one thing.
-    "Supervisor": (21, 20),
+}
+
+#: Constants named like a limit outside ``psdist.wire.limits``, by module. This list may only shrink.
+LIMITS_ELSEWHERE = {
+    # Ranges of single values, checked by their types, below which nothing of the wire may lie.
+    "psdist.types": {"SLICE_ELEMENTS_MAX", "SAMPLES_MAX", "RANGES_MAX", "DATA_EPOCHS_MAX"},
+    "psdist.consistency": {"_COUNT_MAX"},
+    "psdist.data": {"_SEED_MAX"},
+    "psdist.optim": {"_OVERRIDES_MAX"},
+    "psdist.snapshots.format": {"_NUMBER_MAX"},
+    "psdist.snapshots.policy": {"STEPS_MAX", "SECONDS_MAX", "KEEP_MAX"},
+    # Bounds on what a process makes by itself, such as the text that it shows.
+    "psdist.changes": {"_VALUE_CHARACTERS_MAX"},
+    "psdist.chaos.proxy": {"_PIECES_MAX"},
+    "psdist.chaos.run": {"_SLOTS_MAX"},
+    "psdist.client.datasets": {"_SHUFFLE_HERE_MAX"},
+    "psdist.client.session.drops": {"IN_A_ROW_MAX"},
+    "psdist.client.session.wait_tracker": {"_SENTENCES_MAX"},
+    "psdist.client.transport.buffer_pool": {"_LENT_MAX"},
+    "psdist.snapshots.export": {"FILE_BYTES_MAX"},
+    "psdist.wire.malloc_options": {"_M_ARENA_MAX"},
+    "psdist.wire.shm": {"_STITCHES_MAX"},
+    "psdist_scheduler.placement.join_proposals": {"DISTANCE_MAX"},
+    "psdist_scheduler.snapshots.tries": {"REFUSALS_MAX", "RETRIES_MAX", "HELD_MAX", "_DISTANCE_MAX"},
+    "psdist_server.core.gates": {"_NAMED_MAX"},
+    "psdist_server.kernels.pool": {"BATCH_MAX"},
+    "psdist_server.snapshot_writer": {"ASIDE_BYTES_MAX"},
+    # To be moved: a peer decides how close they come.
+    "psdist.client.transport.shm.stream": {"_WAITS_MAX"},
+    "psdist.wire.frames": {"_VARINT_BYTES_MAX"},
+    "psdist.wire.status": {"_MESSAGE_CHARACTERS_MAX", "_DETAIL_CHARACTERS_MAX"},
+    "psdist_scheduler.cluster": {"WAITS_PER_MEMBER_MAX"},
+    "psdist_scheduler.datasets.cut": {"REPORTS_MAX"},
+    "psdist_scheduler.members.membership": {"KNOWN_IDS_MAX"},
+    "psdist_scheduler.messages": {"TEXT_CHARACTERS_MAX"},
+    "psdist_scheduler.outbox": {"UNREAD_MAX"},
+    "psdist_scheduler.placement.placement": {"SLICES_MAX"},
+    "psdist_scheduler.snapshot_messages": {"TEXT_CHARACTERS_MAX", "_NAMES_MAX"},
+    "psdist_server.store.parameter_store": {"ENCODED_MAX"},
+    "psdist_server.store.replicator": {"KEPT_BYTES_MAX"},
+}
+#: Modules with docstrings that mean nothing without their neighbours. They may only get fewer.
+FRAGMENTS_IN = {
+    "psdist.client.datasets",
+    "psdist.client.session.activity",
+    "psdist.client.transport.write_queue",
+    "psdist_scheduler.coordination.shutdown",
+    "psdist_scheduler.placement.registry",
+    "psdist_scheduler.snapshots.attempt",
+    "psdist_scheduler.snapshots.end_snapshot",
+    "psdist_scheduler.snapshots.schedule",
+    "psdist_scheduler.snapshots.waiters",
+    "psdist_scheduler.store",
+    "psdist_server.shm_service",
+    "psdist_server.snapshot_writer",
+    "psdist_server.store.replicator",
 }
 
 PRODUCT = {module_name(path): path for path in MODULES if path.relative_to(ROOT).parts[0] in ("psdist", "servers")}
@@ -159,6 +211,53 @@ def test_the_list_of_wide_classes_is_true() -> None:
     seen = {node.name: widths(node) for _, node in classes() if node.name in WIDE}
     assert {name: seen.get(name) for name in WIDE} == WIDE, "a class is narrower now: lower its numbers"
     assert all(methods > METHODS_MAX or attributes > ATTRIBUTES_MAX for methods, attributes in seen.values())
+
+
+def limits(tree: ast.Module) -> set[str]:
+    """Names of module-level constants that end as a limit's."""
+    targets = [
+        target
+        for node in tree.body
+        for target in ([node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", []))
+    ]
+    return {name.id for name in targets if isinstance(name, ast.Name) and re.search(r"_(MAX|LIMIT)$", name.id)}
+
+
+def test_limits_are_seen() -> None:
+    assert limits(ast.parse("A_MAX: Final = 1\nB_LIMIT = 2\nC = 3\ndef f(): D_MAX = 4")) == {"A_MAX", "B_LIMIT"}
+
+
+def test_limits_are_in_one_file() -> None:
+    found = {module: limits(parsed(path)) for module, path in PRODUCT.items() if module != "psdist.wire.limits"}
+    assert {module: names for module, names in found.items() if names} == LIMITS_ELSEWHERE
+
+
+#: The end of a docstring's first paragraph.
+_FULL_STOP = re.compile(r"[.?:]$|https?://\S+$")
+#: Beginnings that continue the sentence of something else.
+_CONTINUES = re.compile(r"(It|They|None|Of|All who|Whoever|Neither|Nor|And|But|So|Likewise)\b|[.,;:]")
+
+
+def fragments(tree: ast.Module) -> list[str]:
+    """First paragraphs of docstrings that have no full stop, or need something before them to be understood."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
+    firsts = [text.split("\n\n")[0] for text in texts if text]
+    return [first for first in firsts if not _FULL_STOP.search(first) or _CONTINUES.match(first)]
+
+
+@pytest.mark.parametrize("text", ["No full stop\n\nMore.", "Is it? Yes", "It does not.", "None will.", "Of the cut."])
+def test_fragments_are_seen(text: str) -> None:
+    assert fragments(ast.parse(f'def f():\n    """{text}"""')) == [text.split("\n\n")[0]]
+
+
+@pytest.mark.parametrize("text", ["What it is.", "Two: these.", "See https://example.org/x", "May it be read?"])
+def test_sentences_are_no_fragments(text: str) -> None:
+    assert fragments(ast.parse(f'"""{text}"""')) == []
+
+
+def test_docstrings_begin_with_a_sentence() -> None:
+    assert {module for module, path in PRODUCT.items() if fragments(parsed(path))} == FRAGMENTS_IN
 
 
 def test_the_architecture_names_every_module() -> None:

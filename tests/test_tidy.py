@@ -31,6 +31,7 @@ PURE_MODULES = (
     *("psdist.errors", "psdist.types", "psdist.optim", "psdist.consistency", "psdist.changes"),
     *("psdist.compression", "psdist.compression.dtypes"),
     *("psdist.wire.limits", "psdist.wire.backoff", "psdist.launch.supervisor", "psdist_scheduler.cluster"),
+    *("psdist.launch.events", "psdist.launch.shutdown", "psdist.settings", "psdist.settings.exit_codes"),
     *("psdist.snapshots.format", "psdist.snapshots.policy", "psdist.snapshots.settings"),
 )
 IMPURE_IMPORTS = frozenset(

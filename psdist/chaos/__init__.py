@@ -1,5 +1,5 @@
-"""Chaos: faults on real processes and real sockets, and a count of what was lost or repeated by them.
+"""Chaos tests: faults on real processes and real sockets, and a count of the updates that they lose or repeat.
 
-What it is: the programs are started as they are, killed, frozen and cut off from each other, and at the end the weights
-are compared with what the workers were promised. What it is not: a part of training; nothing here is imported by it.
+The programs are started as they are, killed, frozen and disconnected from each other. At the end the weights are
+compared with what the workers were promised. Training imports nothing of this.
 """

@@ -1,8 +1,8 @@
-"""A real run for chaos: scheduler, servers and workers as processes of their own, started again at will.
+"""A real run for chaos tests: scheduler, servers and workers as processes that can be restarted at any time.
 
-Each server can stand behind proxies: one before the address by which workers and servers reach it, one between it and
-the scheduler; or in a network namespace. What processes print goes into files of the run's directory. Nothing outlives
-``close``, nor the process that made it: a guard kills what is left, frozen or not.
+Each server can be put behind two proxies, one before the address by which workers and servers reach it and one between
+it and the scheduler, or into a network namespace. The output of a process goes into a file of the run's directory.
+Nothing outlives ``close``, nor the process that made it: a reaper kills what is left, frozen or not.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Final
 
@@ -25,9 +26,9 @@ from psdist.chaos.faults import WorkerNetwork
 from psdist.chaos.proxy import FaultProxy
 from psdist.chaos.workload import WorkloadSettings
 from psdist.errors import InternalError, SchedulerUnreachableError
-from psdist.launch.plan import SchedulerAddress, ServicesPlan
+from psdist.launch.plan import SchedulerAddress, ServicesPlan, kernel_threads_of_each
 from psdist.launch.process import ReaperProcess, free_port
-from psdist.settings.config import WORKER_TIMEOUT_SECONDS, read_address
+from psdist.settings.config import WORKER_TIMEOUT_SECONDS, parse_address, read_address
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, limits
 from psdist.wire.channels import open_channel
@@ -39,13 +40,22 @@ _LOOPBACK: Final = "127.0.0.1"
 _SETTINGS_FILE: Final = "workload.json"
 
 
+class Reach(Enum):
+    """How the others reach a server."""
+
+    DIRECT = "direct"
+    #: Through proxies of its own.
+    PROXY = "proxy"
+    #: In a network namespace of its own.
+    NAMESPACE = "namespace"
+
+
 @dataclass(frozen=True, slots=True)
 class ChaosClusterSettings:
-    """What a chaos run consists of. lease_seconds, worker_lease_seconds: the scheduler's ``--failure-timeout`` and
-    ``--worker-timeout``.
+    """What a chaos run consists of.
 
-    reach: how servers are reached: "direct"; "proxy", through a proxy of each; "namespace", in a network namespace of
-    each.
+    lease_seconds, worker_lease_seconds: the scheduler's ``--failure-timeout`` and ``--worker-timeout``.
+    reach: how servers are reached.
     """
 
     servers: int = 3
@@ -53,7 +63,7 @@ class ChaosClusterSettings:
     replicas: int = 2
     lease_seconds: float = 2.0
     worker_lease_seconds: float = WORKER_TIMEOUT_SECONDS
-    reach: str = "direct"
+    reach: Reach = Reach.DIRECT
 
 
 @dataclass(slots=True)
@@ -68,7 +78,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now."""
+        """The id of the process that runs now."""
         assert self.running is not None
         return self.running.pid
 
@@ -99,10 +109,10 @@ class ChaosCluster:
         self._rng = rng
         self._token = secrets.token_urlsafe(32)
         self._lifeline, self._lifeline_end = os.pipe()
-        self._guard = ReaperProcess()
+        self._reaper = ReaperProcess()
         self._channel: grpc.aio.Channel | None = None
         host = _LOOPBACK
-        if settings.reach == "namespace":
+        if settings.reach is Reach.NAMESPACE:
             self.network = WorkerNetwork(settings.servers)
             host = self.network.gateway
         self.address = f"{host}:{free_port(host)}"
@@ -110,7 +120,7 @@ class ChaosCluster:
     # --- starting ---
 
     async def start(self, workload: WorkloadSettings) -> None:
-        """Starts everything. Raises SchedulerUnreachableError where the scheduler does not come up."""
+        """Starts everything. Raises SchedulerUnreachableError if the scheduler does not come up."""
         for number in range(self.settings.servers):
             await self._add_server(number)
         self._add_scheduler()
@@ -138,7 +148,7 @@ class ChaosCluster:
                 start_new_session=True,
             )
         process.starts += 1
-        self._guard.add(process.pid)
+        self._reaper.add(process.pid)
         return process
 
     async def scheduler_up(self) -> None:
@@ -160,20 +170,20 @@ class ChaosCluster:
             failure_timeout_seconds=self.settings.lease_seconds,
             worker_timeout_seconds=self.settings.worker_lease_seconds,
             start_timeout_seconds=_START_SECONDS,
-            kernel_threads=max(1, (os.cpu_count() or 1) // self.settings.servers),
+            kernel_threads=kernel_threads_of_each(self.settings.servers),
             log_level="info",
             replicas=self.settings.replicas,
         )
 
     def _environment(self) -> dict[str, str]:
         foreign = ("PSDIST_", "DMLC_", "PET_", "RANK", "WORLD_SIZE")
-        # The mark by which the tests know their processes is no setting.
+        # The tests mark their processes by a variable that is no setting.
         kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign) or "TEST" in name}
         return kept | {"PSDIST_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
 
     def _add_scheduler(self) -> None:
-        host, _, port = self.address.rpartition(":")
-        spec = self._plan().scheduler(self._environment(), int(port))
+        host, port = parse_address(self.address)
+        spec = self._plan().scheduler(self._environment(), port)
         command = (*spec.argv, "--host", host, *self._insecure())
         self.processes["scheduler"] = Process("scheduler", command, dict(spec.environment))
 
@@ -185,10 +195,10 @@ class ChaosCluster:
             host = self.network.address(number)
             command = (*self.network.inside(number), *command, "--host", host, *self._insecure())
             command = (*command, "--scheduler", self.address)
-        elif self.settings.reach == "proxy":
+        elif self.settings.reach is Reach.PROXY:
             port = free_port(_LOOPBACK)
             proxies = self.proxies[name] = Proxies(
-                FaultProxy((_LOOPBACK, port), self._rng), FaultProxy(_split(self.address), self._rng)
+                FaultProxy((_LOOPBACK, port), self._rng), FaultProxy(parse_address(self.address), self._rng)
             )
             data, scheduler = await proxies.data.start(), await proxies.scheduler.start()
             command = (*command, "--port", str(port), "--advertise", data, "--scheduler", scheduler)
@@ -201,10 +211,10 @@ class ChaosCluster:
     def _insecure(self) -> tuple[str, ...]:
         return () if self.network is None else ("--insecure",)
 
-    # --- looking ---
+    # --- observing ---
 
     async def fetch(self) -> scheduler_pb2.GetStatusResponse | None:
-        """The scheduler's report; None where it does not answer soon."""
+        """The scheduler's report; None if it does not answer within a second."""
         if self._channel is None:
             self._channel = open_channel(self.address, limits.CONTROL_MESSAGE_BYTES)
         stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
@@ -217,17 +227,17 @@ class ChaosCluster:
         return answer
 
     async def ended(self, name: str, seconds: float) -> int:
-        """Waits for the end of a process; its status. Raises InternalError where it goes on."""
+        """Waits for the end of a process. Returns its exit status. Raises InternalError if it does not end."""
         deadline = asyncio.get_running_loop().time() + seconds
         while (status := self.processes[name].status) is None:
             if asyncio.get_running_loop().time() > deadline:
                 raise InternalError(f"{name} did not end within {seconds:g} s:\n{self.tail(name)}")
             await asyncio.sleep(_POLL_SECONDS)
-        self._guard.remove(self.processes[name].pid)
+        self._reaper.remove(self.processes[name].pid)
         return status
 
     def tail(self, name: str, lines: int = 12) -> str:
-        """The end of what a process printed."""
+        """The last lines that a process printed."""
         path = self.directory / f"{name}.log"
         text = path.read_text("utf-8", "replace") if path.exists() else ""
         return "\n".join(f"  {name}: {line}" for line in text.splitlines()[-lines:])
@@ -235,7 +245,7 @@ class ChaosCluster:
     # --- the end ---
 
     async def close(self) -> None:
-        """Kills all processes and removes what was made on the network. The directory stays."""
+        """Kills all processes, and removes the network namespaces. The directory stays."""
         for process in self.processes.values():
             if process.running is not None and process.status is None:
                 with suppress(ProcessLookupError):
@@ -250,11 +260,6 @@ class ChaosCluster:
             await self._channel.close()
         if self.network is not None:
             self.network.close()
-        self._guard.close()
+        self._reaper.close()
         os.close(self._lifeline)
         os.close(self._lifeline_end)
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)

@@ -1,8 +1,8 @@
-"""Faults from outside a process: signals by process id, and network namespaces whose links can be cut.
+"""Faults from outside a process: signals by process id, and network namespaces that can be disconnected.
 
-A namespace is a host of its own as far as the network goes: it has one address, and everything that passes its link may
-be dropped, in both directions or in one. It needs root and ``ip`` and ``iptables``; ``namespaces_missing`` says what a
-machine lacks. All that is made is named after its owner's process id, and removed by ``close``.
+To the network a namespace is a host of its own: it has one address, and all packets to it, from it, or both can be
+dropped. Namespaces need root, ``ip`` and ``iptables``; ``namespaces_missing`` says what a machine lacks. Their names
+have the process id of their owner, and ``close`` removes them.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import Final, Literal
 
 from psdist.errors import ConfigurationError
 
-Cut = Literal["both", "in", "out"]
+Direction = Literal["both", "in", "out"]
 _NAMESPACE: Final = re.compile(r"ps(\d+)(?:switch|host\d+)\b")
 _COMMAND_SECONDS: Final = 10.0
-_CHAINS: Final[dict[Cut, tuple[str, ...]]] = {"both": ("INPUT", "OUTPUT"), "in": ("INPUT",), "out": ("OUTPUT",)}
+_CHAINS: Final[dict[Direction, tuple[str, ...]]] = {"both": ("INPUT", "OUTPUT"), "in": ("INPUT",), "out": ("OUTPUT",)}
 
 
 def kill(pid: int) -> None:
-    """SIGKILL: the process ends in the middle of whatever it does, and the system closes its connections."""
+    """Sends SIGKILL: the process ends in the middle of whatever it does, and the system closes its connections."""
     _send(pid, signal.SIGKILL)
 
 
 def freeze(pid: int) -> None:
-    """SIGSTOP: the process stands still; its connections stay open and silent."""
+    """Sends SIGSTOP: the process stands still; its connections stay open and silent."""
     _send(pid, signal.SIGSTOP)
 
 
 def thaw(pid: int) -> None:
-    """SIGCONT: the process goes on as if no time had passed."""
+    """Sends SIGCONT: the process goes on as if no time had passed."""
     _send(pid, signal.SIGCONT)
 
 
 def _send(pid: int, signum: int) -> None:
     if pid <= 1:
-        raise ConfigurationError(f"pid={pid} is no process of ours")
+        raise ConfigurationError(f"pid={pid} is not a process of this run")
     with suppress(ProcessLookupError):
         os.kill(pid, signum)
 
@@ -49,13 +49,13 @@ def _send(pid: int, signum: int) -> None:
 
 
 def namespaces_missing() -> str:
-    """Why this machine cannot make network namespaces with filters; empty where it can."""
+    """Why this machine cannot make network namespaces with filters; empty if it can."""
     for program in ("ip", "iptables"):
         if shutil.which(program) is None:
             return f"there is no program {program!r}"
     try:
         with WorkerNetwork(1) as network:
-            network.cut(0)
+            network.disconnect(0)
             network.heal(0)
     except ConfigurationError as error:
         return str(error)
@@ -65,13 +65,13 @@ def namespaces_missing() -> str:
 class WorkerNetwork:
     """``hosts`` namespaces behind one bridge; this process's own namespace is at ``gateway``.
 
-    The bridge is in a namespace too, where no filter of this machine's own can be in the way.
-    Raises ConfigurationError where the machine does not allow it; then nothing is left of it.
+    The bridge is in a namespace too, so that no filter of this machine applies to it.
+    Raises ConfigurationError if the machine does not allow namespaces; then none is left.
     """
 
     def __init__(self, hosts: int) -> None:
         self._name = f"ps{os.getpid()}"
-        # One of 250 small networks of a range that is set aside for tests (RFC 2544).
+        # One of 250 small networks of a range that is reserved for tests (RFC 2544).
         self._prefix = f"198.18.{os.getpid() % 250}"
         self._hosts = 0
         _remove_orphans()
@@ -105,26 +105,26 @@ class WorkerNetwork:
         return f"{self._prefix}.{10 + host}"
 
     def inside(self, host: int) -> tuple[str, ...]:
-        """What a command line begins with to run in a namespace; the process keeps its id."""
+        """The prefix of a command line that runs in a namespace; the process keeps its id."""
         return ("ip", "netns", "exec", self._namespace(host))
 
-    def cut(self, host: int, what: Cut = "both") -> None:
-        """From now on everything to and from the namespace vanishes, or one direction of it."""
-        for chain in _CHAINS[what]:
+    def disconnect(self, host: int, direction: Direction = "both") -> None:
+        """Drops all packets to and from the namespace from now on, or those of one direction."""
+        for chain in _CHAINS[direction]:
             _run(*self.inside(host), "iptables", "-w", "-A", chain, "!", "-i" if chain == "INPUT" else "-o", "lo",
                  "-j", "DROP")  # fmt: skip
 
     def heal(self, host: int) -> None:
-        """Everything passes again."""
+        """Lets all packets pass again."""
         _run(*self.inside(host), "iptables", "-w", "-F")
 
     def close(self) -> None:
-        """Removes all of it. Processes that still run inside keep their namespace until they end."""
+        """Removes all namespaces. Processes that still run inside keep theirs until they end."""
         for namespace in (*map(self._namespace, range(self._hosts)), self._switch):
             with suppress(ConfigurationError):
                 _run("ip", "netns", "delete", namespace)
         self._hosts = 0
-        # Its other end is gone with the namespace, but that happens later.
+        # Its other end goes with the namespace, but only later.
         with suppress(ConfigurationError):
             _run("ip", "link", "delete", f"{self._name}up")
 
@@ -136,7 +136,7 @@ class WorkerNetwork:
         return f"{self._name}host{host}"
 
     def _plug(self, link: str, port: str, namespace: str = "") -> None:
-        """A cable from ``link`` in a namespace (default: this process's own) to a port of the bridge."""
+        """Connects ``link`` in a namespace (default: this process's own) to a port of the bridge."""
         where = ("-n", namespace) if namespace else ()
         _run("ip", *where, "link", "add", link, "type", "veth", "peer", "name", port, "netns", self._switch)
         _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
@@ -154,7 +154,7 @@ class WorkerNetwork:
 
 
 def _remove_orphans() -> None:
-    """Removes namespaces whose owner was killed before it could."""
+    """Removes namespaces whose owner was killed before it could do that."""
     for line in _run("ip", "netns", "list").splitlines():
         found = _NAMESPACE.match(line)
         if found and not os.path.exists(f"/proc/{found[1]}"):
@@ -163,7 +163,7 @@ def _remove_orphans() -> None:
 
 
 def _run(*command: str) -> str:
-    """What the command prints. Raises ConfigurationError where it fails."""
+    """The output of a command. Raises ConfigurationError if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,8 +1,8 @@
-"""Each kind of fault of a chaos run: how it is done, what has to happen then, and how it is undone.
+"""The faults of a chaos run: how each is injected, what must happen then, and how it is undone.
 
-An injection chooses its target by the run's random numbers, does the fault, tells the run when, waits for what was
-promised, and leaves everything as it found it: all members there, all copies. It returns when its effects were over.
-What was promised and did not happen raises, or is a sentence in the report.
+An injection chooses its target by the run's random numbers, injects the fault, notes the time, waits for what was
+promised, and restores everything: all members, all copies. It returns the time at which its effects were over. A broken
+promise raises an error, or is a sentence in the report.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from psdist.chaos import faults
+from psdist.chaos.cluster import Reach
 from psdist.chaos.proxy import BLACKHOLE, HALF_OPEN, Fault, FaultProxy
 from psdist.settings.exit_codes import INFRASTRUCTURE
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from psdist.chaos.run import ChaosRun
 
 _END_SECONDS: Final = 30.0
-#: Signals and filters that end at once what they are to end.
+#: The longest time that the end of a killed process may take.
 _REAP_SECONDS: Final = 10.0
 
 
@@ -31,14 +32,15 @@ _REAP_SECONDS: Final = 10.0
 class Injection:
     """A kind of fault.
 
-    reach: how its servers have to be reached, see ``ClusterSettings``.
-    expels: whether workers are taken for dead by it: pushes may be dropped then, and the weights are not those of an
-        undisturbed run.
+    reach: how its servers must be reached.
+    expels: whether it makes the scheduler expel workers. Then pushes may be dropped, and the weights are not those of
+        an undisturbed run.
+    ends_the_run: whether the run must end by it.
     """
 
     what: str
     inject: Callable[[ChaosRun], Awaitable[float]]
-    reach: str = "direct"
+    reach: Reach = Reach.DIRECT
     expels: bool = False
     ends_the_run: bool = False
 
@@ -57,7 +59,7 @@ async def _server_kill(run: ChaosRun) -> float:
 
 
 async def _server_lost(run: ChaosRun) -> float:
-    """The only copy is gone: every worker has to end by itself and say what was lost."""
+    """Kills a server with the only copy. Every worker must end by itself and say what was lost."""
     name = _some_server(run)
     moment = _signal(run, "server-lost", name, faults.kill)
     await run.cluster.ended(name, _REAP_SECONDS)
@@ -112,7 +114,7 @@ async def _server_freeze(run: ChaosRun) -> float:
 
 
 async def _zombie(run: ChaosRun, name: str, wake: Callable[[], None]) -> None:
-    """A server that was replaced comes back: it has to end by itself, and is started again."""
+    """Lets a replaced server come back. It must end by itself, and is started again."""
     wake()
     status = await run.cluster.ended(name, _END_SECONDS)
     if status != INFRASTRUCTURE:
@@ -136,7 +138,7 @@ async def _worker_freeze(run: ChaosRun) -> float:
 
 
 async def _worker_busy(run: ChaosRun) -> float:
-    """Each worker holds its interpreter once, at a moment of its own: some of them at the same time."""
+    """Has each worker hold its interpreter once, at a random moment, so that some do at the same time."""
     run.injected("worker-busy", "all workers", time.monotonic())
     pauses = sorted((run.settings.down_seconds * run.rng.random(), rank) for rank in range(run.settings.workers))
     begin = time.monotonic()
@@ -148,17 +150,17 @@ async def _worker_busy(run: ChaosRun) -> float:
     return time.monotonic()
 
 
-# --- cut off ----------------------------------------------------------------------------------------------------------
+# --- disconnected -----------------------------------------------------------------------------------------------------
 
 
-async def _partition(run: ChaosRun, what: faults.Cut) -> float:
-    """A server's network is cut for longer than the lease: it is replaced, and is a zombie when it comes back."""
+async def _partition(run: ChaosRun, direction: faults.Direction) -> float:
+    """Disconnects a server for longer than its lease. It is replaced, and is a zombie when it comes back."""
     name = _some_server(run)
     number, network = int(name.rpartition("-")[2]), run.cluster.network
     assert network is not None
     moment = time.monotonic()
-    network.cut(number, what)
-    run.injected(f"partition-{what}", name, moment)
+    network.disconnect(number, direction)
+    run.injected(f"partition-{direction}", name, moment)
     try:
         await run.resumed(moment, range(run.settings.workers))
         await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
@@ -170,7 +172,7 @@ async def _partition(run: ChaosRun, what: faults.Cut) -> float:
 
 
 async def _scheduler_cut(run: ChaosRun) -> float:
-    """A server loses its scheduler and nothing else: replaced while workers could still reach it."""
+    """Disconnects a server from the scheduler only. It is replaced while workers could still reach it."""
     name = _some_server(run)
     proxy = run.cluster.proxies[name].scheduler
     moment = time.monotonic()
@@ -184,7 +186,7 @@ async def _scheduler_cut(run: ChaosRun) -> float:
 
 
 async def _data_fault(run: ChaosRun, kind: str, fault: Fault | None) -> float:
-    """Connections to a server are bad for a while; it is not lost, and is never replaced by that alone."""
+    """Disturbs the connections to a server for a while. That alone must not make the scheduler replace it."""
     name = _some_server(run)
     proxy = run.cluster.proxies[name].data
     moment = time.monotonic()
@@ -226,11 +228,11 @@ def _others(run: ChaosRun, rank: int) -> list[int]:
 
 
 def _data(what: str, kind: str, fault: Fault | None) -> Injection:
-    return Injection(what, lambda run: _data_fault(run, kind, fault), "proxy")
+    return Injection(what, lambda run: _data_fault(run, kind, fault), Reach.PROXY)
 
 
-def _cut(what: str, direction: faults.Cut) -> Injection:
-    return Injection(what, lambda run: _partition(run, direction), "namespace")
+def _disconnect(what: str, direction: faults.Direction) -> Injection:
+    return Injection(what, lambda run: _partition(run, direction), Reach.NAMESPACE)
 
 
 FAULTS: Final[dict[str, Injection]] = {
@@ -240,18 +242,18 @@ FAULTS: Final[dict[str, Injection]] = {
     "worker-kill": Injection("SIGKILL of a worker, which is started again", _worker_kill, expels=True),
     "worker-freeze": Injection("SIGSTOP of a worker until it is fenced, then SIGCONT", _worker_freeze, expels=True),
     "worker-busy": Injection("every worker holds its interpreter, so that no other thread of it runs", _worker_busy),
-    "scheduler-kill": Injection("SIGKILL of the scheduler, which comes back later", _scheduler_kill),
-    "partition": _cut("a server's network namespace is cut off", "both"),
-    "partition-in": _cut("nothing reaches a server, which still reaches others", "in"),
-    "partition-out": _cut("a server reaches nobody, but is reached", "out"),
-    "proxy-scheduler": Injection("a server loses its scheduler and nothing else", _scheduler_cut, "proxy"),
+    "scheduler-kill": Injection("SIGKILL of the scheduler, which is started again later", _scheduler_kill),
+    "partition": _disconnect("a server is disconnected from everybody", "both"),
+    "partition-in": _disconnect("nobody reaches a server, which still reaches the others", "in"),
+    "partition-out": _disconnect("a server reaches nobody, and is still reached", "out"),
+    "proxy-scheduler": Injection("a server loses its scheduler and nothing else", _scheduler_cut, Reach.PROXY),
     "proxy-reset": _data("all connections to a server are reset", "proxy-reset", None),
-    "proxy-blackhole": _data("a server accepts and nothing passes", "proxy-blackhole", BLACKHOLE),
-    "proxy-half-open": _data("a server's answers vanish", "proxy-half-open", HALF_OPEN),
+    "proxy-blackhole": _data("a server accepts connections, and no byte passes", "proxy-blackhole", BLACKHOLE),
+    "proxy-half-open": _data("the answers of a server are dropped", "proxy-half-open", HALF_OPEN),
     "proxy-slow": _data(
-        "a server is far away: latency, jitter, little bandwidth",
+        "a server is far away: latency, jitter, low bandwidth",
         "proxy-slow",
         Fault(latency_seconds=0.05, jitter_seconds=0.05, bytes_per_second=4e6),
     ),
-    "proxy-cut": _data("connections to a server break after some bytes", "proxy-cut", Fault(cut_after=300_000)),
+    "proxy-break": _data("connections to a server break after some bytes", "proxy-break", Fault(reset_after=300_000)),
 }

@@ -1,11 +1,11 @@
-"""The count of what was lost and what was repeated: what workers were promised, against the weights at the end.
+"""Counts lost and repeated updates: compares the weights at the end with what the workers were promised. Pure.
 
 Each push of a worker has a place in every slice, to which it adds 1 (its share of the mean in BSP). A place that is
 too small has lost an acknowledged push; one that is too large has taken a push twice. A push whose worker died before
-the answer came may count or not; twice it may not.
+the answer may count once or not at all.
 
-Places are used again after ``capacity`` pushes, and then hold sums: a loss and a repeat cancel only where both are of
-one worker, of one slice, and a multiple of ``capacity`` apart. Pure: no loop, file, clock or chance.
+Places are reused after ``slots / workers`` pushes, and then hold sums. A loss and a repeat cancel only if they are of
+the same worker and slice, and a multiple of that number of pushes apart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-#: What a worker knows of a push. Dropped: its worker was fenced meanwhile, was told so, and does not count on it.
+#: What a worker knows of a push. "dropped": the worker was fenced meanwhile, and was told that the push does not count.
 Outcome = Literal["acknowledged", "dropped", "unknown"]
 
 _TOLERANCE: Final = 1e-3
@@ -25,13 +25,15 @@ _TOLERANCE: Final = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """One push. number: its step (BSP), or its place in the worker's sequence over all its incarnations.
+    """A push.
 
-    begin, end: monotonic seconds; ``end`` is 0 where nobody knows.
+    number: its step (BSP), or its place in the worker's sequence over all its incarnations.
+    start: which start of the worker's process made it, from 0.
+    begin, end: monotonic seconds; ``end`` is 0 if it is not known.
     """
 
     number: int
-    life: int
+    start: int
     outcome: Outcome
     begin: float
     end: float = 0.0
@@ -39,7 +41,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """acknowledged, dropped, unknown: pushes. lost, repeated: updates of slices; both 0, or a promise is broken."""
+    """Counts of pushes by outcome, and of the updates of slices that were lost or repeated, which must both be 0."""
 
     acknowledged: int
     dropped: int
@@ -49,22 +51,25 @@ class Verdict:
 
 
 def place(number: int, rank: int, workers: int, slots: int) -> int:
-    """Where in a slice of ``slots`` elements the push of a worker counts."""
+    """The place of a worker's push in a slice of ``slots`` elements."""
     return number % (slots // workers) * workers + rank
 
 
 def judge(
     pushes: Mapping[int, Sequence[Push]], weights: NDArray[np.float32], workers: int, *, synchronous: bool
 ) -> Verdict:
-    """pushes: by rank. weights: the places, one row for each slice. Raises ValueError where places do not suffice."""
+    """Compares pushes with weights. Raises ValueError if there are too few places.
+
+    pushes: by rank. weights: float32[slices, slots], the places.
+    """
     slots = weights.shape[1]
     if not synchronous:
         lost, repeated = _sums(pushes, weights, workers, 1.0)
-    elif all(push.life == 0 and push.outcome == "acknowledged" for push in _all(pushes)):
+    elif all(push.start == 0 and push.outcome == "acknowledged" for push in _all(pushes)):
         lost, repeated = _sums(pushes, weights, workers, 1.0 / workers)
     else:
         if max((push.number for push in _all(pushes)), default=0) >= slots // workers:
-            raise ValueError(f"{slots} places do not suffice for these steps of {workers} workers that come and go")
+            raise ValueError(f"{slots} places are too few for the steps of {workers} workers that come and go")
         lost, repeated = _shares(pushes, weights, workers)
     outcomes = [push.outcome for push in _all(pushes)]
     return Verdict(outcomes.count("acknowledged"), outcomes.count("dropped"), outcomes.count("unknown"), lost, repeated)
@@ -93,13 +98,13 @@ def _sums(
     counts = np.where(np.abs(counts - np.rint(counts)) <= _TOLERANCE * np.maximum(1, counts), np.rint(counts), counts)
     lost = np.ceil(np.maximum(0, least - counts)).sum()
     repeated = np.ceil(np.maximum(0, counts - most)).sum()
-    # What is no whole number was neither lost nor repeated but spoiled: that is both.
-    spoiled = int((counts != np.rint(counts)).sum())
-    return int(lost) + spoiled, int(repeated) + spoiled
+    # A value that is no whole number is damaged, which counts as lost and as repeated.
+    damaged = int((counts != np.rint(counts)).sum())
+    return int(lost) + damaged, int(repeated) + damaged
 
 
 def _shares(pushes: Mapping[int, Sequence[Push]], weights: NDArray[np.float32], workers: int) -> tuple[int, int]:
-    """BSP with members that come and go: those who took part in a step share it, each with one part."""
+    """BSP with members that come and go: each that took part in a step has an equal share of it."""
     slices, slots = weights.shape
     steps = slots // workers
     least, most = _expected(pushes, workers, slots)

@@ -1,11 +1,10 @@
-"""``FaultProxy``: a TCP proxy whose owner makes the connections that pass it slow, silent or broken, while they live.
+"""``FaultProxy``: a TCP proxy that makes connections slow, silent or broken while they are open.
 
-It stands before one address and copies bytes both ways. ``fault`` says how, and may be replaced at any time:
-connections that are open follow at once. What it is not: a model of packets (TCP below it is whole), nor for use
-between machines: it listens on loopback unless it is told otherwise.
+It copies bytes in both directions between its clients and one address. ``fault`` says how, and may be replaced at any
+time, which affects open connections at once. It does not model packets, since TCP works as usual on both of its sides,
+and it listens on loopback unless it is told otherwise.
 
-A connection that lost bytes (``drop``) can never be whole again. As with a network that comes back after the other side
-gave up, it is reset when its bytes would pass again.
+A connection that lost bytes (``drop``) is reset when its bytes would pass again: neither side could make sense of them.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
-#: What becomes of the bytes of one direction: they pass; they wait, and pass later; they vanish.
+#: What happens to the bytes of one direction: they pass, are held until they may pass, or are dropped.
 Passage = Literal["pass", "hold", "drop"]
 
 _READ_BYTES: Final = 1 << 16
-#: Pieces of one direction that are on their way at most; then the sender feels it.
+#: Pieces of one direction that are under way at most; then the sender is not read from.
 _PIECES_MAX: Final = 64
 _RESET: Final = struct.pack("ii", 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """How bytes are treated; the default passes them untouched.
+    """How bytes are treated. By default they pass unchanged.
 
-    latency_seconds, jitter_seconds: each piece is late by so much, and by a random part of the jitter; order is kept.
-    bytes_per_second: of each connection and direction; 0 does not limit.
-    up, down: from whoever connected to the address behind, and back.
-    cut_after: so many bytes of a direction pass, from the moment the fault is set, then the connection is reset.
-    close_seconds: the end of one side is told to the other so much later.
+    latency_seconds, jitter_seconds: delay of each piece, and the most that is added at random; order is kept.
+    bytes_per_second: of each connection and direction; 0 is no limit.
+    up, down: the direction from the client to the target, and back.
+    reset_after: bytes of a direction that pass, from when the fault is set, before the connection is reset.
+    close_seconds: delay of the end of a stream.
     """
 
     latency_seconds: float = 0.0
@@ -44,7 +43,7 @@ class Fault:
     bytes_per_second: float = 0.0
     up: Passage = "pass"
     down: Passage = "pass"
-    cut_after: int | None = None
+    reset_after: int | None = None
     close_seconds: float = 0.0
 
 
@@ -54,7 +53,7 @@ HALF_OPEN: Final = Fault(down="drop")
 
 
 class FaultProxy:
-    """One listener before ``target`` (host, port). ``target`` may be replaced; new connections go to the new one."""
+    """A listener for ``target`` (host, port), which may be replaced for new connections."""
 
     def __init__(self, target: tuple[str, int], rng: random.Random) -> None:
         self.target = target
@@ -65,36 +64,36 @@ class FaultProxy:
         self._connections: dict[_Connection, asyncio.Task[None]] = {}
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listens; the address (host:port) to connect to instead of the target's."""
+        """Begins to listen. Returns the address (host:port) to connect to instead of the target's."""
         self._server = await asyncio.start_server(self._accept, host, port)
         bound: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
         return f"{bound[0]}:{bound[1]}"
 
     @property
     def fault(self) -> Fault:
-        """How bytes are treated now."""
+        """How bytes are treated at present."""
         return self._fault
 
     @fault.setter
     def fault(self, fault: Fault) -> None:
         self._fault = fault
         for connection in list(self._connections):
-            connection.follow()
+            connection.on_fault_changed()
 
     @property
     def connections(self) -> int:
-        """Connections that are open."""
+        """The number of open connections."""
         return len(self._connections)
 
     def reset(self) -> int:
-        """Breaks all connections as a crashed host would (RST); how many there were."""
+        """Resets all connections, as a crashed host would (RST). Returns how many there were."""
         broken = list(self._connections)
         for connection in broken:
             connection.reset()
         return len(broken)
 
     async def close(self) -> None:
-        """Listens no more and resets what is open."""
+        """Stops listening, and resets all connections."""
         if self._server is not None:
             self._server.close()
         tasks = list(self._connections.values())
@@ -114,7 +113,7 @@ class FaultProxy:
         try:
             await connection.run(reader, self.target)
         except* (OSError, asyncio.CancelledError):
-            pass  # One side is gone, or the proxy ends: both sides are told by the reset.
+            pass  # One side is gone, or the proxy is closed: the reset ends both sides.
         finally:
             connection.reset()
             del self._connections[connection]
@@ -124,7 +123,7 @@ class FaultProxy:
 
 
 class _Connection:
-    """One accepted connection and the one that was made for it."""
+    """An accepted connection, and the one to the target that belongs to it."""
 
     def __init__(self, fault: Callable[[], Fault], rng: random.Random, client: asyncio.StreamWriter) -> None:
         self._fault = fault
@@ -135,14 +134,14 @@ class _Connection:
         #: Bytes that passed since the fault was set, by direction.
         self._passed = {"up": 0, "down": 0}
 
-    def follow(self) -> None:
-        """The fault is another one."""
+    def on_fault_changed(self) -> None:
+        """Applies a new fault to what passes from now on."""
         self._passed = dict.fromkeys(self._passed, 0)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     def reset(self) -> None:
-        """Breaks both sides with RST."""
+        """Resets both sides (RST)."""
         for writer in self._writers:
             peer = writer.get_extra_info("socket")
             with suppress(OSError):
@@ -150,8 +149,8 @@ class _Connection:
             writer.transport.abort()
 
     async def run(self, reader: asyncio.StreamReader, target: tuple[str, int]) -> None:
-        """Copies until both directions have ended. Raises OSError where one side is gone."""
-        # Nothing is opened behind a proxy that passes nothing: the address behind would see it.
+        """Copies until both directions have ended. Raises OSError if one side is gone."""
+        # While nothing passes, no connection is made to the target, which would notice it.
         while "pass" not in (self._fault().up, self._fault().down):
             await self._changed.wait()
         there, writer = await asyncio.open_connection(*target)
@@ -163,7 +162,7 @@ class _Connection:
     async def _copy(
         self, way: Literal["up", "down"], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """One direction: pieces are read when they come, and written when they are due."""
+        """Copies one direction: pieces are read when they arrive, and written when they are due."""
         pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_PIECES_MAX)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read(reader, pieces))
@@ -204,15 +203,15 @@ class _Connection:
             await writer.drain()
 
     async def _may_pass(self, way: Literal["up", "down"], data: bytes) -> bool:
-        """Waits while bytes are held. False: they are gone. Raises ConnectionResetError where the connection is cut."""
+        """Waits while bytes are held. Returns False if they are dropped. Raises ConnectionResetError after a reset."""
         while (passage := getattr(self._fault(), way)) == "hold":
             await self._changed.wait()
         if passage == "drop":
             self._lost = True
             return False
-        limit = self._fault().cut_after
+        limit = self._fault().reset_after
         self._passed[way] += len(data)
         if self._lost or (limit is not None and self._passed[way] > limit):
             self.reset()
-            raise ConnectionResetError("cut by the proxy")
+            raise ConnectionResetError("reset by the proxy")
         return True

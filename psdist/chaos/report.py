@@ -1,4 +1,4 @@
-"""What a chaos run found, as values: faults with their recoveries, the verdict, and how they are shown. Pure.
+"""The result of a chaos run: faults with their recoveries, the verdict, and how they are shown. Pure.
 
 The keys of ``as_json`` are stable.
 """
@@ -14,8 +14,9 @@ from psdist.chaos.oracle import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """One fault. at: monotonic seconds. recovery_seconds: see ``ChaosReport``; None where nobody had to recover.
+    """An injected fault.
 
+    at: monotonic seconds. recovery_seconds: see ``ChaosReport``; None if nobody had to recover.
     pause_seconds: the longest time between two acknowledgements of one worker while the fault lasted and after it.
     """
 
@@ -28,15 +29,15 @@ class Injected:
 
 @dataclass(slots=True)
 class ChaosReport:
-    """One run.
+    """The report of one run.
 
-    Recovery is the time from a fault to the first acknowledged push that was begun after it, of that worker for which
-    it took longest; the target of a fault is left out if it is a worker. Each push needs every server.
+    Recovery is the time from a fault to the first acknowledged push that was begun after it, of the worker for which
+    it took longest. A worker that is the target of the fault is left out. Each push needs every server.
 
-    equal: whether the weights are byte for byte those of an undisturbed run; None where that is not to be expected.
-    expelled: servers that were taken for lost though no fault was meant for them, because the machine was too slow.
-    problems: what else was not as promised, one sentence each.
-    ended: where the run was to end: what its processes said last.
+    equal: whether the weights are byte for byte those of an undisturbed run; None if that cannot be expected.
+    expelled: servers that were taken for lost without a fault of their own, because the machine was too slow.
+    problems: other broken promises, one sentence each.
+    ended: the last words of the processes of a run that had to end.
     """
 
     what: str
@@ -52,7 +53,7 @@ class ChaosReport:
 
     @property
     def recoveries(self) -> list[float]:
-        """Seconds, the shortest first."""
+        """Recovery times in seconds, the shortest first."""
         return sorted(fault.recovery_seconds for fault in self.faults if fault.recovery_seconds is not None)
 
     @property
@@ -88,7 +89,7 @@ _PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 def percentile(ordered: Sequence[float], part: float) -> float | None:
-    """The nearest-rank percentile: the least value that so many are at or below. None of nothing."""
+    """The nearest-rank percentile of ascending values; None if there are none."""
     if not ordered:
         return None
     rank = -(-len(ordered) * round(part * 1000) // 1000)
@@ -100,7 +101,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def table(report: ChaosReport) -> str:
-    """The report for people."""
+    """The report as text."""
     shown = report.as_json()
     rows = [("case", report.what), ("faults", f"{len(report.faults)} in {report.seconds:.0f} s")]
     if report.verdict is not None:
@@ -113,7 +114,7 @@ def table(report: ChaosReport) -> str:
         rows += [("recovery", ", ".join(times))]
         rows += [("longest pause", f"{1e3 * shown['pause_seconds_max']:.0f} ms")]
     if report.expelled:
-        rows += [("expelled", f"{report.expelled} servers, silent for a lease without a fault of ours")]
+        rows += [("expelled", f"{report.expelled} servers, silent for a lease without a fault of their own")]
     if report.equal is not None:
         rows += [("weights", "equal to the undisturbed run" if report.equal else "NOT those of the undisturbed run")]
     rows += [("ended", line) for line in report.ended]

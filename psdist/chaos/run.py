@@ -1,7 +1,7 @@
-"""One chaos run: starts real processes, injects faults by a seed, waits for recovery each time, and counts at the end.
+"""A chaos run: starts real processes, injects faults by a seed, waits for recovery each time, and counts at the end.
 
-``ChaosRun.run`` is the whole story. How each fault is done and undone is in ``injections``; who is started, in
-``cluster``; what is counted, in ``oracle``.
+``ChaosRun.run`` shows the course of it. The faults are in ``injections``, the processes in ``cluster``, and the count
+in ``oracle``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from psdist.chaos import oracle
-from psdist.chaos.cluster import ChaosCluster, ChaosClusterSettings
+from psdist.chaos.cluster import ChaosCluster, ChaosClusterSettings, Reach
 from psdist.chaos.oracle import Push, Verdict
 from psdist.chaos.report import ChaosReport, Injected
 from psdist.chaos.workload import EventReader, Mode, WorkloadSettings
@@ -35,20 +35,21 @@ _RECOVER_SECONDS: Final = 60.0
 _END_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.02
 _WARM_PUSHES: Final = 20
-#: In BSP the workers are told so long ahead at which step to end, so that none has passed it.
+#: How long ahead workers are told at which BSP step to end, so that none has passed it.
 _AHEAD_SECONDS: Final = 1.0
 _AHEAD_STEPS: Final = 20
-#: Faults come after a random pause of at most so long, so that they hit every part of a step.
+#: The longest random pause before a fault, so that faults hit every part of a step.
 _PAUSE_SECONDS: Final = 0.5
 _SLOTS_MAX: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosSettings:
-    """What to do. fault: a key of ``injections.FAULTS``; kills: how often.
+    """Settings of a chaos run.
 
-    down_seconds: how long a scheduler stays down, how long what is frozen or cut off stays so at least, and how long a
-        worker is busy.
+    fault, kills: a key of ``injections.FAULTS``, and how often it is injected.
+    down_seconds: how long a scheduler stays down and a worker is busy; the longest time that others are frozen or
+        disconnected after they were replaced.
     compare: also make an undisturbed run of as many steps, and compare the bytes.
     """
 
@@ -68,19 +69,19 @@ class ChaosSettings:
 
     @property
     def compares(self) -> bool:
-        """BSP is exact as long as the same workers take part in every step."""
+        """Whether the bytes can be compared: BSP is exact as long as the same workers take part in every step."""
         return self.compare and self.mode == "bsp" and not self.expels
 
     @property
     def expels(self) -> bool:
-        """See ``Injection``."""
+        """Whether the fault expels workers."""
         from psdist.chaos.injections import FAULTS
 
         return FAULTS[self.fault].expels
 
     @property
     def slots(self) -> int:
-        """Places of a slice. In BSP with workers that come and go each step needs its own."""
+        """Places of a slice. In BSP with workers that come and go, each step needs places of its own."""
         if self.mode != "bsp" or not self.expels:
             return 4096
         steps = (self.kills + 3) * (self.down_seconds + 10.0) / self.pace_seconds
@@ -88,7 +89,7 @@ class ChaosSettings:
 
 
 class ChaosRun:
-    """One run. ``progress`` is told a sentence now and then."""
+    """One run. ``progress`` gets a sentence after each fault."""
 
     def __init__(self, settings: ChaosSettings, progress: Callable[[str], None]) -> None:
         self.settings = settings
@@ -126,13 +127,13 @@ class ChaosRun:
             dense=200_000 if self.settings.compares else 0,
             pace_seconds=self.settings.pace_seconds,
             busy_seconds=self.settings.down_seconds,
-            transport=self.settings.transport if cluster.settings.reach == "direct" else "grpc",
+            transport=self.settings.transport if cluster.settings.reach is Reach.DIRECT else "grpc",
         )
 
-    # --- the story ---
+    # --- the course of the run ---
 
     async def run(self) -> ChaosReport:
-        """Runs to the end; what went wrong is in the report. All processes are gone then."""
+        """Runs to the end. What went wrong is in the report. Afterwards all processes are gone."""
         begin = time.monotonic()
         try:
             await self._run()
@@ -168,7 +169,7 @@ class ChaosRun:
             self.report.equal = await self._compare()
 
     async def _end(self) -> None:
-        """Tells the workers to stop, and counts what is left."""
+        """Tells the workers to stop, and counts."""
         pushes = [reader.pushes for reader in self.read()]
         since = time.monotonic() - _AHEAD_SECONDS
         recent = max(sum(push.begin > since for push in mine) for mine in pushes)
@@ -195,7 +196,7 @@ class ChaosRun:
         return oracle.judge(pushes, weights, settings.workers, synchronous=settings.mode == "bsp")
 
     async def _compare(self) -> bool:
-        """Makes as many steps without faults, on one server without replicas, and compares every byte."""
+        """Runs as many steps without faults, on one server without replicas, and compares every byte."""
         settings = ChaosClusterSettings(1, self.settings.workers, 1)
         directory = self.directory / "undisturbed"
         directory.mkdir()
@@ -217,7 +218,7 @@ class ChaosRun:
     # --- waiting ---
 
     async def until(self, what: str, seconds: float, condition: Callable[[], Awaitable[bool]]) -> None:
-        """Waits for a condition. Raises InternalError after ``seconds``, or when a worker ended by itself."""
+        """Waits for a condition. Raises InternalError after ``seconds``, or when a worker ends by itself."""
         deadline = time.monotonic() + seconds
         while not await condition():
             for rank, reader in enumerate(self.read()):
@@ -225,7 +226,7 @@ class ChaosRun:
                 if status not in (None, -signal.SIGKILL):
                     raise InternalError(f"worker-{rank} ended with {status}: {reader.errors[-1:]}")
             if time.monotonic() > deadline:
-                raise InternalError(f"not within {seconds:g} s: {what}")
+                raise InternalError(f"{what}: not within {seconds:g} s")
             await asyncio.sleep(_POLL_SECONDS)
 
     async def recovered(self, seconds: float = _RECOVER_SECONDS, *, since: float, pushes: int = 1) -> None:
@@ -244,7 +245,7 @@ class ChaosRun:
         await self.until("all members there, all shards with their copies, all workers pushing", seconds, all_well)
 
     def _restart_servers(self) -> None:
-        """Starts servers again that were taken for lost though nobody meant it, as a launcher does."""
+        """Restarts servers that were taken for lost without a fault of their own, as a launcher does."""
         for name, process in self.cluster.processes.items():
             if name.startswith("server") and process.status == INFRASTRUCTURE:
                 self.report.expelled += 1
@@ -264,7 +265,7 @@ class ChaosRun:
         return all(readers[rank].acknowledged_since(moment) is not None for rank in workers)
 
     def read(self) -> list[EventReader]:
-        """What the workers wrote so far, by rank."""
+        """What the workers have logged so far, by rank."""
         for reader in self.readers:
             reader.read()
         return self.readers
@@ -282,11 +283,11 @@ class ChaosRun:
     # --- measuring ---
 
     def injected(self, kind: str, target: str, moment: float) -> None:
-        """A fault was injected at ``moment``."""
+        """Notes a fault that was injected at ``moment``."""
         self.report.faults.append(Injected(kind, target, moment))
 
     def _measure(self, until: float) -> None:
-        """Recovery from the last fault; its effects are over at ``until``."""
+        """Measures the recovery from the last fault, whose effects were over at ``until``."""
         fault = self.report.faults[-1]
         recoveries, pauses = [], [0.0]
         for rank, reader in enumerate(self.read()):
@@ -314,7 +315,7 @@ class ChaosRun:
 
 
 def _longest_pause(pushes: list[Push], begin: float, end: float) -> float:
-    """Between two acknowledgements, of which the second is later than ``begin`` and the first earlier than ``end``."""
+    """The longest time between two acknowledgements, the second after ``begin`` and the first before ``end``."""
     moments = [push.end for push in pushes if push.outcome == "acknowledged"]
     pairs = itertools.pairwise(moments)
     return max((after - before for before, after in pairs if after > begin and before < end), default=0.0)

@@ -1,6 +1,6 @@
-"""The promises that a chaos run can show, each with the run that shows it and the figures that are the target.
+"""The promises that chaos runs can show, each with its run and the figures that are its target.
 
-Values and judgement only; nothing is started here.
+Nothing is started here.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from psdist.chaos.run import ChaosSettings
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A promise. changes: settings that this run differs by from those that were given.
+    """A promise.
 
-    met: whether the figures of a report are the target; that it is good at all comes first.
+    changes: settings of its run that differ from the given ones. met: whether the figures of a good report reach the
+    target.
     """
 
     name: str
@@ -28,17 +29,17 @@ class Case:
     kills_max: int = 100
 
     def settings(self, given: ChaosSettings) -> ChaosSettings:
-        """The run that shows it."""
+        """The settings of the run that shows the promise."""
         return replace(given, **{"kills": min(given.kills, self.kills_max)} | dict(self.changes))
 
     def missing(self) -> str:
-        """What this machine lacks for it; empty where it can be shown."""
+        """What this machine lacks for the run; empty if nothing."""
         return faults.namespaces_missing() if dict(self.changes)["fault"].startswith("partition") else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a case came to."""
+    """The outcome of a case."""
 
     case: Case
     report: ChaosReport
@@ -73,7 +74,7 @@ def judge(case: Case, report: ChaosReport) -> Result:
 
 
 def _within(**limits: float) -> Callable[[ChaosReport], bool]:
-    """Percentiles of the recovery in seconds."""
+    """Whether percentiles of the recovery are within limits, in seconds."""
 
     def met(report: ChaosReport) -> bool:
         times = report.as_json()["recovery_seconds"]
@@ -119,7 +120,7 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     _case("workers busy, ASP", "0 dropped", _good, 10, fault="worker-busy", mode="asp", workers=4, down_seconds=5.0),
     _case(
-        "scheduler killed, 30 s down", "no step fails; the epoch goes on", _pauses(1.0), 1,
+        "scheduler killed, 30 s down", "no step fails; the epoch does not go back", _pauses(1.0), 1,
         fault="scheduler-kill", mode="bsp", down_seconds=30.0,
     ),
     _case(

@@ -1,11 +1,11 @@
-"""The worker of a chaos run, a process of its own: ``python -m psdist.chaos.workload SETTINGS RANK``.
+"""The worker of a chaos run, which is a program: ``python -m psdist.chaos.workload SETTINGS RANK``.
 
-It pushes as fast as it may, each push with a place of its own in every slice (``oracle``), and writes into its log what
-it began and what was acknowledged, each line at once, so that being killed loses none. It knows nothing of faults. At
-the end all meet at a barrier, and each leaves the weights that it sees in a file.
+It pushes as fast as it may, each push with a place of its own in every slice (``oracle``), and logs what it began and
+what was acknowledged. Each line is written at once, so that a kill loses none. It knows nothing of faults. At the end
+all workers meet at a barrier, and each writes the weights that it sees to a file.
 
-Log lines are ``KIND SECONDS REST``: L life, B number, A number, D number (begun, acknowledged, dropped), E code and
-text of the error that ended it. SECONDS are those of the machine's monotonic clock, which all its processes share.
+Log lines are ``KIND SECONDS REST``: S and the number of this start; B, A or D and the number of a push that was begun,
+acknowledged or dropped; E, code and text of the error that ended it. SECONDS are of the machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from psdist.chaos.oracle import Outcome, Push, place
+from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.errors import PsdistError, ServerLostError
 from psdist.settings.config import TransportName
 from psdist.settings.exit_codes import FAILURE, INFRASTRUCTURE, OK
@@ -31,13 +32,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from psdist.client.sync_client import Client, Parameters
-    from psdist.consistency import Consistency
 
-Kind = Literal["L", "B", "A", "D", "E"]
+Kind = Literal["S", "B", "A", "D", "E"]
 Mode = Literal["bsp", "ssp", "asp"]
 
 _STALENESS: Final = 3
-#: Gradients of the dense parameters are taken from so many, in turns.
+#: Different gradients of the dense parameters, which are used in turn.
 _GRADIENTS: Final = 8
 
 
@@ -45,11 +45,11 @@ _GRADIENTS: Final = 8
 class WorkloadSettings:
     """What all workers of a run do.
 
-    slices, slots: the counting parameters have so many slices of so many places.
-    dense: elements of a second set of parameters, updated by Adam with clipping, whose bytes tell any change of order
-        or value; 0 leaves it out.
-    pace_seconds: a push begins at the earliest so long after the one before.
-    busy_seconds: so long SIGUSR1 has a worker hold its interpreter.
+    slices, slots: number of slices of the counting parameter set, and places in each.
+    dense: elements of a second parameter set, updated by Adam with clipping, whose bytes show any change of order or
+        value; 0 leaves it out.
+    pace_seconds: shortest time from the begin of a push to the next.
+    busy_seconds: how long SIGUSR1 has a worker hold its interpreter.
     """
 
     directory: str
@@ -77,44 +77,44 @@ class WorkloadSettings:
         return Path(self.directory) / f"worker-{rank}.events"
 
     def final(self, rank: int, what: str) -> Path:
-        """Where a worker leaves the weights that it sees at the end, as float32."""
+        """The file of the weights, as float32, that a worker sees at the end."""
         return Path(self.directory) / f"final-{rank}-{what}.f32"
 
     @property
     def stop_file(self) -> Path:
-        """When it is there, workers end: in BSP before the step that is in it, else at once."""
+        """The file that ends the workers: in BSP before the step in it, else at once."""
         return Path(self.directory) / "stop"
 
 
 class EventLog:
-    """Where a worker writes. Each line is handed to the system at once."""
+    """The log that a worker writes. Each line is handed to the system at once."""
 
     def __init__(self, path: Path) -> None:
         earlier = path.read_text().splitlines() if path.exists() else []
-        self.life = sum(line.startswith("L") for line in earlier)
+        self.start = sum(line.startswith("S") for line in earlier)
         self.begun = sum(line.startswith("B") for line in earlier)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self.write("L", self.life)
+        self.write("S", self.start)
 
     def write(self, kind: Kind, what: object) -> None:
-        """One line."""
+        """Writes a line."""
         os.write(self._fd, f"{kind} {time.monotonic():.6f} {what}\n".encode())
 
 
 class EventReader:
-    """Follows the log of a worker while it grows."""
+    """Reads the log of a worker while it grows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._life = 0
+        self._start = 0
         self._open: Push | None = None
         self._ended: list[Push] = []
         #: Code and text of each error that ended an incarnation.
         self.errors: list[str] = []
 
     def read(self) -> None:
-        """Takes what is new."""
+        """Reads what is new."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -129,21 +129,21 @@ class EventReader:
         now, push = float(seconds), self._open
         if kind in "AD" and push is not None:
             outcome: Outcome = "acknowledged" if kind == "A" else "dropped"
-            self._ended.append(Push(push.number, push.life, outcome, push.begin, now))
+            self._ended.append(Push(push.number, push.start, outcome, push.begin, now))
             self._open = None
         elif push is not None:
             self._ended.append(push)
             self._open = None
-        if kind == "L":
-            self._life = int(what)
+        if kind == "S":
+            self._start = int(what)
         elif kind == "B":
-            self._open = Push(int(what), self._life, "unknown", now)
+            self._open = Push(int(what), self._start, "unknown", now)
         elif kind == "E":
             self.errors.append(what)
 
     @property
     def pushes(self) -> list[Push]:
-        """All pushes so far, the one that is under way included."""
+        """All pushes so far, including the one under way."""
         return [*self._ended, *([self._open] if self._open is not None else [])]
 
     def acknowledged_since(self, moment: float) -> Push | None:
@@ -180,6 +180,8 @@ class _ChaosWorker:
     def __init__(self, settings: WorkloadSettings, rank: int, client: Client, log: EventLog) -> None:
         self._settings, self._rank, self._client, self._log = settings, rank, client, log
         self._synchronous = settings.mode == "bsp"
+        modes: dict[Mode, Consistency] = {"bsp": BSP(), "ssp": SSP(_STALENESS), "asp": ASP()}
+        self._consistency = modes[settings.mode]
         self._next = log.begun
         self._counts = self._count_parameters()
         self._buffers = self._counts.gradient_buffers()
@@ -198,7 +200,7 @@ class _ChaosWorker:
             "counts",
             {"counts": np.zeros(elements, np.float32)},
             optim.SGD(lr=1.0),
-            _consistency(self._settings.mode),
+            self._consistency,
             slice_elements=self._settings.slots,
         )
 
@@ -209,7 +211,7 @@ class _ChaosWorker:
 
         values = np.linspace(-1, 1, self._settings.dense, dtype=np.float32)
         optimizer = optim.Adam(lr=1e-2, max_grad_norm=1.0)
-        return self._client.parameters("dense", {"dense": values}, optimizer, _consistency(self._settings.mode))
+        return self._client.parameters("dense", {"dense": values}, optimizer, self._consistency)
 
     def _dense_gradients(self) -> NDArray[np.float32]:
         import numpy as np
@@ -218,12 +220,12 @@ class _ChaosWorker:
         return rng.standard_normal((_GRADIENTS, self._settings.dense), dtype=np.float32)
 
     def run(self) -> None:
-        """Pushes until it is told to stop, and leaves the weights."""
+        """Pushes until it is told to stop, and writes the weights."""
         begin = time.monotonic()
         while not self._is_over():
             self._push()
             begin = max(begin + self._settings.pace_seconds, time.monotonic() - self._settings.pace_seconds)
-            time.sleep(max(0.0, begin - time.monotonic()))  # The pace of the load, which is what is emulated.
+            time.sleep(max(0.0, begin - time.monotonic()))  # This emulates the pace of a real load.
         self._client.barrier("end")
         self._save("counts", self._counts)
         if self._dense is not None:
@@ -255,16 +257,8 @@ class _ChaosWorker:
 
 
 def _hold_interpreter(seconds: float) -> None:
-    """Lets no other thread of this process run Python, as a long call of C code does that keeps the interpreter."""
+    """Keeps all other threads from running Python, as a long call of C code does that holds the interpreter."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-
-
-def _consistency(mode: Mode) -> Consistency:
-    from psdist.consistency import ASP, BSP, SSP
-
-    choices: dict[str, Any] = {"bsp": BSP(), "ssp": SSP(staleness=_STALENESS), "asp": ASP()}
-    chosen: Consistency = choices[mode]
-    return chosen
 
 
 if __name__ == "__main__":

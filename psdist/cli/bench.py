@@ -7,19 +7,18 @@ starts a cluster of its own on this machine. Several workers: ``psdist run --npr
 
 from __future__ import annotations
 
-import json
-import os
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from psdist.bench import CONSISTENCIES, OPTIMIZERS, BenchSettings, StepBench
-from psdist.errors import ConfigurationError, InvalidArgumentError, PsdistError, SchedulerUnreachableError
-from psdist.settings.config import TransportName, address_text, check_run_id, find_scheduler, find_token
-from psdist.settings.exit_codes import FAILURE, OK, UNAVAILABLE, USAGE
-from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, seconds
+from psdist.cli.commands import show
+from psdist.errors import ConfigurationError
+from psdist.settings.config import TransportName, find_scheduler, find_token
+from psdist.settings.exit_codes import OK
+from psdist.settings.flags import CommandLine, Flag, integer, one_of, seconds
+from psdist.settings.programs import FORMAT_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
 from psdist.types import WIRE_DTYPES
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def command_line() -> CommandLine:
         "Measures training steps: on the cluster of the environment or --scheduler, which waits for no other work, as "
         "one of its workers; without one, on a cluster of its own on this machine.",
         (
-            Flag("--params", "parameters of the model", integer(1), 25_000_000, "N"),
+            Flag("--params", "elements of the model", integer(1), 25_000_000, "N"),
             Flag("--steps", "steps to measure", integer(1, 1_000_000), 20, "N"),
             Flag("--wire-dtype", "how values travel: " + ", ".join(WIRE_DTYPES), one_of(*WIRE_DTYPES), "float32",
                  "DTYPE"),
@@ -43,32 +42,21 @@ def command_line() -> CommandLine:
             Flag("--transport", "auto, grpc or shm", one_of(*get_args(TransportName)), "auto", "NAME"),
             Flag("--copy", "plain calls with own arrays, instead of gradient buffers and weights read in place"),
             Flag("--nservers", "servers, where it starts a cluster of its own", integer(1, 1024), 2, "N"),
-            Flag("--scheduler", "the scheduler", address_text, "", "HOST:PORT"),
-            Flag("--run-id", "name of the run; refused if the scheduler serves another", check_run_id, "", "NAME"),
-            Flag("--token-file", "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False),
+            SCHEDULER_FLAG,
+            run_id_flag(),
+            TOKEN_FILE_FLAG,
             Flag("--timeout", "longest wait for the scheduler, and for one step", seconds(0.01), 60.0, "SECONDS"),
-            Flag("--format", "table or json", one_of("table", "json"), "table", "FORMAT"),
+            FORMAT_FLAG,
         ),
         epilog="Several workers: psdist run --nproc-per-node 4 --no-python psdist bench --params 1000000",
     )  # fmt: skip
 
 
-def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    environ = os.environ if environ is None else environ
-    line = command_line()
-    given = line.parse(argv, environ)
-    try:
-        result = measure(given, environ)
-    except SchedulerUnreachableError as error:
-        fail(line.program, str(error), UNAVAILABLE)
-    except InvalidArgumentError as error:
-        fail(line.program, str(error), USAGE)
-    except PsdistError as error:
-        fail(line.program, str(error), FAILURE)
+def run(given: Namespace, environ: Mapping[str, str]) -> int:
+    """Measures, and prints the result at rank 0; the exit status."""
+    result = measure(given, environ)
     if environ.get("RANK", "0") == "0":
-        report = result.as_json()
-        print(json.dumps(report, indent=2) if given.format == "json" else table(report))
+        show(given.format, result.as_json(), lambda report: print(table(report)))
     return OK
 
 

@@ -1,18 +1,20 @@
 """``psdist drain SERVER``: moves everything away from a server while training goes on, and waits until that is done.
 
-The command may be ended in between and given again: the scheduler remembers. The keys of the JSON form are stable.
+The command may be interrupted and repeated: the scheduler remembers the drain. The keys of the JSON form are stable.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from psdist.cli.target import SchedulerChoice, ask, find_target, or_fail, target_flags
-from psdist.settings.exit_codes import FAILURE, OK
-from psdist.settings.flags import CommandLine, fail
+from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
+from psdist.errors import InternalError
+from psdist.launch.final_snapshot import last_answer
+from psdist.settings.exit_codes import OK
+from psdist.settings.flags import CommandLine
 
 if TYPE_CHECKING:
     from psdist.v1.scheduler_pb2 import DrainResponse
@@ -30,41 +32,33 @@ def command_line() -> CommandLine:
     )
 
 
-def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    environ = os.environ if environ is None else environ
-    line = command_line()
-    given = line.parse(argv, environ)
+def run(given: Namespace, environ: Mapping[str, str]) -> int:
+    """Drains a server and waits for the end of that; the exit status."""
     server: str = given.words[0]
-    target = or_fail(line.program, lambda: find_target(given.scheduler, given.run_id, given.token_file, environ))
     json_wanted = given.format == "json"
     say = (lambda text: None) if json_wanted else _say
-    last = or_fail(line.program, lambda: drain(target, server, given.timeout, DrainProgress(server, say)))
+    last = drain(find_target(given, environ), server, given.timeout, DrainProgress(server, say))
     if last is None or not last.drained:
-        fail(line.program, f"the scheduler ended the call before {server} was drained: try again", FAILURE)
+        raise InternalError(f"the scheduler ended the call before {server} was drained: try again")
     if json_wanted:
         print(json.dumps({"server": server, "drained": True, "shards_moved": last.shards_total}, indent=2))
     return OK
 
 
 def drain(
-    target: SchedulerChoice, server: str, timeout_seconds: float, heard: Callable[[DrainResponse], None]
+    target: SchedulerChoice, server: str, timeout_seconds: float, on_answer: Callable[[DrainResponse], None]
 ) -> DrainResponse | None:
-    """Has a server drained; the scheduler's last answer, None where there was none. ``heard`` gets each."""
+    """Has a server drained. Returns the scheduler's last answer, None where there was none; ``on_answer`` gets each."""
     from psdist.v1 import scheduler_pb2
 
     async def talk(stub: Any, metadata: Any) -> DrainResponse | None:
-        last: DrainResponse | None = None
-        async for answer in stub.Drain(scheduler_pb2.DrainRequest(server_id=server), metadata=metadata):
-            heard(answer)
-            last = answer
-        return last
+        return await last_answer(stub.Drain(scheduler_pb2.DrainRequest(server_id=server), metadata=metadata), on_answer)
 
     return ask(target, timeout_seconds, talk)
 
 
 class DrainProgress:
-    """Says how far it is, whenever that has changed."""
+    """Says how far the drain is, whenever that has changed."""
 
     def __init__(self, server: str, say: Callable[[str], None]) -> None:
         self._server = server

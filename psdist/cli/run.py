@@ -6,24 +6,26 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from psdist.errors import ConfigurationError, InvalidArgumentError
-from psdist.launch.local import SIGNALS, LocalOptions, run_local
+from psdist.errors import ConfigurationError
+from psdist.launch.local import LocalOptions, run_local
 from psdist.launch.output import Routing, parse_ranks, parse_streams
-from psdist.launch.supervisor import STOP_TIMEOUT_SECONDS
-from psdist.settings.config import START_TIMEOUT_SECONDS, check_run_id, save_policy, storage_flags, timeout_flags
-from psdist.settings.exit_codes import USAGE
-from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, seconds, text, torchrun
+from psdist.launch.script import SIGNALS, ScriptKind, ScriptOptions
+from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS
+from psdist.settings.config import START_TIMEOUT_SECONDS
+from psdist.settings.flags import CommandLine, Flag, integer, one_of, seconds, text, torchrun
+from psdist.settings.programs import log_level_flag, run_id_flag, save_policy, storage_flags, timeout_flags
+from psdist.wire.limits import REPLICAS_MAX
 
 SCRIPT_USAGE = "script.py [script arguments]"
 
 EPILOG = (
     "Flags come before the script; what follows it is the script's. --some-flag can also be set by PSDIST_SOME_FLAG. "
     "Exit status: the script's; 128+n for signal n; 2 wrong use; 65 a script never connected; 69 no scheduler, or "
-    "a storage that cannot be read or written; 70 what a dead server held is lost; 74 the scripts ended well, but the "
-    "snapshot at the end failed (only where --storage-path is given). The same command with the same --run-id goes on "
+    "a storage that cannot be read or written; 70 what a dead server held is lost; 74 the scripts succeeded, but the "
+    "snapshot at the end failed (only where --storage-path is given). The same command with the same --run-id resumes "
     "from the newest snapshot."
 )
 
@@ -56,16 +58,16 @@ def script_flags() -> tuple[Flag, ...]:
     return (
         Flag("--nproc-per-node", "workers on this machine: a number, auto or cpu", processes, 1, "N",
              variables=torchrun("nproc-per-node")),
-        Flag("--max-restarts", "restarts of a worker whose script fails", integer(0), 3, "N",
+        Flag("--max-restarts", "restarts of each worker whose script fails", integer(0), 3, "N",
              variables=torchrun("max-restarts")),
-        Flag("--monitor-interval", "time between two looks at the workers", seconds(0.001), 0.1, "SECONDS",
+        Flag("--monitor-interval", "time between two checks of the workers", seconds(0.001), 0.1, "SECONDS",
              variables=torchrun("monitor-interval")),
-        Flag("--stop-timeout", "longest wait for workers that were asked to end", seconds(), STOP_TIMEOUT_SECONDS,
+        Flag("--stop-timeout", "longest wait for workers that were told to stop", seconds(), STOP_TIMEOUT_SECONDS,
              "SECONDS"),
         Flag("--start-timeout", "longest wait for the scheduler", seconds(), START_TIMEOUT_SECONDS, "SECONDS"),
         Flag("--role", "name of the workers in the prefix of their lines", text, "worker", "NAME",
              variables=torchrun("role")),
-        Flag("--log-dir", "write every process's lines to DIR/RUN_ID/worker-0.log and so on, too", Path, None, "DIR",
+        Flag("--log-dir", "also write each process's lines to DIR/RUN_ID/worker-0.log and so on", Path, None, "DIR",
              variables=torchrun("log-dir")),
         Flag("--redirects", "streams that go to --log-dir only: 1, 2 or 3 (both), or LOCAL_RANK:N,...", parse_streams,
              {}, "N", "-r", torchrun("redirects")),
@@ -73,7 +75,7 @@ def script_flags() -> tuple[Flag, ...]:
              torchrun("tee")),
         Flag("--local-ranks-filter", "show only these local ranks' lines on the console", parse_ranks, None, "RANKS",
              variables=torchrun("local-ranks-filter")),
-        Flag("--signals-to-handle", "signals that end the run cleanly", signal_numbers, SIGNALS, "NAMES",
+        Flag("--signals-to-handle", "signals that end the run in order", signal_numbers, SIGNALS, "NAMES",
              variables=torchrun("signals-to-handle")),
         Flag("--start-method", "spawn is the only one", one_of("spawn"), "spawn", "METHOD",
              variables=torchrun("start-method")),
@@ -87,12 +89,11 @@ def local_flags() -> tuple[Flag, ...]:
     return (
         Flag("--nservers", "servers that share the parameters", integer(1, 1024), 2, "N"),
         Flag("--replicas", "copies of each shard, on different servers: with 2 nothing is lost when a server dies",
-             integer(1, 2), 1, "N"),
-        Flag("--run-id", "name of the run", check_run_id, "", "NAME"),
+             integer(1, REPLICAS_MAX), 1, "N"),
+        run_id_flag("name of the run"),
         *timeout_flags(),
         Flag("--kernel-threads", "threads of each server (default: cores / servers)", integer(1, 1024), None, "N"),
-        Flag("--log-level", "least level shown of servers and scheduler",
-             one_of("debug", "info", "warning", "error"), "warning", "LEVEL"),
+        log_level_flag("least level shown of servers and scheduler", "warning"),
         *storage_flags("./psdist-runs/RUN_ID"),
     )  # fmt: skip
 
@@ -108,19 +109,25 @@ def command_line() -> CommandLine:
     )
 
 
-def routing_of(given: Namespace) -> Routing:
-    """Where output goes. Raises ConfigurationError for a combination without meaning."""
+def script_options(given: Namespace) -> ScriptOptions:
+    """The parsed ``script_flags``. Raises ConfigurationError for flags that exclude each other."""
     if given.log_dir is None and any((given.redirects | given.tee).values()):
         raise ConfigurationError("-r/--redirects and -t/--tee write files: say where with --log-dir DIR")
-    return Routing(given.log_dir, given.redirects, given.tee, given.local_ranks_filter)
-
-
-def hint_misplaced(line: CommandLine, command: Sequence[str]) -> str:
-    """One line about launcher flags that stand after the script, or nothing."""
-    found = line.misplaced(command)
-    if not found:
-        return ""
-    return f"{line.program}: hint: {', '.join(found)} after {command[0]} went to the script; flags come before it"
+    if given.module and given.no_python:
+        raise ConfigurationError("--module and --no-python exclude each other: a module needs Python")
+    kinds = {(True, False): ScriptKind.MODULE, (False, True): ScriptKind.PROGRAM}
+    return ScriptOptions(
+        command=tuple(given.command),
+        kind=kinds.get((given.module, given.no_python), ScriptKind.FILE),
+        processes=given.nproc_per_node,
+        restarts_max=given.max_restarts,
+        role=given.role,
+        routing=Routing(given.log_dir, given.redirects, given.tee, given.local_ranks_filter),
+        signals=given.signals_to_handle,
+        interval_seconds=given.monitor_interval,
+        start_timeout_seconds=given.start_timeout,
+        stop_timeout_seconds=given.stop_timeout,
+    )
 
 
 def local_options(given: Namespace) -> LocalOptions:
@@ -131,23 +138,13 @@ def local_options(given: Namespace) -> LocalOptions:
             "shard lie on different servers"
         )
     return LocalOptions(
-        script=tuple(given.command),
+        script=script_options(given),
         servers=given.nservers,
         replicas=given.replicas,
-        processes=given.nproc_per_node,
-        restarts_max=given.max_restarts,
         run_id=given.run_id,
-        routing=routing_of(given),
         failure_timeout_seconds=given.failure_timeout,
         worker_timeout_seconds=given.worker_timeout,
         kernel_threads=given.kernel_threads,
-        start_timeout_seconds=given.start_timeout,
-        interval_seconds=given.monitor_interval,
-        stop_timeout_seconds=given.stop_timeout,
-        module=given.module,
-        no_python=given.no_python,
-        role=given.role,
-        signals=given.signals_to_handle,
         log_level=given.log_level,
         storage=given.storage_path,
         policy=save_policy(given, given.storage_path != ""),
@@ -155,28 +152,15 @@ def local_options(given: Namespace) -> LocalOptions:
     )
 
 
-def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    environ = os.environ if environ is None else environ
-    line = command_line()
-    given = line.parse(argv, environ)
-    return start(line, local_options_or_fail(line, given), given.command, environ)
+def run(given: Namespace, environ: Mapping[str, str]) -> int:
+    """Trains on this machine; the exit status."""
+    options = local_options(given)
+    hint_misplaced(command_line(), given)
+    return run_local(options, environ)
 
 
-def local_options_or_fail(line: CommandLine, given: Namespace) -> LocalOptions:
-    """``local_options``; wrong use ends the program."""
-    try:
-        return local_options(given)
-    except ConfigurationError as error:
-        fail(line.program, str(error), USAGE)
-
-
-def start(line: CommandLine, options: LocalOptions, command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs ``options``; what cannot be run ends the program with status 2."""
-    hint = hint_misplaced(line, command)
-    if hint:
-        print(hint, file=sys.stderr, flush=True)
-    try:
-        return run_local(options, environ)
-    except InvalidArgumentError as error:
-        fail(line.program, str(error), USAGE)
+def hint_misplaced(line: CommandLine, given: Namespace) -> None:
+    """Says which of the launcher's flags stand after the script, where they have no effect."""
+    if found := line.misplaced(given.command):
+        hint = f"{', '.join(found)} after {given.command[0]} went to the script; flags come before it"
+        print(f"{line.program}: hint: {hint}", file=sys.stderr, flush=True)

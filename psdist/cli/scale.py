@@ -1,53 +1,50 @@
-"""``psdist scale servers N``: how many servers a run shall have, while it trains.
+"""``psdist scale servers N``: sets how many servers a run has, while it trains.
 
-The launcher of ``psdist run`` starts those that are missing; elsewhere the answer says how to. Servers that are too
-many are drained, which takes its time, and nothing is lost. The keys of the JSON form are stable.
+The launcher of ``psdist run`` starts those that are missing; elsewhere the output says how to. Surplus servers are
+drained, so that nothing is lost. The keys of the JSON form are stable.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
-from psdist.cli.target import SchedulerChoice, ask, find_target, or_fail, target_flags
+from psdist.cli.commands import show
+from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
+from psdist.errors import InvalidArgumentError
 from psdist.settings.exit_codes import OK
-from psdist.settings.flags import CommandLine, fail, integer
+from psdist.settings.flags import CommandLine, integer
 
 
 def command_line() -> CommandLine:
     """The flags of ``psdist scale``."""
     return CommandLine(
         "psdist scale",
-        "Changes how many servers a run has. Training goes on meanwhile: shards move to servers that come, and away "
-        "from those that go. Workers need no command: psdist-worker joins a run at any time.",
+        "Changes how many servers a run has. Training goes on meanwhile: shards move to new servers, and away "
+        "from surplus ones. Workers need no command: psdist-worker joins a run at any time.",
         target_flags(),
         words=("servers", "N"),
         epilog="Example: psdist scale servers 3",
     )
 
 
-def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    environ = os.environ if environ is None else environ
-    line = command_line()
-    given = line.parse(argv, environ)
+def run(given: Namespace, environ: Mapping[str, str]) -> int:
+    """Changes the number of servers; the exit status."""
     what, text = given.words
     if what != "servers":
-        fail(line.program, f"{what!r} cannot be scaled: only servers can, and workers join by psdist-worker")
+        raise InvalidArgumentError(f"{what!r} cannot be scaled: only servers can, and workers join by psdist-worker")
     try:
         count = integer(1, 1024)(text)
     except ValueError as error:
-        fail(line.program, f"servers: {error}")
-    target = or_fail(line.program, lambda: find_target(given.scheduler, given.run_id, given.token_file, environ))
-    report = or_fail(line.program, lambda: scale(target, count, given.timeout))
-    print(json.dumps(report, indent=2) if given.format == "json" else sentences(report, target))
+        raise InvalidArgumentError(f"servers: {error}") from None
+    target = find_target(given, environ)
+    show(given.format, scale(target, count, given.timeout), lambda report: print(sentences(report, target)))
     return OK
 
 
 def scale(target: SchedulerChoice, servers: int, timeout_seconds: float) -> dict[str, Any]:
-    """Tells the scheduler; its answer with stable keys."""
+    """Sets the number at the scheduler. Returns its answer with stable keys."""
     from psdist.v1 import scheduler_pb2
 
     async def talk(stub: Any, metadata: Any) -> Any:

@@ -1,69 +1,36 @@
 """``psdist snapshot``: takes a snapshot of a run, and lists, shows, verifies, exports and deletes those in a storage.
 
-All but ``save`` need no run: they read a directory or a URL. Results go to standard output, progress and what was
-passed over to standard error. Exit status 1 says that something is corrupt, missing, or cannot be read. The keys of the
-JSON forms are stable.
+Only ``save`` needs a run: the others read a directory or a URL. Results go to standard output, progress and warnings to
+standard error. Exit status 1 means that something is corrupt, missing, or cannot be read. The keys of the JSON forms
+are stable.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
+from psdist.cli.commands import Command, Group, Leaf, show
 from psdist.cli.progress import progress_bar
-from psdist.cli.target import ask, find_target, or_fail, target_flags
-from psdist.errors import ConfigurationError
-from psdist.settings.exit_codes import FAILURE, OK, USAGE
-from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, text
+from psdist.cli.target import ask, find_target, target_flags
+from psdist.errors import ConfigurationError, InternalError
+from psdist.settings.exit_codes import FAILURE, OK
+from psdist.settings.flags import CommandLine, Flag, integer, one_of, text
 
 if TYPE_CHECKING:
     from psdist.snapshots.reader import CommittedSnapshot
     from psdist.snapshots.storage import Storage
     from psdist.v1.scheduler_pb2 import SaveSnapshotResponse
 
-T = TypeVar("T")
-
 _PROGRAM: Final = "psdist snapshot"
 _WHERE: Final = "STORAGE"
-_HELP: Final = """usage: psdist snapshot COMMAND [flags]
-
-Snapshots of a run. STORAGE is what psdist run's --storage-path was: a directory or a URL (s3://, gs://, az://).
-
-commands:
-  save               take one of a run that is training, now
-  list STORAGE       what there is, the newest first
-  show STORAGE       what is in one: parameters, tensors, data sets, settings
-  verify STORAGE     read every byte of every snapshot
-  export STORAGE     weights as safetensors, npz or torch files: --out model.safetensors
-  delete STORAGE     remove some: --step 100, --snapshot NAME or --keep-last 3
-
-Each command has --help; without other flags show and export take the newest snapshot.
-"""
 _SUFFIXES: Final = {".npz": "npz", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", re.IGNORECASE)
-
-
-def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    environ = os.environ if environ is None else environ
-    word = argv[0] if argv else ""
-    if word in ("", "-h", "--help", "help"):
-        print(_HELP, end="", file=sys.stdout if word else sys.stderr)
-        return OK if word else USAGE
-    if word == "save":
-        return _save(argv[1:], environ)
-    if word not in _OFFLINE:
-        fail(_PROGRAM, f"there is no command {word!r}: the commands are save, {', '.join(_OFFLINE)}")
-    line, command = _OFFLINE[word]
-    given = line().parse(argv[1:], environ)
-    return or_fail(line().program, lambda: asyncio.run(command(given)))
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------
@@ -153,37 +120,35 @@ def file_size(value: str) -> int:
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-def _save(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    line = CommandLine(
+def _save_line() -> CommandLine:
+    return CommandLine(
         f"{_PROGRAM} save",
         "Takes a snapshot of a run that is training, and waits until it is committed. Training goes on meanwhile.",
         target_flags(),
     )
-    given = line.parse(argv, environ)
+
+
+def _save(given: Namespace, environ: Mapping[str, str]) -> int:
+    from psdist.cli.status import snapshot_info
     from psdist.launch import final_snapshot
 
-    target = or_fail(line.program, lambda: find_target(given.scheduler, given.run_id, given.token_file, environ))
-
+    target = find_target(given, environ)
     with progress_bar("saving") as bar:
-        tell = final_snapshot.SaveProgress(lambda text: print(text, file=sys.stderr, flush=True))
+        say = final_snapshot.SaveProgress(lambda text: print(text, file=sys.stderr, flush=True))
 
-        def heard(answer: SaveSnapshotResponse) -> None:
+        def on_answer(answer: SaveSnapshotResponse) -> None:
             bar(answer.bytes_done, answer.bytes)
             if not sys.stderr.isatty():
-                tell(answer)
+                say(answer)
 
         async def talk(stub: Any, metadata: Any) -> SaveSnapshotResponse | None:
-            return await final_snapshot.request(stub, metadata, given.run_id, "on demand", heard)
+            return await final_snapshot.request(stub, metadata, given.run_id, "on demand", on_answer)
 
-        last = or_fail(line.program, lambda: ask(target, given.timeout, talk))
+        last = ask(target, given.timeout, talk)
     if last is None or not last.HasField("committed"):
-        fail(line.program, "the scheduler ended the call before the snapshot was committed: try again", FAILURE)
-    if given.format == "json":
-        from psdist.cli.status import snapshot_info
-
-        print(json.dumps(snapshot_info(last.committed) | {"unchanged": last.unchanged}, indent=2))
-    else:
-        print(final_snapshot.told(last))
+        raise InternalError("the scheduler ended the call before the snapshot was committed: try again")
+    report = snapshot_info(last.committed) | {"unchanged": last.unchanged}
+    show(given.format, report, lambda _: print(final_snapshot.committed_text(last)))
     return OK
 
 
@@ -195,7 +160,7 @@ async def _list(given: Namespace) -> int:
     found = [snapshot_table.record(one) for one in await reader.commits(storage)]
     if not found:
         raise _nothing(storage)
-    _print(given.format, found, snapshot_table.show_list)
+    show(given.format, found, snapshot_table.show_list)
     return OK
 
 
@@ -203,7 +168,7 @@ async def _show(given: Namespace) -> int:
     from psdist.cli import snapshot_table
 
     found = await _choose(_open(given), given)
-    _print(given.format, snapshot_table.described(found), snapshot_table.show_one)
+    show(given.format, snapshot_table.described(found), snapshot_table.show_one)
     return OK
 
 
@@ -213,7 +178,7 @@ async def _verify(given: Namespace) -> int:
     storage = _open(given)
     results = [result for one in await _records(storage, given) if (result := await _verify_one(storage, one))]
     report = {"storage": storage.url, "ok": all(one["ok"] for one in results), "snapshots": results}
-    _print(given.format, report, snapshot_table.show_verified)
+    show(given.format, report, snapshot_table.show_verified)
     return OK if report["ok"] else FAILURE
 
 
@@ -264,7 +229,7 @@ async def _export(given: Namespace) -> int:
         "bytes": written.bytes,
         "overflowed": written.overflowed,
     }
-    _print(given.report, report, snapshot_table.show_exported)
+    show(given.report, report, snapshot_table.show_exported)
     return OK
 
 
@@ -285,7 +250,7 @@ async def _delete(given: Namespace) -> int:
         if not isinstance(one, Unreadable):
             files = await storage.list(layout.directory_path(one.directory))
             await storage.delete(file.path for file in files)
-    _print(given.format, {"storage": storage.url, "deleted": names}, snapshot_table.show_deleted)
+    show(given.format, {"storage": storage.url, "deleted": names}, snapshot_table.show_deleted)
     return OK
 
 
@@ -361,18 +326,32 @@ def _runs_below(url: str) -> list[str]:
     return sorted(path.parent.name for path in Path(url).glob("*/commits") if path.is_dir())
 
 
-def _print(form: str, values: T, show: Callable[[T], None]) -> None:
-    if form == "json":
-        print(json.dumps(values, indent=2))
-    else:
-        show(values)
+def _offline(line: Callable[[], CommandLine], command: Callable[[Namespace], Coroutine[Any, Any, int]]) -> Leaf:
+    return Leaf(line, lambda given, environ: asyncio.run(command(given)))
 
 
-_Command = Callable[[Namespace], Coroutine[Any, Any, int]]
-_OFFLINE: Final[dict[str, tuple[Callable[[], CommandLine], _Command]]] = {
-    "list": (_list_line, _list),
-    "show": (_show_line, _show),
-    "verify": (_verify_line, _verify),
-    "export": (_export_line, _export),
-    "delete": (_delete_line, _delete),
-}
+SNAPSHOT: Final = Group(
+    _PROGRAM,
+    "Snapshots of a run. STORAGE is the --storage-path of psdist run: a directory or a URL (s3://, gs://, az://).",
+    (
+        Command("save", "take one of a run that is training, now", lambda: Leaf(_save_line, _save)),
+        Command("list STORAGE", "what there is, the newest first", lambda: _offline(_list_line, _list)),
+        Command(
+            "show STORAGE",
+            "what is in one: parameters, tensors, data sets, settings",
+            lambda: _offline(_show_line, _show),
+        ),
+        Command("verify STORAGE", "read every byte of every snapshot", lambda: _offline(_verify_line, _verify)),
+        Command(
+            "export STORAGE",
+            "weights as safetensors, npz or torch files: --out model.safetensors",
+            lambda: _offline(_export_line, _export),
+        ),
+        Command(
+            "delete STORAGE",
+            "remove some: --step 100, --snapshot NAME or --keep-last 3",
+            lambda: _offline(_delete_line, _delete),
+        ),
+    ),
+    "Each command has --help. Unless flags name a snapshot, show and export take the newest.",
+)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from psdist.cli.status_table import column_table, moment, steps
+from psdist.cli.status_table import column_table, make_console, moment, steps
+from psdist.consistency import kind_of
 from psdist.launch.final_snapshot import size
 from psdist.snapshots.format import CommitRecord
 from psdist.snapshots.reader import CommittedSnapshot, Unreadable
@@ -53,7 +52,7 @@ def described(found: CommittedSnapshot) -> dict[str, Any]:
                 "name": state.spec.name,
                 "step": state.step,
                 "elements": state.layout.total,
-                "consistency": type(state.spec.consistency).__name__.lower(),
+                "consistency": kind_of(state.spec.consistency),
                 "optimizer": state.spec.optimizer.kind,
                 "state_arrays": list(state.state_names),
                 "state_since": state.state_since,
@@ -98,12 +97,12 @@ def show_list(records: list[dict[str, Any]]) -> None:
                 f"{one['seconds']:.1f} s",
                 Text(one["reason"]),
             )
-    _console().print(table)
+    make_console().print(table)
 
 
 def show_one(one: dict[str, Any]) -> None:
     """A snapshot with its content."""
-    console = _console()
+    console = make_console()
     console.print(Text(f"{one['directory']}: run {one['run_id']}, step {steps(one['steps'])}", style="bold"))
     taken = f"taken {moment(one['time'])} ({one['reason']}) in {one['seconds']:.1f} s, {size(one['bytes'])}"
     console.print(Text(f"number {one['sequence']}, {taken}, psdist {one['psdist_version']}, format {one['format']}"))
@@ -121,7 +120,7 @@ def show_one(one: dict[str, Any]) -> None:
 
 def show_verified(report: dict[str, Any]) -> None:
     """What became of each snapshot that was verified."""
-    console = _console()
+    console = make_console()
     for one in report["snapshots"]:
         if one["ok"]:
             console.print(Text(f"{one['name']}: good, {size(one['bytes'])}"))
@@ -131,7 +130,7 @@ def show_verified(report: dict[str, Any]) -> None:
 
 def show_exported(report: dict[str, Any]) -> None:
     """What was written."""
-    console = _console()
+    console = make_console()
     for file in report["files"]:
         console.print(Text(file))
     what = f"{report['tensors']} tensors, {size(report['bytes'])}"
@@ -172,8 +171,3 @@ def _datasets(datasets: list[dict[str, Any]]) -> Table:
         done = sum(count for _, count in one["position"]["done"])
         table.add_row(Text(one["name"]), f"{one['size']:,}", str(one["position"]["data_epoch"]), str(done))
     return table
-
-
-def _console() -> Console:
-    # Tables are not cut to a pipe's guessed 80 columns.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)

@@ -1,18 +1,17 @@
-"""``psdist status``: asks a run's scheduler what is going on, and shows it as tables or as JSON.
+"""``psdist status``: shows what a run's scheduler reports, as tables or as JSON.
 
 Without ``--scheduler`` the run is the one of the environment, else the one that runs on this machine. The keys of the
-JSON form are stable: they are those of ``as_json``.
+JSON form are those of ``as_json``, and stable.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from psdist.cli.target import SchedulerChoice, ask, find_target, or_fail, target_flags
+from psdist.cli.commands import show
+from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine
 
@@ -29,24 +28,21 @@ def command_line() -> CommandLine:
     )
 
 
-def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    environ = os.environ if environ is None else environ
-    line = command_line()
-    given = line.parse(argv, environ)
-    target = or_fail(line.program, lambda: find_target(given.scheduler, given.run_id, given.token_file, environ))
-    answer = or_fail(line.program, lambda: fetch(target, given.timeout))
-    if given.format == "json":
-        print(json.dumps(as_json(answer), indent=2))
-    else:
-        from psdist.cli.status_table import show
+def run(given: Namespace, environ: Mapping[str, str]) -> int:
+    """Prints the status; the exit status."""
+    answer = fetch(find_target(given, environ), given.timeout)
 
-        show(as_json(answer), sys.stdout)
+    def table(status: dict[str, Any]) -> None:
+        from psdist.cli.status_table import print_status
+
+        print_status(status)
+
+    show(given.format, as_json(answer), table)
     return OK
 
 
 def fetch(target: SchedulerChoice, timeout_seconds: float) -> scheduler_pb2.GetStatusResponse:
-    """The scheduler's answer. Raises SchedulerUnreachableError, which says what was tried, and what it answers."""
+    """The scheduler's answer. Raises SchedulerUnreachableError, which says what was tried, or the scheduler's error."""
     from psdist.v1 import scheduler_pb2
 
     async def talk(stub: Any, metadata: Any) -> scheduler_pb2.GetStatusResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import datetime
 from typing import IO, Any
 
@@ -16,10 +17,14 @@ _SHOWN_SNAPSHOTS = 4
 _STATE_STYLES = {"live": "green", "ready": "green", "left": "dim", "lost": "red"}
 
 
-def show(status: dict[str, Any], file: IO[str]) -> None:
+def make_console(file: IO[str] | None = None) -> Console:
+    """``file``, or standard output. In a pipe tables are wider than the 80 columns that rich assumes there."""
+    return Console(file=file, highlight=False, width=None if (file or sys.stdout).isatty() else 160)
+
+
+def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
     """Prints ``status``: the phase first, then members, parameters, waits and the newest events."""
-    # Tables are not cut to a pipe's guessed 80 columns.
-    console = Console(file=file, highlight=False, width=None if file.isatty() else 160)
+    console = make_console(file)
     console.print(Text(f"{status['run_id']}: {status['phase']}", style="bold"))
     wanted = f"servers wanted {status['servers_wanted']}, copies of each shard {status['replicas']}"
     console.print(

@@ -1,24 +1,25 @@
-"""Whom a command asks: a run's scheduler, found by flags, by the environment, or among the runs on this machine."""
+"""The scheduler that a command asks: named by flags or the environment, or found among the runs on this machine."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from psdist.errors import InvalidArgumentError, PsdistError, SchedulerUnreachableError
-from psdist.launch.run_record import RunRecord, RunRegistry, notes_directory
-from psdist.settings.config import address_text, check_run_id, find_scheduler, find_token, read_address
-from psdist.settings.exit_codes import FAILURE, UNAVAILABLE, USAGE
-from psdist.settings.flags import Flag, fail, one_of, seconds
+from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
+from psdist.launch.run_record import RunRecord, RunRegistry, records_directory
+from psdist.settings.config import find_scheduler, find_token, read_address
+from psdist.settings.flags import Flag, seconds
+from psdist.settings.programs import FORMAT_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerChoice:
-    """Whom to ask. ``origin`` says how it was found, for messages."""
+    """A scheduler, and the token for it. ``origin`` says in messages how it was found."""
 
     address: str
     token: str
@@ -28,29 +29,31 @@ class SchedulerChoice:
 def target_flags() -> tuple[Flag, ...]:
     """Flags of every command that asks a scheduler."""
     return (
-        Flag("--scheduler", "the scheduler", address_text, "", "HOST:PORT"),
-        Flag("--run-id", "which of the runs on this machine", check_run_id, "", "NAME"),
-        Flag("--token-file", "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False),
-        Flag("--format", "table or json", one_of("table", "json"), "table", "FORMAT"),
+        SCHEDULER_FLAG,
+        run_id_flag("which of the runs on this machine"),
+        TOKEN_FILE_FLAG,
+        FORMAT_FLAG,
         Flag("--timeout", "longest wait for an answer", seconds(0.01), 5.0, "SECONDS"),
     )
 
 
-def find_target(scheduler: str, run_id: str, token_file: Path | None, environ: Mapping[str, str]) -> SchedulerChoice:
-    """The scheduler to ask. Raises InvalidArgumentError, or SchedulerUnreachableError where there is no run."""
-    address = scheduler or find_scheduler(environ)
+def find_target(given: Namespace, environ: Mapping[str, str]) -> SchedulerChoice:
+    """The scheduler that the parsed ``target_flags`` mean. Raises InvalidArgumentError where several are possible,
+    SchedulerUnreachableError where there is none."""
+    run_id, token_file = given.run_id, given.token_file
+    address = given.scheduler or find_scheduler(environ)
     if not address and environ.get("PSDIST_SCHEDULER_FILE") and not run_id:
         address = read_address(Path(environ["PSDIST_SCHEDULER_FILE"]))
     if address:
         return SchedulerChoice(address, find_token(environ, token_file=token_file), "--scheduler or PSDIST_SCHEDULER")
-    note = _choose(RunRegistry(notes_directory(environ)).live(), run_id)
-    token = find_token({"PSDIST_TOKEN_FILE": note.token_file}, token_file=token_file)
-    return SchedulerChoice(note.address, token, f"run {note.run_id} on this machine, pid {note.pid}")
+    record = _choose(RunRegistry(records_directory(environ)).live(), run_id)
+    token = find_token({"PSDIST_TOKEN_FILE": record.token_file}, token_file=token_file)
+    return SchedulerChoice(record.address, token, f"run {record.run_id} on this machine, pid {record.pid}")
 
 
-def _choose(notes: list[RunRecord], run_id: str) -> RunRecord:
-    names = ", ".join(note.run_id for note in notes)
-    matching = [note for note in notes if run_id in ("", note.run_id)]
+def _choose(records: list[RunRecord], run_id: str) -> RunRecord:
+    names = ", ".join(record.run_id for record in records)
+    matching = [record for record in records if run_id in ("", record.run_id)]
     if not matching:
         what = f"no run named {run_id} is" if run_id else "no run is"
         others = f"; there are {names}" if names else ""
@@ -88,15 +91,3 @@ async def _ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[[
                     f"{error.details()}"
                 ) from None
             raise status.from_call(error, f"scheduler {target.address}") from None
-
-
-def or_fail(program: str, command: Callable[[], T]) -> T:
-    """What ``command`` returns; its errors end the program with a message and the status that they have."""
-    try:
-        return command()
-    except SchedulerUnreachableError as error:
-        fail(program, str(error), UNAVAILABLE)
-    except InvalidArgumentError as error:
-        fail(program, str(error), USAGE)
-    except PsdistError as error:
-        fail(program, str(error), FAILURE)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from psdist.cli.run import EPILOG, SCRIPT_USAGE, hint_misplaced, routing_of, script_flags, start
-from psdist.errors import ConfigurationError, InvalidArgumentError, PsdistError, SchedulerUnreachableError
+from psdist.cli.run import EPILOG, SCRIPT_USAGE, hint_misplaced, script_flags, script_options
+from psdist.errors import ConfigurationError
 from psdist.launch.agent import AgentOptions, run_agent
-from psdist.launch.local import LocalOptions
+from psdist.launch.local import LocalOptions, run_local
 from psdist.settings.config import address_text, check_run_id, find_scheduler
-from psdist.settings.exit_codes import FAILURE, UNAVAILABLE, USAGE
-from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, text, torchrun
+from psdist.settings.flags import CommandLine, Flag, integer, one_of, text, torchrun
+from psdist.settings.programs import SCHEDULER_FILE_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
 
 
 def nodes(value: str) -> tuple[int, int]:
@@ -36,24 +34,24 @@ def command_line() -> CommandLine:
         "psdist-worker",
         "Runs this node's workers. Scheduler and servers run elsewhere.",
         (
-            Flag("--scheduler", "the scheduler", address_text, "", "HOST:PORT"),
-            Flag("--scheduler-file", "file in which the scheduler leaves its address", Path, None, "FILE"),
+            SCHEDULER_FLAG,
+            SCHEDULER_FILE_FLAG,
             Flag("--rdzv-endpoint", "as --scheduler", address_text, "", "HOST:PORT",
                  variables=torchrun("rdzv-endpoint")),
             Flag("--master-addr", "as --scheduler, without the port", text, "", "HOST",
                  variables=torchrun("master-addr")),
             Flag("--master-port", "its port", integer(1, 65535), None, "PORT", variables=torchrun("master-port")),
-            Flag("--token-file", "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False),
-            Flag("--run-id", "name of the run; refused if the scheduler serves another", check_run_id, "", "NAME"),
+            TOKEN_FILE_FLAG,
+            run_id_flag(),
             Flag("--rdzv-id", "as --run-id", check_run_id, "", "NAME", variables=torchrun("rdzv-id")),
-            # PET_RDZV_BACKEND is not read: what runs torch scripts in a cluster sets it to torch's own.
-            Flag("--rdzv-backend", "psdist is the only one", one_of("psdist"), "psdist", "NAME"),
+            # PET_RDZV_BACKEND is not read: launchers of torch scripts set it to torch's own backend.
+            Flag("--rdzv-backend", "psdist is the only choice", one_of("psdist"), "psdist", "NAME"),
             Flag("--nnodes", "nodes that take part: N or MIN:MAX", nodes, (1, 1), "N", variables=torchrun("nnodes")),
-            Flag("--node-rank", "number of this node; without it the scheduler gives one", integer(0), None, "N",
+            Flag("--node-rank", "number of this node (default: the scheduler assigns one)", integer(0), None, "N",
                  variables=torchrun("node-rank")),
             Flag("--local-addr", "name of this node for the others", text, "", "HOST",
                  variables=torchrun("local-addr")),
-            Flag("--standalone", "everything on this machine, as psdist run, without snapshots",
+            Flag("--standalone", "run everything on this machine, as psdist run does, without snapshots",
                  variables=torchrun("standalone")),
             *script_flags(),
         ),
@@ -63,9 +61,9 @@ def command_line() -> CommandLine:
 
 
 def scheduler_of(given: Namespace, environ: Mapping[str, str]) -> tuple[str, Path | None]:
-    """Address or address file of the scheduler; what the command line says counts more than any variable.
+    """Address or address file of the scheduler; the command line takes precedence over variables.
 
-    Raises ConfigurationError if none is named, or half of one.
+    Raises ConfigurationError if none is named, or one without its port.
     """
     for considered in (given.explicit, frozenset(vars(given))):
         if given.scheduler and "scheduler" in considered:
@@ -93,62 +91,21 @@ def agent_options(given: Namespace, environ: Mapping[str, str]) -> AgentOptions:
         raise ConfigurationError(f"--node-rank {given.node_rank} is not below --nnodes {most}: nodes count from 0")
     address, file = scheduler_of(given, environ)
     return AgentOptions(
-        script=tuple(given.command),
+        script=script_options(given),
         scheduler=address,
         scheduler_file=file,
         token_file=given.token_file,
-        processes=given.nproc_per_node,
         nodes_min=least,
         nodes_max=most,
         node_rank=given.node_rank,
         run_id=given.run_id or given.rdzv_id,
         local_address=given.local_addr,
-        restarts_max=given.max_restarts,
-        routing=routing_of(given),
-        start_timeout_seconds=given.start_timeout,
-        interval_seconds=given.monitor_interval,
-        stop_timeout_seconds=given.stop_timeout,
-        module=given.module,
-        no_python=given.no_python,
-        role=given.role,
-        signals=given.signals_to_handle,
     )
 
 
-def standalone_options(given: Namespace) -> LocalOptions:
-    """The parsed flags as options of a run on this machine; the flags that name a scheduler do not count."""
-    return LocalOptions(
-        script=tuple(given.command),
-        processes=given.nproc_per_node,
-        restarts_max=given.max_restarts,
-        run_id=given.run_id or given.rdzv_id,
-        routing=routing_of(given),
-        start_timeout_seconds=given.start_timeout,
-        interval_seconds=given.monitor_interval,
-        stop_timeout_seconds=given.stop_timeout,
-        module=given.module,
-        no_python=given.no_python,
-        role=given.role,
-        signals=given.signals_to_handle,
-    )
-
-
-def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    environ = os.environ if environ is None else environ
-    line = command_line()
-    given = line.parse(argv, environ)
-    try:
-        if given.standalone:
-            return start(line, standalone_options(given), given.command, environ)
-        options = agent_options(given, environ)
-        hint = hint_misplaced(line, given.command)
-        if hint:
-            print(hint, file=sys.stderr, flush=True)
-        return run_agent(options, environ)
-    except SchedulerUnreachableError as error:
-        fail(line.program, str(error), UNAVAILABLE)
-    except InvalidArgumentError as error:
-        fail(line.program, str(error), USAGE)
-    except PsdistError as error:
-        fail(line.program, str(error), FAILURE)
+def run(given: Namespace, environ: Mapping[str, str]) -> int:
+    """Runs the workers of this node, or with --standalone everything, without a look at the flags on a scheduler."""
+    hint_misplaced(command_line(), given)
+    if given.standalone:
+        return run_local(LocalOptions(script_options(given), run_id=given.run_id or given.rdzv_id), environ)
+    return run_agent(agent_options(given, environ), environ)

@@ -46,14 +46,14 @@ class Float32(Cast):
 
 @dataclass(frozen=True)
 class Float16(Cast):
-    """Half the bytes; 5 exponent bits, so large gradients overflow to Inf (which the server rejects)."""
+    """Half the bytes, with 5 exponent bits: large gradients overflow to Inf, which the server rejects."""
 
     dtype: ClassVar[DType] = "float16"
 
 
 @dataclass(frozen=True)
 class BFloat16(Cast):
-    """Half the bytes; the range of float32, 8 bits of precision."""
+    """Half the bytes, with the range of float32 and 8 bits of precision."""
 
     dtype: ClassVar[DType] = "bfloat16"
 
@@ -63,7 +63,7 @@ CODECS: dict[str, type[Cast]] = {"none": Float32, "float32": Float32, "float16":
 
 
 def resolve(compression: Cast | str | None) -> Cast:
-    """The codec meant by a codec, its name, or None (no compression). Raises UnknownCodecError."""
+    """The codec for a codec, its name, or None (no compression). Raises UnknownCodecError."""
     if compression is None:
         return Float32()
     if isinstance(compression, Cast):

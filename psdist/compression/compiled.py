@@ -21,7 +21,6 @@ FLOAT = types.float32
 OUT = types.Array(FLOAT, 1, "C")
 IN = types.Array(FLOAT, 1, "C", readonly=True, aligned=False)
 OUT_BITS16 = types.Array(types.uint16, 1, "C")
-OUT_BITS32 = types.Array(types.uint32, 1, "C")
 IN_BITS16 = types.Array(types.uint16, 1, "C", readonly=True, aligned=False)
 IN_BITS32 = types.Array(types.uint32, 1, "C", readonly=True, aligned=False)
 
@@ -31,14 +30,14 @@ _compile_lock = Lock()
 class Kernel:
     """A function that is compiled for one signature, at its first call or by ``compile``.
 
-    One signature, given here, and not one for each combination of writable, aligned and read-only arrays that comes
-    along: nothing is ever compiled in the middle of training.
+    There is one signature for all combinations of writable, aligned and read-only arrays, so that nothing is compiled
+    in the middle of training.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any = types.void) -> None:
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
-        #: What is compiled.
+        #: The Python function.
         self.function = function
         self._signature = result(*arguments)
         self._compiled: Callable[..., Any] | None = None
@@ -47,7 +46,7 @@ class Kernel:
         return (self._compiled or self.compile())(*arguments)
 
     def compile(self) -> Callable[..., Any]:
-        """Compiles unless that is done, and returns the compiled function. For any thread."""
+        """Compiles the function once, and returns it. Any thread may call this."""
         with _compile_lock:
             if self._compiled is None:
                 self._compiled = self._compile()

@@ -1,8 +1,8 @@
-"""Payloads of 16 bits on the client: the casts of ``psdist.compression.casts`` once numba is there, numpy's until then.
+"""Casts of 16-bit payloads on the client: numpy's until numba is loaded, then those of ``psdist.compression.casts``.
 
-numba takes half a second to import and, the first time on a machine, seconds to compile, and a client must not miss
-heartbeats meanwhile. So a thread does it, from the first use of a 16-bit dtype on. Both give the same bytes, so nobody
-can see which was used; where numba cannot be loaded at all, numpy goes on. A client with float32 alone never loads it.
+numba takes half a second to import and, the first time on a machine, seconds to compile, while a client must not miss
+heartbeats. So a thread loads it from the first use of a 16-bit dtype on. Both ways give the same bytes; if numba cannot
+be loaded, numpy is used on. A client that uses float32 only never loads numba.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _widen(values: NDArray[Any], out: NDArray[Any]) -> None:
 
 
 class Casts:
-    """Both casts, at first those of numpy. ``load`` is what brings faster ones."""
+    """Both casts: those of numpy until ``load`` has returned faster ones."""
 
     def __init__(self, load: Callable[[], tuple[_Cast, _Cast]]) -> None:
         self._load = load
@@ -55,10 +55,10 @@ class Casts:
         self._widen(values, out)
 
     def prepare(self) -> threading.Thread:
-        """Begins to load, once. Returns the thread that does it, or did."""
+        """Begins to load, once. Returns the loading thread."""
         with self._lock:
             if self._loading is None:
-                # No daemon: the interpreter waits for it at exit, because the compiler would not survive that.
+                # Not a daemon: at exit the interpreter must wait for the compiler, which would crash otherwise.
                 self._loading = threading.Thread(target=self._run, name="psdist-compile")
                 self._loading.start()
             return self._loading
@@ -66,7 +66,7 @@ class Casts:
     def _run(self) -> None:
         try:
             self._narrow, self._widen = self._load()
-        except Exception as error:  # Whatever it is, there is a way without.
+        except Exception as error:  # Whatever failed, numpy's casts work.
             logger.info("16-bit payloads are cast by numpy: %r", error)
 
 

@@ -1,7 +1,7 @@
 """The agent of one node (``psdist-worker``): finds its ranks, then runs and restarts the node's workers.
 
-Scheduler and servers run elsewhere; the agent neither starts nor ends them. Ranks are the user's (``node_rank``) or the
-scheduler's (rendezvous), and are kept over restarts.
+Scheduler and servers run elsewhere; the agent neither starts nor stops them. Ranks come from the user (``node_rank``)
+or from the scheduler (rendezvous), and are kept over restarts.
 """
 
 from __future__ import annotations
@@ -16,76 +16,63 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
 from psdist.errors import BY_CODE, InternalError
-from psdist.launch.local import SIGNALS, announce, open_output, plural
-from psdist.launch.output import Routing
-from psdist.launch.plan import SchedulerAddress, WorkersPlan, python_command
+from psdist.launch.local import announce, open_output, plural
+from psdist.launch.plan import SchedulerAddress, WorkersPlan, program
 from psdist.launch.process import spawn
 from psdist.launch.rendezvous import Place, RankRequest
 from psdist.launch.run_record import DIRECTORY_PREFIX
-from psdist.launch.runner import Crew, Runner
-from psdist.launch.script import check_script
-from psdist.launch.supervisor import STOP_TIMEOUT_SECONDS
-from psdist.settings.config import START_TIMEOUT_SECONDS, await_address, parse_address
+from psdist.launch.runner import ProcessPlan, Runner
+from psdist.launch.script import ScriptOptions
+from psdist.launch.shutdown import RunPolicy
+from psdist.settings.config import await_address, parse_address
+from psdist.settings.exit_codes import SIGNAL_BASE
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """What ``psdist-worker`` was told. ``node_rank`` None asks the scheduler; else ``nodes_min == nodes_max``."""
+    """Settings of ``psdist-worker``. ``node_rank`` None asks the scheduler; else ``nodes_min == nodes_max``."""
 
-    script: tuple[str, ...]
+    script: ScriptOptions
     scheduler: str = ""
     scheduler_file: Path | None = None
     token_file: Path | None = None
-    processes: int = 1
     nodes_min: int = 1
     nodes_max: int = 1
     node_rank: int | None = None
     run_id: str = ""
     local_address: str = ""
-    restarts_max: int = 3
-    routing: Routing = field(default_factory=Routing)
-    start_timeout_seconds: float = START_TIMEOUT_SECONDS
-    interval_seconds: float = 0.1
-    stop_timeout_seconds: float = STOP_TIMEOUT_SECONDS
-    module: bool = False
-    no_python: bool = False
-    role: str = "worker"
-    signals: tuple[int, ...] = SIGNALS
 
 
 def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -> int:
     """Runs this node's workers to their end and returns the status for the shell.
 
-    Raises ConfigurationError, before anything was started, if the script cannot be run; SchedulerUnreachableError or
-    what else the scheduler answers if there are no ranks to be had.
+    Raises ConfigurationError, before anything was started, if the script cannot be run; SchedulerUnreachableError, or
+    the scheduler's error, where it assigns no ranks.
     """
     environ = dict(os.environ if environ is None else environ)
-    check_script(list(options.script), module=options.module, no_python=options.no_python)
+    script = options.script
+    script.check()
     _exit_on_sigterm()
     address = options.scheduler
     if not address and options.scheduler_file is not None:
-        address = await_address(options.scheduler_file, options.start_timeout_seconds)
+        address = await_address(options.scheduler_file, script.start_timeout_seconds)
     link = SchedulerAddress(address=address, token_file=options.token_file, run_id=options.run_id)
     place = _place(options, link, environ)
     directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
     try:
         workers = WorkersPlan(
-            command=python_command(list(options.script), module=options.module, no_python=options.no_python),
-            processes=options.processes,
+            script=script,
             link=link,
             connected_directory=directory,
             master=parse_address(address),
-            start_timeout_seconds=options.start_timeout_seconds,
-            restarts_max=options.restarts_max,
             first_rank=place.first_rank,
             world_size=place.world_size,
             node_rank=place.node_rank,
-            role=options.role,
         )
         return asyncio.run(_supervise(options, environ, workers, place))
     finally:
@@ -93,34 +80,34 @@ def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -
 
 
 def _exit_on_sigterm() -> None:
-    # The first process of a container ignores signals that it does not handle.
+    # The first process of a container ignores signals without a handler.
     def leave(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
+        raise SystemExit(SIGNAL_BASE + signum)
 
     signal.signal(signal.SIGTERM, leave)
 
 
 def _place(options: AgentOptions, link: SchedulerAddress, environ: Mapping[str, str]) -> Place:
     if options.node_rank is not None:
-        world = options.nodes_max * options.processes
-        return Place(options.node_rank, options.nodes_max, options.node_rank * options.processes, world)
+        processes = options.script.processes
+        return Place(options.node_rank, options.nodes_max, options.node_rank * processes, options.nodes_max * processes)
     host = options.local_address or socket.gethostname()
     request = RankRequest(
         scheduler=link.address,
         run_id=options.run_id,
         agent_id=f"{host}-{os.getpid()}-{secrets.token_hex(4)}",
-        processes=options.processes,
+        processes=options.script.processes,
         nodes_min=options.nodes_min,
         nodes_max=options.nodes_max,
         host=host,
-        timeout_seconds=options.start_timeout_seconds,
+        timeout_seconds=options.script.start_timeout_seconds,
     )
     return ask_for_place(request, link.environment(environ))
 
 
 def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place:
-    """Has a process ask the scheduler, and tells whom it waits for. Raises the error that the scheduler answers."""
-    argv = (sys.executable, "-P", "-m", "psdist.launch.rendezvous", json.dumps(asdict(request)))
+    """Asks the scheduler in a process of its own, and prints whom it waits for. Raises the scheduler's error."""
+    argv = (*program("psdist.launch.rendezvous"), json.dumps(asdict(request)))
     process = spawn(argv, environment, stderr=None)
     assert process.stdout is not None
     try:
@@ -140,31 +127,28 @@ def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place
 
 
 async def _supervise(options: AgentOptions, environ: Mapping[str, str], workers: WorkersPlan, place: Place) -> int:
-    routing = options.routing
-    if routing.directory is not None:
-        # Nodes may share the file system: ranks tell their files apart.
-        routing = replace(routing, directory=routing.directory / (options.run_id or "run"))
-    output = open_output(routing, workers, lambda: runner.interrupt(signal.SIGPIPE))
+    script = options.script
+    # Nodes may share the file system: the names of the files have the ranks.
+    output = open_output(workers, options.run_id or "run", lambda: runner.interrupt(signal.SIGPIPE))
     runner = Runner(
-        Crew(
+        ProcessPlan(
             ranks=workers.ranks,
             spec=lambda key, attempt: workers.spec(key.number, attempt, environ),
             connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
-            stop_timeout_seconds=options.stop_timeout_seconds,
+            policy=RunPolicy(script.restarts_max, stop_timeout_seconds=script.stop_timeout_seconds),
         ),
         output,
-        restarts_max=options.restarts_max,
-        interval_seconds=options.interval_seconds,
-        signals=options.signals,
+        interval_seconds=script.interval_seconds,
+        signals=script.signals,
     )
     try:
         last = workers.ranks[-1]
-        ranks = f"rank {last}" if options.processes == 1 else f"ranks {workers.first_rank} to {last}"
+        ranks = f"rank {last}" if script.processes == 1 else f"ranks {workers.first_rank} to {last}"
         output.say(
-            f"node {place.node_rank} of {place.nodes}: {plural(options.processes, 'worker')}, {ranks} of "
+            f"node {place.node_rank} of {place.nodes}: {plural(script.processes, 'worker')}, {ranks} of "
             f"{place.world_size}; scheduler {workers.link.address}"
         )
-        announce(output, routing, workers, environ)
+        announce(output, workers, environ)
         return (await runner.run()).status
     finally:
         output.close()

@@ -1,7 +1,7 @@
-"""A cluster for one script: a scheduler and its servers as children of the process that asks, for as long as it lives.
+"""A cluster for one script: a scheduler and servers as children of this process, which end with it.
 
-This is what ``psdist.init()`` starts where no launcher did. The children end with their parent: politely by ``close``,
-else by the lifeline, a pipe whose other end only the parent holds. Not here: worker processes, restarts (``local``).
+``psdist.init()`` starts it if there is no launcher. The children end in order by ``close``, else by the lifeline: a
+pipe whose other end only the parent holds. There are no worker processes and no restarts, which are in ``local``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
-from psdist.launch.plan import SchedulerAddress, ServicesPlan, SnapshotPlan
+from psdist.launch.plan import SchedulerAddress, ServicesPlan, SnapshotPlan, kernel_threads_of_each
 from psdist.launch.process import ProcessSpec
 from psdist.launch.run_record import DIRECTORY_PREFIX
 from psdist.settings.config import (
@@ -34,19 +34,16 @@ _STOP_SECONDS: Final = 5.0
 
 
 class EmbeddedCluster:
-    """A running scheduler with ``servers`` servers on free loopback ports. Closing it again does nothing.
+    """A running scheduler with ``servers`` servers on free loopback ports. A second ``close`` does nothing.
 
     replicas: copies of each shard, on different servers; with 2 nothing is lost when one server dies.
-
-    failure_timeout, worker_timeout: seconds of silence after which a server, and a worker, is taken for lost. The death
-        of a process is seen at once, because its connections break.
-
-    storage: directory or URL for snapshots; None for none. What is there, a run of the same ``run_id`` goes on from.
-        ``policy`` says when they are taken, except that none is taken by ``close``; ``fresh`` refuses older ones.
-
+    failure_timeout, worker_timeout: seconds of silence after which a server, and a worker, counts as lost. The death of
+        a process is noticed at once, because its connections break.
+    storage: directory or URL for snapshots; None for none. A run of the same ``run_id`` resumes from the newest there.
+        ``policy`` says when they are taken, except that ``close`` takes none; ``fresh`` refuses older ones.
     run_id: name of the run; None makes one.
 
-    Raises SchedulerUnreachableError where the scheduler does not come up, ConfigurationError for values out of range.
+    Raises SchedulerUnreachableError if the scheduler does not come up, ConfigurationError for values out of range.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class EmbeddedCluster:
         self.run_id = f"local-{secrets.token_hex(4)}" if run_id is None else check_run_id(run_id)
         self._snapshots: SnapshotPlan | None = None
         if storage is not None and (place := storage_text(os.fspath(storage))):
-            # By its end the servers are gone.
+            # When this process ends, the servers are gone already.
             self._snapshots = SnapshotPlan(place, replace(policy or DEFAULT_POLICY, at_end=False), fresh)
         self._directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
         lifeline, self._lifeline_end = os.pipe()
@@ -96,10 +93,10 @@ class EmbeddedCluster:
             failure_timeout_seconds=self._failure_timeout,
             worker_timeout_seconds=self._worker_timeout,
             start_timeout_seconds=START_TIMEOUT_SECONDS,
-            kernel_threads=max(1, (os.cpu_count() or 1) // servers),
-            log_level="error",  # the end of a server is a warning, but here it is the plan
+            kernel_threads=kernel_threads_of_each(servers),
+            log_level="error",  # the end of a server is logged as a warning, but is expected here
             replicas=self._replicas,
-            drain_timeout_seconds=0.0,  # all end together
+            drain_timeout_seconds=0.0,  # all servers end together
             snapshots=self._snapshots,
         )
 
@@ -108,7 +105,7 @@ class EmbeddedCluster:
             self._children.append(_spawn(spec, lifeline))
 
     def _await_scheduler(self) -> str:
-        """The scheduler's address, or an error as soon as it has died."""
+        """The scheduler's address. Raises an error as soon as it has died."""
         path = self._directory / "scheduler"
         for _ in range(int(START_TIMEOUT_SECONDS * 10)):
             with suppress(SchedulerUnreachableError):
@@ -120,9 +117,9 @@ class EmbeddedCluster:
         return await_address(path, 0.0)
 
     def close(self) -> None:
-        """Ends the children and removes what they had written."""
+        """Ends the children and removes their directory."""
         children, self._children = self._children, []
-        _stop(children[1:])  # servers first: without a scheduler they would look for it
+        _stop(children[1:])  # servers first: without a scheduler they would try to reach it
         _stop(children[:1])
         if self._lifeline_end >= 0:
             os.close(self._lifeline_end)
@@ -131,7 +128,7 @@ class EmbeddedCluster:
 
 
 def _stop(children: list[subprocess.Popen[bytes]]) -> None:
-    """Asks all at once to end, and ends those that do not."""
+    """Sends SIGTERM to all at once, and SIGKILL to those that do not end."""
     for child in children:
         child.terminate()
     for child in children:
@@ -143,7 +140,7 @@ def _stop(children: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _spawn(spec: ProcessSpec, lifeline: int) -> subprocess.Popen[bytes]:
-    # A session of its own: Ctrl-C is for the script, which then closes the cluster.
+    # In a session of its own: Ctrl-C must reach only the script, which then closes the cluster.
     return subprocess.Popen(
         spec.argv, env=dict(spec.environment), stdin=subprocess.DEVNULL, pass_fds=(lifeline,), start_new_session=True
     )

@@ -1,9 +1,9 @@
 """Asks a run's scheduler for a snapshot, and reports its progress.
 
-``python -m psdist.launch.final_snapshot REASON`` is the last thing that a launcher runs before it stops the servers. It
-is a process of its own, because the launcher must not import grpc. Scheduler, run and token come from the environment.
-Exit status 0: everything that was trained is in a snapshot, or there was nothing to save. 1: it is not, and the last
-line says why.
+A launcher runs ``python -m psdist.launch.final_snapshot REASON`` before it stops the servers. It is a program of its
+own, because the launcher must not import grpc. Scheduler, run and token come from the environment. Exit status 0 means
+that everything that was trained is in a snapshot, or there was nothing to save. 1 means that it is not; the last line
+says why.
 """
 
 from __future__ import annotations
@@ -11,38 +11,44 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
     from psdist.v1 import scheduler_pb2
 
-#: Between two lines on how far it is.
+T = TypeVar("T")
+
+#: Time between two lines on the progress.
 _SAY_SECONDS: Final = 2.0
-#: Without any progress for so long, the launcher ends its run without this snapshot.
+#: After so long without progress the run ends without this snapshot.
 _STILL_SECONDS: Final = 300.0
 
 
 async def request(
-    stub: Any, metadata: Any, run_id: str, reason: str, heard: Callable[[scheduler_pb2.SaveSnapshotResponse], None]
+    stub: Any, metadata: Any, run_id: str, reason: str, on_answer: Callable[[scheduler_pb2.SaveSnapshotResponse], None]
 ) -> scheduler_pb2.SaveSnapshotResponse | None:
-    """Has a snapshot taken and waits until it is committed; the last answer, None where there was none.
+    """Requests a snapshot and waits until it is committed. Returns the last answer, None if there was none.
 
-    heard: gets every answer. Raises grpc.aio.AioRpcError.
+    on_answer: gets every answer. Raises grpc.aio.AioRpcError.
     """
     from psdist.v1 import scheduler_pb2
 
-    last: scheduler_pb2.SaveSnapshotResponse | None = None
     wanted = scheduler_pb2.SaveSnapshotRequest(run_id=run_id, reason=reason)
-    async for answer in stub.SaveSnapshot(wanted, metadata=metadata):
-        heard(answer)
-        last = answer
+    return await last_answer(stub.SaveSnapshot(wanted, metadata=metadata), on_answer)
+
+
+async def last_answer(call: AsyncIterable[T], on_answer: Callable[[T], None]) -> T | None:
+    """Passes each answer of a stream to ``on_answer``. Returns the last one, None if there was none."""
+    last: T | None = None
+    async for last in call:
+        on_answer(last)
     return last
 
 
-def told(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
-    """A committed snapshot for people: where the run is, and how much was written how fast."""
+def committed_text(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
+    """A committed snapshot as text: its step, its size, and how long it took."""
     saved = answer.committed
     steps = sorted(set(saved.steps.values()))
     where = f"step {steps[0]}" if len(steps) == 1 else "steps " + ", ".join(map(str, steps))
@@ -51,14 +57,14 @@ def told(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
     return f"{where} saved as {saved.directory}: {size(saved.bytes)} in {saved.seconds:.1f} s"
 
 
-def standing(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
-    """How far it is, for people."""
+def progress_text(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
+    """The progress as text."""
     text = f"{size(answer.bytes_done)} of {size(answer.bytes)} written" if answer.bytes else "preparing"
     return f"{text}; waiting {answer.waiting_for}" if answer.waiting_for else text
 
 
 def size(count: int) -> str:
-    """A number of bytes for people, in binary units."""
+    """A number of bytes as text, in binary units."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -68,7 +74,7 @@ def size(count: int) -> str:
 
 
 class SaveProgress:
-    """Says how far it is, now and then. ``moved`` is called whenever that has changed, ``last`` is what was heard."""
+    """Reports the progress every two seconds. ``moved`` is called whenever it changes; ``last`` is the last text."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
@@ -78,10 +84,10 @@ class SaveProgress:
         self.moved: Callable[[], None] = lambda: None
 
     def __call__(self, answer: scheduler_pb2.SaveSnapshotResponse) -> None:
-        """Takes one answer."""
+        """Takes an answer."""
         if answer.HasField("committed"):
             return
-        if (text := standing(answer)) != self.last:
+        if (text := progress_text(answer)) != self.last:
             self.last = text
             self.moved()
         if self._clock() >= self._next:
@@ -112,7 +118,7 @@ async def _save(address: str, run_id: str, token: str, reason: str) -> int:
                 answer = await request(stub, metadata, run_id, reason, progress)
         except grpc.aio.AioRpcError as error:
             problem = status.from_call(error, "scheduler")
-            if isinstance(problem, NoStorageError):  # That was told when the run began.
+            if isinstance(problem, NoStorageError):  # The run reported that when it began.
                 return 0
             _say(f"no snapshot was taken: {problem.message}")
             return 1
@@ -122,7 +128,7 @@ async def _save(address: str, run_id: str, token: str, reason: str) -> int:
     if answer is None or not answer.HasField("committed"):
         _say("no snapshot was taken: the scheduler ended the call")
         return 1
-    _say(told(answer))
+    _say(committed_text(answer))
     return 0
 
 
@@ -131,7 +137,7 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-    """Saves the run of the environment; the exit status."""
+    """Saves the run of the environment, and returns the exit status."""
     import asyncio
 
     from psdist.settings.config import find_scheduler, find_token, read_address

@@ -1,8 +1,8 @@
 """A whole run on this machine: scheduler, servers and workers, on free ports, in a private directory.
 
 The directory (mode 0700, removed at the end) holds the token, the scheduler's address and its store. All processes are
-started at once and find each other by the address file. The run is noted for ``psdist status`` while it lives.
-Snapshots lie elsewhere, and stay: a later run of the same id goes on from them.
+started at once and find each other by the address file. While the run lives, a record of it leads ``psdist status`` to
+it. Snapshots lie elsewhere, and stay: a later run of the same id resumes from them.
 """
 
 from __future__ import annotations
@@ -16,37 +16,31 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from psdist.errors import ConfigurationError
-from psdist.launch.output import STDOUT, Output, Routing
+from psdist.launch.events import Event, ProcessKey, RunFailed, ServersWanted
+from psdist.launch.output import STDOUT, Output
 from psdist.launch.plan import (
     SchedulerAddress,
     ServicesPlan,
     SnapshotPlan,
     WorkersPlan,
+    kernel_threads_of_each,
     program,
-    python_command,
     server_number,
 )
 from psdist.launch.process import Child, ProcessSpec, free_port
-from psdist.launch.run_record import DIRECTORY_PREFIX, RunRecord, RunRegistry, notes_directory
-from psdist.launch.runner import Crew, Runner
+from psdist.launch.run_record import DIRECTORY_PREFIX, RunRegistry, records_directory
+from psdist.launch.runner import ProcessPlan, Runner
 from psdist.launch.scale_watch import ScaleRequest
-from psdist.launch.script import check_script
-from psdist.launch.supervisor import (
-    INFRASTRUCTURE_STATUS,
-    STOP_TIMEOUT_SECONDS,
-    Event,
-    ProcessKey,
-    RunFailed,
-    ServersWanted,
-)
+from psdist.launch.script import ScriptOptions
+from psdist.launch.shutdown import RunPolicy
+from psdist.settings import exit_codes
 from psdist.settings.config import (
     FAILURE_TIMEOUT_SECONDS,
-    START_TIMEOUT_SECONDS,
     WORKER_TIMEOUT_SECONDS,
     find_token,
     parse_address,
@@ -55,48 +49,35 @@ from psdist.settings.config import (
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 from psdist.wire import fd_passing
 
-SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 #: Where snapshots lie by default, below the working directory; in it, a directory for each run.
 STORAGE_DIRECTORY: Final = "psdist-runs"
-#: Of a run whose scripts ended well, but whose snapshot at the end could not be taken.
-UNSAVED_STATUS: Final = 74
-#: The start of workers and servers comes first: one more program would only delay the first step.
+#: Workers and servers start first: one more program would only delay the first step.
 _LISTEN_DELAY_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """What ``psdist run`` was told. ``script`` is the script or module or program, then its arguments.
+    """Settings of ``psdist run``.
 
-    storage: an absolute path or a URL for snapshots; empty for none, None for a directory of the run in
-        ``STORAGE_DIRECTORY``, or for none where that cannot be written. policy: when they are taken. fresh: there must
-        be none yet.
+    storage: an absolute path or a URL for snapshots. "" means none. None means a directory of the run in
+        ``STORAGE_DIRECTORY``, or no snapshots where that cannot be written. policy: when they are taken. fresh: the
+        storage must have none.
     """
 
-    script: tuple[str, ...]
+    script: ScriptOptions
     servers: int = 2
     replicas: int = 1
-    processes: int = 1
-    restarts_max: int = 3
     run_id: str = ""
-    routing: Routing = field(default_factory=Routing)
     failure_timeout_seconds: float = FAILURE_TIMEOUT_SECONDS
     worker_timeout_seconds: float = WORKER_TIMEOUT_SECONDS
     kernel_threads: int | None = None
-    start_timeout_seconds: float = START_TIMEOUT_SECONDS
-    interval_seconds: float = 0.1
-    stop_timeout_seconds: float = STOP_TIMEOUT_SECONDS
-    module: bool = False
-    no_python: bool = False
-    role: str = "worker"
-    signals: tuple[int, ...] = SIGNALS
     log_level: str = "warning"
     storage: str | None = ""
     policy: SavePolicy = DEFAULT_POLICY
     fresh: bool = False
 
     def snapshots(self, run_id: str) -> SnapshotPlan | None:
-        """Where and when snapshots are taken; None where they are not."""
+        """Where and when snapshots are taken; None if none are."""
         storage = str(Path(STORAGE_DIRECTORY, run_id).absolute()) if self.storage is None else self.storage
         return SnapshotPlan(storage, self.policy, self.fresh, self.storage is None) if storage else None
 
@@ -107,29 +88,30 @@ def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -
     Raises ConfigurationError, before anything was started, if it cannot be run.
     """
     environ = dict(os.environ if environ is None else environ)
-    check_script(list(options.script), module=options.module, no_python=options.no_python)
+    options.script.check()
     token = find_token(environ) or secrets.token_urlsafe(32)
-    run_id = options.run_id or make_run_id()
+    run_id = options.run_id or _make_run_id()
     directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
     try:
-        link = make_link(directory, token, run_id)
-        registration = RunClaim(RunRegistry(notes_directory(environ)), link, directory)
+        link = _make_link(directory, token, run_id)
+        registry = RunRegistry(records_directory(environ))
+        record = registry.claim(run_id, directory / "token", directory)
         try:
-            return asyncio.run(_run(options, environ, link, directory, registration))
+            return asyncio.run(_run(options, environ, link, lambda address: registry.listening(record, address)))
         finally:
-            registration.close()
+            registry.remove(run_id)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-        fd_passing.sweep()  # what workers that were killed left behind
+        fd_passing.sweep()  # sockets that killed workers left behind
 
 
-def make_run_id() -> str:
-    """A name for a run that was given none; names sort by time."""
+def _make_run_id() -> str:
+    """A name for a run without one; such names sort by time."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
-def make_link(directory: Path, token: str, run_id: str) -> SchedulerAddress:
-    """Fills a run's private directory, and says how its processes find each other there."""
+def _make_link(directory: Path, token: str, run_id: str) -> SchedulerAddress:
+    """Fills a run's private directory. Returns how its processes find each other there."""
     (directory / "connected").mkdir(mode=0o700)
     token_file = directory / "token"
     descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -138,61 +120,37 @@ def make_link(directory: Path, token: str, run_id: str) -> SchedulerAddress:
     return SchedulerAddress(file=directory / "scheduler", token_file=token_file, run_id=run_id)
 
 
-class RunClaim:
-    """The note of this run. A state directory that cannot be written only costs ``psdist status`` its shortcut."""
-
-    def __init__(self, registry: RunRegistry, link: SchedulerAddress, directory: Path) -> None:
-        assert link.token_file is not None
-        self._registry = registry
-        self._note: RunRecord | None = None
-        try:
-            self._note = registry.claim(link.run_id, link.token_file, directory)
-        except OSError:
-            self._note = None
-
-    def listening(self, address: str) -> None:
-        """Notes the scheduler's address."""
-        if self._note is not None:
-            self._note = self._registry.listening(self._note, address)
-
-    def close(self) -> None:
-        """Takes the note away."""
-        if self._note is not None:
-            self._registry.remove(self._note.run_id)
-
-
 async def _run(
-    options: LocalOptions, environ: Mapping[str, str], link: SchedulerAddress, directory: Path, registration: RunClaim
+    options: LocalOptions, environ: Mapping[str, str], link: SchedulerAddress, on_address: Callable[[str], object]
 ) -> int:
+    assert link.file is not None
+    directory = link.file.parent
+    script = options.script
     workers = WorkersPlan(
-        command=python_command(list(options.script), module=options.module, no_python=options.no_python),
-        processes=options.processes,
+        script=script,
         link=link,
         connected_directory=directory / "connected",
         # For torch.distributed in a user's script; nothing of psdist listens there.
         master=("127.0.0.1", free_port("127.0.0.1")),
-        start_timeout_seconds=options.start_timeout_seconds,
-        restarts_max=options.restarts_max,
-        world_size=options.processes,
-        role=options.role,
+        world_size=script.processes,
     )
     lifeline, lifeline_end = os.pipe()
     services = ServicesPlan(
         directory=directory,
         link=link,
         servers=options.servers,
-        workers=options.processes,
+        workers=script.processes,
         lifeline=lifeline,
         failure_timeout_seconds=options.failure_timeout_seconds,
         worker_timeout_seconds=options.worker_timeout_seconds,
-        start_timeout_seconds=options.start_timeout_seconds,
-        kernel_threads=options.kernel_threads or default_kernel_threads(options.servers),
+        start_timeout_seconds=script.start_timeout_seconds,
+        kernel_threads=options.kernel_threads or kernel_threads_of_each(options.servers),
         log_level=options.log_level,
         replicas=options.replicas,
         snapshots=options.snapshots(link.run_id),
     )
     try:
-        return await _supervise(options, environ, workers, services, registration)
+        return await _supervise(options, environ, workers, services, on_address)
     finally:
         os.close(lifeline)
         os.close(lifeline_end)
@@ -203,14 +161,12 @@ async def _supervise(
     environ: Mapping[str, str],
     workers: WorkersPlan,
     services: ServicesPlan,
-    registration: RunClaim,
+    on_address: Callable[[str], object],
 ) -> int:
-    routing, run_id = options.routing, workers.link.run_id
-    if routing.directory is not None:
-        routing = replace(routing, directory=routing.directory / run_id)
+    script, run_id = options.script, workers.link.run_id
     mute = options.log_level in ("warning", "error")
-    output = open_output(routing, workers, lambda: runner.interrupt(signal.SIGPIPE), mute)
-    watch = _AddressWatch(services, registration)
+    output = open_output(workers, run_id, lambda: runner.interrupt(signal.SIGPIPE), mute)
+    watch = _AddressWatch(services, on_address)
 
     def spec(key: ProcessKey, attempt: int) -> ProcessSpec:
         if key.role == "worker":
@@ -222,70 +178,72 @@ async def _supervise(
         return services.scheduler(environ, watch.port)
 
     runner = Runner(
-        Crew(
+        ProcessPlan(
             ranks=workers.ranks,
             spec=spec,
             connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
             servers=services.servers,
             schedulers=1,
-            durable=services.replicas > 1 or services.snapshots is not None,
-            saves=services.snapshots is not None and options.policy.at_end,
-            # Who did not ask for snapshots is only told.
-            unsaved_status=UNSAVED_STATUS if options.storage else 0,
+            policy=RunPolicy(
+                restarts_max=script.restarts_max,
+                stop_timeout_seconds=script.stop_timeout_seconds,
+                durable=services.replicas > 1 or services.snapshots is not None,
+                saves=services.snapshots is not None and options.policy.at_end,
+                # Where no storage was asked for, a failed snapshot is only a warning.
+                unsaved_status=exit_codes.UNSAVED if options.storage else exit_codes.OK,
+            ),
             lifeline=services.lifeline,
-            stop_timeout_seconds=options.stop_timeout_seconds,
         ),
         output,
-        restarts_max=options.restarts_max,
-        interval_seconds=options.interval_seconds,
-        signals=options.signals,
+        interval_seconds=script.interval_seconds,
+        signals=script.signals,
         on_tick=watch.tick,
     )
-    wishes = _Wishes(services, environ, lambda event: runner.happened(event))
-    watch.on_found = wishes.start
+    requests = _ScaleRequests(services, environ, lambda event: runner.happened(event))
+    watch.on_found = requests.start
     try:
         copies = f", {options.replicas} copies of each shard" if options.replicas > 1 else ""
         output.say(
-            f"run {run_id}: {plural(options.servers, 'server')}, {plural(options.processes, 'worker')}{copies}; "
+            f"run {run_id}: {plural(options.servers, 'server')}, {plural(script.processes, 'worker')}{copies}; "
             f"to look at it: psdist status --run-id {run_id}"
         )
         if services.snapshots is not None:
-            _tell_storage(output, services.snapshots, asked=bool(options.storage))
-        announce(output, routing, workers, environ)
+            _report_storage(output, services.snapshots, asked=bool(options.storage))
+        announce(output, workers, environ)
         return (await runner.run()).status
     finally:
-        await wishes.close()
+        await requests.close()
         output.close()
 
 
-def _tell_storage(output: Output, snapshots: SnapshotPlan, asked: bool) -> None:
-    """Where snapshots lie, if somebody ``asked`` for it, or if there are some. Only a directory is looked at."""
+def _report_storage(output: Output, snapshots: SnapshotPlan, asked: bool) -> None:
+    """Prints where snapshots lie, if the user ``asked`` for them, or if a directory has some."""
     there = False
     with contextlib.suppress(OSError):
         there = "://" not in snapshots.storage and any(Path(snapshots.storage, "commits").iterdir())
     if asked or there:
-        goes_on = ", from the newest of which this run goes on" if there and not snapshots.fresh else ""
+        goes_on = ", from the newest of which this run resumes" if there and not snapshots.fresh else ""
         output.say(f"snapshots {snapshots.policy.text}, in {snapshots.storage}{goes_on}")
 
 
-class _Wishes:
-    """Hears what the scheduler wants of this launcher: servers started or stopped, or the end."""
+class _ScaleRequests:
+    """Reports what the scheduler wants of this launcher: servers started or stopped, or the end."""
 
-    def __init__(self, services: ServicesPlan, environ: Mapping[str, str], happened: Callable[[Event], None]) -> None:
+    def __init__(self, services: ServicesPlan, environ: Mapping[str, str], on_event: Callable[[Event], None]) -> None:
         self._link = services.link
         self._servers = services.servers
         self._environ = environ
-        self._happened = happened
+        self._on_event = on_event
         self._child: Child | None = None
         self._ended = asyncio.Event()
         self._closed = False
 
     def start(self, address: str) -> None:
-        """Listens, from soon on and until ``close``."""
+        """Begins to watch soon, until ``close``."""
         asyncio.get_running_loop().call_later(_LISTEN_DELAY_SECONDS, self._start, address)
 
     async def close(self) -> None:
-        """Listens no more."""
+        """Stops watching."""
         self._closed = True
         if self._child is not None:
             self._child.kill(signal.SIGKILL)
@@ -300,7 +258,7 @@ class _Wishes:
             self._link.environment(self._environ),
         )
         self._ended.clear()
-        self._child = Child(spec, self._heard, lambda returncode: self._exited(address))
+        self._child = Child(spec, self._on_lines, lambda returncode: self._exited(address))
 
     def _exited(self, address: str) -> None:
         self._child = None
@@ -308,17 +266,16 @@ class _Wishes:
         if not self._closed:
             self.start(address)
 
-    def _heard(self, stream: int, lines: list[str]) -> None:
-        for wish in (ScaleRequest.from_line(line) for line in lines if stream == STDOUT):
-            if wish is None:
+    def _on_lines(self, stream: int, lines: list[str]) -> None:
+        for wanted in (ScaleRequest.from_line(line) for line in lines if stream == STDOUT):
+            if wanted is None:
                 continue
-            if wish.lost:
-                self._happened(RunFailed(wish.lost, INFRASTRUCTURE_STATUS))
+            if wanted.lost:
+                self._on_event(RunFailed(wanted.lost, exit_codes.INFRASTRUCTURE))
             else:
-                # Where nobody said a number, it is the one that the run began with.
-                self._happened(
-                    ServersWanted(wish.servers or self._servers, _numbers(wish.draining), _numbers(wish.stop))
-                )
+                # 0: nobody has set a number, so the one that the run began with holds.
+                servers = wanted.servers or self._servers
+                self._on_event(ServersWanted(servers, _numbers(wanted.draining), _numbers(wanted.stop)))
 
 
 def _numbers(server_ids: list[str]) -> tuple[int, ...]:
@@ -326,11 +283,11 @@ def _numbers(server_ids: list[str]) -> tuple[int, ...]:
 
 
 class _AddressWatch:
-    """Waits for the scheduler's address, and notes it."""
+    """Waits for the scheduler's address, and records it."""
 
-    def __init__(self, services: ServicesPlan, registration: RunClaim) -> None:
+    def __init__(self, services: ServicesPlan, on_address: Callable[[str], object]) -> None:
         self._services = services
-        self._registration = registration
+        self._on_address = on_address
         self._deadline: float | None = None
         self._found = False
         #: Of the scheduler; 0 until it is known.
@@ -347,31 +304,34 @@ class _AddressWatch:
         if address:
             self._found = True
             self.port = parse_address(address)[1]
-            self._registration.listening(address)
+            self._on_address(address)
             self.on_found(address)
         elif now >= self._deadline:
             self._found = True
             waited = f"{self._services.start_timeout_seconds:g} s"
             message = f"the scheduler did not come up within {waited} (--start-timeout)"
-            return RunFailed(message, INFRASTRUCTURE_STATUS, ProcessKey("scheduler", 0))
+            return RunFailed(message, exit_codes.INFRASTRUCTURE, ProcessKey("scheduler", 0))
         return None
 
 
 # --- shared with the agent --------------------------------------------------------------------------------------------
 
 
-def open_output(routing: Routing, workers: WorkersPlan, on_broken: Callable[[], None], mute: bool = True) -> Output:
+def open_output(workers: WorkersPlan, run_id: str, on_broken: Callable[[], None], mute: bool = True) -> Output:
     """Console and files of this node. Raises ConfigurationError if the log directory cannot be made."""
+    routing, role = workers.script.routing, workers.script.role
+    if routing.directory is not None:
+        routing = replace(routing, directory=routing.directory / run_id)
     try:
-        return Output(routing, lambda rank: rank - workers.first_rank, workers.role, on_broken, mute)
+        return Output(routing, lambda rank: rank - workers.first_rank, role, on_broken, mute)
     except OSError as error:
         raise ConfigurationError(f"--log-dir {routing.directory} cannot be used: {error.strerror}") from None
 
 
-def announce(output: Output, routing: Routing, workers: WorkersPlan, environ: Mapping[str, str]) -> None:
-    """Tells where the logs are, and what was set that the user did not ask for."""
-    if routing.directory is not None:
-        output.say(f"logs in {routing.directory}")
+def announce(output: Output, workers: WorkersPlan, environ: Mapping[str, str]) -> None:
+    """Prints where the logs are, and what was set that the user did not ask for."""
+    if output.directory is not None:
+        output.say(f"logs in {output.directory}")
     if workers.limits_threads(environ):
         output.say("OMP_NUM_THREADS=1 for each worker, as several share the cores; set it to choose another number")
 
@@ -379,8 +339,3 @@ def announce(output: Output, routing: Routing, workers: WorkersPlan, environ: Ma
 def plural(count: int, noun: str) -> str:
     """``2 workers``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def default_kernel_threads(servers: int) -> int:
-    """Threads of each server's kernels, so that together they have a thread for each core."""
-    return max(1, len(os.sched_getaffinity(0)) // servers)

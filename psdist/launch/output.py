@@ -1,7 +1,7 @@
-"""What the user sees of a run: the children's lines with their prefix, files of them, and the launcher's own words.
+"""The output of a run: the lines of its processes with a prefix, log files, and the launcher's own messages.
 
-Every child's lines go to the stream they came from, behind ``[worker 0]``; with a log directory also into one file for
-each process. The last lines of every process are kept, to show why it failed once everything else has been said.
+The lines of a process go to the stream that they came from, behind a prefix such as ``[worker 0]``, and with a log
+directory also to a file of the process. Its last lines are kept, to show at the end why it failed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from psdist.errors import ConfigurationError
-from psdist.launch.supervisor import ProcessKey
+from psdist.launch.events import ProcessKey
 
 _TAIL_LINES: Final = 200
 _SHOWN_LINES: Final = 15
@@ -29,11 +29,11 @@ STDOUT, STDERR = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Where workers' output goes besides the console.
+    """Where the output of workers goes.
 
-    ``directory`` takes one file for each process. Streams (1, 2; 3 is both) in ``redirects`` of a local rank go there
-    *only*; ``tees`` there *too* (with a directory and neither of the two, everything is). Both are by local rank, the
-    key None holding for the others. ``shown_ranks`` limits the console to some local ranks.
+    directory: for one file of each process. redirects, tees: streams (1, 2; 3 is both) that go only to the file, and to
+    file and console, by local rank; the key None is for all others. With a directory and neither of the two, everything
+    goes to both. shown_ranks: the local ranks that are shown on the console; None for all.
     """
 
     directory: Path | None = None
@@ -42,7 +42,7 @@ class Routing:
     shown_ranks: frozenset[int] | None = None
 
     def to_file(self, local_rank: int | None, stream: int) -> bool:
-        """Whether a stream is written to the process's file."""
+        """Whether a stream is written to the file of its process."""
         if self.directory is None:
             return False
         if local_rank is None or not (self.redirects or self.tees):
@@ -50,7 +50,7 @@ class Routing:
         return bool((_mask(self.redirects, local_rank) | _mask(self.tees, local_rank)) & stream)
 
     def to_console(self, local_rank: int | None, stream: int) -> bool:
-        """Whether a stream is shown."""
+        """Whether a stream is shown on the console."""
         if local_rank is None:
             return True
         if self.shown_ranks is not None and local_rank not in self.shown_ranks:
@@ -64,7 +64,7 @@ def _mask(masks: Mapping[int | None, int], local_rank: int) -> int:
 
 
 def parse_streams(value: str) -> dict[int | None, int]:
-    """torchrun's notation for ``-r`` and ``-t``: ``3``, or ``0:3,1:2`` by local rank. Raises ConfigurationError."""
+    """Parses torchrun's ``-r`` and ``-t``: ``3``, or ``0:3,1:2`` by local rank. Raises ConfigurationError."""
     masks: dict[int | None, int] = {}
     for item in value.split(","):
         rank, separator, streams = item.rpartition(":")
@@ -81,7 +81,7 @@ def parse_streams(value: str) -> dict[int | None, int]:
 
 
 def parse_ranks(value: str) -> frozenset[int]:
-    """Local ranks separated by commas. Raises ConfigurationError."""
+    """Parses local ranks, separated by commas. Raises ConfigurationError."""
     items = [item.strip() for item in value.split(",")]
     if not all(item.isascii() and item.isdigit() for item in items):
         raise ConfigurationError(f"{value!r} is not understood: write local ranks separated by commas, such as 0,2")
@@ -99,12 +99,13 @@ class Output:
         on_broken: Callable[[], None] = lambda: None,
         mute_stopping_services: bool = True,
     ) -> None:
+        self.directory = routing.directory
         self._routing = routing
         self._local_rank = local_rank
         self._worker_label = worker_label
         self._on_broken = on_broken
         self._mute_stopping_services = mute_stopping_services
-        #: Set once the run comes to its end: that peers go away is no news then, and their complaints are not shown.
+        #: Set when the run ends: from then on servers and scheduler only report that their peers end.
         self.stopping = False
         self._files: dict[ProcessKey, IO[str]] = {}
         self._broken = False
@@ -117,15 +118,15 @@ class Output:
             routing.directory.mkdir(parents=True, exist_ok=True)
 
     def say(self, message: str) -> None:
-        """The launcher's own words, to standard error."""
+        """Prints a message of the launcher to standard error."""
         self._write(STDERR, f"psdist: {message}\n")
 
     def begin(self, key: ProcessKey) -> None:
-        """A process starts, perhaps again: its last lines are its own."""
+        """Forgets the last lines of a process, which starts, perhaps again."""
         self._tails[key] = deque(maxlen=_TAIL_LINES)
 
     def lines(self, key: ProcessKey, stream: int, lines: list[str]) -> None:
-        """Shows, files and remembers lines of a process."""
+        """Shows, files and keeps lines of a process."""
         self._tails[key].extend((stream, line) for line in lines)
         rank = self._local_rank(key.number) if key.role == "worker" else None
         muted = self.stopping and self._mute_stopping_services and key.role in ("server", "scheduler")
@@ -156,7 +157,7 @@ class Output:
             file.writelines(line + "\n" for line in lines)
             file.flush()
         except OSError as error:
-            # A full disk must not end the training.
+            # A full disk must not end training.
             self._unwritable.add(key)
             self.say(f"the log file of {key} cannot be written any more: {error.strerror}")
 
@@ -182,17 +183,17 @@ class Output:
             target.write(text)
             target.flush()
         except (BrokenPipeError, ValueError):
-            # Whoever read this is gone (psdist run ... | head): as for any program, the run ends.
+            # The reader is gone (psdist run ... | head), which ends the run as it ends any program.
             if not self._broken:
                 self._broken = True
                 self._on_broken()
 
 
 def last_words(tail: list[tuple[int, str]]) -> list[str]:
-    """The part of a process's last (stream, line) pairs that tells why it failed."""
+    """The lines, of a process's last (stream, line) pairs, that show why it failed."""
     errors = [line for stream, line in tail if stream == STDERR]
     starts = [number for number, line in enumerate(errors) if line.lstrip().startswith(_TRACEBACK)]
     if starts:
-        # The first one kept: chained tracebacks print the cause first. What follows the last one belongs to it.
+        # From the first one that is kept, since chained tracebacks print the cause first. What follows belongs to it.
         return errors[starts[0] :][-_TRACEBACK_LINES:]
     return [line for _, line in tail][-_SHOWN_LINES:]

@@ -1,53 +1,41 @@
-"""Which processes a run has: their command lines and environments. Values in, values out; nothing is started here.
+"""Command lines and environments of a run's processes. Values in, values out; nothing is started here.
 
-A worker gets torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` ...) beside psdist's own. What an outer
-run or a user's shell had set of these is replaced or removed, so that a run inside a run finds its own scheduler.
+A worker gets torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` ...) beside psdist's own. Such variables
+of an outer run or a user's shell are replaced or removed, so that a run inside a run finds its own scheduler.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from psdist.launch.events import ProcessKey
 from psdist.launch.process import ProcessSpec
-from psdist.launch.supervisor import ProcessKey
+from psdist.launch.script import ScriptOptions
 from psdist.settings.config import DRAIN_TIMEOUT_SECONDS, WORKER_TIMEOUT_SECONDS
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 
-#: Variables that tell a process its place in a run; none is handed down from outside.
+#: Variables that give a process its place in a run. None is inherited from outside.
 _OWNED: Final = (
-    "PSDIST_SCHEDULER",
-    "PSDIST_SCHEDULER_FILE",
-    "PSDIST_WORKER_ID",
-    "PSDIST_CONNECTED_FILE",
-    "PSDIST_LIFELINE_FD",
-    "PSDIST_ADDRESS_FILE",
-    "PSDIST_ADVERTISE",
-    "PSDIST_INSECURE",
-    "PSDIST_SERVER_ID",
-    "PSDIST_STORAGE_PATH",
-    "PSDIST_STORAGE_OPTIONAL",
-    "PSDIST_SAVE_INTERVAL",
-    "PSDIST_KEEP_LAST",
-    "PSDIST_KEEP_EVERY",
-    "PSDIST_NO_SAVE_AT_END",
-    "PSDIST_FRESH",
-    "DMLC_ROLE",
-    "DMLC_WORKER_ID",
-    "DMLC_NUM_WORKER",
-    "DMLC_NUM_SERVER",
-    "DMLC_PS_ROOT_URI",
-    "DMLC_PS_ROOT_PORT",
+    *("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "PSDIST_ADDRESS_FILE", "PSDIST_ADVERTISE", "PSDIST_INSECURE"),
+    *("PSDIST_WORKER_ID", "PSDIST_SERVER_ID", "PSDIST_CONNECTED_FILE", "PSDIST_LIFELINE_FD", "PSDIST_STORAGE_PATH"),
+    *("PSDIST_STORAGE_OPTIONAL", "PSDIST_SAVE_INTERVAL", "PSDIST_KEEP_LAST", "PSDIST_KEEP_EVERY"),
+    *("PSDIST_NO_SAVE_AT_END", "PSDIST_FRESH", "DMLC_ROLE", "DMLC_WORKER_ID", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER"),
+    *("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerAddress:
-    """How processes find the scheduler: by address, or by the file in which it leaves it. And how they prove
-    themselves: by a token file, or by the token that is in their environment already."""
+    """How processes find the scheduler and authenticate to it.
+
+    address, file: its address, or the file in which it leaves that. token_file: empty where the token is in their
+    environment already.
+    """
 
     address: str = ""
     file: Path | None = None
@@ -55,7 +43,7 @@ class SchedulerAddress:
     run_id: str = ""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """``base`` with all that names a scheduler replaced by this one."""
+        """``base`` with this scheduler in place of any other."""
         values = {name: value for name, value in base.items() if name not in _OWNED}
         if self.address:
             values["PSDIST_SCHEDULER"] = self.address
@@ -71,28 +59,24 @@ class SchedulerAddress:
 
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
-    """The workers of one node. ``command`` is the script as it is run, with its arguments."""
+    """The workers of one node, and where they are in the world."""
 
-    command: tuple[str, ...]
-    processes: int
+    script: ScriptOptions
     link: SchedulerAddress
     connected_directory: Path
     master: tuple[str, int]
-    start_timeout_seconds: float
-    restarts_max: int = 3
     first_rank: int = 0
     world_size: int = 1
     node_rank: int = 0
-    role: str = "worker"
 
     @property
     def ranks(self) -> range:
         """Ranks of this node's workers."""
-        return range(self.first_rank, self.first_rank + self.processes)
+        return range(self.first_rank, self.first_rank + self.script.processes)
 
     def limits_threads(self, base: Mapping[str, str]) -> bool:
-        """Whether the workers get OMP_NUM_THREADS=1, as under torchrun: several share the cores, and nobody chose."""
-        return self.processes > 1 and not base.get("OMP_NUM_THREADS")
+        """Whether the workers get OMP_NUM_THREADS=1, as under torchrun: several share the cores, and it is not set."""
+        return self.script.processes > 1 and not base.get("OMP_NUM_THREADS")
 
     def connected_file(self, rank: int, attempt: int) -> Path:
         """The file that the client library creates once it has registered."""
@@ -107,27 +91,27 @@ class WorkersPlan:
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(rank - self.first_rank),
-            "LOCAL_WORLD_SIZE": str(self.processes),
+            "LOCAL_WORLD_SIZE": str(self.script.processes),
             "GROUP_RANK": str(self.node_rank),
-            "ROLE_NAME": self.role,
+            "ROLE_NAME": self.script.role,
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": self.master[0],
             "MASTER_PORT": str(self.master[1]),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "TORCHELASTIC_MAX_RESTARTS": str(self.restarts_max),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.script.restarts_max),
             "TORCHELASTIC_RUN_ID": self.link.run_id,
-            "PSDIST_START_TIMEOUT": f"{self.start_timeout_seconds:g}",
+            "PSDIST_START_TIMEOUT": f"{self.script.start_timeout_seconds:g}",
             "PSDIST_CONNECTED_FILE": str(self.connected_file(rank, attempt)),
         }
-        return ProcessSpec(ProcessKey("worker", rank), self.command, environment)
+        return ProcessSpec(ProcessKey("worker", rank), self.script.argv, environment)
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPlan:
     """Where a run's snapshots lie, an absolute path or a URL, and when they are taken.
 
-    fresh: the run begins anew, and there must be none yet. optional: where they cannot be written the run goes without.
+    fresh: it is a new run, and the storage must have none. optional: where none can be written, the run takes none.
     """
 
     storage: str
@@ -136,7 +120,7 @@ class SnapshotPlan:
     optional: bool = False
 
     def flags(self) -> tuple[str, ...]:
-        """As the scheduler's command line has it."""
+        """The flags of the scheduler's command line."""
         policy = self.policy
         return (
             *("--storage-path", self.storage, "--save-interval", policy.interval or "0"),
@@ -161,13 +145,13 @@ class ServicesPlan:
     kernel_threads: int
     log_level: str
     replicas: int = 1
-    #: Longest wait of a server that is told to end for others to take its shards.
+    #: Longest wait of a server that is told to stop, until its shards have been moved to others.
     drain_timeout_seconds: float = DRAIN_TIMEOUT_SECONDS
     snapshots: SnapshotPlan | None = None
     worker_timeout_seconds: float = WORKER_TIMEOUT_SECONDS
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
-        """The scheduler, which leaves its address in the link's file. Started again it needs the port that it had."""
+        """The scheduler, which leaves its address in the link's file. A restarted one keeps its ``port``."""
         argv = (
             *program("psdist_scheduler"),
             *("--host", "127.0.0.1", "--port", str(port), "--run-id", self.link.run_id),
@@ -194,7 +178,7 @@ class ServicesPlan:
         return ProcessSpec(ProcessKey("server", number), argv, self.link.environment(base))
 
     def snapshot(self, base: Mapping[str, str]) -> ProcessSpec:
-        """What has the last snapshot taken."""
+        """The process that has the last snapshot taken."""
         return ProcessSpec(
             ProcessKey("snapshot", 0), program("psdist.launch.final_snapshot"), self.link.environment(base)
         )
@@ -209,14 +193,12 @@ def server_number(server_id: str) -> int | None:
     return int(number) if number != server_id and number.isascii() and number.isdigit() else None
 
 
+def kernel_threads_of_each(servers: int) -> int:
+    """Kernel threads for each server, so that all of them together have one for each core."""
+    return max(1, len(os.sched_getaffinity(0)) // servers)
+
+
 def program(module: str) -> tuple[str, ...]:
     """The command of one of our own programs, without arguments."""
-    # -P: a file named like a standard module in the user's directory must not break our programs.
+    # -P: a file in the user's directory that is named like a standard module must not break our programs.
     return (sys.executable, "-P", "-m", module)
-
-
-def python_command(script: list[str], *, module: bool, no_python: bool) -> tuple[str, ...]:
-    """The script as it is run: by this Python without output buffering, or as a program of its own."""
-    if no_python:
-        return tuple(script)
-    return (sys.executable, "-u", *(("-m",) if module else ()), *script)

@@ -1,8 +1,8 @@
-"""One child process: spawned in its own session, its lines handed on, its descendants killed with it.
+"""A child process: spawned in a session of its own, its lines passed on, its descendants killed with it. Linux only.
 
-Exits are noticed by a pidfd while the child is still a zombie, so its process group cannot have been reused when what
-is left of it is killed; asyncio's own child watchers reap too early for that. A child dies with the launcher: by
-PR_SET_PDEATHSIG, and by the guard process, which also knows its group. Linux only.
+An exit is noticed by a pidfd while the child is still a zombie, so that its process group cannot have been reused when
+the rest of the group is killed; asyncio's own child watchers reap too early for that. A child dies with the launcher by
+PR_SET_PDEATHSIG, and its process group by the reaper.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import IO, Final
 
 from psdist.launch import reaper
-from psdist.launch.supervisor import ProcessKey
+from psdist.launch.events import ProcessKey
+from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
 
-#: Bytes of a line that has not ended; a longer one is shown in pieces.
-LINE_BYTES_MAX: Final = 64 << 10
 _READ_BYTES: Final = 64 << 10
-#: A descendant that left the process group may hold the pipes open; its output is not waited for any longer.
+#: How long output is read after the exit: a descendant outside the process group may hold the pipes open.
 _DRAIN_SECONDS: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -35,7 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What to run: command line and the whole environment."""
+    """A process to start: its command line and its whole environment."""
 
     key: ProcessKey
     argv: tuple[str, ...]
@@ -43,31 +42,31 @@ class ProcessSpec:
 
 
 class LineSplitter:
-    """Cuts a stream of bytes into lines; a carriage return also ends one, so that progress bars are seen."""
+    """Splits a stream of bytes into lines. A carriage return also ends one, so that progress bars are shown."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Lines that are complete now, without their ends."""
+        """Takes bytes. Returns the lines that are complete now, without their ends."""
         text = (self._rest + data).replace(b"\r\n", b"\n")
         # A trailing \r may be the first half of \r\n.
         held = b"\r" if text.endswith(b"\r") else b""
         parts = text[: len(text) - len(held)].replace(b"\r", b"\n").split(b"\n")
         self._rest = parts.pop() + held
-        while len(self._rest) > LINE_BYTES_MAX:
-            parts.append(self._rest[:LINE_BYTES_MAX])
-            self._rest = self._rest[LINE_BYTES_MAX:]
+        while len(self._rest) > OUTPUT_LINE_BYTES_MAX:
+            parts.append(self._rest[:OUTPUT_LINE_BYTES_MAX])
+            self._rest = self._rest[OUTPUT_LINE_BYTES_MAX:]
         return [part.decode("utf-8", "replace") for part in parts]
 
     def close(self) -> list[str]:
-        """What is left when the stream ends."""
+        """Returns the unfinished line at the end of the stream."""
         rest, self._rest = self._rest.rstrip(b"\r"), b""
         return [rest.decode("utf-8", "replace")] if rest else []
 
 
 class Child:
-    """A running process. ``on_lines(stream, lines)`` gets its output (1 or 2); ``on_exit(returncode)`` comes last."""
+    """A running process. ``on_lines(stream, lines)`` gets its output; ``on_exit(returncode)`` comes last."""
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class Child:
             self._follow(number, stream)
 
     def kill(self, signum: int) -> None:
-        """Signals the process and its descendants of the same group."""
+        """Sends a signal to the process and its descendants of the same group."""
         if self._returncode is None:
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signum)
@@ -146,7 +145,7 @@ def spawn(
     lifeline: int | None = None,
     stderr: int | None = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
-    """Starts a process in its own session that dies with this one. Its output comes by pipes; it has no input."""
+    """Starts a process in a session of its own that dies with this process. It has no input; its output is piped."""
     parent = os.getpid()
 
     def die_with_parent() -> None:
@@ -168,7 +167,7 @@ def spawn(
 
 
 class ReaperProcess:
-    """The launcher's end of the guard process: it is told which process groups exist."""
+    """The launcher's side of the reaper, which knows all process groups of the run."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -181,15 +180,15 @@ class ReaperProcess:
         )
 
     def add(self, group: int) -> None:
-        """This process group must not outlive the launcher."""
+        """Adds a process group, which must not outlive the launcher."""
         self._write(b"+%d\n" % group)
 
     def remove(self, group: int) -> None:
-        """This process group is gone."""
+        """Removes a process group, which has ended."""
         self._write(b"-%d\n" % group)
 
     def close(self) -> None:
-        """Ends the guard; what is still listed is killed."""
+        """Ends the reaper, which kills the groups that are left."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -197,7 +196,7 @@ class ReaperProcess:
 
     def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
-        # Without its guard a run is only less well protected.
+        # Without its reaper a run is only less well protected.
         with contextlib.suppress(OSError):
             self._process.stdin.write(line)
             self._process.stdin.flush()

@@ -1,8 +1,9 @@
-"""The last safeguard against processes that outlive their launcher: a tiny process that waits for the launcher's end.
+"""The reaper: a small process that kills what is left of a run when the launcher ends.
 
 The launcher writes ``+PGID`` and ``-PGID`` lines to its standard input. When that pipe ends, for whatever reason, the
-process groups still listed are killed. So even a launcher killed by SIGKILL leaves nothing behind, not even what a
-worker's script had started. It runs as a file, with only the standard library: ``python -I -S reaper.py``.
+reaper kills the process groups that are still listed. So even a launcher killed by SIGKILL leaves no process behind,
+including those that a worker's script had started. It runs as a file with the standard library only: ``python -I -S
+reaper.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable
 
 
 def follow(lines: Iterable[bytes]) -> set[int]:
-    """The process groups that are listed and not struck out when ``lines`` end."""
+    """The process groups that were added and not removed when ``lines`` end."""
     groups: set[int] = set()
     for line in lines:
         sign, number = line[:1], line[1:].strip()
@@ -29,7 +30,7 @@ def follow(lines: Iterable[bytes]) -> set[int]:
 
 
 def main() -> None:
-    """Waits for the launcher's end and kills what it left."""
+    """Waits for the launcher's end, and kills what it left."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
     for group in follow(sys.stdin.buffer):

@@ -1,8 +1,8 @@
-"""Asks the scheduler for this node's ranks. A short-lived process of its own, because the agent must not import grpc.
+"""Asks the scheduler for this node's ranks, in a process of its own, because the agent must not import grpc.
 
-``python -m psdist.launch.rendezvous REQUEST``, where REQUEST is a JSON object (see ``RankRequest``); the token comes
-from the environment. Prints one JSON object per line: ``{"waiting_for": ...}`` as often as needed, then the ``Place``,
-or ``{"error": ..., "code": ...}``. A scheduler that does not answer is tried again until the request's time is over.
+``python -m psdist.launch.rendezvous REQUEST``, where REQUEST is a ``RankRequest`` in JSON; the token comes from the
+environment. It prints one JSON object per line: ``{"waiting_for": ...}`` as often as needed, then the ``Place``, or
+``{"error": ..., "code": ...}``. A scheduler that does not answer is asked again until the request's time is over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RETRY_SECONDS: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """One agent's wish: ``processes`` ranks in a world of ``nodes_min`` to ``nodes_max`` nodes."""
+    """An agent's request: ``processes`` ranks in a world of ``nodes_min`` to ``nodes_max`` nodes."""
 
     scheduler: str
     run_id: str
@@ -34,7 +34,7 @@ class RankRequest:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a node is in the world."""
+    """The place of a node in the world."""
 
     node_rank: int
     nodes: int

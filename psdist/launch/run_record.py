@@ -1,8 +1,9 @@
-"""Records that runs on this machine leave for ``psdist status``: one JSON file each, removed when the run ends.
+"""Records of the runs on this machine, by which ``psdist status`` finds them: one JSON file for each run.
 
-They lie in ``$XDG_STATE_HOME/psdist/runs`` (else ``~/.local/state/psdist/runs``), mode 0600, as ``RUN_ID.json``. A
-record whose launcher is dead (its pid is gone, or belongs to a process that started at another time) is stale. The
-first process that reads it removes it, and with it the private directory of its run.
+A launcher removes its record at its end. Records are in ``$XDG_STATE_HOME/psdist/runs`` (else
+``~/.local/state/psdist/runs``), mode 0600, as ``RUN_ID.json``. A record is stale if its launcher is dead: its pid is
+gone, or belongs to a process that started at another time. The first process that reads a stale record removes it, and
+the private directory of its run.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from pathlib import Path
 from typing import Final
 
 from psdist.errors import ConfigurationError
+from psdist.wire.limits import RUN_RECORD_BYTES_MAX
 
 DIRECTORY_PREFIX: Final = "psdist-"
-_NOTE_BYTES_MAX: Final = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,60 +36,62 @@ class RunRecord:
     pid_started: int
 
 
-def notes_directory(environ: Mapping[str, str]) -> Path:
-    """Where the notes lie."""
+def records_directory(environ: Mapping[str, str]) -> Path:
+    """The directory of the records of this user."""
     home = environ.get("XDG_STATE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~")) / ".local" / "state"
     return base / "psdist" / "runs"
 
 
 class RunRegistry:
-    """The notes in one directory. OSError where it cannot be used."""
+    """The records in one directory. Where that cannot be written, runs are not found by ``psdist status``."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def claim(self, run_id: str, token_file: Path, directory: Path) -> RunRecord:
-        """Notes a run of this process. Raises ConfigurationError if a live one on this machine has the name."""
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        """Records a run of this process. Raises ConfigurationError if a live one on this machine has the name."""
+        with contextlib.suppress(OSError):
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for other in self.live():
             if other.run_id == run_id:
                 raise ConfigurationError(
                     f"--run-id {run_id}: a run of this name is running on this machine (pid {other.pid}): stop it or "
                     "choose another name"
                 )
-        note = RunRecord(run_id, "", str(token_file), str(directory), os.getpid(), _started(os.getpid()))
-        self._write(note)
-        return note
+        record = RunRecord(run_id, "", str(token_file), str(directory), os.getpid(), _started(os.getpid()))
+        self._write(record)
+        return record
 
-    def listening(self, note: RunRecord, address: str) -> RunRecord:
+    def listening(self, record: RunRecord, address: str) -> RunRecord:
         """Adds the scheduler's address."""
-        noted = replace(note, address=address)
-        self._write(noted)
-        return noted
+        listening = replace(record, address=address)
+        self._write(listening)
+        return listening
 
     def remove(self, run_id: str) -> None:
-        """Takes a note away."""
-        self._path(run_id).unlink(missing_ok=True)
+        """Removes a record."""
+        with contextlib.suppress(OSError):
+            self._path(run_id).unlink()
 
     def live(self) -> list[RunRecord]:
-        """Runs whose launcher lives, by name; stale notes are swept."""
+        """Runs whose launcher lives, by name; stale records are swept."""
         found = []
-        for path, note in self._notes():
-            if note is not None and note.pid_started == _started(note.pid) != 0:
-                found.append(note)
+        for path, record in self._records():
+            if record is not None and record.pid_started == _started(record.pid) != 0:
+                found.append(record)
             else:
-                _sweep(path, note)
-        return sorted(found, key=lambda note: note.run_id)
+                _sweep(path, record)
+        return sorted(found, key=lambda record: record.run_id)
 
-    def _notes(self) -> Iterator[tuple[Path, RunRecord | None]]:
+    def _records(self) -> Iterator[tuple[Path, RunRecord | None]]:
         for path in self._directory.glob("*.json"):
             try:
                 with path.open("rb") as file:
-                    values = json.loads(file.read(_NOTE_BYTES_MAX))
-                note = RunRecord(**values)
-                well_formed = all(type(getattr(note, f)) is type(v) for f, v in _SAMPLE.items())
-                yield path, note if well_formed and path.stem == note.run_id else None
+                    values = json.loads(file.read(RUN_RECORD_BYTES_MAX))
+                record = RunRecord(**values)
+                well_formed = all(type(getattr(record, f)) is type(v) for f, v in _SAMPLE.items())
+                yield path, record if well_formed and path.stem == record.run_id else None
             except FileNotFoundError:
                 continue
             except (ValueError, TypeError):
@@ -97,23 +100,24 @@ class RunRegistry:
     def _path(self, run_id: str) -> Path:
         return self._directory / f"{run_id}.json"
 
-    def _write(self, note: RunRecord) -> None:
-        draft = self._directory / f".{note.run_id}.{os.getpid()}.draft"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(asdict(note), file)
-        draft.replace(self._path(note.run_id))
+    def _write(self, record: RunRecord) -> None:
+        draft = self._directory / f".{record.run_id}.{os.getpid()}.draft"
+        with contextlib.suppress(OSError):
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(asdict(record), file)
+            draft.replace(self._path(record.run_id))
 
 
 _SAMPLE: Final = asdict(RunRecord("", "", "", "", 0, 0))
 
 
-def _sweep(path: Path, note: RunRecord | None) -> None:
+def _sweep(path: Path, record: RunRecord | None) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
-    if note is None:
+    if record is None:
         return
-    directory = Path(note.directory)
+    directory = Path(record.directory)
     with contextlib.suppress(OSError):
         info = directory.lstat()
         if directory.name.startswith(DIRECTORY_PREFIX) and stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid():

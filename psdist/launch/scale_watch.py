@@ -1,8 +1,8 @@
-"""Watches how many servers the scheduler wants. A process of its own, because the launcher must not import grpc.
+"""Watches how many servers the scheduler wants, in a process of its own, because the launcher must not import grpc.
 
-``python -m psdist.launch.scale_watch SCHEDULER RUN_ID``; the token comes from the environment. Prints one JSON object
-per line, at once and after every change: a ``ScaleRequest``. A scheduler that does not answer is asked again until this
-process is ended.
+``python -m psdist.launch.scale_watch SCHEDULER RUN_ID``; the token comes from the environment. It prints a
+``ScaleRequest`` in JSON, one per line, at once and after every change. A scheduler that does not answer is asked again
+until this process is killed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ _RETRY_SECONDS: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ScaleRequest:
-    """What the scheduler wants.
+    """What the scheduler wants of the launcher.
 
-    servers: how many there shall be. draining: ids of those that everything is moved away from, which do not count.
-    stop: ids of those of them that hold nothing any more and shall be stopped. lost: why the run cannot go on; empty
-    while it can.
+    servers: their number. draining: ids of servers that are being drained, which do not count. stop: ids of those that
+    are drained and are to be stopped. lost: why the run cannot go on; empty while it can.
     """
 
     servers: int
@@ -33,7 +32,7 @@ class ScaleRequest:
 
     @classmethod
     def from_line(cls, line: str) -> ScaleRequest | None:
-        """What a line of this process says; None for one that says something else."""
+        """Parses a line of this process; None for any other line."""
         try:
             return cls(**json.loads(line))
         except (ValueError, TypeError):
@@ -54,17 +53,17 @@ async def _follow(scheduler: str, run_id: str, token: str) -> None:
             try:
                 request = scheduler_pb2.WatchScaleRequest(run_id=run_id)
                 async for answer in stub.WatchScale(request, metadata=auth.metadata(token)):
-                    wish = ScaleRequest(answer.servers_wanted, list(answer.draining), list(answer.stop), answer.lost)
-                    if wish != said:
-                        said = wish
-                        print(json.dumps(asdict(wish)), flush=True)
+                    wanted = ScaleRequest(answer.servers_wanted, list(answer.draining), list(answer.stop), answer.lost)
+                    if wanted != said:
+                        said = wanted
+                        print(json.dumps(asdict(wanted)), flush=True)
             except grpc.aio.AioRpcError:
-                pass  # it is being started again
+                pass  # the scheduler is being restarted
             await asyncio.sleep(_RETRY_SECONDS)
 
 
 def main() -> None:
-    """Follows the scheduler of the command line until it is ended."""
+    """Watches the scheduler of the command line until this process is killed."""
     from psdist.settings.config import find_token
 
     asyncio.run(_follow(sys.argv[1], sys.argv[2], find_token(os.environ)))

@@ -1,28 +1,65 @@
-"""Checks the user's script before anything is started, so that a typing error costs no start-up."""
+"""The user's script: how it is run, and the check before anything is started, so that a typing error costs no start."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import os
 import shutil
+import signal
 import sys
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
+from typing import Final
 
 from psdist.errors import ConfigurationError
+from psdist.launch.output import Routing
+from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS
+from psdist.settings.config import START_TIMEOUT_SECONDS
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-def check_script(command: list[str], *, module: bool, no_python: bool) -> None:
-    """Raises ConfigurationError, naming what is wrong, if ``command`` cannot be run."""
-    if module and no_python:
-        raise ConfigurationError("--module and --no-python exclude each other: a module needs Python")
-    if not command:
-        raise ConfigurationError("no script given: name one after the flags, such as train.py")
-    if no_python:
-        _check_program(command[0])
-    elif module:
-        _check_module(command[0])
-    else:
-        _check_file(command[0])
+class ScriptKind(Enum):
+    """What the first word of the command names."""
+
+    FILE = "file"
+    MODULE = "module"
+    PROGRAM = "program"
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptOptions:
+    """The script that the workers of this machine run, and how they are watched.
+
+    command: a file, module or program (``kind``), then its arguments. restarts_max: of each worker. signals: those that
+    end the run in order. interval_seconds: between two checks of the workers.
+    """
+
+    command: tuple[str, ...]
+    kind: ScriptKind = ScriptKind.FILE
+    processes: int = 1
+    restarts_max: int = 3
+    role: str = "worker"
+    routing: Routing = field(default_factory=Routing)
+    signals: tuple[int, ...] = SIGNALS
+    interval_seconds: float = 0.1
+    start_timeout_seconds: float = START_TIMEOUT_SECONDS
+    stop_timeout_seconds: float = STOP_TIMEOUT_SECONDS
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The command line of a worker: by this Python without output buffering, or as a program of its own."""
+        if self.kind is ScriptKind.PROGRAM:
+            return self.command
+        return (sys.executable, "-u", *(("-m",) if self.kind is ScriptKind.MODULE else ()), *self.command)
+
+    def check(self) -> None:
+        """Raises ConfigurationError, which says what is wrong, if the script cannot be run."""
+        if not self.command:
+            raise ConfigurationError("no script given: name one after the flags, such as train.py")
+        checks = {ScriptKind.FILE: _check_file, ScriptKind.MODULE: _check_module, ScriptKind.PROGRAM: _check_program}
+        checks[self.kind](self.command[0])
 
 
 def _check_program(name: str) -> None:
@@ -31,7 +68,7 @@ def _check_program(name: str) -> None:
 
 
 def _check_module(name: str) -> None:
-    # Only the first part is looked for: to look further would run the package's own code in the launcher.
+    # Only the first part is looked up: a search for the rest would run the package's own code in the launcher.
     top = name.partition(".")[0]
     if top in sys.builtin_module_names:
         return

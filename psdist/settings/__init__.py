@@ -1,1 +1,1 @@
-"""What programs are told when they start, and what they end with: flags, environment variables, exit statuses."""
+"""Settings and exit statuses of the programs: flags and environment variables."""

@@ -1,111 +1,43 @@
-"""Settings of the programs and of the client library: command line and environment in, frozen dataclasses out.
+"""Values that configure a process, and the settings of a worker's script: text and environment in, checked values out.
 
-``scheduler_settings`` and ``server_settings`` read a command line (wrong input ends the program with status 2),
-``client_settings`` the environment of a worker's script (wrong input raises). Nothing is connected or bound here; the
-only waiting is ``await_address``, for the file in which a scheduler that starts at the same time leaves its address.
+The command lines of scheduler and server are in ``programs``. Nothing is connected or bound here. The only wait is
+``await_address``, for the file in which a scheduler that starts at the same time leaves its address.
 
-A token is never taken from a command line, where everybody could read it: it comes from an argument of the library,
-else from ``--token-file``, ``PSDIST_TOKEN`` or the file named by ``PSDIST_TOKEN_FILE``, in this order.
+A token is never taken from a command line, where everybody could read it. The first of these that is set counts: an
+argument of the library, ``--token-file``, ``PSDIST_TOKEN``, the file that ``PSDIST_TOKEN_FILE`` names.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
-import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
+from typing import Final, Literal, cast, get_args
 
-from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError, SchedulerUnreachableError
-from psdist.snapshots.policy import DEFAULT_POLICY, KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
-
-if TYPE_CHECKING:
-    from psdist.settings.flags import CommandLine, Flag
+from psdist.errors import ConfigurationError, SchedulerUnreachableError
+from psdist.wire.limits import ADDRESS_FILE_BYTES_MAX, RUN_ID, TOKEN_CHARACTERS_MAX
 
 #: How gradients and weights travel: "auto" shares memory with the servers of this host and uses gRPC to all others,
 #: "grpc" never shares, "shm" fails where memory cannot be shared.
 TransportName = Literal["auto", "grpc", "shm"]
 
 START_TIMEOUT_SECONDS: Final = 60.0
-#: Silence of a server, and of a worker, after which it is taken for lost.
+#: The longest silence after which a server, or a worker, still counts as a member.
 FAILURE_TIMEOUT_SECONDS: Final = 2.0
 WORKER_TIMEOUT_SECONDS: Final = 30.0
 DRAIN_TIMEOUT_SECONDS: Final = 30.0
-#: Copies of each shard that the scheduler can be asked for.
-REPLICAS_MAX: Final = 2
-TOKEN_CHARACTERS_MAX: Final = 4096
-_ADDRESS_FILE_BYTES_MAX: Final = 512
 _POLL_SECONDS: Final = 0.02
-_RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _STORAGE_SCHEMES: Final = ("file", "s3", "gs", "az")
-#: What ``--storage-path`` is given where there shall be no snapshots; a directory of this name is ./none.
+#: The ``--storage-path`` that means no snapshots. A directory of this name is written ``./none``.
 _NO_STORAGE: Final = "none"
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """What ``psdist-scheduler`` was told. An empty ``run_id`` lets the scheduler choose; an empty ``token`` is none."""
-
-    host: str
-    port: int
-    run_id: str
-    workers_min: int
-    servers_min: int
-    replicas: int
-    failure_timeout_seconds: float
-    worker_timeout_seconds: float
-    join_grace_seconds: float
-    store_path: Path | None
-    address_file: Path | None
-    lifeline_fd: int | None
-    insecure: bool
-    advertise: str
-    token: str
-    log_format: str
-    log_level: str
-    #: Where snapshots lie: an absolute path or a URL; empty for none.
-    storage: str = ""
-    policy: SavePolicy = field(default_factory=SavePolicy)
-    #: Begin anew; refused where the storage has snapshots.
-    fresh: bool = False
-    #: Begin where nothing can be written to the storage, and save nothing; refused otherwise.
-    storage_optional: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """What ``psdist-server`` was told. Where ``scheduler`` is empty, ``scheduler_address`` waits for the file."""
-
-    scheduler: str
-    scheduler_file: Path | None
-    start_timeout_seconds: float
-    host: str
-    port: int
-    advertise: str
-    server_id: str
-    kernel_threads: int | None
-    #: When it is told to end, it waits at most so long for its shards to be moved to others.
-    drain_timeout_seconds: float
-    lifeline_fd: int | None
-    insecure: bool
-    token: str
-    run_id: str
-    log_format: str
-    log_level: str
-
-    def scheduler_address(self) -> str:
-        """``host:port`` of the scheduler; blocks until its file is there. Raises SchedulerUnreachableError."""
-        if self.scheduler or self.scheduler_file is None:
-            return self.scheduler
-        return await_address(self.scheduler_file, self.start_timeout_seconds)
-
-
-@dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """What a worker's script was told by its launcher. ``scheduler`` is empty where there is none."""
+    """What a launcher tells a worker's script. ``scheduler`` is empty where there is none."""
 
     scheduler: str
     token: str
@@ -131,6 +63,12 @@ def parse_address(value: str) -> tuple[str, int]:
     return bare, int(port)
 
 
+def address_text(value: str) -> str:
+    """``value`` if it is an address; for flags."""
+    parse_address(value)
+    return value
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach ``host``."""
     if host == "localhost":
@@ -143,16 +81,13 @@ def is_loopback(host: str) -> bool:
 
 def check_run_id(value: str) -> str:
     """Returns ``value`` if it is 1 to 64 of ``A-Z a-z 0-9 . _ -``, which is safe in a file name."""
-    if not _RUN_ID.fullmatch(value) or value.startswith("."):
+    if not RUN_ID.fullmatch(value) or value.startswith("."):
         raise ConfigurationError(f"{value!r:.100} is not a run id: use 1 to 64 of the characters A-Z a-z 0-9 . _ -")
     return value
 
 
 def storage_text(value: str) -> str:
-    """An absolute path, or a URL as it is, of what ``--storage-path`` was given; empty for ``none``.
-
-    Raises ConfigurationError.
-    """
+    """The value of ``--storage-path`` as an absolute path or a URL; empty for ``none``. Raises ConfigurationError."""
     if not value or value == _NO_STORAGE:
         return ""
     scheme, separator, rest = value.partition("://")
@@ -160,12 +95,12 @@ def storage_text(value: str) -> str:
         return os.path.abspath(Path(value).expanduser())
     if scheme not in _STORAGE_SCHEMES or not rest.strip("/"):
         known = ", ".join(f"{each}://" for each in _STORAGE_SCHEMES)
-        raise ConfigurationError(f"{value!r:.200} is no storage of snapshots: use a directory, or one of {known}")
+        raise ConfigurationError(f"{value!r:.200} is not a storage for snapshots: use a directory, or one of {known}")
     return value
 
 
 def check_token(value: str, source: str) -> str:
-    """Returns the token without surrounding blanks. Raises ConfigurationError, which never shows the token."""
+    """Returns the token without surrounding blanks. Raises ConfigurationError, whose message never has the token."""
     token = value.strip()
     if not token or len(token) > TOKEN_CHARACTERS_MAX or not token.isascii() or not token.isprintable():
         raise ConfigurationError(
@@ -175,7 +110,7 @@ def check_token(value: str, source: str) -> str:
 
 
 def find_token(environ: Mapping[str, str], argument: str | None = None, token_file: Path | None = None) -> str:
-    """The token by the order in the module's text; empty where none is set. Raises ConfigurationError."""
+    """The token, by the order in the module's docstring; empty if none is set. Raises ConfigurationError."""
     if argument:
         return check_token(argument, "the argument")
     if token_file is not None:
@@ -200,10 +135,10 @@ def _read_token(path: Path, source: str) -> str:
 
 
 def read_address(path: Path) -> str:
-    """The address in a scheduler's address file; empty while there is none. Raises ConfigurationError."""
+    """The address in a scheduler's address file; empty until the file exists. Raises ConfigurationError."""
     try:
         with path.open("rb") as file:
-            value = file.read(_ADDRESS_FILE_BYTES_MAX).decode("ascii", "replace").strip()
+            value = file.read(ADDRESS_FILE_BYTES_MAX).decode("ascii", "replace").strip()
     except FileNotFoundError:
         return ""
     except OSError as error:
@@ -214,7 +149,7 @@ def read_address(path: Path) -> str:
 
 
 def await_address(path: Path, timeout_seconds: float = START_TIMEOUT_SECONDS) -> str:
-    """The address in a scheduler's address file; blocks until it is there.
+    """The address in a scheduler's address file; blocks until the file exists.
 
     Raises SchedulerUnreachableError after ``timeout_seconds``.
     """
@@ -251,10 +186,10 @@ def client_settings(
     run_id: str | None = None,
     transport: str | None = None,
 ) -> ClientSettings:
-    """Settings of a worker's client from ``environ`` (default: this process's); arguments count more.
+    """Settings of a worker's client from ``environ`` (default: this process's); arguments take precedence.
 
-    Blocks for at most ``PSDIST_START_TIMEOUT`` seconds (60) where only ``PSDIST_SCHEDULER_FILE`` names the scheduler.
-    Raises ConfigurationError for a value that is wrong, SchedulerUnreachableError where the file does not appear.
+    Blocks for at most ``PSDIST_START_TIMEOUT`` seconds (60) if only ``PSDIST_SCHEDULER_FILE`` names the scheduler.
+    Raises ConfigurationError for a wrong value, SchedulerUnreachableError if the file does not appear.
     """
     environ = os.environ if environ is None else environ
     if scheduler:
@@ -308,230 +243,3 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
         return seconds()(environ[name]) if environ.get(name) else default
     except ValueError as error:
         raise ConfigurationError(f"{name}: {error}") from None
-
-
-# --- the programs -----------------------------------------------------------------------------------------------------
-
-
-def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> SchedulerSettings:
-    """Settings of ``psdist-scheduler`` from its command line, without the program's name. Exits with 2 if wrong."""
-    environ = os.environ if environ is None else environ
-    from psdist.settings.flags import fail
-
-    line = _scheduler_line()
-    given = line.parse(argv, environ)
-    try:
-        policy = save_policy(given, bool(given.storage_path))
-    except ConfigurationError as error:
-        fail(line.program, str(error))
-    return SchedulerSettings(
-        host=given.host,
-        port=given.port,
-        run_id=given.run_id,
-        workers_min=given.min_workers,
-        servers_min=given.min_servers,
-        replicas=given.replicas,
-        failure_timeout_seconds=given.failure_timeout,
-        worker_timeout_seconds=given.worker_timeout,
-        join_grace_seconds=given.join_grace,
-        store_path=given.store,
-        address_file=given.address_file,
-        lifeline_fd=given.lifeline_fd,
-        insecure=given.insecure,
-        advertise=given.advertise,
-        token=_program_token(line.program, given, environ),
-        log_format=given.log_format,
-        log_level=given.log_level,
-        storage=given.storage_path or "",
-        policy=policy,
-        fresh=given.fresh,
-        storage_optional=given.storage_optional,
-    )
-
-
-def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> ServerSettings:
-    """Settings of ``psdist-server`` from its command line, without the program's name. Exits with 2 if wrong."""
-    from psdist.settings.flags import fail
-
-    environ = os.environ if environ is None else environ
-    line = _server_line()
-    given = line.parse(argv, environ)
-    scheduler = given.scheduler
-    if not scheduler and given.scheduler_file is None:
-        try:
-            scheduler = find_scheduler(environ)
-        except InvalidArgumentError as error:
-            fail(line.program, str(error))
-        if not scheduler:
-            fail(line.program, "no scheduler: pass --scheduler HOST:PORT or set PSDIST_SCHEDULER")
-    return ServerSettings(
-        scheduler=scheduler,
-        scheduler_file=given.scheduler_file,
-        start_timeout_seconds=given.start_timeout,
-        host=given.host,
-        port=given.port,
-        advertise=given.advertise,
-        server_id=given.server_id,
-        kernel_threads=given.kernel_threads,
-        drain_timeout_seconds=given.drain_timeout,
-        lifeline_fd=given.lifeline_fd,
-        insecure=given.insecure,
-        token=_program_token(line.program, given, environ),
-        run_id=given.run_id,
-        log_format=given.log_format,
-        log_level=given.log_level,
-    )
-
-
-def _program_token(program: str, given: Any, environ: Mapping[str, str]) -> str:
-    """The token; refuses a bind that is not safe without encryption, or without a token."""
-    from psdist.settings.flags import fail
-
-    try:
-        token = find_token(environ, token_file=given.token_file)
-        if not is_loopback(given.host) and not given.insecure:
-            raise InsecureBindError(
-                f"--host {given.host} would listen beyond this machine without encryption: bind 127.0.0.1, or add "
-                "--insecure if the network is private"
-            )
-        if not is_loopback(given.host) and not token:
-            raise InsecureBindError(
-                f"--host {given.host} would let everybody in who can reach it: set PSDIST_TOKEN or --token-file"
-            )
-    except InvalidArgumentError as error:
-        fail(program, str(error))
-    return token
-
-
-def address_text(value: str) -> str:
-    """``value`` if it is an address; for flags."""
-    parse_address(value)
-    return value
-
-
-def _name_text(value: str) -> str:
-    from psdist.types import check_name
-
-    return check_name(value, "the id")
-
-
-def _shared_flags() -> tuple[Flag, ...]:
-    from psdist.settings.flags import Flag, integer, one_of
-
-    return (
-        Flag("--advertise", "address that others reach this process by", address_text, "", "HOST:PORT"),
-        Flag("--insecure", "allow a --host beyond this machine without encryption (private networks)"),
-        # PSDIST_TOKEN_FILE is weaker than PSDIST_TOKEN, so it is no twin of this flag: see find_token.
-        Flag("--token-file", "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False),
-        Flag("--lifeline-fd", "inherited pipe; this process ends when it does", integer(0), None, "N"),
-        Flag("--log-format", "console or json", one_of("console", "json"), "console", "FORMAT"),
-        Flag("--log-level", "least level shown", one_of("debug", "info", "warning", "error"), "info", "LEVEL"),
-    )
-
-
-def timeout_flags() -> tuple[Flag, ...]:
-    """Flags on silent members, of every program that starts a scheduler."""
-    from psdist.settings.flags import Flag, seconds
-
-    return (
-        Flag(
-            "--failure-timeout", "silence after which a server is replaced", seconds(0.05), FAILURE_TIMEOUT_SECONDS,
-            "SECONDS",
-        ),
-        Flag(
-            "--worker-timeout",
-            "silence after which a worker is expelled: longer than its script may hold the interpreter. A worker that "
-            "died is noticed at once",
-            seconds(0.05),
-            WORKER_TIMEOUT_SECONDS,
-            "SECONDS",
-        ),
-    )  # fmt: skip
-
-
-def storage_flags(default: str) -> tuple[Flag, ...]:
-    """Flags on snapshots of every program that starts a scheduler. ``default``: in words, where they lie by default."""
-    from psdist.settings.flags import Flag, integer
-
-    return (
-        Flag(
-            "--storage-path",
-            f"directory or URL (s3://, gs://, az://) for snapshots, or none (default: {default}). What is there, a run "
-            "of the same --run-id goes on from",
-            storage_text,
-            None,
-            "PATH",
-        ),
-        Flag(
-            "--save-interval",
-            "take a snapshot every: 100 (steps), 30s, 5m, 2h; 0 for none but at the end (default: 10m, where there is "
-            "a storage)",
-            parse_interval,
-            None,
-            "EVERY",
-        ),
-        Flag("--keep-last", "newest snapshots that are kept", integer(1, KEEP_MAX), 3, "N"),
-        Flag("--keep-every", "keep the first of every so many steps, too", integer(0, STEPS_MAX), 0, "STEPS"),
-        Flag("--no-save-at-end", "take no snapshot when the run ends"),
-        Flag("--fresh", "begin anew; refused where there are snapshots already"),
-    )
-
-
-def save_policy(given: Any, stored: bool) -> SavePolicy:
-    """The policy of the parsed ``storage_flags``. ``stored``: whether there is a storage. Raises ConfigurationError."""
-    if given.save_interval and any(given.save_interval) and not stored:
-        raise ConfigurationError("--save-interval, and no storage to save in: pass --storage-path DIR or URL")
-    default = (DEFAULT_POLICY.steps, DEFAULT_POLICY.seconds) if stored else (0, 0.0)
-    steps, every = default if given.save_interval is None else given.save_interval
-    return SavePolicy(steps, every, given.keep_last, given.keep_every, not given.no_save_at_end)
-
-
-def _scheduler_line() -> CommandLine:
-    from psdist.settings.flags import CommandLine, Flag, integer, seconds, text
-
-    return CommandLine(
-        "psdist-scheduler",
-        "Keeps the membership and the cluster map of one run.",
-        (
-            Flag("--host", "address to listen on", text, "127.0.0.1", "HOST"),
-            Flag("--port", "port to listen on; 0 takes a free one", integer(0, 65535), 0, "PORT"),
-            Flag("--run-id", "name of the run", check_run_id, "", "NAME"),
-            Flag("--min-workers", "workers to wait for", integer(1), 1, "N", variables=("DMLC_NUM_WORKER",)),
-            Flag("--min-servers", "servers to wait for", integer(1), 1, "N", variables=("DMLC_NUM_SERVER",)),
-            Flag("--replicas", "copies of each shard, each on another server", integer(1, REPLICAS_MAX), 1, "N"),
-            *timeout_flags(),
-            Flag("--join-grace", "wait for late workers when parameters are made", seconds(), 0.0, "SECONDS"),
-            Flag("--store", "SQLite file that keeps the map over a restart", Path, None, "FILE"),
-            Flag("--address-file", "file to write HOST:PORT into once listening", Path, None, "FILE"),
-            *storage_flags("none"),
-            Flag("--storage-optional", "where the storage cannot be written, warn and take no snapshots"),
-            *_shared_flags(),
-        ),
-    )
-
-
-def _server_line() -> CommandLine:
-    from psdist.settings.flags import CommandLine, Flag, integer, seconds, text
-
-    return CommandLine(
-        "psdist-server",
-        "Holds a share of the parameters and of the optimizer's state.",
-        (
-            Flag("--scheduler", "the scheduler", address_text, "", "HOST:PORT"),
-            Flag("--scheduler-file", "file in which the scheduler leaves its address", Path, None, "FILE"),
-            Flag("--start-timeout", "longest wait for that file", seconds(), START_TIMEOUT_SECONDS, "SECONDS"),
-            Flag("--host", "address to listen on", text, "127.0.0.1", "HOST"),
-            Flag("--port", "port to listen on; 0 takes a free one", integer(0, 65535), 0, "PORT"),
-            Flag("--server-id", "id of this server; the scheduler chooses one otherwise", _name_text, "", "ID"),
-            Flag("--kernel-threads", "threads that apply updates (default: one per core)", integer(1, 1024), None, "N"),
-            Flag(
-                "--drain-timeout",
-                "when told to end, longest wait for its shards to be moved to other servers",
-                seconds(),
-                DRAIN_TIMEOUT_SECONDS,
-                "SECONDS",
-            ),
-            Flag("--run-id", "name of the run; refused if the scheduler serves another", check_run_id, "", "NAME"),
-            *_shared_flags(),
-        ),
-    )

@@ -1,9 +1,8 @@
-"""Flags: one table row each, from which come the option, its underscore spelling, its environment twins and its help.
+"""Flags: one row each, which gives the option, its underscore spelling, its environment variables and its help.
 
 The value of a flag is the first that is set of: the command line, ``PSDIST_<FLAG>``, the flag's other variables
-(``PET_<FLAG>`` where torchrun has the flag), the default. All are converted by the same function, and a message about a
-wrong value says where it came from. This module reads no environment by itself and starts nothing; wrong input ends the
-program with status 2 before anything was done.
+(``PET_<FLAG>`` if torchrun has the flag), the default. All are converted by the same function, and a message about a
+wrong value says where it came from. Wrong input ends the program with status 2 before anything is done.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _FALSE = frozenset({"", "0", "false", "no", "off"})
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag. ``convert`` turns its text into its value (ValueError: why not); without it the flag is a switch."""
+    """A flag. ``convert`` turns its text into its value, or raises ValueError; without it the flag is a switch."""
 
     name: str
     help: str
@@ -47,13 +46,13 @@ class Flag:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All that a command line may call it."""
+        """All spellings on a command line."""
         names = dict.fromkeys((self.short, self.name, "--" + self.dest))
         return tuple(name for name in names if name)
 
 
 def torchrun(flag: str) -> tuple[str, ...]:
-    """The variable by which torchrun knows ``flag``."""
+    """The variable that sets ``flag`` for torchrun."""
     return ("PET_" + flag.lstrip("-").replace("-", "_").upper(),)
 
 
@@ -61,7 +60,7 @@ def torchrun(flag: str) -> tuple[str, ...]:
 
 
 def text(value: str) -> str:
-    """Any text but the empty one."""
+    """A text that is not empty."""
     if not value:
         raise ValueError("is empty")
     return value
@@ -127,7 +126,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def fail(program: str, message: str, code: int = exit_codes.USAGE) -> NoReturn:
-    """Says what is wrong and ends the program with ``code``."""
+    """Prints what is wrong, and ends the program with ``code``."""
     hint = f"\nTry: {program} --help" if code == exit_codes.USAGE else ""
     print(f"{program}: error: {message}{hint}", file=sys.stderr, flush=True)
     raise SystemExit(code)
@@ -135,22 +134,19 @@ def fail(program: str, message: str, code: int = exit_codes.USAGE) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """A program's flags. ``script`` is the usage of what follows them, or empty where no script may follow."""
+    """A program's flags. ``script`` is the usage of the script that follows them; empty if none may follow."""
 
     program: str
     description: str
     flags: tuple[Flag, ...]
     script: str = ""
     epilog: str = ""
-    #: What must be given besides flags, by the name that the help shows.
+    #: The arguments besides flags, by the name that the help shows.
     words: tuple[str, ...] = ()
 
     def parse(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-        """Values of all flags, with ``command``, the script that follows them, ``words``, and ``explicit``, those flags
-        that the command line names.
-
-        Wrong input ends the program with status 2.
-        """
+        """The values of all flags; ``command``, the script that follows them; ``words``, the other arguments; and
+        ``explicit``, the flags that the command line names. Wrong input ends the program with status 2."""
         own, command = self.split(argv) if self.script else (list(argv), [])
         given = vars(self._parser().parse_args(own))
         words = [given.pop(word) for word in self.words]
@@ -163,7 +159,7 @@ class CommandLine:
         return argparse.Namespace(**values)
 
     def split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Parts ``argv`` into the program's own flags and the script with its arguments, which are left alone.
+        """Splits ``argv`` into the program's own flags, and the script with its arguments.
 
         The script is the first word that is neither a flag nor a flag's value; a bare ``--`` before it is dropped.
         """
@@ -179,7 +175,7 @@ class CommandLine:
         return list(argv[:position]), list(argv[position:])
 
     def misplaced(self, command: Iterable[str]) -> list[str]:
-        """Long flags of this program among the arguments of the script, where they have no effect on it."""
+        """Long flags of this program among the arguments of the script, where this program ignores them."""
         known = {name for flag in self.flags for name in flag.spellings if name.startswith("--")}
         words = (word.split("=", 1)[0] for word in list(command)[1:])
         return list(dict.fromkeys(word for word in words if word in known))
@@ -209,7 +205,7 @@ def _visible_first(flag: Flag) -> list[tuple[str, ...]]:
 def _add(parser: argparse.ArgumentParser, flag: Flag, names: tuple[str, ...], *, hidden: bool) -> None:
     note = "" if flag.default in (None, False, "") else f" (default {flag.default})"
     help_text = argparse.SUPPRESS if hidden else (flag.help + note).replace("%", "%%")
-    # The default is left out of argparse, so that a value from the environment can be told from a given one.
+    # argparse gets no default, so that a value from the environment can be distinguished from a given one.
     if flag.convert is None:
         parser.add_argument(
             *names, dest=flag.dest, action="store_const", const="1", default=argparse.SUPPRESS, help=help_text

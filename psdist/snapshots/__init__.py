@@ -1,6 +1,5 @@
-"""Snapshots of a run: what they look like, where they lie, and how they are read. docs/snapshot-format.md says it in
-MUSTs.
+"""Snapshots of a run: their format, their storage, and how they are read. docs/snapshot-format.md specifies them.
 
-``format`` is pure: dataclasses and their bytes. ``storage`` is a directory or a bucket. ``reader`` finds what is
-committed and reads it, checking every byte. Who takes snapshots, and when, is for the scheduler and the servers.
+``format`` is pure: dataclasses and their bytes. ``storage`` is a directory or a bucket. ``reader`` finds the committed
+snapshots and reads them, checking every byte. The scheduler and the servers take snapshots.
 """

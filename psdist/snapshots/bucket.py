@@ -1,13 +1,13 @@
 """A storage in a bucket (S3, GCS, Azure), or in this process's memory, through obstore.
 
-An object is there as a whole or not at all, and durable when it is there; ``create`` is a conditional put.
+An object exists as a whole or not at all, and is durable when it exists; ``create`` is a conditional put.
 
-Of obstore only the synchronous functions are used, each call in a thread of this module. The asynchronous ones hand
-their results over in threads of obstore's Rust runtime, by ``call_soon_threadsafe``: Python code that gives the
-interpreter back and asks for it again. The caller may have gone on by then, and the interpreter may be ending. CPython
-ends a thread that asks at that time by pthread_exit, which unwinds through the frames of Rust, and the process aborts.
-In a thread of ours no such frame is left when the result is handed over. Rust threads still release buffers that were
-uploaded; no Python code runs for that, and where the interpreter is ending pyo3 parks the thread.
+Only the synchronous functions of obstore are used, each call in a thread of this module. The asynchronous ones deliver
+results in threads of obstore's Rust runtime, by ``call_soon_threadsafe``, which releases the interpreter and acquires
+it again. By then the interpreter may be ending. CPython ends a thread that acquires it at that time by pthread_exit,
+which unwinds through the frames of Rust, and the process aborts. The threads of this module have no such frame when
+they deliver a result. Rust threads still release uploaded buffers, but no Python code runs for that, and pyo3 parks the
+thread if the interpreter is ending.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from psdist.snapshots.storage import Buffer, StoredFile, check_path
 
 T = TypeVar("T")
 
-#: An attempt to reach a bucket that fails is made again so often, and for no longer than that.
+#: How often, and for how long, a failed request is tried again.
 _RETRIES: Final = 4
 _RETRY_SECONDS: Final = 60
-#: Bytes of one part of an upload, and how many are under way at a time.
+#: Bytes of one part of an upload, and how many parts are under way at a time.
 _PART_BYTES: Final = 10 << 20
 _PARTS: Final = 2
 
@@ -47,14 +47,14 @@ def open_bucket(url: str) -> BucketStorage:
         return BucketStorage(url, _memories.setdefault(url, MemoryStore()))
     retries = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)}
     try:
-        # Overloaded by the kinds of stores, of which only the URL says which it is.
+        # Overloaded by the kind of store, which only the URL shows.
         return BucketStorage(url, from_url(url, retry_config=retries))  # type: ignore[call-overload]
     except (BaseError, ValueError) as error:
-        raise ConfigurationError(f"the storage {url:.200} cannot be used: {_reason(error)}") from None
+        raise ConfigurationError(f"the storage {url:.200} cannot be opened: {_reason(error)}") from None
 
 
 class BucketStorage:
-    """See ``psdist.snapshots.storage.Storage``."""
+    """A ``Storage`` in a bucket, or in memory."""
 
     def __init__(self, url: str, store: Any) -> None:
         self.url = url
@@ -73,7 +73,7 @@ class BucketStorage:
             try:
                 await _in_thread(partial(obstore.put, self._store, path, data, mode="create", use_multipart=False))
             except AlreadyExistsError:
-                # A request whose answer was lost is sent again, and finds what it made.
+                # A request whose answer was lost is sent again, and finds its own object.
                 if await self.read(path) != data:
                     raise FileExistsError(f"{path} exists already in {self.url}") from None
 
@@ -93,7 +93,7 @@ class BucketStorage:
         except (BaseError, OSError) as error:
             reason = f"{_reason(error)}{_hint(error)}"
             raise StorageError(f"the storage {self.url} cannot be written: {reason}", path=self.url) from None
-        with suppress(StorageError):  # Who may not delete can save all the same.
+        with suppress(StorageError):  # Snapshots can be saved without the right to delete.
             await self.delete([path])
 
     @asynccontextmanager
@@ -102,7 +102,7 @@ class BucketStorage:
         try:
             yield file
             await file.finish()
-        except BaseException:  # A cancelled writer leaves nothing either.
+        except BaseException:  # This includes cancellation.
             await asyncio.shield(file.abandon())
             raise
 
@@ -138,7 +138,7 @@ class BucketStorage:
 
     @contextmanager
     def _errors(self, verb: str, path: str) -> Iterator[None]:
-        """Says in psdist's words what the bucket refused."""
+        """Turns an error of obstore into one of psdist."""
         try:
             yield
         except FileExistsError:
@@ -151,16 +151,16 @@ class BucketStorage:
 
 
 class BucketWriter:
-    """A file that is being written; see ``psdist.snapshots.storage.Writer``."""
+    """A file that is being written, as ``psdist.snapshots.storage.Writer`` describes."""
 
     def __init__(self, storage: BucketStorage, path: str) -> None:
         self._storage = storage
         self._path = path
-        # Nothing is sent before it is more than one part, or all.
+        # Bytes are sent when they are more than one part, or complete.
         self._upload = obstore.open_writer(storage._store, path, buffer_size=_PART_BYTES, max_concurrency=_PARTS)
 
     async def write(self, buffer: Buffer) -> None:
-        """Appends bytes."""
+        """Appends bytes to the file."""
         # A copy: the upload goes on after this returns.
         if data := bytes(memoryview(buffer)):
             with self._storage._errors("write", self._path):
@@ -172,20 +172,20 @@ class BucketWriter:
             await _in_thread(self._upload.close)
 
     async def abandon(self) -> None:
-        """Leaves nothing, as far as that can be done. What a caller that was cancelled had begun is waited for."""
+        """Removes the file, as far as possible, after a write that a cancelled caller had begun."""
         await _in_thread(self._abandon)
 
     def _abandon(self) -> None:
         with suppress(BaseError, OSError):
             try:
                 self._upload.__exit__(InterruptedError, InterruptedError(), None)
-            except OSError:  # It is closed: it was being finished, and may be there.
+            except OSError:  # The upload was being finished, so the object may exist.
                 obstore.delete(self._storage._store, self._path)
 
 
 def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """What ``work`` returns or raises, in a thread. If the caller is cancelled it is carried out all the same, unheard,
-    within the time of obstore's retries."""
+    """The result of ``work``, which runs in a thread. If the caller is cancelled, it still runs to its end, within the
+    time of obstore's retries."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -196,58 +196,58 @@ def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     def run() -> Callable[[], None]:
         try:
             value = work()
-        except BaseException as raised:  # It is the caller's.
+        except BaseException as raised:  # The caller gets it.
             error = raised
             return lambda: future.set_exception(error)
         return lambda: future.set_result(value)
 
-    def tell(result: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+    def deliver(result: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # The loop is closed, so nobody waits.
             loop.call_soon_threadsafe(settle, result)
 
-    _threads.run(run, tell)
+    _threads.run(run, deliver)
     return future
 
 
 class _Threads:
-    """Threads that wait for work, as many as were ever busy at a time.
+    """Threads that wait for work, as many as were ever busy at the same time.
 
-    They are daemons, unlike those of an executor, so that a bucket that does not answer holds up neither a program's
-    end nor a Ctrl-C.
+    Unlike those of an executor they are daemons, so that a bucket that does not answer delays neither the end of a
+    program nor Ctrl-C.
     """
 
     def __init__(self) -> None:
         self._idle: list[SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]]]] = []
 
-    def run(self, work: Callable[[], T], tell: Callable[[T], None]) -> None:
-        """Carries out ``work``, and gives what it returns to ``tell``, in one of the threads."""
+    def run(self, work: Callable[[], T], deliver: Callable[[T], None]) -> None:
+        """Runs ``work``, and passes its result to ``deliver``, in one of the threads."""
         try:
             jobs = self._idle.pop()
         except IndexError:
             jobs = SimpleQueue()
             threading.Thread(target=self._serve, args=(jobs,), name="psdist-bucket", daemon=True).start()
-        jobs.put((work, tell))
+        jobs.put((work, deliver))
 
     def _serve(self, jobs: SimpleQueue[tuple[Callable[[], T], Callable[[T], None]]]) -> None:
         while True:
-            work, tell = jobs.get()
+            work, deliver = jobs.get()
             result = work()
-            self._idle.append(jobs)  # Before somebody learns of it, who may have more work at once.
-            tell(result)
-            del work, tell, result
+            self._idle.append(jobs)  # Before the result is delivered, since more work may follow at once.
+            deliver(result)
+            del work, deliver, result
 
 
 _threads = _Threads()
 
 
 def _hint(error: BaseException) -> str:
-    """What may help."""
+    """A remedy, if one is known."""
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return "; check the credentials in the environment and what they may do, or use another --storage-path"
-    return "; make the bucket, or use another --storage-path" if "NoSuchBucket" in str(error) else ""
+    return "; create the bucket, or use another --storage-path" if "NoSuchBucket" in str(error) else ""
 
 
 def _reason(error: BaseException) -> str:
-    """One line of what obstore says in many."""
+    """The message of obstore, in one line."""
     text = str(error).partition("Debug source")[0]
     return " ".join(re.sub(r"<[^>]*>", " ", text).split())[:300]

@@ -1,8 +1,8 @@
-"""A snapshot's weights as files of other programs: safetensors, npz, or torch's.
+"""Exports a snapshot's weights for other programs: as safetensors, npz, or torch files.
 
-Tensors are read slice by slice, each verified, and written as they come, so that memory does not grow with the model;
-only torch's own format is put together in memory, one file at a time. Files appear under their names when all are
-complete, or not at all. Not here: the optimizer's state, which only psdist can use.
+Tensors are read slice by slice, each verified, and written at once, so that memory does not grow with the model. Only
+a file in torch's format is assembled in memory. Files appear under their names when all are complete, or not at all.
+The optimizer's state is not exported, because only psdist can use it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from psdist.types import ITEM_BYTES
 
 FORMATS: Final = ("safetensors", "npz", "torch")
 DTYPES: Final = tuple(ITEM_BYTES)
-#: A file of a format that has bfloat16 may not be read by who has not; numpy is one of those.
+#: Formats whose readers do not know bfloat16, such as numpy.
 _WITHOUT_BFLOAT16: Final = ("npz",)
 FILE_BYTES_MAX: Final = 5_000_000_000
 _SAFETENSORS_DTYPES: Final = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -38,10 +38,10 @@ _SAFETENSORS_DTYPES: Final = {"float64": "F64", "float32": "F32", "float16": "F1
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What is written.
+    """What is exported.
 
-    dtype: of all tensors; None for each tensor's own. parameters: names; empty for all.
-    file_bytes_max: bytes of tensors past which a file is followed by another; a tensor is never divided.
+    dtype: of all tensors; None for each tensor's own. parameters: names of parameter sets; empty for all.
+    file_bytes_max: bytes of tensors after which another file is begun; a tensor is never divided.
     """
 
     format: str = "safetensors"
@@ -52,17 +52,19 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise ConfigurationError(f"{self.format!r:.80} is no format: use one of {', '.join(FORMATS)}")
+            raise ConfigurationError(f"{self.format!r:.80} is not a format: use one of {', '.join(FORMATS)}")
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise ConfigurationError(f"{self.dtype!r:.80} is no dtype: use one of {', '.join(DTYPES)}")
+            raise ConfigurationError(f"{self.dtype!r:.80} is not a dtype: use one of {', '.join(DTYPES)}")
         if self.dtype == "bfloat16" and self.format in _WITHOUT_BFLOAT16:
             raise ConfigurationError(f"{self.format} has no bfloat16: use --dtype float32, or --format safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written. files: in their order, the index last. overflowed: finite elements that the dtype cannot hold,
-    which became infinite."""
+    """What was exported.
+
+    files: in their order, the index last. overflowed: finite elements that became infinite in the dtype.
+    """
 
     files: tuple[Path, ...]
     tensors: int
@@ -72,7 +74,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A tensor as it is written."""
+    """A tensor and the dtype that it is written in."""
 
     name: str
     state: ParametersState
@@ -85,7 +87,7 @@ class _Item:
 
     @property
     def elements(self) -> range:
-        """Where it lies in the flat vector."""
+        """Its range of the flat vector."""
         offsets = self.state.layout.offsets
         return range(offsets[self.number], offsets[self.number + 1])
 
@@ -101,12 +103,12 @@ async def export(
     options: ExportOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
-    """Writes the weights of a snapshot to ``out``, or, past a size, to several files beside it with an index.
+    """Writes the weights of a snapshot to ``out``, or, if they are too large for one file, to several and an index.
 
-    progress: gets the bytes that are written, and all.
-    Raises ConfigurationError where a file is there already or two tensors have the same name, UnknownParametersError,
-    StorageError where a file cannot be written, SnapshotCorruptError where the snapshot is not what was written; then
-    no file of this export stays.
+    progress: gets the bytes that are written, and the total.
+    Raises ConfigurationError if a file exists already or two tensors have the same name, UnknownParametersError,
+    StorageError if a file cannot be written, SnapshotCorruptError if the snapshot is not what was written; then no file
+    of this export stays.
     """
     items = _items(manifest, options)
     parts = _parts(items, options.file_bytes_max)
@@ -179,7 +181,7 @@ def _paths(out: Path, count: int) -> list[Path]:
 
 
 def _index(paths: Sequence[Path], parts: Sequence[Sequence[_Item]], total: int) -> bytes:
-    """Which tensor is in which file, as other programs write and read it."""
+    """The index of Hugging Face's format: which tensor is in which file."""
     places = {item.name: path.name for path, part in zip(paths, parts, strict=True) for item in part}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode()
 
@@ -188,12 +190,12 @@ def _check_free(paths: Sequence[Path], overwrite: bool) -> None:
     for path in paths:
         if path.is_dir() or (path.exists() and not overwrite):
             remedy = "" if path.is_dir() else ", or add --overwrite"
-            raise ConfigurationError(f"{path} is there already: choose another --out{remedy}")
+            raise ConfigurationError(f"{path} exists already: choose another --out{remedy}")
 
 
 @contextlib.contextmanager
 def _together(out: Path) -> Iterator[Callable[[Path], contextlib.AbstractContextManager[IO[bytes]]]]:
-    """Files that appear under their names when all of them are complete, or not at all."""
+    """Gives files that appear under their names when all are complete, or not at all."""
     drafts: list[tuple[Path, Path]] = []
 
     @contextlib.contextmanager
@@ -220,14 +222,14 @@ def _together(out: Path) -> Iterator[Callable[[Path], contextlib.AbstractContext
 
 
 class _Source:
-    """Reads tensors. The slice that was read last is kept: the next tensor mostly begins in it."""
+    """Reads tensors. It keeps the slice that was read last, in which the next tensor often begins."""
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._reader = SliceReader(storage, manifest)
         self._kept: tuple[str, int, NDArray[np.float32]] | None = None
 
     async def chunks(self, item: _Item) -> AsyncIterator[NDArray[np.float32]]:
-        """The tensor's elements, in pieces."""
+        """The elements of a tensor, in pieces."""
         size, elements = item.state.slicing.slice_elements, item.elements
         for index in range(elements.start // size, -(-elements.stop // size) if elements else 0):
             weights = await self._weights(item.state, index)
@@ -242,7 +244,7 @@ class _Source:
 
 
 def _cast(values: NDArray[np.float32], dtype: str) -> tuple[NDArray[Any], int]:
-    """The values in a dtype, rounded to nearest, and how many became infinite by that."""
+    """The values in a dtype, rounded to nearest, and how many of them became infinite."""
     target = NUMPY_DTYPES[dtype] if dtype != "float64" else np.dtype(np.float64)
     if target == values.dtype:
         return values, 0
@@ -257,7 +259,7 @@ def _cast(values: NDArray[np.float32], dtype: str) -> tuple[NDArray[Any], int]:
 
 
 class _File(Protocol):
-    """A file of tensors, which are written one after the other, in pieces."""
+    """A file of tensors, which are written one after another, in pieces."""
 
     def __init__(self, raw: IO[bytes], items: Sequence[_Item]) -> None: ...
 
@@ -317,7 +319,7 @@ class _Npz:
             self._skip_empty()
 
     def _skip_empty(self) -> None:
-        """Begins the next tensor that has elements; those before it, which have none, are complete."""
+        """Begins the next tensor that has elements. Those before it have none, and are complete."""
         while not self._left:
             if self._entry is not None:
                 self._entry.close()
@@ -358,7 +360,7 @@ class _Torch:
                 flat = self._torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=offset)
             else:
                 flat = self._torch.empty(0, dtype=dtype)
-            # A copy: else each tensor would be saved with all others' bytes.
+            # Without the copy each tensor would be saved with the bytes of all others.
             tensors[item.name] = flat.reshape(item.shape).clone()
             offset += item.bytes
         self._torch.save(tensors, self._raw)

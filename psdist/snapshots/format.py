@@ -1,10 +1,10 @@
-"""What a snapshot looks like: the commit record, the manifest, the names of files, and the layout of a shard's file.
+"""The format of a snapshot: commit record, manifest, names of files, and the layout of a shard's file. Pure.
 
-Pure: values to bytes and back. docs/snapshot-format.md is the specification. Nothing here reads or writes; whether the
-bytes are those that were committed is for ``psdist.snapshots.reader``.
+docs/snapshot-format.md is the specification. Values are turned into bytes and back; nothing is read or written.
+``psdist.snapshots.reader`` checks whether the bytes are those that were committed.
 
-Invariants: a value has one representation, so that what was parsed and is written again is the same bytes, else it is
-refused; a value that can be made can be parsed; a commit record carries its own digest, and the manifest's.
+Invariants: a value has one representation, and bytes that are not written like that are refused; a value that can be
+made can be parsed; a commit record has its own digest and that of the manifest.
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ from psdist.types import (
     check_directory,
     check_name,
 )
-from psdist.wire.limits import DIMENSIONS_MAX
+from psdist.wire.limits import DIMENSIONS_MAX, MANIFEST_BYTES_MAX, SNAPSHOT_TEXT_MAX
 
-#: The newest version of manifests, and that of commit records. What has nothing of version 2 is written as version 1.
+#: The newest versions of manifests and commit records. A manifest without a field of version 2 has version 1.
 FORMAT: Final = 2
 COMMIT_FORMAT: Final = 1
-COMMIT_BYTES_MAX: Final = 1 << 20
-MANIFEST_BYTES_MAX: Final = 1 << 30
-#: Bytes of one element in a shard's file: float32, little-endian.
+#: Bytes of one element in a shard's file, which is float32, little-endian.
 ELEMENT_BYTES: Final = 4
 #: Name of the first array of a slice; the others are the optimizer's.
 WEIGHTS: Final = "weights"
@@ -49,10 +47,9 @@ SNAPSHOTS: Final = "snapshots"
 _COMMIT_PATH = re.compile(r"commits/([0-9]{12})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _NUMBER_MAX: Final = (1 << 63) - 1
-_TEXT_MAX: Final = 4096
 
 F = TypeVar("F", "CommitRecord", "Manifest")
-#: The type, in classes that have something else of this name.
+#: The type ``bytes``, in classes with an attribute of this name.
 _Bytes = bytes
 
 
@@ -60,44 +57,44 @@ _Bytes = bytes
 
 
 def commit_path(sequence: int) -> str:
-    """Where commit record ``sequence`` lies in the storage."""
+    """The path of commit record ``sequence`` in the storage."""
     return f"{COMMITS}/{sequence:012d}.json"
 
 
 def commit_sequence(path: str) -> int | None:
-    """The number of the commit record at ``path``; None where no commit record can be."""
+    """The number of the commit record at ``path``; None if the path is not one of a commit record."""
     found = _COMMIT_PATH.fullmatch(path)
     return int(found[1]) if found else None
 
 
 def directory_name(step: int, epoch: int, attempt: int, token: str) -> str:
-    """Name of a snapshot's directory; ``token`` is random, so that no name is used twice. The step is for people."""
+    """The name of a snapshot's directory. ``token`` is random, so that no name is used twice."""
     return check_directory(f"{step:012d}-{epoch}-{attempt}-{token}")
 
 
 def directory_path(directory: str) -> str:
-    """Where a snapshot's files lie in the storage."""
+    """The path of a snapshot's directory in the storage."""
     return f"{SNAPSHOTS}/{check_directory(directory)}"
 
 
 def file_path(directory: str, file: str) -> str:
-    """Where a file of a snapshot lies in the storage."""
+    """The path of a file of a snapshot in the storage."""
     return f"{directory_path(directory)}/{check_directory(file)}"
 
 
 def manifest_path(directory: str) -> str:
-    """Where the manifest of a snapshot lies in the storage."""
+    """The path of a snapshot's manifest in the storage."""
     return file_path(directory, "manifest.json")
 
 
 def shard_file_name(parameters_number: int, shard: int, shards: int) -> str:
-    """Name of the file of shard ``shard`` of ``shards``; ``parameters_number`` is the parameters' place in the
-    manifest, from 0."""
+    """The file name of shard ``shard`` of ``shards`` of the parameter set number ``parameters_number`` of the manifest,
+    from 0."""
     return f"parameters-{parameters_number:04d}-{shard:05d}-of-{shards:05d}.safetensors"
 
 
 def state_file_name(parameters_number: int, rank: int) -> str:
-    """Name of the file of what the worker of ``rank`` handed in of its own for these parameters."""
+    """The file name of the state that the worker of ``rank`` keeps for a parameter set."""
     return f"parameters-{parameters_number:04d}-worker-{rank:05d}.safetensors"
 
 
@@ -105,7 +102,7 @@ def state_file_name(parameters_number: int, rank: int) -> str:
 
 
 def shard_slices(shard: int, shards: int, count: int) -> range:
-    """Ascending slices that lie in shard ``shard`` of ``shards``, of ``count`` altogether."""
+    """The slices, of ``count`` in total, that are in shard ``shard`` of ``shards``; ascending."""
     return range(shard, count, shards)
 
 
@@ -114,7 +111,7 @@ def shard_header(slices: Sequence[int], sizes: Sequence[int], state_names: Seque
 
     slices: ascending numbers. sizes: elements of each. state_names: the optimizer's arrays, in their order. The
     tensors are ``"<slice>/weights"`` and ``"<slice>/<state name>"``, F32, of one dimension, in the order of the file.
-    A pure function of these, so that who reads a file knows each byte that its header must have.
+    A reader can therefore compute each byte that the header must have.
     """
     entries, offset = [], 0
     for index, size in zip(slices, sizes, strict=True):
@@ -128,9 +125,11 @@ def shard_header(slices: Sequence[int], sizes: Sequence[int], state_names: Seque
 
 
 def slice_offset(header_bytes: int, position: int, slice_elements: int, state_count: int) -> int:
-    """Where in a shard's file the slice at ``position`` (from 0, in the shard) begins; its arrays lie one after
-    another. header_bytes: length of what ``shard_header`` gives. slice_elements: of the parameters; only the last
-    slice of all may be shorter. state_count: arrays of the optimizer."""
+    """The offset in a shard's file of the slice at ``position`` (from 0, in the shard), whose arrays follow each other.
+
+    header_bytes: length of the header. slice_elements: of all slices but the last, which may be shorter. state_count:
+    arrays of the optimizer.
+    """
     return header_bytes + position * (1 + state_count) * slice_elements * ELEMENT_BYTES
 
 
@@ -147,7 +146,8 @@ def _check_number(name: str, value: object, low: int = 0) -> None:
 
 
 def _check_text(name: str, value: object) -> None:
-    _require(isinstance(value, str) and len(value) <= _TEXT_MAX, name, value, f"text of at most {_TEXT_MAX} characters")
+    allowed = f"text of at most {SNAPSHOT_TEXT_MAX} characters"
+    _require(isinstance(value, str) and len(value) <= SNAPSHOT_TEXT_MAX, name, value, allowed)
 
 
 def _check_digest(name: str, value: object) -> None:
@@ -193,13 +193,13 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class ParametersState:
-    """Parameters in a snapshot.
+    """A parameter set in a snapshot.
 
     spec: ``slice_elements`` is never 0. reference_workers: as in ``ParametersEntry``.
     state_names: the optimizer's arrays, in their order.
-    step: BSP: the cut, all steps below it are in the snapshot; SSP and ASP: the highest version of any slice.
+    step: in BSP the cut: all steps below it are in the snapshot; in SSP and ASP the highest version of any slice.
     state_since: as in ``ParametersEntry``.
-    next: SSP and ASP: (worker_id, incarnation, the number of its next push): lower ones are in the snapshot.
+    next: in SSP and ASP (worker_id, incarnation, number of the next push): lower ones are in the snapshot.
     shards: by number; slice i is in shard ``i % len(shards)``.
     """
 
@@ -236,20 +236,19 @@ class ParametersState:
 
     @property
     def version_min(self) -> int:
-        """Lowest version of any slice; ``step`` is the highest."""
+        """The lowest version of any slice; ``step`` is the highest."""
         return min((version for shard in self.shards for version in shard.versions), default=self.step)
 
     @property
     def slicing(self) -> Slicing:
-        """The cut of the flat vector."""
+        """How the flat vector is divided into slices."""
         return Slicing(self.layout.total, self.spec.slice_elements)
 
-    def next_of(self, life: tuple[str, int]) -> int:
-        """The first push of a worker's incarnation that is not in the snapshot. SSP and ASP: 0 for one that is
-        unknown."""
+    def next_of(self, incarnation: tuple[str, int]) -> int:
+        """The first push of a worker's incarnation that is not in the snapshot; in SSP and ASP 0 if it is unknown."""
         if isinstance(self.spec.consistency, BSP):
             return self.step
-        return next((number for worker_id, incarnation, number in self.next if (worker_id, incarnation) == life), 0)
+        return next((number for *key, number in self.next if tuple(key) == incarnation), 0)
 
     def header(self, shard: int) -> bytes:
         """The header that the file of ``shard`` must have."""
@@ -265,7 +264,7 @@ class ParametersState:
 
 @dataclass(frozen=True)
 class DatasetState:
-    """A data set in a snapshot: where it goes on."""
+    """A data set in a snapshot, and the position at which it is resumed."""
 
     spec: DatasetSpec
     position: DataPosition
@@ -273,9 +272,9 @@ class DatasetState:
 
 @dataclass(frozen=True)
 class WorkerState:
-    """The file of what a worker handed in of its own, such as what its codec left out so far.
+    """The file of the state that a worker keeps itself, such as the residual of its codec.
 
-    parameters, rank: whose it is. next: number of the push that it is before.
+    parameters, rank: the parameter set and the worker. next: the state is that before the push of this number.
     file: its name in the snapshot's directory. length: bytes. digest: xxh3_128 of the whole file, hexadecimal.
     """
 
@@ -296,11 +295,11 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a snapshot, and by which bytes.
+    """What a snapshot consists of.
 
-    directory: its own name below ``snapshots/``. epoch: of the cluster map when it was cut.
-    time: seconds since 1970 when the cut was agreed. reason: who wanted it. configuration: the run's settings.
-    states: what workers handed in of their own, one at most for each of the parameters and each rank.
+    directory: its own name below ``snapshots/``. epoch: of the cluster map at the cut.
+    time: seconds since 1970 when the cut was agreed. reason: why it was taken. configuration: the run's settings.
+    states: those that workers keep themselves, at most one for each parameter set and rank.
     """
 
     run_id: str
@@ -335,35 +334,35 @@ class Manifest:
 
     @property
     def format(self) -> int:
-        """Version of the format that it needs: 2 where an optimizer's state was reset."""
+        """The version of the format: 2 if an optimizer's state was reset."""
         return 2 if any(state.state_since or state.spec.reset_optimizer for state in self.parameters) else 1
 
     @property
     def steps(self) -> dict[str, int]:
-        """By parameters, what ``ParametersState.step`` says."""
+        """``ParametersState.step`` by parameter set."""
         return {state.spec.name: state.step for state in self.parameters}
 
     @property
     def files(self) -> dict[str, tuple[int, str]]:
-        """Length and digest of each file of the snapshot, beside the manifest, by its name."""
+        """Length and digest of each file of the snapshot except the manifest, by name."""
         files: list[ShardFile | WorkerState] = [shard for state in self.parameters for shard in state.shards]
         return {file.file: (file.length, file.digest) for file in (*files, *self.states)}
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files of the snapshot, beside the manifest."""
+        """Bytes of all files of the snapshot except the manifest."""
         return sum(length for length, _ in self.files.values())
 
     def state(self, parameters: str) -> ParametersState | None:
-        """The parameters of this name, if they are in the snapshot."""
+        """The parameter set of this name, if the snapshot has it."""
         return next((state for state in self.parameters if state.spec.name == parameters), None)
 
     def worker_state(self, parameters: str, rank: int) -> WorkerState | None:
-        """What the worker of this rank handed in of its own, if it did."""
+        """The state that the worker of this rank keeps itself, if the snapshot has it."""
         return next((state for state in self.states if (state.parameters, state.rank) == (parameters, rank)), None)
 
     def to_bytes(self) -> _Bytes:
-        """Canonical JSON."""
+        """The manifest as canonical JSON."""
         values = {name: getattr(self, name) for name in (*_MANIFEST_PLAIN, "format")}
         values["parameters"] = [_parameters_to_json(state) for state in self.parameters]
         values["datasets"] = [
@@ -374,8 +373,8 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: _Bytes, file: str) -> Manifest:
-        """What ``to_bytes`` gave. Raises SnapshotCorruptError, which names ``file``, and StorageError where the format
-        is a newer one."""
+        """Parses what ``to_bytes`` returned. Raises SnapshotCorruptError, which names ``file``, and StorageError if the
+        format is newer."""
         values = _parse(data, file)
         _check_format(values, file, FORMAT)
         try:
@@ -386,17 +385,17 @@ class Manifest:
                 states=tuple(WorkerState(**item) for item in values["states"]),
             )
         except _UNUSABLE as error:
-            raise corrupt(file, f"it is no manifest: {_text(error)}") from None
+            raise corrupt(file, f"it is not a manifest: {_text(error)}") from None
         return _same(manifest, data, file)
 
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """A commit record: with it the snapshot in ``directory`` exists.
+    """A commit record, by which the snapshot in ``directory`` exists.
 
     sequence: its own number. manifest_length, manifest_digest: bytes of the manifest, and its xxh3_128.
-    epoch: of the cluster map of the scheduler that committed. time: seconds since 1970. seconds: that it took.
-    steps, bytes: as the manifest has them.
+    epoch: of the cluster map of the scheduler that committed. time: of the commit, in seconds since 1970. seconds:
+        duration of the attempt. steps, bytes: as in the manifest.
     """
 
     sequence: int
@@ -428,18 +427,18 @@ class CommitRecord:
 
     @cached_property
     def path(self) -> str:
-        """Where it lies in the storage."""
+        """Its path in the storage."""
         return commit_path(self.sequence)
 
     def to_bytes(self) -> _Bytes:
-        """Canonical JSON, with its own digest."""
+        """The record as canonical JSON, with its own digest."""
         values = {field.name: getattr(self, field.name) for field in fields(self)} | {"format": COMMIT_FORMAT}
         return _canonical(values | {"digest": digest_of(_canonical(values))})
 
     @classmethod
     def from_bytes(cls, data: _Bytes, file: str) -> CommitRecord:
-        """What ``to_bytes`` gave. Raises SnapshotCorruptError, which names ``file``, and StorageError where the format
-        is a newer one."""
+        """Parses what ``to_bytes`` returned. Raises SnapshotCorruptError, which names ``file``, and StorageError if the
+        format is newer."""
         values = _parse(data, file)
         digest = values.pop("digest", None)
         if digest != digest_of(_canonical(values)):
@@ -449,7 +448,7 @@ class CommitRecord:
         try:
             commit = cls(**values)
         except _UNUSABLE as error:
-            raise corrupt(file, f"it is no commit record: {_text(error)}") from None
+            raise corrupt(file, f"it is not a commit record: {_text(error)}") from None
         return _same(commit, data, file)
 
 
@@ -457,18 +456,18 @@ _MANIFEST_PLAIN: Final = (*("run_id", "directory", "epoch", "time", "reason", "c
 
 
 def corrupt(file: str, why: str) -> SnapshotCorruptError:
-    """The error that says that ``file`` is not what was written, and why."""
+    """The error for a ``file`` that is not what was written."""
     return SnapshotCorruptError(f"{file} is not what was written: {why}", file=file)
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
-    """xxh3_128 in hexadecimal."""
+    """The xxh3_128 of ``data`` in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
-#: What a value of another kind, or out of its range, may raise on its way into a dataclass.
+#: Errors of a value with the wrong type or range when a dataclass is made of it.
 _UNUSABLE: Final = (PsdistError, KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
 
@@ -483,14 +482,14 @@ def _canonical(values: Mapping[str, Any]) -> bytes:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _parse(data: bytes, file: str) -> dict[str, Any]:
     try:
         values = json.loads(data.decode("ascii"), parse_constant=_no_constant)
         if not isinstance(values, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except (ValueError, RecursionError) as error:
         raise corrupt(file, _text(error)) from None
     return cast(dict[str, Any], values)
@@ -509,7 +508,7 @@ def _check_format(values: Mapping[str, Any], file: str, newest: int) -> None:
 
 def _same(value: F, data: bytes, file: str) -> F:
     if value.to_bytes() != data:
-        raise corrupt(file, "it is not in the one form that it can have")
+        raise corrupt(file, "it is not in canonical form")
     return value
 
 

@@ -1,6 +1,6 @@
 """``psdist.load_snapshot``: a snapshot's weights as named arrays, without a cluster.
 
-Invariant: what a caller gets, or finds in its own arrays, was verified completely; nothing is filled in part.
+Invariant: all values that a caller gets, or finds in its own arrays, have been verified; nothing is filled in part.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _SHOWN = 8
 class Snapshot(Mapping[str, AnyArray]):
     """Weights by tensor name, in their declared shapes.
 
-    step: of the parameters: in BSP the step that comes next, else the highest version of any slice; of several
-        parameters the highest. steps: by parameters. run_id, directory: of the snapshot.
+    step: in BSP the step that comes next, else the highest version of any slice; the highest of several parameter
+        sets. steps: by parameter set. run_id, directory: of the snapshot.
     missing, unexpected: with ``into``: names that the snapshot does not have, and names that ``into`` does not have.
     skipped: one sentence for each newer snapshot that could not be used.
     """
@@ -81,15 +81,15 @@ def load_snapshot(
 ) -> Snapshot:
     """The weights in a committed snapshot of the storage at ``url``, a directory or a URL.
 
-    step: the snapshot of this step; None takes the newest, or, where that is corrupt, the one before, with a warning.
-    parameters: None takes all that are in the snapshot, whose tensors must then have different names.
+    step: the snapshot of this step; None takes the newest, or, if that is corrupt, the one before, with a warning.
+    parameters: name of a parameter set; None takes all in the snapshot, whose tensors must then have different names.
     dtype: of all arrays, "float32", "float16", "bfloat16" or "float64"; None gives each tensor its own.
     into: numpy arrays by name that are filled, each in its own dtype; the result then has these, and no others.
-    strict: False leaves arrays of ``into`` as they are that the snapshot does not have; the result's ``missing`` and
-        ``unexpected`` say what differs. True raises MissingTensorError or UnknownTensorError.
+    strict: False does not fill arrays of ``into`` that the snapshot does not have; the result's ``missing`` and
+        ``unexpected`` name what differs. True raises MissingTensorError or UnknownTensorError.
 
-    Raises UnknownSnapshotError, SnapshotCorruptError, StorageError, UnknownParametersError, ShapeMismatchError (also
-    where ``strict`` is False), DTypeMismatchError, InvalidArgumentError. Nothing is filled by a call that raises.
+    Raises UnknownSnapshotError, SnapshotCorruptError, StorageError, UnknownParametersError, ShapeMismatchError (even if
+    ``strict`` is False), DTypeMismatchError, InvalidArgumentError. A call that raises fills nothing.
     """
     if dtype is not None and dtype not in NUMPY_DTYPES:
         raise DTypeMismatchError(f"dtype {dtype!r:.80} is not supported: use one of {', '.join(NUMPY_DTYPES)}")
@@ -114,7 +114,7 @@ _Loaded = tuple[CommittedSnapshot, tuple[ParametersState, ...], dict[str, AnyArr
 
 
 def _wait(load: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """What the coroutine gives, in a thread of its own where this one's loop runs already (a notebook's)."""
+    """Runs the coroutine, in a thread of its own if a loop runs in this one already, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -125,7 +125,7 @@ def _wait(load: Callable[[], Coroutine[Any, Any, T]]) -> T:
     def run() -> None:
         try:
             done.append(asyncio.run(load()))
-        except BaseException as error:  # It is the caller's.
+        except BaseException as error:  # The caller gets it.
             failed.append(error)
 
     thread = threading.Thread(target=run, name="psdist-load-snapshot")
@@ -184,7 +184,7 @@ def _states(found: CommittedSnapshot, parameters: str | None) -> tuple[Parameter
 
 
 async def _read(storage: Storage, found: CommittedSnapshot, states: tuple[ParametersState, ...]) -> dict[str, AnyArray]:
-    """All tensors as float32, views of one vector for each parameter set."""
+    """All tensors as float32: views of one vector for each parameter set."""
     slices, arrays = SliceReader(storage, found.manifest), {}
     for state in states:
         flat = np.empty(state.layout.total, np.float32)

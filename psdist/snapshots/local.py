@@ -1,8 +1,8 @@
 """A storage in a local directory.
 
-By the system's own calls and not through obstore, which neither syncs what it writes nor keeps to the directory where
-there are symbolic links. Every part of a name is opened relative to the directory above it and without following links,
-so that no name, and nothing that somebody puts below the root, leads out of it. The root itself may be a link.
+It uses system calls instead of obstore, which neither syncs what it writes nor stays within the directory if there are
+symbolic links. Each part of a path is opened relative to the directory above it, without following links. So no name,
+and nothing that somebody puts below the root, leads out of it. The root itself may be a link.
 
 All calls that may wait for the disk run in threads.
 """
@@ -26,26 +26,26 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _HINTS = {
-    errno.ENOSPC: "; free some space, or have fewer snapshots kept",
-    errno.EDQUOT: "; free some space, or have fewer snapshots kept",
-    errno.EACCES: "; give this user the right, or use another --storage-path",
-    errno.EPERM: "; give this user the right, or use another --storage-path",
+    errno.ENOSPC: "; free some space, or keep fewer snapshots",
+    errno.EDQUOT: "; free some space, or keep fewer snapshots",
+    errno.EACCES: "; grant this user access, or use another --storage-path",
+    errno.EPERM: "; grant this user access, or use another --storage-path",
     errno.EROFS: "; use another --storage-path",
     errno.ELOOP: "; symbolic links are not followed below the root of the storage",
-    errno.ENOTDIR: "; a part of the path is no directory, or a symbolic link, which is not followed below the root",
+    errno.ENOTDIR: "; a part of the path is not a directory, or is a symbolic link, which is not followed",
 }
-#: What a file system without hard links says to one.
+#: Errors of a file system without hard links.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
-#: So often a directory that others remove is made again: with many at it, each may be in the way of the next.
+#: How often a directory is created again that others remove at the same moment.
 _TRIES = 100
-#: A file that is made to see whether that is possible; a whole block, as less may find room on a full disk.
+#: The file that tests whether the storage can be written. It has a whole block, since less may fit on a full disk.
 _PROBE = "probe"
 _PROBE_BYTES = 4096
 
 
 class LocalStorage:
-    """See ``psdist.snapshots.storage.Storage``. ``path`` need not exist yet."""
+    """A ``Storage`` in the directory ``path``, which need not exist yet."""
 
     def __init__(self, path: str) -> None:
         self.url = os.path.realpath(path)
@@ -76,7 +76,7 @@ class LocalStorage:
             try:
                 status = os.fstat(file)
                 if not stat.S_ISREG(status.st_mode):
-                    raise StorageError(f"cannot read {path} in {self.url}: it is no regular file")
+                    raise StorageError(f"cannot read {path} in {self.url}: it is not a regular file")
                 end = status.st_size if length is None else min(status.st_size, start + length)
                 return _read_range(file, start, end)
             finally:
@@ -123,7 +123,7 @@ class LocalStorage:
                 self._remove_empty(path)
 
     def _remove_empty(self, path: str) -> None:
-        """Removes the directories that ``path`` was the last file of, those at the root excepted."""
+        """Removes the directories that are empty without ``path``, except those at the root."""
         parts = path.split("/")[:-1]
         while len(parts) > 1:
             name = parts.pop()
@@ -146,13 +146,13 @@ class LocalStorage:
         missing = _missing(self.url)
         try:
             for path in reversed(missing):
-                with suppress(FileExistsError):  # Somebody else made it. What is no directory is told by what follows.
+                with suppress(FileExistsError):  # Somebody else made it. If it is not a directory, the next call fails.
                     os.mkdir(path)
             with self._opened([]) as root:
                 _probe(root, parts)
         finally:
             for path in missing:
-                with suppress(OSError):  # It stays where others use it by now.
+                with suppress(OSError):  # It stays if others use it by now.
                     os.rmdir(path)
 
     @asynccontextmanager
@@ -162,7 +162,7 @@ class LocalStorage:
             await file.open()
             yield file
             await file.finish()
-        except BaseException:  # A cancelled writer leaves nothing either.
+        except BaseException:  # This includes cancellation.
             await asyncio.shield(file.abandon())
             raise
 
@@ -170,14 +170,14 @@ class LocalStorage:
 
     @contextmanager
     def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """The open directory that ``path`` lies in, and its name there."""
+        """Opens the directory of ``path``, and gives the name in it."""
         *parts, name = path.split("/")
         with self._opened(parts, make=make) as parent:
             yield parent, name
 
     @contextmanager
     def _opened(self, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
-        """The directory at the end of ``parts``, open; with ``make`` those that are missing are made, durably."""
+        """Opens the directory ``parts``. With ``make`` missing directories are created, durably."""
         if make:
             _make_root(self.url)
         directory = os.open(self.url, _DIRECTORY)
@@ -194,7 +194,7 @@ class LocalStorage:
 
     @contextmanager
     def _errors(self, verb: str, path: str) -> Iterator[None]:
-        """Says in psdist's words what the system refused."""
+        """Turns an error of the system into one of psdist."""
         try:
             yield
         except OSError as error:
@@ -206,12 +206,12 @@ class LocalStorage:
 
 
 def _reason(error: OSError) -> str:
-    """What the system said, and what may help."""
+    """The error of the system, with a remedy if one is known."""
     return (os.strerror(error.errno) if error.errno else str(error)) + _HINTS.get(error.errno or 0, "")
 
 
 class LocalWriter:
-    """A file that is being written; see ``psdist.snapshots.storage.Writer``."""
+    """A file that is being written, as ``psdist.snapshots.storage.Writer`` describes."""
 
     def __init__(self, storage: LocalStorage, path: str) -> None:
         self._storage = storage
@@ -219,15 +219,15 @@ class LocalWriter:
         self._file = -1
         self._made = False
         self._over = False
-        #: A thread that was given up by its caller may still write, or not have opened the file yet.
+        #: Held by threads that use the file: one whose caller was cancelled may still write, or not have opened it yet.
         self._lock = threading.Lock()
 
     async def open(self) -> None:
-        """Makes the file."""
+        """Creates the file."""
         await asyncio.to_thread(self._open)
 
     async def write(self, buffer: Buffer) -> None:
-        """Appends bytes."""
+        """Appends bytes to the file."""
         await asyncio.to_thread(self._write, buffer)
 
     async def finish(self) -> None:
@@ -235,7 +235,7 @@ class LocalWriter:
         await asyncio.to_thread(self._finish)
 
     async def abandon(self) -> None:
-        """Leaves nothing, as far as that can be done."""
+        """Removes the file, as far as possible."""
         await asyncio.to_thread(self._abandon)
 
     def _open(self) -> None:
@@ -276,7 +276,7 @@ class LocalWriter:
 
 
 def _again_where_removed(function: Callable[[], None]) -> None:
-    """Carries out what makes a file, again where somebody removed its directory, which was empty, at that moment."""
+    """Calls ``function``, which creates a file, and again if somebody removed its empty directory at that moment."""
     for _ in range(_TRIES - 1):
         try:
             return function()
@@ -286,7 +286,7 @@ def _again_where_removed(function: Callable[[], None]) -> None:
 
 
 def _make_root(path: str) -> None:
-    """Makes a directory and those above it, durably."""
+    """Creates a directory and those above it, durably."""
     if os.path.isdir(path):
         return
     above = os.path.dirname(path)
@@ -302,7 +302,7 @@ def _make_root(path: str) -> None:
 
 
 def _make(directory: int, name: str, *, durable: bool = True) -> bool:
-    """Makes a directory in an open one; whether it was missing."""
+    """Creates a directory in an open one. Returns whether it was missing."""
     try:
         os.mkdir(name, dir_fd=directory)
     except FileExistsError:
@@ -313,7 +313,7 @@ def _make(directory: int, name: str, *, durable: bool = True) -> bool:
 
 
 def _missing(path: str) -> list[str]:
-    """``path`` and those above it that do not exist, the deepest first."""
+    """``path`` and the directories above it, as far as they do not exist; the deepest first."""
     found = []
     while not os.path.lexists(path):
         found.append(path)
@@ -322,9 +322,9 @@ def _missing(path: str) -> list[str]:
 
 
 def _probe(directory: int, parts: Sequence[str]) -> None:
-    """Makes a file in the directory ``parts`` below an open one, and removes it and the directories that were missing.
+    """Creates a file in the directory ``parts`` below an open one, and removes it and each directory that was missing.
 
-    Nothing is synced, which takes long on some disks: a full disk refuses the bytes already, or the file's end.
+    Nothing is synced, which takes long on some disks: a full disk fails when the bytes are written, or the file closed.
     """
     if parts:
         made = _make(directory, parts[0], durable=False)
@@ -365,12 +365,12 @@ def _write_all(file: int, buffer: Buffer) -> None:
 
 
 def _write_new(parent: int, name: str, data: bytes) -> None:
-    """A new file with this content, durable but for its name. Nothing stays where that fails."""
+    """Writes a new file whose content, but not yet its name, is durable. If that fails, no file stays."""
     file = os.open(name, _NEW, 0o666, dir_fd=parent)
     try:
         _write_all(file, data)
         os.fsync(file)
-    except BaseException:  # Whatever ended it, half a file is of no use.
+    except BaseException:  # This includes cancellation: half a file is of no use.
         with suppress(OSError):
             os.unlink(name, dir_fd=parent)
         raise
@@ -379,8 +379,8 @@ def _write_new(parent: int, name: str, data: bytes) -> None:
 
 
 def _link(parent: int, draft: str, name: str, data: bytes) -> None:
-    """Gives ``draft`` its name, unless that is taken. Where the file system has no hard links the file is written under
-    its name: then a crash at that moment leaves a torn one, which its digest shows."""
+    """Gives ``draft`` its name, unless that is taken. Without hard links the file is written under its name: then a
+    crash at that moment leaves a torn file, which its digest shows."""
     try:
         os.link(draft, name, src_dir_fd=parent, dst_dir_fd=parent)
     except OSError as error:
@@ -390,7 +390,7 @@ def _link(parent: int, draft: str, name: str, data: bytes) -> None:
 
 
 def _collect(directory: int, prefix: str, found: list[StoredFile]) -> None:
-    """Adds the regular files in and below an open directory whose names a storage allows."""
+    """Collects the regular files in and below an open directory whose names a storage allows."""
     with os.scandir(directory) as entries:
         for entry in entries:
             try:

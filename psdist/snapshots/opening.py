@@ -1,7 +1,7 @@
 """Opens the storage that a path or URL names.
 
-A local directory is ``psdist.snapshots.local``. Buckets and memory go through obstore (``psdist.snapshots.bucket``),
-which is loaded only where it is used.
+A local directory is ``psdist.snapshots.local``. Buckets and memory use obstore (``psdist.snapshots.bucket``), which is
+imported only then.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _BUCKETS: Final = ("s3", "gs", "az", "memory")
 
 def open_storage(path_or_url: str) -> Storage:
     """The storage in a local directory (a path, or ``file://``), or at an ``s3://``, ``gs://``, ``az://`` or
-    ``memory://`` URL. Reads and writes nothing yet; a directory is made with the first write. Buckets take their
-    settings from the environment (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``). ``memory://NAME`` lives in this process only.
-    Raises ConfigurationError."""
+    ``memory://`` URL. Nothing is read or written yet; a directory is created by the first write. Buckets take
+    their settings from the environment (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``). ``memory://NAME`` exists in this process
+    only. Raises ConfigurationError."""
     if not path_or_url or "\0" in path_or_url:
         raise ConfigurationError(f"the storage {path_or_url!r:.80} is neither a directory nor a URL")
     if not _SCHEME.match(path_or_url):
@@ -33,11 +33,11 @@ def open_storage(path_or_url: str) -> Storage:
     if parts.scheme not in _BUCKETS:
         known = ", ".join(f"{scheme}://" for scheme in ("file", *_BUCKETS))
         raise ConfigurationError(
-            f"the storage {path_or_url!r:.200} cannot be used: give a directory, or one of {known}"
+            f"the storage {path_or_url!r:.200} cannot be used: name a directory, or one of {known}"
         )
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigurationError(
-            "a storage's URL holds a bucket and a path only: give credentials and options in the environment"
+            "the URL of a storage has a bucket and a path only: set credentials and options in the environment"
         )
     from psdist.snapshots.bucket import open_bucket
 

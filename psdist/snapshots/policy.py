@@ -1,4 +1,4 @@
-"""When a run takes snapshots, and which of them it keeps. Values only: nothing is saved, deleted or counted here."""
+"""When a run takes snapshots, and which of them it keeps. These are values; the scheduler acts on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from psdist.errors import ConfigurationError
 
 STEPS_MAX: Final = 1 << 40
-#: Shorter intervals would let one attempt follow upon the other.
+#: With shorter intervals an attempt would always be under way.
 SECONDS_MIN: Final = 0.1
 SECONDS_MAX: Final = 366 * 86400.0
 KEEP_MAX: Final = 1_000_000
@@ -23,12 +23,12 @@ _UNITS: Final = ((3600, "h"), (60, "min"))
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """When snapshots are taken by themselves, and which stay.
+    """When snapshots are taken, and which are kept.
 
-    steps, seconds: the interval, of which at most one is set; with none snapshots are taken on demand and at the end.
-    keep_last: so many of the newest stay, at least 1.
-    keep_every: of every so many steps the first snapshot stays for good, besides those; 0 for none.
-    at_end: whether one is taken when the run ends and something was trained since the last.
+    steps, seconds: the interval, of which at most one is set; without it snapshots are taken on demand and at the end.
+    keep_last: how many of the newest are kept, at least 1.
+    keep_every: the first snapshot of every so many steps is kept for good; 0 for none.
+    at_end: whether one is taken when the run ends and something was trained since the last one.
 
     Raises ConfigurationError for a value out of range.
     """
@@ -41,7 +41,7 @@ class SavePolicy:
 
     def __post_init__(self) -> None:
         if self.steps and self.seconds:
-            raise ConfigurationError(f"an interval is in steps or in seconds, not {self.steps} and {self.seconds:g}")
+            raise ConfigurationError(f"an interval is in steps or in seconds, not both: {self.steps}, {self.seconds:g}")
         _check_range("steps", self.steps, 0, STEPS_MAX)
         _check_range("keep_last", self.keep_last, 1, KEEP_MAX)
         _check_range("keep_every", self.keep_every, 0, STEPS_MAX)
@@ -50,14 +50,14 @@ class SavePolicy:
 
     @property
     def interval(self) -> str:
-        """As ``parse_interval`` reads it; empty where there is none."""
+        """The interval as ``parse_interval`` reads it; empty if there is none."""
         if self.steps:
             return f"{self.steps}steps"
         return f"{self.seconds:.10g}s" if self.seconds else ""
 
     @property
     def every(self) -> str:
-        """The interval for people: ``every 100 steps``, ``every 10 min``; empty where there is none."""
+        """The interval as text: ``every 100 steps``, ``every 10 min``; empty if there is none."""
         if self.steps:
             return f"every {_counted(self.steps, 'step')}"
         size, unit = next(((size, unit) for size, unit in _UNITS if self.seconds % size == 0), (1, "s"))
@@ -65,7 +65,7 @@ class SavePolicy:
 
     @property
     def text(self) -> str:
-        """For people: ``every 100 steps and at the end, the last 3 kept``."""
+        """The policy as text: ``every 100 steps and at the end, the last 3 kept``."""
         when = self.every
         if self.at_end:
             when = f"{when} and at the end" if when else "at the end"
@@ -82,7 +82,7 @@ def parse_interval(text: str) -> tuple[int, float]:
     found = _INTERVAL.fullmatch(text.strip().lower())
     number, unit = (found[1], found[2]) if found else ("", "")
     if found is None or (unit not in _STEPS and unit not in _SECONDS) or (unit in _STEPS and "." in number):
-        raise ConfigurationError(f"{text!r:.80} is no interval: write steps, as 100, or a time, as 30s, 5m or 2h")
+        raise ConfigurationError(f"{text!r:.80} is not an interval: write steps, as 100, or a time, as 30s, 5m or 2h")
     steps = int(number) if unit in _STEPS else 0
     seconds = 0.0 if unit in _STEPS else float(number) * _SECONDS[unit]
     policy = SavePolicy(steps, seconds)
@@ -98,5 +98,5 @@ def _counted(count: int, noun: str) -> str:
     return noun if count == 1 else f"{count:,} {noun}s"
 
 
-#: Where there is a storage and nobody says otherwise.
+#: The policy of a run with a storage, unless flags say otherwise.
 DEFAULT_POLICY: Final = SavePolicy(seconds=600.0)

@@ -1,10 +1,10 @@
 """Finds the committed snapshots of a storage, and reads them.
 
-Invariants: nothing is given out that differs from what was committed by one bit; an error names the file. A commit
-record vouches for itself and for the manifest; the manifest for each slice and, being what headers are made from, for
-each header; so all that is read is checked before it is used. What is corrupt is skipped, and said; what cannot be
-read for another reason (no permission, no connection, a newer format) is an error: a run that took an older snapshot
-for the newest because of it would lose steps for nothing.
+Invariants: nothing is returned that differs by one bit from what was committed; an error names the file. A commit
+record has digests of itself and of the manifest. The manifest has a digest of each slice, and determines each header.
+So all bytes are checked before they are used. A corrupt snapshot is skipped and reported. A snapshot that cannot be
+read for another reason (no permission, no connection, a newer format) is an error: a run that took an older one instead
+would lose steps for nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from psdist.errors import PsdistError, SnapshotCorruptError, UnknownSnapshotErro
 from psdist.snapshots import format as layouts
 from psdist.snapshots.format import CommitRecord, Manifest, ParametersState, WorkerState, corrupt
 from psdist.snapshots.storage import Storage
+from psdist.wire.limits import COMMIT_BYTES_MAX
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float32]
 
-#: Called with (bytes that were read, bytes that will be).
+#: Called with the bytes that were read, and the total.
 Progress = Callable[[int, int], None]
 
-#: Commit records that are read at a time.
+#: Commit records that are read at the same time.
 _AT_A_TIME: Final = 8
-#: Bytes that are read at a time, where that is more than one slice.
+#: Bytes of one read, unless a slice is longer.
 _BATCH_BYTES: Final = 8 << 20
 
 
@@ -45,13 +46,13 @@ class Unreadable:
 
     @property
     def sequence(self) -> int:
-        """The number that its name says."""
+        """The number in its name."""
         return layouts.commit_sequence(self.path) or 0
 
 
 @dataclass(frozen=True)
 class CommittedSnapshot:
-    """A snapshot that can be used. skipped: one sentence for each newer one that cannot."""
+    """A snapshot that can be used. skipped: one sentence for each newer one that cannot be."""
 
     commit: CommitRecord
     manifest: Manifest
@@ -62,7 +63,7 @@ class CommittedSnapshot:
 
 
 async def commits(storage: Storage) -> list[CommitRecord | Unreadable]:
-    """All commit records, the newest first. Raises StorageError where they cannot be listed."""
+    """All commit records, the newest first. Raises StorageError if they cannot be listed."""
     numbered = [
         (sequence, stored.path)
         for stored in await storage.list(layouts.COMMITS)
@@ -79,11 +80,11 @@ async def commits(storage: Storage) -> list[CommitRecord | Unreadable]:
 
 
 async def _read_commit(storage: Storage, path: str) -> CommitRecord | Unreadable | None:
-    """None where it was deleted meanwhile."""
+    """The record at ``path``; None where it was deleted meanwhile."""
     try:
-        data = await storage.read(path, 0, layouts.COMMIT_BYTES_MAX + 1)
-        if len(data) > layouts.COMMIT_BYTES_MAX:
-            raise corrupt(path, f"it is longer than {layouts.COMMIT_BYTES_MAX} bytes")
+        data = await storage.read(path, 0, COMMIT_BYTES_MAX + 1)
+        if len(data) > COMMIT_BYTES_MAX:
+            raise corrupt(path, f"it is longer than {COMMIT_BYTES_MAX} bytes")
         commit = CommitRecord.from_bytes(data, path)
         if commit.path != path:
             raise corrupt(path, f"its number is {commit.sequence}")
@@ -95,7 +96,7 @@ async def _read_commit(storage: Storage, path: str) -> CommitRecord | Unreadable
 
 
 async def is_committed(storage: Storage, commit: CommitRecord) -> bool:
-    """Whether the record is still there: what is missing of a snapshot that was deleted meanwhile is no damage."""
+    """Whether the record still exists. A snapshot that was deleted meanwhile is not damaged."""
     try:
         await storage.read(commit.path, 0, 1)
     except UnknownSnapshotError:
@@ -104,7 +105,7 @@ async def is_committed(storage: Storage, commit: CommitRecord) -> bool:
 
 
 async def load_manifest(storage: Storage, commit: CommitRecord) -> Manifest:
-    """The manifest that ``commit`` names. Raises SnapshotCorruptError where it is not what was committed."""
+    """The manifest that ``commit`` names. Raises SnapshotCorruptError if it is not what was committed."""
     path = layouts.manifest_path(commit.directory)
     data = await _read(storage, path, 0, commit.manifest_length + 1)
     if len(data) != commit.manifest_length:
@@ -120,7 +121,7 @@ async def load_manifest(storage: Storage, commit: CommitRecord) -> Manifest:
 
 
 async def check_files(storage: Storage, manifest: Manifest) -> None:
-    """Whether all files are there in their length, without reading them. Raises SnapshotCorruptError."""
+    """Checks that all files exist with their lengths, without reading them. Raises SnapshotCorruptError."""
     directory = layouts.directory_path(manifest.directory)
     sizes = {stored.path: stored.size for stored in await storage.list(directory)}
     for file, (length, _) in manifest.files.items():
@@ -134,11 +135,11 @@ async def check_files(storage: Storage, manifest: Manifest) -> None:
 async def usable(
     storage: Storage, without: Collection[str] = (), where: Callable[[CommitRecord], bool] = lambda commit: True
 ) -> AsyncIterator[CommittedSnapshot]:
-    """Snapshots whose files are all there, the newest first, each with what was skipped before it.
+    """Snapshots whose files all exist, the newest first, each with what was skipped before it.
 
-    without: directories that are passed over, because they are known to be corrupt. where: which are wanted.
-    Raises SnapshotCorruptError at the end where there was something to skip and nothing else, so that a run does not
-    begin anew by mistake; nothing where nothing was ever committed. Raises StorageError as it comes.
+    without: directories that are known to be corrupt, and skipped. where: which snapshots are wanted.
+    Raises SnapshotCorruptError at the end if snapshots were skipped and none was usable, so that a run does not start
+    anew by mistake. Raises StorageError.
     """
     skipped: list[str] = []
     found = False
@@ -149,7 +150,7 @@ async def usable(
             if not where(record):
                 continue
             if record.directory in without:
-                raise corrupt(layouts.directory_path(record.directory), "that was found before")
+                raise corrupt(layouts.directory_path(record.directory), "it was found corrupt before")
             manifest = await load_manifest(storage, record)
             await check_files(storage, manifest)
         except SnapshotCorruptError as error:
@@ -160,14 +161,14 @@ async def usable(
         yield CommittedSnapshot(record, manifest, tuple(skipped))
     if skipped and not found:
         raise SnapshotCorruptError(
-            f"none of the {len(skipped)} snapshots in {storage.url} can be used: {'; '.join(skipped)[:2000]}. Bring "
-            "the files back, or give another --run-id or --storage-path to begin anew"
+            f"none of the {len(skipped)} snapshots in {storage.url} can be used: {'; '.join(skipped)[:2000]}. "
+            "Restore the files, or start a new run with another --run-id or --storage-path"
         )
 
 
 async def newest(storage: Storage, without: Collection[str] = ()) -> CommittedSnapshot | None:
-    """The newest snapshot whose record, manifest and lengths are as they should be; None where none was ever committed.
-    The content is checked as it is read. See ``usable`` for ``without`` and errors."""
+    """The newest snapshot whose record, manifest and lengths are correct; None if none was ever committed. The content
+    is checked when it is read. ``usable`` describes ``without`` and errors."""
     async for found in usable(storage, without):
         return found
     return None
@@ -191,13 +192,13 @@ class SliceReader:
         return arrays
 
     async def slices(self, state: ParametersState, shard: int) -> AsyncIterator[tuple[int, list[Floats]]]:
-        """All slices of a shard, ascending, each with its number; several are read at a time. Raises
+        """All slices of a shard, ascending, each with its number; several are read at once. Raises
         SnapshotCorruptError."""
         async for found in self._positions(state, shard, range(len(state.shards[shard].versions))):
             yield found
 
     async def header(self, state: ParametersState, shard: int) -> int:
-        """Length of the header of a shard's file, which is compared with what it must be. Raises
+        """The length of the header of a shard's file, after a comparison with what it must be. Raises
         SnapshotCorruptError."""
         file = state.shards[shard]
         if file.file not in self._headers:
@@ -210,7 +211,7 @@ class SliceReader:
         return self._headers[file.file]
 
     def path(self, state: ParametersState, shard: int) -> str:
-        """Where a shard's file lies."""
+        """The path of a shard's file."""
         return layouts.file_path(self._manifest.directory, state.shards[shard].file)
 
     async def _positions(
@@ -238,16 +239,11 @@ class SliceReader:
             raise corrupt(path, f"slice {index} has another digest than in the manifest")
 
 
-async def read_slice(storage: Storage, manifest: Manifest, state: ParametersState, index: int) -> list[Floats]:
-    """One slice's weights and the optimizer's arrays; use a ``SliceReader`` for more. Raises SnapshotCorruptError."""
-    return await SliceReader(storage, manifest).slice(state, index)
-
-
 async def verify(storage: Storage, manifest: Manifest, progress: Progress | None = None) -> None:
-    """Reads every byte of every file, the manifest excepted, and raises SnapshotCorruptError for the first file that is
-    not what was written, or that does not belong there."""
+    """Reads every byte of every file except the manifest. Raises SnapshotCorruptError for the first file that is not
+    what was written, or does not belong to the snapshot."""
     await check_files(storage, manifest)
-    await _check_strangers(storage, manifest)
+    await _check_no_other_files(storage, manifest)
     reader, done = SliceReader(storage, manifest), 0
     for state in manifest.parameters:
         for shard, file in enumerate(state.shards):
@@ -270,8 +266,8 @@ async def verify(storage: Storage, manifest: Manifest, progress: Progress | None
 
 
 async def read_state(storage: Storage, manifest: Manifest, state: WorkerState) -> AsyncIterator[bytes]:
-    """The bytes of what a worker handed in, in parts. Raises SnapshotCorruptError, after the last part where that is
-    first seen by the digest of the whole."""
+    """The bytes of the state that a worker keeps itself, in parts. Raises SnapshotCorruptError, perhaps only after the
+    last part, when the digest of the whole is known."""
     path, whole = layouts.file_path(manifest.directory, state.file), xxhash.xxh3_128()
     for start in range(0, state.length, _BATCH_BYTES):
         length = min(_BATCH_BYTES, state.length - start)
@@ -284,7 +280,7 @@ async def read_state(storage: Storage, manifest: Manifest, state: WorkerState) -
         raise corrupt(path, "its digest is not that in the manifest")
 
 
-async def _check_strangers(storage: Storage, manifest: Manifest) -> None:
+async def _check_no_other_files(storage: Storage, manifest: Manifest) -> None:
     names = {"manifest.json", *manifest.files}
     known = {layouts.file_path(manifest.directory, name) for name in names}
     for stored in await storage.list(layouts.directory_path(manifest.directory)):
@@ -309,13 +305,13 @@ def _slice_bytes(state: ParametersState, shard: int, position: int) -> int:
 
 
 def _batches(state: ParametersState, shard: int, positions: range) -> Iterator[range]:
-    """``positions`` in stretches of some bytes, or one slice."""
+    """``positions`` in stretches of at most ``_BATCH_BYTES``, or of one slice."""
     each = max(1, _BATCH_BYTES // max(1, _slice_bytes(state, shard, 0)))
     for first in range(positions.start, positions.stop, each):
         yield range(first, min(first + each, positions.stop))
 
 
 def _split(data: memoryview, arrays: int) -> list[Floats]:
-    import numpy as np  # a scheduler, which starts before all others, has no use for it
+    import numpy as np  # only here: a scheduler starts faster without it
 
     return list(np.frombuffer(data, np.dtype("<f4")).reshape(arrays, -1))

@@ -1,7 +1,7 @@
-"""Where a run's snapshots lie: a directory, or a prefix in a bucket, by one small interface.
+"""The interface to the storage of a run's snapshots: a directory, or a prefix in a bucket.
 
-Invariants: what ``create`` and a writer have finished is durable; ``create`` never replaces anything; a name cannot
-lead out of the storage. Nothing here knows what a snapshot is.
+Invariants: a file that ``create`` or a writer has finished is durable; ``create`` never replaces a file; a name cannot
+lead out of the storage. A storage does not know what a snapshot is.
 """
 
 from __future__ import annotations
@@ -29,41 +29,44 @@ class Writer(Protocol):
     """A file that is being written."""
 
     async def write(self, buffer: Buffer) -> None:
-        """Appends bytes; any contiguous buffer, which may be changed as soon as this returns."""
+        """Appends the bytes of a contiguous buffer, which may be changed as soon as this returns."""
 
 
 class Storage(Protocol):
-    """Files by name. A name is parts joined by "/", each as ``psdist.types.check_directory`` allows, else
-    InvalidNameError is raised. Everything else that goes wrong is a StorageError that says what was tried and why not;
-    an operation that raised it may have been carried out nevertheless, and one that was cancelled may yet be. Only of a
-    writer nothing is left, or comes later, once its block was left by an exception."""
+    """Files by name.
+
+    A name is parts joined by "/". InvalidNameError is raised for a part that ``psdist.types.check_directory`` refuses.
+    Every other failure is a StorageError that says what was tried, and why it failed. An operation that raised it may
+    have taken effect, and one that was cancelled may still do so. A writer whose block was left by an exception leaves
+    no file, then or later.
+    """
 
     @property
     def url(self) -> str:
         """The directory's absolute path, or the URL; ``open_storage`` of it is the same storage."""
 
     async def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
-        """Bytes of a file from ``start`` on, up to its end or ``length`` of them: fewer where it ends before. Raises
-        UnknownSnapshotError where there is no such file."""
+        """Bytes of a file from ``start`` on, up to its end or to ``length`` of them. Raises UnknownSnapshotError if the
+        file does not exist."""
 
     async def list(self, prefix: str = "") -> list[StoredFile]:
-        """All files in and below the directory ``prefix``, by path; none where there is no such directory."""
+        """All files in and below the directory ``prefix``, by path; none if there is no such directory."""
 
     async def create(self, path: str, data: bytes) -> None:
-        """Makes a file at once and durably. Raises FileExistsError where there is one; of several that do it at a
+        """Creates a file atomically and durably. Raises FileExistsError if it exists; of several callers at the same
         time, one succeeds."""
 
     def writer(self, path: str) -> AbstractAsyncContextManager[Writer]:
-        """Streams a new file: ``async with storage.writer(path) as file: await file.write(...)``. It is durable once
-        the block was left; if by an exception, nothing of it stays. Raises StorageError where there is one, if the
-        storage can tell."""
+        """Streams a new file: ``async with storage.writer(path) as file: await file.write(...)``. It is durable when
+        the block is left; if by an exception, no file stays. Raises StorageError if the file exists and the storage can
+        tell."""
 
     async def delete(self, paths: Iterable[str]) -> None:
-        """Removes files, in this order; those that are gone already are passed over."""
+        """Removes files, in this order; missing ones are skipped."""
 
     async def check_writable(self, directory: str) -> None:
-        """Makes a file in ``directory``, which nobody else must use, and removes it. Raises StorageError, with a
-        remedy, where none can be made. Nothing of it stays, as far as it may be removed."""
+        """Creates a file in ``directory``, which nobody else may use, and removes it if that is allowed. Raises
+        StorageError, with a remedy, if it cannot be created."""
 
 
 def check_path(path: str) -> str:

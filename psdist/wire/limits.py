@@ -1,40 +1,29 @@
 """Limits on everything that a peer can make a process hold, and the version of the protocol.
 
-One place, so that a limit is the same on both sides and an error can name it.
+They are in one place, so that both sides have the same ones, and an error can name them. The ranges of single values
+(names, slices, hyperparameters) are with their types in ``psdist.types`` and ``psdist.optim``, on which all this
+stands.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
-#: Registration refuses another number. Raised when an older peer could misread a message.
+#: Registration refuses another number. It is raised when an older peer could misread a message.
 PROTOCOL_VERSION: Final = 3
 
 #: Largest message on the data path: a slice of 1 MiB and its header, with room for slices in float64 one day.
 DATA_MESSAGE_BYTES: Final = 4 << 20
 #: Largest message to or from the scheduler: a layout of TENSORS_MAX tensors with names of up to 200 characters fits.
 CONTROL_MESSAGE_BYTES: Final = 64 << 20
+#: Metadata of a call, which holds the token.
 METADATA_BYTES: Final = 16 << 10
-
-TENSORS_MAX: Final = 1 << 18
-DIMENSIONS_MAX: Final = 32
-#: Elements of the flat vector of a parameter set (4 TiB of float32).
-ELEMENTS_MAX: Final = 1 << 40
-PARAMETERS_MAX: Final = 1024
-MEMBERS_MAX: Final = 4096
-WORLD_MAX: Final = 4096
-DATASETS_MAX: Final = 64
-#: Ranges of one data set that a worker may hold at a time.
-LEASES_MAX: Final = 64
-#: Stretches in a data set's position.
-SPANS_MAX: Final = 1 << 16
-
-#: Slices of one stream that a server holds and has not applied; more are left in the network.
-HELD_SLICES_MAX: Final = 2
-#: Largest message on the line of an attachment, which carries no payloads: it is a list of slices.
+#: Largest message on the socket of an attachment, which carries no payloads: it is a list of slices.
 SHARED_MESSAGE_BYTES: Final = DATA_MESSAGE_BYTES
-#: Calls of one Share stream that are not answered may name each slice of the server so many times on average.
-SHARED_ROUNDS_MAX: Final = 4
+#: Largest HTTP/2 frame that is asked for. It fits the window.
+FRAME_BYTES: Final = 1 << 20
+
 CONCURRENT_CALLS_MAX: Final = 4096
 CONNECTIONS_MAX: Final = 2048
 #: Flow-control windows of one stream: what the transport may read ahead of the program. A server's counts for each
@@ -43,17 +32,52 @@ CONNECTIONS_MAX: Final = 2048
 #: 512 KiB is what the bound on a server's memory has room for.
 SERVER_WINDOW_BYTES: Final = 512 << 10
 CLIENT_WINDOW_BYTES: Final = 4 << 20
-#: Largest HTTP/2 frame that is asked for, within the window.
-FRAME_BYTES: Final = 1 << 20
+#: Slices of one stream that a server holds and has not applied; more are left in the network.
+HELD_SLICES_MAX: Final = 2
+#: Unanswered calls of one Share stream may name each slice of the server so many times on average.
+SHARED_ROUNDS_MAX: Final = 4
 
-#: Workers that were lost, by parameters, whose pushes servers still know, so that they may go on with them.
+#: Members of a run in the cluster map, which every member holds.
+MEMBERS_MAX: Final = 4096
+#: Ranks of a run: each contribution to a slice is kept until the step is complete.
+WORLD_MAX: Final = 4096
+#: Lost workers, by parameter set, whose pushes servers still know, so that they may resume them.
 DEPARTED_MAX: Final = 256
-
-#: How often a worker may have passed a barrier, by its own word: a store can hold no number of 64 bits.
+#: How often a worker may have passed a barrier, by its own report: a store holds numbers of up to 64 bits.
 BARRIERS_PASSED_MAX: Final = 1 << 62
+#: Copies of each shard that the scheduler can be asked for.
+REPLICAS_MAX: Final = 2
 
-#: A wait that lasts longer says for whom it waits.
-REPORT_WAIT_SECONDS: Final = 10.0
+PARAMETERS_MAX: Final = 1024
+#: Tensors of one layout, each of which has a name in the scheduler's memory.
+TENSORS_MAX: Final = 1 << 18
+DIMENSIONS_MAX: Final = 32
+#: Elements of the flat vector of a parameter set (4 TiB of float32).
+ELEMENTS_MAX: Final = 1 << 40
+DATASETS_MAX: Final = 64
+#: Ranges of one data set that a worker may hold at a time.
+LEASES_MAX: Final = 64
+#: Stretches in a data set's position, which is in every snapshot.
+SPANS_MAX: Final = 1 << 16
 
 #: Bytes of the state that one worker keeps in snapshots for one parameter set.
 STATE_BYTES_MAX: Final = 1 << 32
+#: Bytes of a commit record, and of a manifest: whoever can write to the storage decides what a reader loads.
+COMMIT_BYTES_MAX: Final = 1 << 20
+MANIFEST_BYTES_MAX: Final = 1 << 30
+#: Characters of a text in a manifest or commit record, such as the reason.
+SNAPSHOT_TEXT_MAX: Final = 4096
+
+#: A run's name, which is also the name of files. A dot must not come first.
+RUN_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+#: Characters of a token: it travels in the metadata of each call.
+TOKEN_CHARACTERS_MAX: Final = 4096
+#: Bytes of the file in which a scheduler leaves its address; more are not read.
+ADDRESS_FILE_BYTES_MAX: Final = 512
+#: Bytes of the record that a launcher leaves of its run; more are not read.
+RUN_RECORD_BYTES_MAX: Final = 16 << 10
+#: Bytes of a line that a child process has not ended; a longer one is shown in pieces.
+OUTPUT_LINE_BYTES_MAX: Final = 64 << 10
+
+#: A wait that lasts longer says for whom it waits.
+REPORT_WAIT_SECONDS: Final = 10.0

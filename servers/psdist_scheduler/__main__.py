@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from psdist.settings.config import scheduler_settings
+from psdist.settings.programs import scheduler_settings
 
 
 def main() -> int:

@@ -26,7 +26,8 @@ from grpc_reflection.v1alpha import reflection
 from psdist import logs
 from psdist.errors import ConfigurationError, PsdistError, StorageError
 from psdist.settings import exit_codes
-from psdist.settings.config import SchedulerSettings, is_loopback
+from psdist.settings.config import is_loopback
+from psdist.settings.programs import SchedulerSettings
 from psdist.wire import channels, limits
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import Done, Stop

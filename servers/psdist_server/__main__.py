@@ -3,7 +3,7 @@
 import os
 import sys
 
-from psdist.settings.config import server_settings
+from psdist.settings.programs import server_settings
 from psdist_server.kernels import memory
 
 

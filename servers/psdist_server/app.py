@@ -23,7 +23,8 @@ from grpc_health.v1.health import aio as health
 
 from psdist import logs
 from psdist.errors import PsdistError
-from psdist.settings.config import ServerSettings, parse_address
+from psdist.settings.config import parse_address
+from psdist.settings.programs import ServerSettings
 from psdist.types import ClusterMap
 from psdist.wire import channels, malloc_options
 from psdist_server.scheduler_session import ServerSession

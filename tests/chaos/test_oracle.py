@@ -16,8 +16,8 @@ _SLICES, _SLOTS, _WORKERS = 3, 40, 2
 _CAPACITY = _SLOTS // _WORKERS
 
 
-def _pushes(count: int, *, life: int = 0, first: int = 0, outcome: Outcome = "acknowledged") -> list[Push]:
-    return [Push(first + n, life, outcome, float(n), n + 0.5) for n in range(count)]
+def _pushes(count: int, *, start: int = 0, first: int = 0, outcome: Outcome = "acknowledged") -> list[Push]:
+    return [Push(first + n, start, outcome, float(n), n + 0.5) for n in range(count)]
 
 
 def _apply(weights: NDArray[np.float32], rank: int, number: int, share: float = 1.0, times: int = 1) -> None:
@@ -34,7 +34,7 @@ def _weights(pushes: dict[int, list[Push]], share: float = 1.0) -> NDArray[np.fl
 
 def _asynchronous() -> dict[int, list[Push]]:
     """More pushes than places, a worker that died in the middle of one, and one that dropped one."""
-    first = [*_pushes(50), *_pushes(1, first=50, outcome="unknown"), *_pushes(9, first=51, life=1)]
+    first = [*_pushes(50), *_pushes(1, first=50, outcome="unknown"), *_pushes(9, first=51, start=1)]
     return {0: first, 1: [*_pushes(30), *_pushes(1, first=30, outcome="dropped")]}
 
 
@@ -89,7 +89,7 @@ def test_bsp_of_the_same_workers(times: int, lost: int, repeated: int) -> None:
 def _elastic() -> tuple[dict[int, list[Push]], NDArray[np.float32]]:
     """Steps 0 to 9; worker 1 died in step 4, was not counted there, and took part again from step 7 on."""
     died = Push(4, 0, "unknown", 4.0)
-    pushes = {0: _pushes(10), 1: [*_pushes(4), died, *_pushes(3, first=7, life=1)]}
+    pushes = {0: _pushes(10), 1: [*_pushes(4), died, *_pushes(3, first=7, start=1)]}
     weights = np.zeros((_SLICES, _SLOTS), np.float32)
     for step in range(10):
         alone = step in (4, 5, 6)
@@ -128,7 +128,7 @@ def test_bsp_of_workers_that_come_and_go_sees(changes: list[tuple[int, int, floa
 def test_bsp_of_workers_that_come_and_go_needs_a_place_for_each_step() -> None:
     pushes, weights = _elastic()
     pushes[0].append(Push(_CAPACITY, 0, "acknowledged", 99.0))
-    with pytest.raises(ValueError, match="do not suffice"):
+    with pytest.raises(ValueError, match="are too few"):
         judge(pushes, weights, _WORKERS, synchronous=True)
 
 
@@ -146,12 +146,12 @@ def test_the_log_over_two_lives(tmp_path: Path) -> None:
     reader.read()
     assert [(push.number, push.outcome) for push in reader.pushes] == [(0, "acknowledged"), (1, "unknown")]
     again = EventLog(path)
-    assert (again.life, again.begun) == (1, 2)
+    assert (again.start, again.begun) == (1, 2)
     again.write("B", 2)
     again.write("D", 2)
     again.write("E", "server_lost all of it")
     reader.read()
-    assert [(push.number, push.life, push.outcome) for push in reader.pushes] == [
+    assert [(push.number, push.start, push.outcome) for push in reader.pushes] == [
         (0, 0, "acknowledged"),
         (1, 0, "unknown"),
         (2, 1, "dropped"),
@@ -161,7 +161,7 @@ def test_the_log_over_two_lives(tmp_path: Path) -> None:
 
 def test_the_log_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    path.write_text("L 1.0 0\nB 2.0 0\nA 2.")
+    path.write_text("S 1.0 0\nB 2.0 0\nA 2.")
     reader = EventReader(path)
     reader.read()
     assert [push.outcome for push in reader.pushes] == ["unknown"]

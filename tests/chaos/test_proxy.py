@@ -175,8 +175,8 @@ async def test_reset(bench: Bench) -> None:
     assert bench.proxy.connections == 1
 
 
-async def test_cut_after_bytes(bench: Bench) -> None:
-    bench.proxy.fault = Fault(cut_after=3000)
+async def test_reset_after_bytes(bench: Bench) -> None:
+    bench.proxy.fault = Fault(reset_after=3000)
     peer = await bench.open()
     peer.send(bytes(3000))
     assert len(await peer.read(3000)) == 3000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -75,22 +76,26 @@ def test_launchers_import_nothing_heavy(module: str) -> None:
 def test_status_tells_several_runs_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from psdist.cli import target as commands
     from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
-    from psdist.launch.run_record import RunRegistry, notes_directory
+    from psdist.launch.run_record import RunRegistry, records_directory
 
     environ = {"XDG_STATE_HOME": str(tmp_path)}
-    registry = RunRegistry(notes_directory(environ))
+    registry = RunRegistry(records_directory(environ))
     (tmp_path / "token").write_text("secret\n")
     for number, name in enumerate(("a", "b")):
         registry.listening(registry.claim(name, tmp_path / "token", tmp_path), f"127.0.0.1:{number + 1}")
     registry.claim("starting", tmp_path / "token", tmp_path)
+
+    def find(scheduler: str, run_id: str, environ: dict[str, str]) -> commands.SchedulerChoice:
+        return commands.find_target(Namespace(scheduler=scheduler, run_id=run_id, token_file=None), environ)
+
     with pytest.raises(InvalidArgumentError, match="a, b, starting"):
-        commands.find_target("", "", None, environ)
-    target = commands.find_target("", "b", None, environ)
+        find("", "", environ)
+    target = find("", "b", environ)
     assert (target.address, target.token) == ("127.0.0.1:2", "secret")
     assert str(os.getpid()) in target.origin
     with pytest.raises(SchedulerUnreachableError, match="not up yet"):
-        commands.find_target("", "starting", None, environ)
+        find("", "starting", environ)
     with pytest.raises(SchedulerUnreachableError, match="--scheduler"):
-        commands.find_target("", "c", None, environ)
-    assert commands.find_target("h:1", "", None, environ).address == "h:1"
-    assert commands.find_target("", "", None, {**environ, "PSDIST_SCHEDULER": "h:2"}).address == "h:2"
+        find("", "c", environ)
+    assert find("h:1", "", environ).address == "h:1"
+    assert find("", "", {**environ, "PSDIST_SCHEDULER": "h:2"}).address == "h:2"

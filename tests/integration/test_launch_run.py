@@ -22,7 +22,7 @@ import pytest
 
 _SCHEDULER = """
 import os, sys
-from psdist.settings.config import scheduler_settings
+from psdist.settings.programs import scheduler_settings
 settings = scheduler_settings(sys.argv[1:])
 print("pid", os.getpid(), flush=True)
 if os.environ.get("STAND_IN") == "mute scheduler":
@@ -37,7 +37,7 @@ os.read(settings.lifeline_fd, 1)
 """
 _SERVER = """
 import os, sys
-from psdist.settings.config import server_settings
+from psdist.settings.programs import server_settings
 settings = server_settings(sys.argv[1:])
 assert settings.token and settings.scheduler_address() == "127.0.0.1:9" and settings.run_id
 print("pid", os.getpid(), settings.server_id, settings.kernel_threads, flush=True)

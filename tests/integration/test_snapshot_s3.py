@@ -186,9 +186,9 @@ async def test_parts_lists_and_deletion(storage: Storage) -> None:
 async def test_a_bucket_that_is_not_there_is_a_storage_error(storage: Storage) -> None:
     missing = open_storage("s3://nothing-here/x")
     for attempt in (missing.read("a"), missing.list(), missing.create("a", b"")):
-        with pytest.raises(StorageError, match=r"in s3://nothing-here/x: .*NoSuchBucket.*; make the bucket"):
+        with pytest.raises(StorageError, match=r"in s3://nothing-here/x: .*NoSuchBucket.*; create the bucket"):
             await attempt
-    with pytest.raises(StorageError, match=r"s3://nothing-here/x cannot be written: .*NoSuchBucket.*; make the bucket"):
+    with pytest.raises(StorageError, match=r"nothing-here/x cannot be written: .*NoSuchBucket.*; create the bucket"):
         await missing.check_writable("snapshots/probe")
 
 

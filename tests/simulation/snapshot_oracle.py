@@ -214,7 +214,8 @@ class SnapshotOracle(Oracle):
         if state is None:
             self.violation(f"{saved.record} does not have {self._name!r}")
             return
-        table = [await reader.read_slice(storage, manifest, state, i) for i in range(self.slicing.count)]
+        slices = reader.SliceReader(storage, manifest)
+        table = [await slices.slice(state, i) for i in range(self.slicing.count)]
         saved.directory, saved.step = manifest.directory, state.step
         self.counts["snapshots compared"] += 1
         self._check_table(saved, state, table)

@@ -14,7 +14,7 @@ import safetensors.numpy
 from snapshot_files import write
 
 from psdist.cli import snapshot
-from psdist.launch import final_snapshot
+from psdist.launch.final_snapshot import SaveProgress, committed_text
 from psdist.snapshots.format import CommitRecord
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -43,7 +43,7 @@ def storage(tmp_path: Path, commits: list[CommitRecord]) -> str:
 def call(*argv: str) -> int:
     """The exit status of ``psdist snapshot``."""
     try:
-        return snapshot.main(argv, {})
+        return snapshot.SNAPSHOT.run(argv, {})
     except SystemExit as ended:
         assert isinstance(ended.code, int)
         return ended.code
@@ -206,7 +206,7 @@ def test_what_is_said_while_a_snapshot_is_taken() -> None:
     said: list[str] = []
     moved: list[float] = []
     clock = [0.0]
-    progress = final_snapshot.SaveProgress(said.append, lambda: clock[0])
+    progress = SaveProgress(said.append, lambda: clock[0])
     progress.moved = lambda: moved.append(clock[0])
     for clock[0], done in ((0.5, 1), (1.5, 2), (2.5, 3), (3.0, 4), (5.0, 4)):
         progress(pb.SaveSnapshotResponse(bytes_done=done << 20, bytes=4 << 20, waiting_for="for the disk"))
@@ -216,9 +216,9 @@ def test_what_is_said_while_a_snapshot_is_taken() -> None:
     ]
     assert moved == [0.5, 1.5, 2.5, 3.0]
     info = pb.SnapshotInfo(directory="d", steps={"a": 7, "b": 7}, bytes=1536, seconds=0.25)
-    assert final_snapshot.told(pb.SaveSnapshotResponse(committed=info)) == "step 7 saved as d: 1.5 KiB in 0.2 s"
+    assert committed_text(pb.SaveSnapshotResponse(committed=info)) == "step 7 saved as d: 1.5 KiB in 0.2 s"
     info.steps["b"] = 9
-    unchanged = final_snapshot.told(pb.SaveSnapshotResponse(committed=info, unchanged=True))
+    unchanged = committed_text(pb.SaveSnapshotResponse(committed=info, unchanged=True))
     assert unchanged == "nothing was trained since d was saved, at steps 7, 9"
 
 

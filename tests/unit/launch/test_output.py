@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from psdist.errors import ConfigurationError
 from psdist.launch import reaper
+from psdist.launch.events import ProcessKey
 from psdist.launch.output import STDERR, STDOUT, Output, Routing, last_words, parse_streams
 from psdist.launch.plan import SchedulerAddress, WorkersPlan
-from psdist.launch.process import LINE_BYTES_MAX, LineSplitter
+from psdist.launch.process import LineSplitter
 from psdist.launch.run_record import RunRegistry
-from psdist.launch.supervisor import ProcessKey
+from psdist.launch.script import ScriptKind, ScriptOptions
+from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
 
 WORKER = ProcessKey("worker", 5)
 
@@ -38,7 +40,7 @@ def test_progress_bars_and_lines_without_end() -> None:
     assert splitter.feed(b"10%\r20%\r") == ["10%"]
     assert splitter.feed(b"30%") == ["20%"]
     assert splitter.close() == ["30%"]
-    assert splitter.feed(b"x" * (LINE_BYTES_MAX + 1)) == ["x" * LINE_BYTES_MAX]
+    assert splitter.feed(b"x" * (OUTPUT_LINE_BYTES_MAX + 1)) == ["x" * OUTPUT_LINE_BYTES_MAX]
     assert splitter.close() == ["x"]
     assert splitter.feed(b"\xff\n") == ["\ufffd"]
 
@@ -87,12 +89,10 @@ def test_lines_go_to_their_stream_and_file(tmp_path: Path, capsys: pytest.Captur
 def test_a_worker_gets_torchruns_environment_and_nothing_of_an_outer_run(tmp_path: Path) -> None:
     link = SchedulerAddress(file=tmp_path / "scheduler", token_file=tmp_path / "token", run_id="inner")
     plan = WorkersPlan(
-        command=("true",),
-        processes=2,
+        script=ScriptOptions(("true",), ScriptKind.PROGRAM, processes=2, start_timeout_seconds=9.5),
         link=link,
         connected_directory=tmp_path,
         master=("127.0.0.1", 29),
-        start_timeout_seconds=9.5,
         first_rank=2,
         world_size=4,
         node_rank=1,

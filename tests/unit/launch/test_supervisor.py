@@ -7,7 +7,7 @@ import signal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.launch.supervisor import (
+from psdist.launch.events import (
     Connected,
     Event,
     Exited,
@@ -19,30 +19,24 @@ from psdist.launch.supervisor import (
     Say,
     ServersWanted,
     Start,
-    Supervisor,
     TimePassed,
     describe,
     status_of,
 )
+from psdist.launch.shutdown import RunPolicy
+from psdist.launch.supervisor import Supervisor
 
 W0, W1 = ProcessKey("worker", 0), ProcessKey("worker", 1)
 S0, S1 = ProcessKey("server", 0), ProcessKey("server", 1)
 S2, S3 = ProcessKey("server", 2), ProcessKey("server", 3)
 SCHEDULER = ProcessKey("scheduler", 0)
 SNAPSHOT = ProcessKey("snapshot", 0)
+ALL = (W0, W1, S0, S1, SCHEDULER)
 
 
 def supervisor(restarts: int = 0, durable: bool = False, saves: bool = False) -> Supervisor:
-    return Supervisor(
-        range(2),
-        servers=2,
-        schedulers=1,
-        restarts_max=restarts,
-        grace_seconds=5.0,
-        durable=durable,
-        saves=saves,
-        unsaved_status=74,
-    )
+    policy = RunPolicy(restarts, grace_seconds=5.0, durable=durable, saves=saves, unsaved_status=74)
+    return Supervisor(ALL, policy)
 
 
 def test_all_workers_end_well() -> None:
@@ -320,7 +314,7 @@ def test_a_failure_that_is_no_exit() -> None:
 
 
 def test_the_agent_has_workers_only() -> None:
-    machine = Supervisor(range(4, 6), restarts_max=0)
+    machine = Supervisor([ProcessKey("worker", rank) for rank in (4, 5)], RunPolicy(restarts_max=0))
     machine.on(Exited(ProcessKey("worker", 4), 0, True), 1.0)
     assert machine.on(Exited(ProcessKey("worker", 5), 0, True), 2.0) == [Finish(0)]
 
@@ -331,7 +325,6 @@ def test_words_and_numbers_of_an_exit() -> None:
     assert describe(-63) == "killed by signal 63"
 
 
-ALL = (W0, W1, S0, S1, SCHEDULER)
 NUMBERS = st.lists(st.integers(0, 3), max_size=2).map(tuple)
 
 
@@ -355,7 +348,7 @@ def test_every_history_ends_once_and_leaves_nobody(
 ) -> None:
     """Invariants: one Finish, when nobody is alive; only the living are signalled; no process runs twice at a time;
     restarts of workers stay within the limit."""
-    machine = Supervisor(range(2), servers=2, schedulers=1, restarts_max=restarts, durable=durable, saves=saves)
+    machine = Supervisor(ALL, RunPolicy(restarts, durable=durable, saves=saves))
     alive = dict.fromkeys(ALL, 0)
     attempts: dict[ProcessKey, int] = dict.fromkeys(ALL, 0)
     ends: list[Finish] = []

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from psdist.cli import run, worker
+from psdist.cli.commands import call
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.launch.plan import SnapshotPlan
 from psdist.settings import config
-from psdist.settings.config import client_settings, scheduler_settings, server_settings
+from psdist.settings.config import client_settings
+from psdist.settings.programs import scheduler_settings, server_settings
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy, parse_interval
 
 
@@ -81,7 +83,7 @@ def test_a_wrong_variable_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_redirects_need_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        run.main(["-r", "3", "x.py"], {})
+        call(run, ["-r", "3", "x.py"], {})
     assert ended.value.code == 2
     assert "--log-dir" in capsys.readouterr().err
 

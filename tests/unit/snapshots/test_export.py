@@ -167,7 +167,7 @@ def test_elements_that_a_dtype_cannot_hold_are_counted(url: str, tmp_path: Path)
 def test_a_file_that_is_there_stays(url: str, tmp_path: Path) -> None:
     write(url, 1, 10, MODEL)
     (tmp_path / "m").write_text("mine")
-    with pytest.raises(ConfigurationError, match=r"is there already.*--overwrite"):
+    with pytest.raises(ConfigurationError, match=r"exists already.*--overwrite"):
         run(url, tmp_path / "m")
     assert (tmp_path / "m").read_text() == "mine"
     run(url, tmp_path / "m", overwrite=True)

@@ -131,7 +131,7 @@ def test_what_says_nothing_is_not_written() -> None:
         (values["parameters"][0]["spec"], "reset_optimizer", False),
     ):
         place[name] = nothing
-        with pytest.raises(SnapshotCorruptError, match="the one form"):
+        with pytest.raises(SnapshotCorruptError, match="canonical form"):
             Manifest.from_bytes(as_json(values), "m")
         del place[name]
 

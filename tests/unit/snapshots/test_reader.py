@@ -132,7 +132,7 @@ async def test_nothing_committed_is_nothing_and_nothing_usable_is_an_error() -> 
     storage, old, new = await two_snapshots()
     for commit in (old, new):
         del storage.files[layouts.manifest_path(commit.directory)]
-    with pytest.raises(SnapshotCorruptError, match=r"none of the 2 snapshots.*missing.*begin anew"):
+    with pytest.raises(SnapshotCorruptError, match=r"none of the 2 snapshots.*missing.*start a new run"):
         await reader.newest(storage)
 
 
@@ -282,7 +282,7 @@ async def test_slices_are_the_same_by_any_number_of_shards(shards: int, monkeypa
         for arrays in (streamed[index], await slices.slice(state, index)):
             np.testing.assert_array_equal(np.stack(arrays), np.stack([array[part] for array in table]))
             assert all(array.dtype == np.float32 and not array.flags.writeable for array in arrays)
-    alone = await reader.read_slice(storage, manifest, state, 3)
+    alone = await reader.SliceReader(storage, manifest).slice(state, 3)
     np.testing.assert_array_equal(alone[0], table[0][6:8])
 
 

@@ -227,7 +227,7 @@ async def test_what_is_no_regular_file_is_not_read(disk: LocalStorage, tmp_path:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()
     for name in ("pipe", "directory"):
-        with pytest.raises(StorageError, match=f"cannot read {name} in .*no regular file"):
+        with pytest.raises(StorageError, match=f"cannot read {name} in .*not a regular file"):
             await disk.read(name)
     assert await disk.list() == []
 
@@ -236,7 +236,7 @@ async def test_a_root_that_is_a_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     storage = open_storage(str(tmp_path / "file"))
     for attempt in (storage.list(), storage.read("x"), storage.create("x", b""), storage.delete(["x"])):
-        with pytest.raises(StorageError, match="no directory"):
+        with pytest.raises(StorageError, match="not a directory"):
             await attempt
 
 
@@ -349,7 +349,7 @@ async def test_what_is_no_directory_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked/snapshots").symlink_to(tmp_path)
     for root in ("file", "file/below", "linked"):
-        with pytest.raises(StorageError, match=f"{root} cannot be written: .*no directory"):
+        with pytest.raises(StorageError, match=f"{root} cannot be written: .*not a directory"):
             await open_storage(str(tmp_path / root)).check_writable("snapshots/probe")
     assert sorted(os.listdir(tmp_path)) == ["file", "linked"]
 
@@ -368,7 +368,7 @@ async def test_a_directory_that_others_use_by_then_stays(tmp_path: Path, monkeyp
 
 async def test_a_full_disk_names_a_remedy(disk: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "write", failing(os.write, errno.ENOSPC))
-    with pytest.raises(StorageError, match="No space left on device; free some space, or have fewer snapshots kept"):
+    with pytest.raises(StorageError, match="No space left on device; free some space, or keep fewer snapshots"):
         await write(disk, FILE, b"1")
 
 
@@ -423,7 +423,7 @@ def test_buckets_are_opened_without_a_word_to_them(url: str, monkeypatch: pytest
     try:
         assert open_storage(f"{url}/").url == url
     except ConfigurationError as error:  # GCS wants credentials at once.
-        assert url.startswith("gs:") and "cannot be used" in error.message
+        assert url.startswith("gs:") and "cannot be opened" in error.message
 
 
 async def test_a_bucket_that_does_not_answer_is_a_storage_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

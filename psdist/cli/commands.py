@@ -1,0 +1,93 @@
+"""Commands by name: a group's help, the choice of a command, and how a command is run.
+
+A command is a module, or a ``Leaf`` within one, with the same two functions: ``command_line()``, its flags, and
+``run(given, environ)``, which returns the exit status. A module is imported only when its command is called, and
+``run`` imports grpc, numpy and rich only where it needs them, so that ``psdist run`` starts at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from psdist.errors import InvalidArgumentError, PsdistError, SchedulerUnreachableError
+from psdist.settings import exit_codes
+from psdist.settings.flags import CommandLine, fail
+
+T = TypeVar("T")
+
+
+class Leaf(NamedTuple):
+    """A command that has no module of its own."""
+
+    command_line: Callable[[], CommandLine]
+    run: Callable[[Namespace, Mapping[str, str]], int]
+
+
+class Command(NamedTuple):
+    """A row of a group: how the command is written, one line about it, and what gives its module, Leaf or Group."""
+
+    usage: str
+    help: str
+    load: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Commands that are called by ``program`` and a word. aliases: other words for some of them."""
+
+    program: str
+    description: str
+    commands: tuple[Command, ...]
+    epilog: str
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Runs the command that ``argv`` names, and returns its exit status. A wrong name ends the program."""
+        word = argv[0] if argv else ""
+        if word in ("", "-h", "--help", "help"):
+            print(self._help(), file=sys.stdout if word else sys.stderr)
+            return exit_codes.OK if word else exit_codes.USAGE
+        by_name = {command.usage.split()[0]: command for command in self.commands}
+        command = by_name.get(self.aliases.get(word, word))
+        if command is None:
+            *names, last = by_name
+            fail(
+                self.program,
+                f"there is no command {word!r}: the commands are {', '.join(names)} and {last}",
+            )
+        chosen = command.load()
+        return chosen.run(argv[1:], environ) if isinstance(chosen, Group) else call(chosen, argv[1:], environ)
+
+    def _help(self) -> str:
+        width = max(len(command.usage) for command in self.commands) + 1
+        rows = "\n".join(f"  {command.usage:{width}}{command.help}" for command in self.commands)
+        return f"usage: {self.program} COMMAND [flags]\n\n{self.description}\n\ncommands:\n{rows}\n\n{self.epilog}"
+
+
+def call(command: Any, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs a command's module or Leaf. Wrong input, and every error of psdist, ends the program with a message and the
+    exit status that belongs to it."""
+    line: CommandLine = command.command_line()
+    given = line.parse(argv, environ)
+    try:
+        status: int = command.run(given, environ)
+    except SchedulerUnreachableError as error:
+        fail(line.program, str(error), exit_codes.UNAVAILABLE)
+    except InvalidArgumentError as error:
+        fail(line.program, str(error), exit_codes.USAGE)
+    except PsdistError as error:
+        fail(line.program, str(error), exit_codes.FAILURE)
+    return status
+
+
+def show(form: str, values: T, table: Callable[[T], None]) -> None:
+    """Prints a result: as JSON where ``form`` is "json", else by ``table``."""
+    if form == "json":
+        print(json.dumps(values, indent=2))
+    else:
+        table(values)

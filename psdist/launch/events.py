@@ -1,0 +1,175 @@
+"""The processes of a run by key, the table of those that run, and the events and effects of the supervisor. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from psdist.settings import exit_codes
+
+Role = Literal["worker", "server", "scheduler", "snapshot", "watch"]
+
+
+class ProcessKey(NamedTuple):
+    """A process of a run: ``worker`` and its rank, ``server`` and its number, any other role and 0."""
+
+    role: Role
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.number}" if self.role in ("worker", "server") else self.role
+
+
+@dataclass(frozen=True, slots=True)
+class RunningProcess:
+    """A process that runs. quick_deaths: how many of its starts before this one ended soon, in a row."""
+
+    started: float
+    attempt: int = 0
+    connected: bool = False
+    quick_deaths: int = 0
+
+
+class ProcessTable:
+    """The processes that run. ``ever_connected``: whether any worker ever registered at the scheduler."""
+
+    def __init__(self, keys: Iterable[ProcessKey], now: float) -> None:
+        self._running = {key: RunningProcess(now) for key in keys}
+        self.ever_connected = False
+
+    def __contains__(self, key: ProcessKey) -> bool:
+        return key in self._running
+
+    def of(self, role: Role) -> dict[ProcessKey, RunningProcess]:
+        """The processes of a role."""
+        return {key: process for key, process in self._running.items() if key.role == role}
+
+    def attempt(self, key: ProcessKey) -> int:
+        """Which start of this process runs, from 0."""
+        return self._running[key].attempt if key in self._running else 0
+
+    def start(self, key: ProcessKey, now: float, attempt: int = 0, quick_deaths: int = 0) -> None:
+        """Adds a process that is started now."""
+        self._running[key] = RunningProcess(now, attempt, quick_deaths=quick_deaths)
+
+    def connect(self, key: ProcessKey) -> None:
+        """Notes that a worker, which may have ended, registered."""
+        self.ever_connected = True
+        if key in self._running:
+            self._running[key] = replace(self._running[key], connected=True)
+
+    def remove(self, key: ProcessKey) -> RunningProcess:
+        """Removes a process that ended."""
+        return self._running.pop(key)
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A process ended. ``returncode`` is -n for signal n; ``connected`` says whether a worker had ever registered."""
+
+    key: ProcessKey
+    returncode: int
+    connected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A worker registered at the scheduler."""
+
+    key: ProcessKey
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """A signal of the user or the system tells the run to end."""
+
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunFailed:
+    """The run cannot go on, although no process ended: for example, the scheduler does not come up."""
+
+    message: str
+    status: int
+    key: ProcessKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServersWanted:
+    """The scheduler wants ``servers`` servers besides those that are ``draining``, and those in ``stop`` stopped."""
+
+    servers: int
+    draining: tuple[int, ...] = ()
+    stop: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Time passed."""
+
+
+Event = Exited | Connected | Interrupted | RunFailed | ServersWanted | TimePassed
+
+
+# --- effects ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a process, perhaps again; ``attempt`` counts from 0."""
+
+    key: ProcessKey
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Send a signal to a process and its descendants."""
+
+    key: ProcessKey
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Print a message of the launcher."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """All processes ended. Exit with ``status``; show the last lines of ``culprit``, then ``message``."""
+
+    status: int
+    message: str = ""
+    culprit: ProcessKey | None = None
+
+
+Effect = Start | Kill | Say | Finish
+
+
+def describe(returncode: int) -> str:
+    """How a process ended, in words: an exit code, or the name of a signal."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"
+
+
+def status_of(returncode: int) -> int:
+    """The status that a shell shows for ``returncode``: 128 + n for signal n."""
+    return returncode if returncode >= 0 else exit_codes.SIGNAL_BASE - returncode
+
+
+def enumerate_keys(keys: Iterable[ProcessKey]) -> str:
+    """Names of processes, separated by commas."""
+    return ", ".join(map(str, keys))

@@ -1,0 +1,146 @@
+"""The end of a run: its processes are stopped group by group, after a last snapshot. Pure.
+
+The groups are the workers, the servers and the scheduler, in this order. Where there is a storage, one more process
+runs between workers and servers: the ``snapshot``, which saves what was trained. Stopping is SIGTERM, then SIGKILL
+when the group's time is over. The snapshot has no time limit. It is left out if no worker ever connected, and if the
+scheduler is gone.
+
+Invariants: a stage ends when none of its processes is left. The exit status is decided when the shutdown begins, except
+that a run that succeeded ends with ``unsaved_status`` if its snapshot fails.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Final
+
+from psdist.launch.events import (
+    Effect,
+    Exited,
+    Finish,
+    Kill,
+    ProcessKey,
+    ProcessTable,
+    Role,
+    Say,
+    Start,
+    describe,
+    enumerate_keys,
+)
+from psdist.settings import exit_codes
+
+GRACE_SECONDS: Final = 5.0
+#: Workers end in agreement, after the pushes that are under way, which takes longer.
+STOP_TIMEOUT_SECONDS: Final = 30.0
+#: The groups in the order in which they are stopped.
+STOP_ORDER: Final[tuple[Role, ...]] = ("worker", "snapshot", "server", "scheduler")
+_SNAPSHOT: Final = ProcessKey("snapshot", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPolicy:
+    """What a run does when processes end.
+
+    restarts_max: restarts of each worker.
+    grace_seconds, stop_timeout_seconds: how long servers and the scheduler, and workers, are given to end.
+    durable: whether what a server holds outlives it, so that the run goes on without it.
+    saves: whether a snapshot is taken at the end.
+    unsaved_status: exit status of a run that succeeded, but for that snapshot.
+    """
+
+    restarts_max: int = 3
+    grace_seconds: float = GRACE_SECONDS
+    stop_timeout_seconds: float = STOP_TIMEOUT_SECONDS
+    durable: bool = False
+    saves: bool = False
+    unsaved_status: int = exit_codes.OK
+
+
+class _Phase(Enum):
+    RUNNING = "running"
+    #: The group was sent SIGTERM, or the snapshot was started.
+    STOPPING = "stopping"
+    #: It is also known who is waited for.
+    REPORTED = "reported"
+    #: The group was sent SIGKILL.
+    KILLED = "killed"
+    OVER = "over"
+
+
+class Shutdown:
+    """Stops the processes of ``table``."""
+
+    def __init__(self, table: ProcessTable, policy: RunPolicy) -> None:
+        self._table = table
+        self._policy = policy
+        self._saves = policy.saves
+        self._phase = _Phase.RUNNING
+        self._stage = 0
+        self._begun_at = 0.0
+        self._end = Finish(0)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the run is ending."""
+        return self._phase is not _Phase.RUNNING
+
+    def begin(self, end: Finish, now: float) -> list[Effect]:
+        """Begins to stop everything. The run ends with ``end``."""
+        self._end = end
+        return self._stop_from(0, now)
+
+    def leave_snapshot_out(self) -> None:
+        """Takes no snapshot, if none was started yet."""
+        self._saves = False
+
+    def on_exited(self, event: Exited, now: float) -> list[Effect]:
+        """Takes the end of a process, which the table has no longer."""
+        effects: list[Effect] = []
+        if event.key == _SNAPSHOT and event.returncode != 0:
+            if self._end.status == 0:
+                self._end = replace(self._end, status=self._policy.unsaved_status)
+            why = describe(event.returncode)
+            effects.append(Say(f"what was trained since the last snapshot is not saved: {why}"))
+        if not self._table.of(STOP_ORDER[self._stage]):
+            effects += self._stop_from(self._stage + 1, now)
+        return effects
+
+    def on_time(self, now: float) -> list[Effect]:
+        """Says who is waited for when that takes long, and kills whoever takes too long."""
+        role = STOP_ORDER[self._stage]
+        late, limit = list(self._table.of(role)), self._limit_seconds(role)
+        if role == "snapshot" or self._phase in (_Phase.KILLED, _Phase.OVER):
+            return []
+        if now >= self._begun_at + limit:
+            self._phase = _Phase.KILLED
+            said = Say(f"{enumerate_keys(late)} did not end within {limit:g} s of SIGTERM: killed")
+            return [said, *(Kill(key, signal.SIGKILL) for key in late)]
+        if self._phase is _Phase.STOPPING and now >= self._begun_at + self._policy.grace_seconds:
+            self._phase = _Phase.REPORTED
+            left = self._begun_at + limit - now
+            return [Say(f"waiting for {enumerate_keys(late)} to end; killed in {left:.0f} s")]
+        return []
+
+    def _limit_seconds(self, role: Role) -> float:
+        return self._policy.stop_timeout_seconds if role == "worker" else self._policy.grace_seconds
+
+    def _stop_from(self, stage: int, now: float) -> list[Effect]:
+        """Stops the first group from ``stage`` on that has a process."""
+        for self._stage in range(stage, len(STOP_ORDER)):
+            role = STOP_ORDER[self._stage]
+            effects: list[Effect] = [Kill(key, signal.SIGTERM) for key in self._table.of(role)]
+            if role == "snapshot":
+                effects = self._start_snapshot(now)
+            if effects:
+                self._phase, self._begun_at = _Phase.STOPPING, now
+                return effects
+        self._phase = _Phase.OVER
+        return [self._end]
+
+    def _start_snapshot(self, now: float) -> list[Effect]:
+        if not self._saves or not self._table.ever_connected or not self._table.of("scheduler"):
+            return []
+        self._table.start(_SNAPSHOT, now)
+        return [Start(_SNAPSHOT, 0)]

@@ -1,0 +1,307 @@
+"""The command lines of ``psdist-scheduler`` and ``psdist-server``, and the flags that other programs share with them.
+
+``scheduler_settings`` and ``server_settings`` turn a command line and the environment into a frozen dataclass. Wrong
+input ends the program with status 2. Nothing is connected or bound here.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError
+from psdist.settings.config import (
+    DRAIN_TIMEOUT_SECONDS,
+    FAILURE_TIMEOUT_SECONDS,
+    START_TIMEOUT_SECONDS,
+    WORKER_TIMEOUT_SECONDS,
+    address_text,
+    await_address,
+    check_run_id,
+    find_scheduler,
+    find_token,
+    is_loopback,
+    storage_text,
+)
+from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, seconds, text
+from psdist.snapshots.policy import DEFAULT_POLICY, KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
+from psdist.wire.limits import REPLICAS_MAX
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """Settings of ``psdist-scheduler``. An empty ``run_id`` lets the scheduler choose; an empty ``token`` is none."""
+
+    host: str
+    port: int
+    run_id: str
+    workers_min: int
+    servers_min: int
+    replicas: int
+    failure_timeout_seconds: float
+    worker_timeout_seconds: float
+    join_grace_seconds: float
+    store_path: Path | None
+    address_file: Path | None
+    lifeline_fd: int | None
+    insecure: bool
+    advertise: str
+    token: str
+    log_format: str
+    log_level: str
+    #: Where snapshots lie: an absolute path or a URL; empty for none.
+    storage: str = ""
+    policy: SavePolicy = field(default_factory=SavePolicy)
+    #: Start a new run; refused where the storage has snapshots.
+    fresh: bool = False
+    #: Where the storage cannot be written, start all the same and save nothing.
+    storage_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Settings of ``psdist-server``. Where ``scheduler`` is empty, ``scheduler_address`` waits for the file."""
+
+    scheduler: str
+    scheduler_file: Path | None
+    start_timeout_seconds: float
+    host: str
+    port: int
+    advertise: str
+    server_id: str
+    kernel_threads: int | None
+    #: Longest wait, once it is told to stop, until its shards have been moved to other servers.
+    drain_timeout_seconds: float
+    lifeline_fd: int | None
+    insecure: bool
+    token: str
+    run_id: str
+    log_format: str
+    log_level: str
+
+    def scheduler_address(self) -> str:
+        """``host:port`` of the scheduler; blocks until its file is there. Raises SchedulerUnreachableError."""
+        if self.scheduler or self.scheduler_file is None:
+            return self.scheduler
+        return await_address(self.scheduler_file, self.start_timeout_seconds)
+
+
+def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> SchedulerSettings:
+    """Settings of ``psdist-scheduler`` from its command line, without the program's name. Exits with 2 if wrong."""
+    environ = os.environ if environ is None else environ
+    line = _scheduler_line()
+    given = line.parse(argv, environ)
+    try:
+        policy = save_policy(given, bool(given.storage_path))
+    except ConfigurationError as error:
+        fail(line.program, str(error))
+    return _settings(
+        SchedulerSettings,
+        given,
+        workers_min=given.min_workers,
+        servers_min=given.min_servers,
+        failure_timeout_seconds=given.failure_timeout,
+        worker_timeout_seconds=given.worker_timeout,
+        join_grace_seconds=given.join_grace,
+        store_path=given.store,
+        token=_program_token(line.program, given, environ),
+        storage=given.storage_path or "",
+        policy=policy,
+    )
+
+
+def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> ServerSettings:
+    """Settings of ``psdist-server`` from its command line, without the program's name. Exits with 2 if wrong."""
+    environ = os.environ if environ is None else environ
+    line = _server_line()
+    given = line.parse(argv, environ)
+    scheduler = given.scheduler
+    if not scheduler and given.scheduler_file is None:
+        try:
+            scheduler = find_scheduler(environ)
+        except InvalidArgumentError as error:
+            fail(line.program, str(error))
+        if not scheduler:
+            fail(line.program, "no scheduler: pass --scheduler HOST:PORT or set PSDIST_SCHEDULER")
+    return _settings(
+        ServerSettings,
+        given,
+        scheduler=scheduler,
+        start_timeout_seconds=given.start_timeout,
+        drain_timeout_seconds=given.drain_timeout,
+        token=_program_token(line.program, given, environ),
+    )
+
+
+def _settings(cls: type[T], given: Namespace, **others: Any) -> T:
+    """Settings of which those that are not in ``others`` are called like their flag."""
+    names = {field.name for field in fields(cls)} - others.keys()  # type: ignore[arg-type]
+    return cls(**{name: getattr(given, name) for name in names}, **others)
+
+
+def _program_token(program: str, given: Namespace, environ: Mapping[str, str]) -> str:
+    """The token. Refuses to bind beyond this machine without ``--insecure``, or without a token."""
+    try:
+        token = find_token(environ, token_file=given.token_file)
+        if not is_loopback(given.host) and not given.insecure:
+            raise InsecureBindError(
+                f"--host {given.host} would listen beyond this machine without encryption: bind 127.0.0.1, or add "
+                "--insecure if the network is private"
+            )
+        if not is_loopback(given.host) and not token:
+            raise InsecureBindError(
+                f"--host {given.host} would admit everybody who can reach it: set PSDIST_TOKEN or --token-file"
+            )
+    except InvalidArgumentError as error:
+        fail(program, str(error))
+    return token
+
+
+def _name_text(value: str) -> str:
+    from psdist.types import check_name  # only a server needs the optimizers that come with it
+
+    return check_name(value, "the id")
+
+
+SCHEDULER_FLAG: Final = Flag("--scheduler", "the scheduler", address_text, "", "HOST:PORT")
+SCHEDULER_FILE_FLAG: Final = Flag(
+    "--scheduler-file", "file in which the scheduler leaves its address", Path, None, "FILE"
+)
+# PSDIST_TOKEN_FILE is weaker than PSDIST_TOKEN, so it is no twin of this flag: see find_token.
+TOKEN_FILE_FLAG: Final = Flag(
+    "--token-file", "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False
+)
+FORMAT_FLAG: Final = Flag("--format", "table or json", one_of("table", "json"), "table", "FORMAT")
+
+
+def run_id_flag(help_text: str = "name of the run; refused if the scheduler serves another") -> Flag:
+    """The flag with a run's name."""
+    return Flag("--run-id", help_text, check_run_id, "", "NAME")
+
+
+def log_level_flag(help_text: str, default: str) -> Flag:
+    """The flag with the level from which on messages are shown."""
+    return Flag("--log-level", help_text, one_of("debug", "info", "warning", "error"), default, "LEVEL")
+
+
+def _process_flags() -> tuple[Flag, ...]:
+    return (
+        Flag("--advertise", "address that others reach this process by", address_text, "", "HOST:PORT"),
+        Flag("--insecure", "allow a --host beyond this machine without encryption (private networks)"),
+        TOKEN_FILE_FLAG,
+        Flag("--lifeline-fd", "inherited pipe; this process ends when it does", integer(0), None, "N"),
+        Flag("--log-format", "console or json", one_of("console", "json"), "console", "FORMAT"),
+        log_level_flag("least level shown", "info"),
+    )
+
+
+def timeout_flags() -> tuple[Flag, ...]:
+    """The leases, for every program that starts a scheduler."""
+    return (
+        Flag(
+            "--failure-timeout", "silence after which a server is replaced", seconds(0.05), FAILURE_TIMEOUT_SECONDS,
+            "SECONDS",
+        ),
+        Flag(
+            "--worker-timeout",
+            "silence after which a worker is expelled; it must be longer than a script holds the interpreter. A worker "
+            "that died is noticed at once",
+            seconds(0.05),
+            WORKER_TIMEOUT_SECONDS,
+            "SECONDS",
+        ),
+    )  # fmt: skip
+
+
+def storage_flags(default: str) -> tuple[Flag, ...]:
+    """Flags on snapshots, for every program that starts a scheduler.
+
+    default: the default storage, for the help.
+    """
+    return (
+        Flag(
+            "--storage-path",
+            f"directory or URL (s3://, gs://, az://) for snapshots, or none (default: {default}). A run of the same "
+            "--run-id resumes from the newest snapshot there",
+            storage_text,
+            None,
+            "PATH",
+        ),
+        Flag(
+            "--save-interval",
+            "time between snapshots: 100 (steps), 30s, 5m, 2h; 0 takes one at the end only (default: 10m, where there "
+            "is a storage)",
+            parse_interval,
+            None,
+            "EVERY",
+        ),
+        Flag("--keep-last", "number of newest snapshots that are kept", integer(1, KEEP_MAX), 3, "N"),
+        Flag("--keep-every", "also keep the first snapshot of every STEPS steps", integer(0, STEPS_MAX), 0, "STEPS"),
+        Flag("--no-save-at-end", "take no snapshot when the run ends"),
+        Flag("--fresh", "start a new run; refused where there are snapshots already"),
+    )
+
+
+def save_policy(given: Namespace, stored: bool) -> SavePolicy:
+    """The policy in the parsed ``storage_flags``. Raises ConfigurationError.
+
+    stored: whether there is a storage.
+    """
+    if given.save_interval and any(given.save_interval) and not stored:
+        raise ConfigurationError("--save-interval needs a storage: pass --storage-path with a directory or URL")
+    default = (DEFAULT_POLICY.steps, DEFAULT_POLICY.seconds) if stored else (0, 0.0)
+    steps, every = default if given.save_interval is None else given.save_interval
+    return SavePolicy(steps, every, given.keep_last, given.keep_every, not given.no_save_at_end)
+
+
+def _scheduler_line() -> CommandLine:
+    return CommandLine(
+        "psdist-scheduler",
+        "Keeps the membership and the cluster map of one run.",
+        (
+            Flag("--host", "address to listen on", text, "127.0.0.1", "HOST"),
+            Flag("--port", "port to listen on; 0 takes a free one", integer(0, 65535), 0, "PORT"),
+            run_id_flag("name of the run"),
+            Flag("--min-workers", "workers to wait for", integer(1), 1, "N", variables=("DMLC_NUM_WORKER",)),
+            Flag("--min-servers", "servers to wait for", integer(1), 1, "N", variables=("DMLC_NUM_SERVER",)),
+            Flag("--replicas", "copies of each shard, each on another server", integer(1, REPLICAS_MAX), 1, "N"),
+            *timeout_flags(),
+            Flag("--join-grace", "wait for late workers when parameters are made", seconds(), 0.0, "SECONDS"),
+            Flag("--store", "SQLite file that keeps the map over a restart", Path, None, "FILE"),
+            Flag("--address-file", "file to write HOST:PORT into once listening", Path, None, "FILE"),
+            *storage_flags("none"),
+            Flag("--storage-optional", "where the storage cannot be written, warn and take no snapshots"),
+            *_process_flags(),
+        ),
+    )
+
+
+def _server_line() -> CommandLine:
+    return CommandLine(
+        "psdist-server",
+        "Holds a share of the parameters and of the optimizer's state.",
+        (
+            SCHEDULER_FLAG,
+            SCHEDULER_FILE_FLAG,
+            Flag("--start-timeout", "longest wait for that file", seconds(), START_TIMEOUT_SECONDS, "SECONDS"),
+            Flag("--host", "address to listen on", text, "127.0.0.1", "HOST"),
+            Flag("--port", "port to listen on; 0 takes a free one", integer(0, 65535), 0, "PORT"),
+            Flag("--server-id", "id of this server; the scheduler chooses one otherwise", _name_text, "", "ID"),
+            Flag("--kernel-threads", "threads that apply updates (default: one per core)", integer(1, 1024), None, "N"),
+            Flag(
+                "--drain-timeout",
+                "when told to end, longest wait for its shards to be moved to other servers",
+                seconds(),
+                DRAIN_TIMEOUT_SECONDS,
+                "SECONDS",
+            ),
+            run_id_flag(),
+            *_process_flags(),
+        ),
+    )
