@@ -274,7 +274,7 @@ class Dataset:
 
     @property
     def data_epoch(self) -> int:
-        """Of the range that was given last."""
+        """The data epoch of the range that was given last."""
         return self._data.data_epoch
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:

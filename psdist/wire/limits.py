@@ -39,6 +39,19 @@ SHARED_ROUNDS_MAX: Final = 4
 
 #: Members of a run in the cluster map, which every member holds.
 MEMBERS_MAX: Final = 4096
+#: Member ids that a scheduler remembers, so that their incarnations are never given twice.
+KNOWN_IDS_MAX: Final = 4 * MEMBERS_MAX
+#: Calls of one member that may wait at the scheduler at a time.
+WAITS_PER_MEMBER_MAX: Final = 64
+#: Messages of one call that a peer may leave unread. Room for news of every member's loss.
+UNREAD_MAX: Final = 8192
+#: Barriers of one worker whose counts are remembered; the oldest are forgotten first.
+BARRIER_NAMES_MAX: Final = 64
+#: Characters of an error's message, and of each of its details: trailing metadata is limited.
+ERROR_CHARACTERS_MAX: Final = 1000
+DETAIL_CHARACTERS_MAX: Final = 200
+#: Characters of a text that a member reports, such as its host or a reason.
+TEXT_CHARACTERS_MAX: Final = 1024
 #: Ranks of a run: each contribution to a slice is kept until the step is complete.
 WORLD_MAX: Final = 4096
 #: Lost workers, by parameter set, whose pushes servers still know, so that they may resume them.
@@ -54,7 +67,15 @@ TENSORS_MAX: Final = 1 << 18
 DIMENSIONS_MAX: Final = 32
 #: Elements of the flat vector of a parameter set (4 TiB of float32).
 ELEMENTS_MAX: Final = 1 << 40
+#: Slices of a parameter set: those of the largest vector at the largest slice.
+SLICES_MAX: Final = 1 << 22
+#: Parameter sets that one message may speak of.
+NAMES_MAX: Final = 4096
+#: Bytes of gradients of one parameter set that a primary keeps until its replicas acknowledge them.
+KEPT_BYTES_MAX: Final = 32 << 20
 DATASETS_MAX: Final = 64
+#: Reports on leases that a scheduler remembers. Beyond that the oldest count as in every snapshot.
+REPORTS_MAX: Final = 1 << 16
 #: Ranges of one data set that a worker may hold at a time.
 LEASES_MAX: Final = 64
 #: Stretches in a data set's position, which is in every snapshot.

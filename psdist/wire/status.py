@@ -15,11 +15,9 @@ import grpc.aio
 from psdist import errors
 from psdist.errors import PsdistError
 from psdist.v1 import common_pb2
+from psdist.wire import limits
 
 DETAIL_KEY: Final = "psdist-error-bin"
-#: A message longer than this is cut: trailing metadata is limited.
-_MESSAGE_CHARACTERS_MAX: Final = 1000
-_DETAIL_CHARACTERS_MAX: Final = 200
 
 _BY_STATUS: Final[dict[grpc.StatusCode, type[PsdistError]]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
@@ -33,8 +31,10 @@ _BY_STATUS: Final[dict[grpc.StatusCode, type[PsdistError]]] = {
 
 def to_detail(error: PsdistError) -> common_pb2.ErrorDetail:
     """The message that carries ``error``."""
-    details = {key: value[:_DETAIL_CHARACTERS_MAX] for key, value in error.details.items()}
-    return common_pb2.ErrorDetail(code=error.code, message=error.message[:_MESSAGE_CHARACTERS_MAX], details=details)
+    details = {key: value[: limits.DETAIL_CHARACTERS_MAX] for key, value in error.details.items()}
+    return common_pb2.ErrorDetail(
+        code=error.code, message=error.message[: limits.ERROR_CHARACTERS_MAX], details=details
+    )
 
 
 def from_detail(detail: common_pb2.ErrorDetail) -> PsdistError:

@@ -14,7 +14,7 @@ from psdist.types import ClusterMap, check_name
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, status
-from psdist.wire.limits import LEASES_MAX, MEMBERS_MAX, PARAMETERS_MAX
+from psdist.wire.limits import LEASES_MAX, MEMBERS_MAX, PARAMETERS_MAX, TEXT_CHARACTERS_MAX
 from psdist_scheduler import snapshot_messages
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.data_events import DatasetStanding, RangeGiven
@@ -22,7 +22,6 @@ from psdist_scheduler.events.records import Role
 from psdist_scheduler.events.snapshot_events import End, Mark, Prepare, RolledBack, TakeCut
 from psdist_scheduler.events.worker_events import Activity, Caller, MutualWait, ResumePush, StopCommand, StopReported
 
-TEXT_CHARACTERS_MAX = 1024
 #: Of each worker.
 CONNECTIONS_KEPT = 256
 ROLES: dict[str, pb.Role] = {"server": pb.ROLE_SERVER, "worker": pb.ROLE_WORKER}

@@ -13,9 +13,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from psdist.errors import ClosedError, LimitExceededError, PsdistError
-
-#: Messages that a peer may leave unread. Room for news of every member's loss.
-UNREAD_MAX = 8192
+from psdist.wire.limits import UNREAD_MAX
 
 T = TypeVar("T")
 

@@ -12,12 +12,9 @@ from psdist.snapshots.format import CommitRecord, ShardFile
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert
-from psdist.wire.limits import LEASES_MAX
+from psdist.wire.limits import LEASES_MAX, NAMES_MAX, TEXT_CHARACTERS_MAX
 from psdist_scheduler.events import snapshot_events as sn
 
-TEXT_CHARACTERS_MAX = 1024
-#: Parameters that one message may speak of.
-_NAMES_MAX = 4096
 _DIGEST_BYTES = 16
 
 
@@ -37,7 +34,7 @@ def report_event(call: int, report: pb.SnapshotReport) -> sn.SnapshotReport:
         case "marked":
             return sn.Marked(call, report.attempt, _numbers(report.marked.next), _numbers(report.marked.keeps))
         case "keeps":
-            return sn.Keeps(call, tuple(report.keeps.parameters[:_NAMES_MAX]))
+            return sn.Keeps(call, tuple(report.keeps.parameters[:NAMES_MAX]))
         case "written":
             written = report.written
             file, names = _file(written), tuple(written.state_names)
@@ -144,8 +141,8 @@ def info(commit: CommitRecord) -> pb.SnapshotInfo:
 
 
 def _numbers(numbers: Any) -> sn.Numbers:
-    if len(numbers) > _NAMES_MAX:
-        raise LimitExceededError(f"{len(numbers)} parameters in one message are over the limit of {_NAMES_MAX}")
+    if len(numbers) > NAMES_MAX:
+        raise LimitExceededError(f"{len(numbers)} parameters in one message are over the limit of {NAMES_MAX}")
     return tuple(sorted(numbers.items()))
 
 

@@ -22,6 +22,7 @@ from psdist.errors import ConfigurationError
 from psdist.types import Restore, check_directory
 from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.wire import convert
+from psdist.wire.limits import BARRIER_NAMES_MAX
 from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.events.records import (
     BarrierRecord,
@@ -33,7 +34,6 @@ from psdist_scheduler.events.records import (
     RestorePoint,
     StoredState,
 )
-from psdist_scheduler.members.barriers import NAMES_KEPT
 
 #: Raised when an older program could misread the file.
 SCHEMA_VERSION = 5
@@ -64,7 +64,7 @@ _WRITE_DATASET = "INSERT INTO datasets VALUES (?, ?, ?) ON CONFLICT (name) DO UP
 #: As ``Barriers`` does.
 _FORGET_BARRIERS = (
     "DELETE FROM barriers WHERE worker_id = ? AND rowid NOT IN "
-    f"(SELECT rowid FROM barriers WHERE worker_id = ? ORDER BY rowid DESC LIMIT {NAMES_KEPT})"
+    f"(SELECT rowid FROM barriers WHERE worker_id = ? ORDER BY rowid DESC LIMIT {BARRIER_NAMES_MAX})"
 )
 
 
@@ -85,7 +85,7 @@ class MemoryStore:
     """Keeps nothing."""
 
     def load(self) -> StoredState | None:
-        """None."""
+        """Returns nothing: there is no store."""
         return None
 
     def write(self, changes: Persist) -> None:

@@ -291,7 +291,7 @@ async def _done(future: asyncio.Future[None]) -> None:
 
 
 class _Hashes:
-    """Of a file that begins with ``header``, and of each slice in it."""
+    """The digests of a file that begins with ``header``, and of each slice in it."""
 
     def __init__(self, header: bytes) -> None:
         self.whole = xxhash.xxh3_128(header)

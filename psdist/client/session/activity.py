@@ -82,7 +82,7 @@ class Activities:
         self._wait = wait
 
     def ended(self, wait: ReportedWait) -> None:
-        """It is over."""
+        """A wait is over."""
         if self._wait is wait:
             self._wait = None
             self._sequence += 1

@@ -31,7 +31,7 @@ class _Held:
 
 
 class GracefulShutdown:
-    """All who want to end and may not yet."""
+    """The members that want to end and may not yet."""
 
     def __init__(
         self,

@@ -14,14 +14,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from psdist.errors import LimitExceededError
-from psdist.wire.limits import REPORT_WAIT_SECONDS
+from psdist.wire.limits import REPORT_WAIT_SECONDS, WAITS_PER_MEMBER_MAX
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import Member
 from psdist_scheduler.events.snapshot_events import Saving
 
 REPEAT_SECONDS = 2.0
-#: Calls of one member that may wait at a time.
-WAITS_PER_MEMBER_MAX = 64
 
 
 @dataclass(slots=True)

@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from psdist.wire.limits import REPORTS_MAX
 from psdist_scheduler.events.records import DataLease, Identity
 
 #: By parameters, the number of a worker's next push.
 Next = Mapping[str, int]
 #: By incarnation, the bound below which its pushes are in the snapshot. Other parameter sets do not matter.
 Cut = Callable[[Identity], Next]
-#: Reports that are remembered. Beyond that the oldest count as in every snapshot.
-REPORTS_MAX = 1 << 16
 
 
 @dataclass(slots=True)

@@ -15,13 +15,10 @@ from psdist.errors import (
     ProtocolMismatchError,
 )
 from psdist.types import check_name
-from psdist.wire.limits import MEMBERS_MAX, PROTOCOL_VERSION, WORLD_MAX
+from psdist.wire.limits import KNOWN_IDS_MAX, MEMBERS_MAX, PROTOCOL_VERSION, WORLD_MAX
 from psdist_scheduler.events.cluster_events import Register
 from psdist_scheduler.events.records import ClusterSettings, Member
 from psdist_scheduler.members.membership import Membership
-
-#: Ids that are remembered, so that their incarnations are never given twice.
-KNOWN_IDS_MAX = 4 * MEMBERS_MAX
 
 
 class MemberAdmission:

@@ -21,14 +21,11 @@ from typing import Any
 
 from psdist.errors import ClosedError, InvalidArgumentError
 from psdist.types import check_name
-from psdist.wire.limits import BARRIERS_PASSED_MAX
+from psdist.wire.limits import BARRIER_NAMES_MAX, BARRIERS_PASSED_MAX
 from psdist_scheduler.events.cluster_events import Answer, Done, Effect, EnterBarrier, Refuse, Withdrawn
 from psdist_scheduler.events.records import BarrierRecord, Member, name_some
 from psdist_scheduler.members.demand import Demand
 from psdist_scheduler.members.membership import Membership
-
-#: Names of which it is kept that a worker has passed; beyond that the oldest are forgotten.
-NAMES_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +163,7 @@ class Barriers:
 
 
 def _keep_newest(by_name: dict[str, Any]) -> None:
-    while len(by_name) > NAMES_KEPT:
+    while len(by_name) > BARRIER_NAMES_MAX:
         del by_name[next(iter(by_name))]
 
 

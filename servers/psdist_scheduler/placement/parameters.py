@@ -196,7 +196,7 @@ class ParameterSet:
         self.change(shards=shards, uploader=self.next_uploader(self.entry.members))
 
     def reset_to_gathering(self) -> None:
-        """It is to be placed anew, by those who are there or come."""
+        """Starts to gather again: the parameter set is placed by the members that are there or come."""
         self.record, self.upload_call, self.first_version, self.is_changed = None, 0, 0, False
         self.versions.clear()
         if not self.creators:

@@ -15,9 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from psdist.errors import LimitExceededError
 from psdist.optim import Override, group_of
 from psdist.types import SHARDS_PER_SERVER, GroupRange, Layout, ParametersEntry, Slicing, choose_slice_elements
-
-#: Slices of a parameter set: those of the largest vector at the largest slice.
-SLICES_MAX = 1 << 22
+from psdist.wire.limits import SLICES_MAX
 
 
 def choose_slicing(total: int, slice_elements: int) -> Slicing:

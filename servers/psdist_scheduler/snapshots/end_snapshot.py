@@ -33,7 +33,7 @@ class EndSnapshot:
         self.forget()
 
     def want(self, steps: Mapping[str, int]) -> None:
-        """It is to be taken at ``steps``."""
+        """The last snapshot is to be taken at ``steps``."""
         self._set(EndState.WANTED, steps)
 
     def forget(self) -> None:

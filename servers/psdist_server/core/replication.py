@@ -120,15 +120,15 @@ class Peer:
         return index not in self.missing if self.is_copying else self.required
 
     def resume(self, lsn: int) -> None:
-        """It has all updates up to ``lsn``, and is sent those after it."""
+        """The replica has all updates up to ``lsn``, and is sent those after it."""
         self.state, self.missing, self.acked = PeerState.CAUGHT_UP, set(), lsn
 
     def begin_copy(self, slices: Iterable[int], lsn: int) -> None:
-        """It is sent all slices, as they are after update ``lsn`` or later."""
+        """The replica is sent all slices, as they are after update ``lsn`` or later."""
         self.state, self.missing, self.acked = PeerState.COPYING, set(slices), lsn
 
     def complete_copy(self, lsn: int) -> None:
-        """It answered that its copy is complete, while the newest update is ``lsn``."""
+        """The replica answered that its copy is complete, while the newest update is ``lsn``."""
         self.state, self.filled, self.required_acks = PeerState.CAUGHT_UP, True, lsn
 
 

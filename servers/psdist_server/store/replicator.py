@@ -24,6 +24,7 @@ from psdist.errors import LimitExceededError, PsdistError, ReplicaMismatchError
 from psdist.types import ParametersEntry, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
+from psdist.wire.limits import KEPT_BYTES_MAX
 from psdist_server.core.records import ReplicaUpdate, SliceRecord
 from psdist_server.core.replication import (
     PrimaryReplication,
@@ -39,8 +40,6 @@ from psdist_server.store.replica_stream import Link, Machine, now, state_message
 
 _log = structlog.get_logger("psdist.server")
 
-#: Bytes of gradients of one parameter set that are kept until replicas acknowledge them.
-KEPT_BYTES_MAX: Final = 32 << 20
 #: Each so many updates of a shard the bytes of a slice are compared.
 DIGEST_EVERY: Final = 64
 

@@ -17,13 +17,13 @@ from psdist import errors
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels, convert, limits, status
+from psdist.wire.limits import BARRIER_NAMES_MAX
 from psdist_scheduler import messages
 from psdist_scheduler.coordination import waiting_calls
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_events import EnterRendezvous
 from psdist_scheduler.events.records import BarrierRecord
 from psdist_scheduler.members import admission
-from psdist_scheduler.members.barriers import NAMES_KEPT
 from psdist_scheduler.placement import registry
 from psdist_scheduler.store import SqliteStore
 
@@ -198,14 +198,14 @@ def test_names_in_activities(activity: pb.Activity) -> None:
 def test_barriers_that_are_kept(tmp_path: Path) -> None:
     """A script may give each step's barrier a name of its own."""
     store = SqliteStore(tmp_path / "s", "run")
-    for number in range(2 * NAMES_KEPT):
+    for number in range(2 * BARRIER_NAMES_MAX):
         records = [BarrierRecord(worker, f"b{number}", 1, 1) for worker in ("worker-0", "worker-1")]
         store.write(ev.Persist(number + 1, barriers=tuple(records)))
     loaded = store.load()
     assert loaded is not None
     for worker in ("worker-0", "worker-1"):
         names = [record.name for record in loaded.barriers if record.worker_id == worker]
-        assert names == [f"b{number}" for number in range(NAMES_KEPT, 2 * NAMES_KEPT)]
+        assert names == [f"b{number}" for number in range(BARRIER_NAMES_MAX, 2 * BARRIER_NAMES_MAX)]
     store.close()
 
 

@@ -1,4 +1,4 @@
-"""Of several calls that write to one server, the one whose next slice is needed first writes first.
+"""The order in which calls write to one server: the one whose next slice is needed first writes first.
 
 Several calls at once are the buckets of one step, and the forward pass needs low slices first. Without an order their
 streams would share the connection evenly, and the first slices would arrive last.

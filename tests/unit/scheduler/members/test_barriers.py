@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from psdist import errors
+from psdist.wire.limits import BARRIER_NAMES_MAX
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import BarrierRecord, Member
-from psdist_scheduler.members.barriers import NAMES_KEPT
 from tests.support.scheduler_driver import Driver, caller
 
 
@@ -134,10 +134,10 @@ def test_an_expelled_worker_counts_on_and_a_new_process_from_nothing() -> None:
 def test_what_is_kept_of_a_worker_is_bounded() -> None:
     d = Driver(workers_min=1)
     zero, _ = d.join()
-    for number in range(NAMES_KEPT + 8):
+    for number in range(BARRIER_NAMES_MAX + 8):
         assert d.state(arrive(d, zero, 0, f"b{number}")) == ev.Done()
     d.join()
-    assert d.state(arrive(d, zero, 0, f"b{NAMES_KEPT + 7}")) == ev.Done()
+    assert d.state(arrive(d, zero, 0, f"b{BARRIER_NAMES_MAX + 7}")) == ev.Done()
     assert isinstance(d.state(arrive(d, zero, 0, "b0")), ev.Waiting)
 
 
