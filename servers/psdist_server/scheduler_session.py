@@ -8,37 +8,24 @@ ends when the scheduler no longer knows this incarnation, because its shards the
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-from collections.abc import AsyncIterator
 from random import Random
-from typing import Final
 
-import grpc
 import grpc.aio
 import structlog
 
 import psdist
-from psdist.errors import (
-    DuplicateMemberError,
-    FencedError,
-    PsdistError,
-    SchedulerUnreachableError,
-    WrongRunError,
-)
+from psdist.errors import DuplicateMemberError, FencedError, PsdistError, ServerUnreachableError, WrongRunError
 from psdist.types import ClusterMap
-from psdist.v1 import common_pb2, scheduler_pb2_grpc
+from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.wire import auth, channels, convert, limits, status
+from psdist.wire import convert, limits, status
 from psdist.wire.backoff import Backoff
+from psdist.wire.member_connection import MemberConnection, SessionRequests
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.snapshot_loader import LoadReport, ShardLoaded
 from psdist_server.store.replicator import ReplicaReport
 
 _log = structlog.get_logger("psdist.server")
-
-_RETRY_SECONDS: Final = 0.1
-_LEAVE_SECONDS: Final = 1.0
 
 
 class ServerSession:
@@ -50,19 +37,16 @@ class ServerSession:
     def __init__(
         self, address: str, token: str, advertise: str, server_id: str, run_id: str, rng: Random | None = None
     ) -> None:
-        self._address = address
-        self._metadata = auth.metadata(token)
-        self._channel = channels.open_channel(address, limits.CONTROL_MESSAGE_BYTES)
-        self._stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
+        self._connection = MemberConnection(address, "--scheduler or PSDIST_SCHEDULER", token, rng or Random())
         self._advertise = advertise
         self.registration = ServerRegistration(run_id, server_id)
-        self._rng = rng or Random()
         self._in_session = False
         self._leaving = False
         #: Proposals of earlier sessions: those that the first map does not confirm are withdrawn.
         self._stale: set[tuple[str, str]] = set()
-        #: Messages for the scheduler beside heartbeats; None where there may be new reports.
-        self._up: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
+        self._requests = SessionRequests()
+        #: Reports that were sent in this session.
+        self._reported: set[ReplicaReport | LoadReport] = set()
 
     async def register(self, timeout_seconds: float) -> ClusterMap:
         """Registers this server, and returns the current cluster map. Tries again while no scheduler answers.
@@ -70,16 +54,24 @@ class ServerSession:
         Raises SchedulerUnreachableError after ``timeout_seconds``, and whatever the scheduler refuses with.
         """
         request = pb.RegisterRequest(
-            protocol_version=limits.PROTOCOL_VERSION,
             psdist_version=psdist.__version__,
             run_id=self.registration.run_id,
             role=pb.ROLE_SERVER,
             member_id=self.registration.server_id,
             address=self._advertise,
-            host=socket.gethostname(),
-            pid=os.getpid(),
         )
-        answer = await self._register(request, timeout_seconds)
+        now = asyncio.get_running_loop().time
+        logged_at = now()
+
+        def on_failure(error: PsdistError) -> None:
+            nonlocal logged_at
+            if now() - logged_at > limits.REPORT_WAIT_SECONDS:
+                logged_at = now()
+                _log.warning("waiting for the scheduler", address=self._connection.address, reason=error.message)
+
+        # An earlier process of this id may have ended without the scheduler having noticed it yet.
+        retried = (ServerUnreachableError, DuplicateMemberError)
+        answer = await self._connection.register(request, timeout_seconds, retried, on_failure)
         self.registration = ServerRegistration(
             answer.run_id,
             answer.member_id,
@@ -90,43 +82,17 @@ class ServerSession:
         )
         return convert.map_from_proto(answer.map)
 
-    async def _register(self, request: pb.RegisterRequest, timeout_seconds: float) -> pb.RegisterResponse:
-        now = asyncio.get_running_loop().time
-        deadline, logged_at = now() + timeout_seconds, now()
-        while True:
-            try:
-                answer: pb.RegisterResponse = await self._stub.Register(request, metadata=self._metadata, timeout=5)
-                return answer
-            except grpc.aio.AioRpcError as error:
-                known = status.from_call(error, f"scheduler {self._address}")
-                waits = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-                # An earlier process may have ended without the scheduler having noticed it yet.
-                if not waits and (not isinstance(known, DuplicateMemberError) or now() > deadline):
-                    raise known from None
-                reason = error.details()
-            if now() > deadline:
-                raise SchedulerUnreachableError(
-                    f"no scheduler answers at {self._address} after {timeout_seconds:.0f} s ({reason}): is "
-                    "psdist-scheduler "
-                    "running there, and the address (--scheduler or PSDIST_SCHEDULER) right?",
-                    address=self._address,
-                )
-            if now() - logged_at > limits.REPORT_WAIT_SECONDS:
-                logged_at = now()
-                _log.warning("waiting for the scheduler", address=self._address, reason=reason)
-            await asyncio.sleep(_RETRY_SECONDS)
-
     async def run(self, server: ParameterServer) -> None:
         """Keeps the session until it is cancelled or left. Raises FencedError or WrongRunError where the scheduler
         does not want this incarnation any more."""
-        backoff, reason = Backoff(self._rng), ""
+        backoff, reason = Backoff(self._connection.rng), ""
         while True:
             self._in_session = False
             server.snapshot_writer.session_ended()
             try:
                 await self._session(server)
             except grpc.aio.AioRpcError as error:
-                known = status.from_call(error, f"scheduler {self._address}")
+                known = self._connection.error(error)
                 if isinstance(known, FencedError | WrongRunError):
                     raise known from None
                 reason = str(known)
@@ -134,57 +100,44 @@ class ServerSession:
                 return
             if self._in_session:  # One line is enough: it is not repeated for the attempts that follow.
                 backoff.reset()
-                _log.warning("session broken, trying again", scheduler=self._address, reason=reason)
+                _log.warning("session broken, trying again", scheduler=self._connection.address, reason=reason)
             await asyncio.sleep(backoff.next_seconds())
 
     async def _session(self, server: ParameterServer) -> None:
-        up = self._up = asyncio.Queue()
-        self._stale = server.proposals
-        server.report_to(lambda: up.put_nowait(None), lambda report: up.put_nowait(pb.SessionRequest(snapshot=report)))
-        call = self._stub.Session(self._requests(server), metadata=self._metadata)
-        async for response in call:
+        requests = self._requests = SessionRequests()
+        self._stale, self._reported = server.proposals, set()
+        server.report_to(
+            lambda: self._send_reports(server), lambda report: requests.send(pb.SessionRequest(snapshot=report))
+        )
+        mine, connection = self.registration, self._connection
+        heartbeats = requests.stream(
+            mine.server_id, mine.incarnation, lambda: self._heartbeat(server), mine.heartbeat_seconds
+        )
+        async for response in connection.stub.Session(heartbeats, metadata=connection.metadata):
             await self._handle(response, server)
 
-    async def _requests(self, server: ParameterServer) -> AsyncIterator[pb.SessionRequest]:
-        hello = pb.SessionRequest.Hello(
-            member_id=self.registration.server_id, incarnation=self.registration.incarnation
-        )
-        yield pb.SessionRequest(hello=hello)
-        loop, sent, beat_at = asyncio.get_running_loop(), set[ReplicaReport | LoadReport](), 0.0
-        while True:
-            if loop.time() >= beat_at:
-                beat_at = loop.time() + self.registration.heartbeat_seconds
-                yield self._heartbeat(server)
-            # Every report is sent once in each session: the scheduler may have missed what an earlier one sent.
-            reports = server.reports()
-            sent.intersection_update(reports)
-            for report in reports:
-                if report not in sent:
-                    sent.add(report)
-                    yield _report_message(report)
-            try:
-                async with asyncio.timeout_at(beat_at):
-                    request = await self._up.get()
-            except TimeoutError:
-                continue
-            if request is not None:
-                yield request  # Not inside the timeout, which would cancel the writing of it.
+    def _send_reports(self, server: ParameterServer) -> None:
+        """Sends the reports that this session has not had: the scheduler may have missed those of an earlier one."""
+        reports = server.reports()
+        self._reported.intersection_update(reports)
+        for report in reports:
+            if report not in self._reported:
+                self._reported.add(report)
+                self._requests.send(_report_message(report))
 
-    @staticmethod
-    def _heartbeat(server: ParameterServer) -> pb.SessionRequest:
+    def _heartbeat(self, server: ParameterServer) -> pb.SessionRequest.Heartbeat:
+        self._send_reports(server)
         statistics = server.statistics()
-        waits = sorted({wait for part in statistics.parameters for wait in part.waiting_for})
-        beat = pb.SessionRequest.Heartbeat(
+        return pb.SessionRequest.Heartbeat(
             epoch=server.admission.map.epoch,
             statistics=statistics,
-            waiting_for=waits,
+            waiting_for=sorted({wait for part in statistics.parameters for wait in part.waiting_for}),
             snapshot=server.snapshot_progress(),
             heard=[
                 common_pb2.WorkerIncarnation(worker_id=worker_id, incarnation=incarnation)
                 for worker_id, incarnation in server.admission.take_heard()
             ],
         )
-        return pb.SessionRequest(heartbeat=beat)
 
     async def _handle(self, response: pb.SessionResponse, server: ParameterServer) -> None:
         match response.WhichOneof("command"):
@@ -202,7 +155,7 @@ class ServerSession:
                 answer = pb.SessionRequest.JoinAnswer(
                     proposal_id=proposal.proposal_id, accepted=accepted, version_max=version_max
                 )
-                self._up.put_nowait(pb.SessionRequest(join_answer=answer))
+                self._requests.send(pb.SessionRequest(join_answer=answer))
             case "join_withdrawn":
                 server.withdraw(response.join_withdrawn.parameters, response.join_withdrawn.worker_id)
             case "member_lost":
@@ -222,8 +175,8 @@ class ServerSession:
             return
         request = pb.DrainRequest(run_id=self.registration.run_id, server_id=self.registration.server_id)
         try:
-            call = self._stub.Drain(request, metadata=self._metadata, timeout=timeout_seconds)
-            async for progress in call:
+            stub, metadata = self._connection.stub, self._connection.metadata
+            async for progress in stub.Drain(request, metadata=metadata, timeout=timeout_seconds):
                 if progress.drained:
                     return
                 _log.info("draining", shards_left=progress.shards_left, waiting_for=progress.waiting_for)
@@ -233,17 +186,14 @@ class ServerSession:
     async def leave(self, reason: str) -> None:
         """Ends the membership; waits a second at most for the scheduler to answer."""
         self._leaving = True
-        request = pb.LeaveRequest(
-            member_id=self.registration.server_id, incarnation=self.registration.incarnation, reason=reason
-        )
         try:
-            await self._stub.Leave(request, metadata=self._metadata, timeout=_LEAVE_SECONDS)
-        except (grpc.aio.AioRpcError, PsdistError) as error:
+            await self._connection.leave(self.registration.server_id, self.registration.incarnation, reason)
+        except PsdistError as error:
             _log.info("left without an answer of the scheduler", reason=str(error))
 
     async def close(self) -> None:
         """Closes the channel."""
-        await self._channel.close()
+        await self._connection.close()
 
 
 def _report_message(report: ReplicaReport | LoadReport) -> pb.SessionRequest:

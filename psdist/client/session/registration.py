@@ -7,26 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import socket
 from dataclasses import dataclass
-from typing import Any, Final
-
-import grpc
-import grpc.aio
+from typing import Any
 
 from psdist.client.session.wait_tracker import WaitTracker
-from psdist.errors import (
-    ClosedError,
-    DuplicateMemberError,
-    SchedulerUnreachableError,
-    ServerUnreachableError,
-)
-from psdist.v1 import scheduler_pb2
-from psdist.wire import limits, status
+from psdist.errors import ClosedError, DuplicateMemberError, ServerUnreachableError
+from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.backoff import Backoff
-
-_NOT_A_SCHEDULER: Final = (grpc.StatusCode.UNIMPLEMENTED,)
+from psdist.wire.member_connection import MemberConnection
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +45,7 @@ class Registration:
     heartbeat_seconds: float
 
     @classmethod
-    def of(cls, response: scheduler_pb2.RegisterResponse) -> Registration:
+    def of(cls, response: pb.RegisterResponse) -> Registration:
         """What the scheduler answered."""
         return cls(
             response.run_id,
@@ -74,89 +63,49 @@ class Registration:
 
 
 class Registrar:
-    """Registers one client. stub: the scheduler's. metadata: of every call."""
+    """Registers one client."""
 
-    def __init__(
-        self, target: SchedulerTarget, version: str, stub: Any, metadata: Any, waits: WaitTracker, rng: random.Random
-    ) -> None:
+    def __init__(self, target: SchedulerTarget, version: str, connection: MemberConnection, waits: WaitTracker) -> None:
         self._target = target
         self._version = version
-        self._stub = stub
-        self._metadata = metadata
+        self._connection = connection
         self._waits = waits
-        self._rng = rng
 
-    @property
-    def _peer(self) -> str:
-        return f"the scheduler at {self._target.address}"
-
-    async def register(self, timeout: float) -> scheduler_pb2.RegisterResponse:
+    async def register(self, timeout: float) -> pb.RegisterResponse:
         """Registers for the first time.
 
         Raises SchedulerUnreachableError after ``timeout`` seconds, and what the scheduler refuses with.
         """
-        attempts, last = 0, "no answer"
-        backoff = Backoff(self._rng)
-        with self._waits.open(f"for {self._peer} (from {self._target.source}) to answer") as wait:
-            try:
-                async with asyncio.timeout(timeout):
-                    while True:
-                        attempts += 1
-                        try:
-                            return await self._register_once(self._target.worker_id, self._target.rank)
-                        except ServerUnreachableError as error:
-                            last = error.message
-                            wait.update_reason(f"for {self._peer} (from {self._target.source}) to answer; last: {last}")
-                        await asyncio.sleep(backoff.next_seconds())
-            except TimeoutError:
-                raise self.unreachable(timeout, attempts, last) from None
-
-    async def _register_once(self, worker_id: str, rank: int | None) -> scheduler_pb2.RegisterResponse:
         target = self._target
-        request = scheduler_pb2.RegisterRequest(
-            protocol_version=limits.PROTOCOL_VERSION,
+        reason = f"for {self._connection.peer} (from {target.source}) to answer"
+        with self._waits.open(reason) as wait:
+            request = self._request(target.worker_id, target.rank)
+            return await self._connection.register(
+                request, timeout, (ServerUnreachableError,),
+                lambda error: wait.update_reason(f"{reason}; last: {error.message}"),
+            )  # fmt: skip
+
+    def _request(self, worker_id: str, rank: int | None) -> pb.RegisterRequest:
+        return pb.RegisterRequest(
             psdist_version=self._version,
-            run_id=target.run_id,
-            role=scheduler_pb2.ROLE_WORKER,
+            run_id=self._target.run_id,
+            role=pb.ROLE_WORKER,
             member_id=worker_id,
             rank=rank,
-            world_size=target.world_size,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-        )
-        try:
-            response: scheduler_pb2.RegisterResponse = await self._stub.Register(request, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            if error.code() in _NOT_A_SCHEDULER:
-                raise SchedulerUnreachableError(
-                    f"what answers at {target.address} (from {target.source}) is no psdist scheduler: "
-                    f"{error.details()}; check the address",
-                    address=target.address,
-                ) from None
-            raise status.from_call(error, self._peer) from None
-        return response
-
-    def unreachable(self, timeout: float, attempts: int, last: str) -> SchedulerUnreachableError:
-        """The error where no scheduler answered in ``timeout`` seconds. last: how the last attempt ended."""
-        target = self._target
-        return SchedulerUnreachableError(
-            f"no scheduler answered at {target.address} (from {target.source}) in {timeout:g} s and {attempts} "
-            f"attempts; the last one: {last}. Is it running, and is this its address? Start one with 'psdist run' or "
-            "'psdist-scheduler', or set PSDIST_SCHEDULER=HOST:PORT",
-            address=target.address,
-            attempts=attempts,
+            world_size=self._target.world_size,
         )
 
-    async def register_again(self, mine: Registration) -> scheduler_pb2.RegisterResponse:
+    async def register_again(self, mine: Registration) -> pb.RegisterResponse:
         """Registers under the same id, however long that takes. Raises what the scheduler refuses with."""
         rank: int | None = mine.rank
-        backoff = Backoff(self._rng)
-        with self._waits.open(f"for {self._peer} to take {mine.worker_id} back") as wait:
+        backoff = Backoff(self._connection.rng)
+        reason = f"for {self._connection.peer} to take {mine.worker_id} back"
+        with self._waits.open(reason) as wait:
             while True:
                 try:
-                    return await self._register_once(mine.worker_id, rank)
+                    return await self._connection.register_once(self._request(mine.worker_id, rank))
                 except (ServerUnreachableError, ClosedError) as error:
-                    wait.update_reason(f"for {self._peer} to take {mine.worker_id} back; last: {error.message}")
+                    wait.update_reason(f"{reason}; last: {error.message}")
                 except DuplicateMemberError as error:
                     holder = error.details
                     if holder.get("member_id") != mine.worker_id:
@@ -164,5 +113,5 @@ class Registrar:
                     elif (holder.get("host"), holder.get("pid")) != (socket.gethostname(), str(os.getpid())):
                         raise
                     # Else this very process, by an answer that was lost: that incarnation has no session and ends soon.
-                    wait.update_reason(f"for {self._peer} to take {mine.worker_id} back; last: {error.message}")
+                    wait.update_reason(f"{reason}; last: {error.message}")
                 await asyncio.sleep(backoff.next_seconds())

@@ -8,49 +8,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from random import Random
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
-import grpc
 import grpc.aio
 
 from psdist.client.session.membership import WorkerMembership
+from psdist.client.session.registration import SchedulerTarget
 from psdist.client.session.wait_tracker import Wait, WaitTracker
-from psdist.errors import ClosedError, FencedError, SchedulerUnreachableError, ServerUnreachableError
-from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
-from psdist.wire import auth, channels, limits, status
+from psdist.errors import ClosedError, FencedError, SchedulerUnreachableError
+from psdist.v1 import scheduler_pb2
 from psdist.wire.backoff import Backoff
+from psdist.wire.member_connection import MemberConnection
 
 T = TypeVar("T")
 
-_LEAVE_SECONDS: Final = 1.0
 
+class SchedulerCalls(MemberConnection):
+    """One client's calls. target: the scheduler, and who this client wants to be."""
 
-class SchedulerCalls:
-    """The channel to the scheduler at ``address``, and calls over it. rng: for pauses between attempts."""
-
-    def __init__(self, address: str, token: str, membership: WorkerMembership, waits: WaitTracker, rng: Random) -> None:
-        self.metadata = auth.metadata(token)
-        self.rng = rng
-        self._address = address
+    def __init__(self, target: SchedulerTarget, membership: WorkerMembership, waits: WaitTracker, rng: Random) -> None:
+        super().__init__(target.address, target.source, target.token, rng)
         self._membership = membership
         self._waits = waits
-        self._channel = channels.open_channel(address, limits.CONTROL_MESSAGE_BYTES)
-        self.stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
-
-    @property
-    def peer(self) -> str:
-        """The scheduler's name for messages."""
-        return self._membership.peer
-
-    async def call(self, method: Any, request: Any, timeout: float | None = None) -> Any:
-        """One unary call. Raises what the scheduler refuses with, and SchedulerUnreachableError."""
-        try:
-            return await method(request, metadata=self.metadata, timeout=timeout)
-        except grpc.aio.AioRpcError as failure:
-            error = status.from_call(failure, self.peer)
-            if isinstance(error, ServerUnreachableError):
-                raise SchedulerUnreachableError(error.message, address=self._address) from None
-            raise error from None
 
     async def call_until_answered(
         self, method: Any, make_request: Callable[[], Any], reason: str, incarnation: int | None = None
@@ -94,11 +73,9 @@ class SchedulerCalls:
                     if (result := await handle(response)) is not None:
                         return result
             except grpc.aio.AioRpcError as failure:
-                error = status.from_call(failure, self.peer)
-                if not isinstance(error, ServerUnreachableError | ClosedError):
+                error = self.error(failure)
+                if not isinstance(error, SchedulerUnreachableError | ClosedError) or not patient:
                     raise error from None
-                if not patient:
-                    raise SchedulerUnreachableError(error.message, address=self._address) from None
                 wait.update_reason(f"for {self.peer} to be back: {error.message}")
             finally:
                 call.cancel()
@@ -116,16 +93,3 @@ class SchedulerCalls:
         response = await self.call_until_answered(self.stub.GetClusterMap, lambda: request, reason, incarnation)
         if not any((w.worker_id, w.incarnation) == (mine.worker_id, incarnation) for w in response.map.workers):
             raise FencedError(f"incarnation {incarnation} of {mine.worker_id} is not in the cluster map any more")
-
-    async def leave(self, reason: str) -> None:
-        """Ends the membership, if the scheduler answers within a second."""
-        mine = self._membership.registration
-        request = scheduler_pb2.LeaveRequest(member_id=mine.worker_id, incarnation=mine.incarnation, reason=reason)
-        try:
-            await self.stub.Leave(request, metadata=self.metadata, timeout=_LEAVE_SECONDS)
-        except grpc.aio.AioRpcError:
-            return
-
-    async def close(self) -> None:
-        """Closes the channel."""
-        await self._channel.close()

@@ -46,7 +46,7 @@ from psdist.errors import (
 from psdist.v1 import scheduler_pb2
 from psdist.wire import convert, status
 from psdist.wire.backoff import Backoff
-from psdist.wire.session_requests import SessionRequests
+from psdist.wire.member_connection import SessionRequests
 
 logger = logging.getLogger("psdist")
 
@@ -75,11 +75,11 @@ class WorkerSession:
     ) -> None:
         self.waits = WaitTracker()
         self.membership = WorkerMembership(f"the scheduler at {target.address}", self.waits, rejoins=rejoins)
-        self.calls = SchedulerCalls(target.address, target.token, self.membership, self.waits, rng)
+        self.calls = SchedulerCalls(target, self.membership, self.waits, rng)
         self.snapshots = SnapshotParticipant(self.calls, self.membership, self._send)
         self.stopping = Stopping(self.snapshots.marks, self._report_stop, lambda: self.is_heard)
         self.activities = Activities(self.snapshots.marks)
-        self._registrar = Registrar(target, version, self.calls.stub, self.calls.metadata, self.waits, rng)
+        self._registrar = Registrar(target, version, self.calls, self.waits)
         self._connections = connections
         self._requests = SessionRequests()
         self._task: asyncio.Task[None] | None = None
@@ -107,9 +107,7 @@ class WorkerSession:
                 async with asyncio.timeout_at(until):
                     await self._accepted.wait()
             except TimeoutError:
-                raise self._registrar.unreachable(
-                    timeout, 1, "it registered this worker, but accepted no session"
-                ) from None
+                raise self.calls.unreachable(timeout, 1, "it registered this worker, but accepted no session") from None
         self.membership.raise_if_expelled()
         _tell_launcher()
 
@@ -256,7 +254,9 @@ class WorkerSession:
             self._leaving = True
             await self._settle()
             if self.membership.view.fatal is None:
-                await self.calls.leave(reason)
+                mine = self.membership.registration
+                with suppress(PsdistError):
+                    await self.calls.leave(mine.worker_id, mine.incarnation, reason)
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task

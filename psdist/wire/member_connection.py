@@ -1,0 +1,152 @@
+"""A member's connection to the scheduler, for workers and servers alike: registering, the session's requests, leaving.
+
+Not here: what the session's answers mean, and what follows from a refusal (``scheduler_session`` of each).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from random import Random
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from psdist.errors import PsdistError, SchedulerUnreachableError, ServerUnreachableError
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.v1 import scheduler_pb2_grpc
+from psdist.wire import auth, channels, limits, status
+from psdist.wire.backoff import Backoff
+
+_LEAVE_SECONDS: Final = 1.0
+
+
+class MemberConnection:
+    """A channel to the scheduler at ``address``.
+
+    source: where the address came from, for messages. rng: for pauses between attempts.
+    """
+
+    def __init__(self, address: str, source: str, token: str, rng: Random) -> None:
+        self.address = address
+        self.rng = rng
+        self.metadata = auth.metadata(token)
+        self.peer = f"the scheduler at {address}"
+        self._source = source
+        self._channel = channels.open_channel(address, limits.CONTROL_MESSAGE_BYTES)
+        self.stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
+
+    def error(self, failure: grpc.aio.AioRpcError) -> PsdistError:
+        """The error that a failed call stands for; SchedulerUnreachableError where another attempt may go well."""
+        error = status.from_call(failure, self.peer)
+        if isinstance(error, ServerUnreachableError):
+            return SchedulerUnreachableError(error.message, address=self.address)
+        return error
+
+    async def call(self, method: Any, request: Any, timeout: float | None = None) -> Any:
+        """One unary call. Raises what the scheduler refuses with, and SchedulerUnreachableError."""
+        try:
+            return await method(request, metadata=self.metadata, timeout=timeout)
+        except grpc.aio.AioRpcError as failure:
+            raise self.error(failure) from None
+
+    async def register(
+        self,
+        request: pb.RegisterRequest,
+        timeout: float,
+        retried: tuple[type[PsdistError], ...],
+        on_failure: Callable[[PsdistError], None],
+    ) -> pb.RegisterResponse:
+        """Registers this process; tries again after an error of ``retried``, which ``on_failure`` is given.
+
+        Raises SchedulerUnreachableError where nobody answered in ``timeout`` seconds, and what the scheduler refuses
+        with.
+        """
+        attempts, last, backoff = 0, None, Backoff(self.rng)
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    attempts += 1
+                    try:
+                        return await self.register_once(request)
+                    except retried as error:
+                        last = error
+                        on_failure(error)
+                    await asyncio.sleep(backoff.next_seconds())
+        except TimeoutError:
+            if last is not None and not isinstance(last, ServerUnreachableError):
+                raise last from None
+            raise self.unreachable(timeout, attempts, last.message if last is not None else "no answer") from None
+
+    async def register_once(self, request: pb.RegisterRequest) -> pb.RegisterResponse:
+        """One attempt. Raises ServerUnreachableError, and SchedulerUnreachableError for what is no scheduler."""
+        request.protocol_version, request.host, request.pid = limits.PROTOCOL_VERSION, socket.gethostname(), os.getpid()
+        try:
+            response: pb.RegisterResponse = await self.stub.Register(request, metadata=self.metadata)
+            return response
+        except grpc.aio.AioRpcError as failure:
+            if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise SchedulerUnreachableError(
+                    f"what answers at {self.address} (from {self._source}) is no psdist scheduler: "
+                    f"{failure.details()}; check the address",
+                    address=self.address,
+                ) from None
+            raise status.from_call(failure, self.peer) from None
+
+    def unreachable(self, timeout: float, attempts: int, last: str) -> SchedulerUnreachableError:
+        """The error where no scheduler answered in ``timeout`` seconds. last: how the last attempt ended."""
+        return SchedulerUnreachableError(
+            f"no scheduler answered at {self.address} (from {self._source}) in {timeout:g} s and {attempts} attempts; "
+            f"the last one: {last}. Is it running, and is this its address? Start one with 'psdist run' or "
+            "'psdist-scheduler', or set PSDIST_SCHEDULER=HOST:PORT",
+            address=self.address,
+            attempts=attempts,
+        )
+
+    async def leave(self, member_id: str, incarnation: int, reason: str) -> None:
+        """Ends the membership. Raises PsdistError where the scheduler does not answer within a second."""
+        request = pb.LeaveRequest(member_id=member_id, incarnation=incarnation, reason=reason)
+        await self.call(self.stub.Leave, request, timeout=_LEAVE_SECONDS)
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()
+
+
+class SessionRequests:
+    """What a member sends on one Session stream: a hello, heartbeats, and reports between them.
+
+    Reports are sent in order, and at once. Those of a stream that broke are lost.
+    """
+
+    def __init__(self) -> None:
+        self._reports: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+
+    def send(self, report: pb.SessionRequest) -> None:
+        """Sends a report as soon as the stream is open."""
+        self._reports.put_nowait(report)
+
+    async def stream(
+        self,
+        member_id: str,
+        incarnation: int,
+        heartbeat: Callable[[], pb.SessionRequest.Heartbeat],
+        heartbeat_seconds: float,
+    ) -> AsyncIterator[pb.SessionRequest]:
+        """The requests, for ever. heartbeat: makes the next one, every ``heartbeat_seconds``."""
+        yield pb.SessionRequest(hello=pb.SessionRequest.Hello(member_id=member_id, incarnation=incarnation))
+        clock = asyncio.get_running_loop().time
+        next_beat = clock()
+        while True:
+            if clock() >= next_beat:
+                next_beat = clock() + heartbeat_seconds
+                yield pb.SessionRequest(heartbeat=heartbeat())
+            try:
+                async with asyncio.timeout_at(next_beat):
+                    report = await self._reports.get()
+            except TimeoutError:
+                continue
+            yield report  # Not inside the timeout, which would cancel whoever writes it to the stream.
