@@ -259,8 +259,8 @@ def defined(module: str) -> set[str]:
     return names
 
 
-def test_scripts_within_tests_import_what_there_is() -> None:
-    """Their imports are text, which no other check reads."""
+def test_scripts_within_tests_use_what_there_is() -> None:
+    """Their imports, and what they use of an imported module, are text, which no other check reads."""
     pattern = re.compile(r"^\s*from (psdist[\w.]*) import ([\w, ]+)$", re.MULTILINE)
     complaints = []
     for path in MODULES:
@@ -270,7 +270,10 @@ def test_scripts_within_tests_import_what_there_is() -> None:
             ):
                 continue
             for module, names in pattern.findall(node.value):
-                wanted = {name.split(" as ")[0].strip() for name in names.split(",")}
-                if not module.startswith("psdist.v1") and (missing := wanted - defined(module)):
-                    complaints.append(f"{path.relative_to(ROOT)}: {module} has no {', '.join(sorted(missing))}")
+                wanted = {module: {name.split(" as ")[0].strip() for name in names.split(",")}}
+                for name in wanted[module] & {other.rpartition(".")[2] for other in PRODUCT}:
+                    wanted[f"{module}.{name}"] = set(re.findall(rf"(?<![\w.]){name}\.(\w+)", node.value))
+                for source, uses in wanted.items():
+                    if source in PRODUCT and (missing := uses - defined(source)):
+                        complaints.append(f"{path.relative_to(ROOT)}: {source} has no {', '.join(sorted(missing))}")
     assert not complaints, "\n" + "\n".join(complaints)

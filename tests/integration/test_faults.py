@@ -24,7 +24,7 @@ from psdist.wire import framed_socket
 
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dying, how, first = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
-sent, payload, send = 0, requests.PushJob._payload, framed_socket.FramedSocket.send
+sent, payload, send = 0, requests.PushRequest.payload, framed_socket.FramedSocket.send
 
 def die_in_time(slices):
     global sent
@@ -42,7 +42,7 @@ def send_or_die(connection, message):
     loop = asyncio.get_running_loop()
     loop.call_soon(loop.call_soon, die_in_time, slices)  # uvloop writes at the end of a turn
 
-requests.PushJob._payload = payload_or_die
+requests.PushRequest.payload = payload_or_die
 framed_socket.FramedSocket.send = send_or_die
 client = psdist.init().client
 clip = 1e9 if how == "clip" else 0.0

@@ -20,7 +20,7 @@ from psdist.wire import framed_socket
 
 rank, consistency, count = int(os.environ["RANK"]), sys.argv[1], 200_000
 stops_at, sent = (40 if rank == 1 else 10**9), 0
-payload, send = requests.PushJob._payload, framed_socket.FramedSocket.send
+payload, send = requests.PushRequest.payload, framed_socket.FramedSocket.send
 enough = pathlib.Path("enough")
 
 def stop_in_time():
@@ -38,7 +38,7 @@ def send_or_stop(connection, message):
     send(connection, message)
     stop_in_time()
 
-requests.PushJob._payload = payload_or_stop
+requests.PushRequest.payload = payload_or_stop
 framed_socket.FramedSocket.send = send_or_stop
 client = psdist.init().client
 weights = client.parameters(

@@ -222,7 +222,7 @@ async def test_no_read_is_torn(cluster: EmbeddedCluster, monkeypatch: pytest.Mon
             target[...] = self.view(index)
             return int(target[-1])
 
-        monkeypatch.setattr(stream.SharedStream, "_copy_moving", careless)
+        monkeypatch.setattr(stream.SharedStream, "copy_moving", careless)
         tries = count()
         while not await torn_pulls(clients, f"torn-{next(tries)}", 150):
             """A busy machine may give each its turn between the others' copies."""

@@ -142,7 +142,6 @@ class Replication(RuleBasedStateMachine):
     def take(self, replica: Replica) -> None:
         stream, server = self.streams[replica], self.servers[replica]
         backup, content = server.backup, server.content
-        backup.check(self.shard.primary, self.shard.term)
         match stream.down.popleft():
             case ("begin", lsn):
                 backup.begin(self.shard.term, lsn)
