@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from psdist.client.context import Context, init
     from psdist.client.datasets import AsyncDataset, Dataset
     from psdist.client.parameters import AsyncParameters
-    from psdist.client.session.snapshot_request import SnapshotInfo
+    from psdist.client.snapshots import SnapshotInfo
     from psdist.client.steps import Statistics
     from psdist.client.sync_client import Bucket, Client, Parameters
     from psdist.consistency import ASP, BSP, SSP
@@ -36,7 +36,7 @@ _MODULES: Final = {
     "AsyncClient": "psdist.client.async_client",
     "AsyncParameters": "psdist.client.parameters",
     "PsdistError": "psdist.errors",
-    "SnapshotInfo": "psdist.client.session.snapshot_request",
+    "SnapshotInfo": "psdist.client.snapshots",
     "Statistics": "psdist.client.steps",
     "load_snapshot": "psdist.snapshots.load",
 }

@@ -28,9 +28,8 @@ from psdist.client.session.barriers import Barrier
 from psdist.client.session.drops import OnDrop, check_on_drop
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
-from psdist.client.session.snapshot_request import SnapshotInfo
 from psdist.client.session.target import find_target
-from psdist.client.snapshots import SnapshotRequests
+from psdist.client.snapshots import SnapshotInfo, SnapshotRequests
 from psdist.compression import Cast, resolve
 from psdist.consistency import BSP, Consistency
 from psdist.errors import (

@@ -11,11 +11,11 @@ import atexit
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from psdist.client.sigterm import sigterm
+from psdist.client.sigterm import StoppableClient, sigterm
 from psdist.errors import ClosedError, ConfigurationError
 
 T = TypeVar("T")
@@ -27,17 +27,11 @@ _SIGNAL_SECONDS: Final = 0.5
 _EXIT_SECONDS: Final = 3.0
 
 
-class Closable(Protocol):
+class Closable(StoppableClient, Protocol):
     """What is needed of a client."""
 
     async def close(self, reason: str = "closed") -> None:
         """Leaves the run."""
-
-    async def request_stop(self) -> None:
-        """Returns when this worker may leave."""
-
-    def watch_signals(self, is_asked: Callable[[], bool]) -> None:
-        """See ``sigterm``."""
 
 
 #: Open clients of this process and the loop they are on.

@@ -9,12 +9,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
-from psdist.client.session import snapshot_request
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
-from psdist.client.session.snapshot_request import SnapshotInfo
 from psdist.errors import FencedError, NoStorageError, PsdistError, WaitTimeoutError
 from psdist.v1 import scheduler_pb2
 
@@ -22,6 +21,38 @@ logger = logging.getLogger("psdist")
 
 #: Leaving waits no longer for the snapshot that is taken before.
 _LAST_SNAPSHOT_SECONDS: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotInfo:
+    """A committed snapshot.
+
+    directory: its name below ``snapshots/`` in the run's storage.
+    sequence: number of its commit record, ascending in a run.
+    steps: by parameters, the step that it was cut before (BSP: updates 0 to step - 1 are in it), or the highest version
+        of any slice (SSP, ASP).
+    bytes: of all its files. time: when it was committed, in seconds since 1970. seconds: how long it took.
+    reason: what it was taken for, such as "on demand".
+    unchanged: nothing was trained since it was taken, so that no other was.
+    """
+
+    directory: str
+    sequence: int
+    steps: dict[str, int]
+    bytes: int
+    time: float
+    seconds: float
+    reason: str
+    unchanged: bool = False
+
+    @classmethod
+    def of(cls, response: scheduler_pb2.SaveSnapshotResponse) -> SnapshotInfo:
+        """What the scheduler answered, with its last message."""
+        info = response.committed
+        return cls(
+            info.directory, info.sequence, dict(info.steps), info.bytes, info.time, info.seconds, info.reason,
+            response.unchanged,
+        )  # fmt: skip
 
 
 class SnapshotRequests:
@@ -57,20 +88,31 @@ class SnapshotRequests:
             mine = await session.membership.retry_across_incarnations(_itself)
             marks = session.snapshots.marks
             request = scheduler_pb2.SaveSnapshotRequest(**mine.caller(), next=marks.next(), reason=reason)
-            with session.waits.open(f"for {session.calls.peer} to take a snapshot") as waiting:
-                return await snapshot_request.save(session.calls, request, waiting, patient=patient)
+            return await self._save(request, lambda: None, patient=patient)
+
+    async def _save(
+        self, request: scheduler_pb2.SaveSnapshotRequest, on_answer: Callable[[], None], *, patient: bool = True
+    ) -> SnapshotInfo:
+        """Has the snapshot taken that ``request`` asks for. Returns when it is committed.
+
+        on_answer: called with each message of the scheduler. patient: waits for a scheduler that is away.
+        Raises NoStorageError, SnapshotFailedError, StorageError, FencedError; SchedulerUnreachableError if not patient.
+        """
+        calls = self._session.calls
+
+        async def handle(response: Any) -> SnapshotInfo | None:
+            on_answer()
+            return SnapshotInfo.of(response) if response.HasField("committed") else None
+
+        with self._session.waits.open(f"for {calls.peer} to take a snapshot") as wait:
+            return await calls.follow(calls.stub.SaveSnapshot, request, wait, handle, patient=patient)
 
     async def begin(self, timeout: float | None) -> None:
         """See ``AsyncClient.request_snapshot``."""
         session = self._session
         request = scheduler_pb2.SaveSnapshotRequest(run_id=session.membership.registration.run_id, reason="on demand")
         accepted = asyncio.Event()
-
-        async def save() -> SnapshotInfo:
-            with session.waits.open(f"for {session.calls.peer} to take a snapshot") as waiting:
-                return await snapshot_request.save(session.calls, request, waiting, accepted.set)
-
-        task = asyncio.create_task(save(), name="psdist snapshot")
+        task = asyncio.create_task(self._save(request, accepted.set), name="psdist snapshot")
         self.under_way.add(task)
         task.add_done_callback(self.under_way.discard)
         accepting = asyncio.ensure_future(accepted.wait())

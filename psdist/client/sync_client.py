@@ -20,9 +20,9 @@ from psdist.client.core.partition import Arrays
 from psdist.client.datasets import Dataset
 from psdist.client.parameters import AsyncParameters
 from psdist.client.session.drops import OnDrop
-from psdist.client.session.snapshot_request import SnapshotInfo
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.sigterm import sigterm
+from psdist.client.snapshots import SnapshotInfo
 from psdist.client.steps import Statistics
 from psdist.compression import Cast
 from psdist.consistency import Consistency

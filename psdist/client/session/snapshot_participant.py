@@ -3,7 +3,7 @@
 It joins three things: the numbers of the next pushes (``SnapshotMarks``), the states that the worker keeps itself
 (``WorkerStates``), and their way to the scheduler (``StateUploads``).
 
-Not here: asking for a snapshot (``snapshot_request``), what servers write.
+Not here: asking for a snapshot (``snapshots``), what servers write.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ Not here: retries and routes (``data_path``).
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from psdist.client.core.routing import Route
 from psdist.client.session.wait_tracker import Wait
@@ -27,22 +27,29 @@ def attempt_error(error: PsdistError) -> PsdistError:
     return ServerUnreachableError(error.message) if isinstance(error, ClosedError) else error
 
 
-class Transport(Protocol):
-    """A way to carry requests of one handle to servers."""
+class Transport(ABC):
+    """A way to carry requests of one handle to servers. It is always open, unless a transport says otherwise."""
 
     #: As ``Statistics.transports`` and ``psdist status`` show it.
     name: str
 
     def is_open(self, route: Route) -> bool:
         """Whether a request can be carried to the route's server now."""
+        return True
 
     def is_missing(self, route: Route) -> bool:
         """Whether ``prepare`` would try to open it to the route's server."""
+        return False
 
-    async def prepare(self, routes: Sequence[Route]) -> None:
+    async def prepare(self, routes: Sequence[Route]) -> None:  # noqa: B027 - most need no preparation
         """Opens it to the servers of ``routes`` where it is missing. Raises SharingUnavailableError where the user
         insists on it and it cannot be opened."""
 
+    def why_closed(self, server_id: str) -> str:
+        """Why it is not used to a server; empty where it is open."""
+        return ""
+
+    @abstractmethod
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
         """One attempt to get the slices of ``route`` answered that are not.
 
@@ -50,9 +57,6 @@ class Transport(Protocol):
         Raises StaleEpochError and ServerUnreachableError where another attempt may go well, and what the server refuses
         with; then some slices may be answered.
         """
-
-    def why_closed(self, server_id: str) -> str:
-        """Why it is not used to a server; empty where it is open."""
 
 
 class Transports:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.grpc import messages
 from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.requests import Request
-from psdist.client.transport.transport import Loss, attempt_error
+from psdist.client.transport.transport import Loss, Transport, attempt_error
 from psdist.errors import ClosedError, ServerUnreachableError
 from psdist.wire import channels, malloc_options, status
 
@@ -30,7 +29,7 @@ _WRITE_FAILED: Final = "Internal error from Core"
 _SERVICE: Final = "/psdist.v1.ServerService/"
 
 
-class GrpcTransport:
+class GrpcTransport(Transport):
     """Channels to servers. metadata: of every call."""
 
     name = "grpc"
@@ -41,21 +40,6 @@ class GrpcTransport:
         self._methods: dict[tuple[str, str], Any] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._write_queues: defaultdict[str, WriteQueue] = defaultdict(WriteQueue)
-
-    def is_open(self, route: Route) -> bool:
-        """Always."""
-        return True
-
-    def is_missing(self, route: Route) -> bool:
-        """Never: a channel connects when it is first used."""
-        return False
-
-    async def prepare(self, routes: Sequence[Route]) -> None:
-        """Does nothing."""
-
-    def why_closed(self, server_id: str) -> str:
-        """Always empty."""
-        return ""
 
     def open_stream(self, address: str, method: str) -> Any:
         """A call of a method of ServerService, with raw bytes both ways."""

@@ -32,7 +32,7 @@ from psdist.client.transport.requests import Request, RequestIdentity
 from psdist.client.transport.shm.offered_arena import OfferedArena
 from psdist.client.transport.shm.stream import SharedStream, attach
 from psdist.client.transport.shm.weights_view import WeightsView
-from psdist.client.transport.transport import Loss
+from psdist.client.transport.transport import Loss, Transport
 from psdist.errors import PsdistError, SharingUnavailableError, StaleEpochError
 from psdist.types import ClusterMap, DType, ParametersEntry, Replica
 from psdist.v1 import common_pb2, server_pb2
@@ -47,7 +47,7 @@ _NEWER_MAP_SECONDS: Final = 1.0
 _NOT_TRIED: Final = "not tried yet"
 
 
-class SharedMemory:
+class SharedMemory(Transport):
     """What one handle shares with the servers of its parameter set: an arena for gradients, a Share stream per server.
 
     grpc: opens the streams on which servers are attached.
