@@ -67,11 +67,11 @@ class AsyncBucket:
     async def wait(self, timeout: float | None = None) -> Arrays:
         """The new weights of the bucket's tensors by name: read-only arrays, as by ``pull(copy=False)``.
 
-        Raises WaitTimeoutError after ``timeout`` seconds (waiting again goes on), InvalidArgumentError where it would
-        wait for ever: the slices of these tensors hold parts of others, which were not given; MutualWaitError
+        Raises WaitTimeoutError after ``timeout`` seconds (call it again to go on); InvalidArgumentError where it would
+        wait for ever, because slices of these tensors also hold parts of tensors that were not given; MutualWaitError
         (``Client`` alone) where the others wait for this worker elsewhere; FencedError where the step was dropped:
-        begin the next one; and whatever the sending failed with. After that, give the bucket's tensors again, and those
-        of the buckets that were under way with it.
+        begin the next one; and the error with which sending failed. After that, give the bucket's tensors again, and
+        those of the buckets that were under way with it.
         """
         return await self.step.wait(self, timeout)
 
@@ -83,8 +83,10 @@ class AsyncBucket:
 class BucketStep:
     """One step that is given bucket by bucket.
 
-    vector: the gradient; given tensors lie in it, and are not written again before their slices are answered.
-    on_finished: called once when all is given and answered, with the whole step and whether any of it abstained.
+    vector: the gradient. The tensors that were given lie in it, and are not written again before their slices are
+    answered.
+    on_finished: called once when the whole step is given and answered, with its progress and whether any of it
+    abstained.
     """
 
     def __init__(
@@ -127,7 +129,8 @@ class BucketStep:
         return self._plan.choose(names)
 
     def give(self, numbers: tuple[int, ...], *, abstain: bool) -> AsyncBucket:
-        """Sends what these tensors make ready; their gradients are in the vector. ``choose`` let them pass."""
+        """Sends the slices that these tensors complete. Their gradients are in the vector, and ``choose`` has accepted
+        them."""
         bucket = AsyncBucket(self, self._plan.index, numbers)
         self._waiting.append(bucket)
         self._abstained = self._abstained or abstain
@@ -190,7 +193,7 @@ class BucketStep:
         return [part for part in parts if part[0]]
 
     def _update(self) -> None:
-        """Something was given, answered or failed: completes buckets and the step, and wakes who waits."""
+        """Completes buckets and the step after something was given, answered or failed, and wakes those who wait."""
         for bucket in self._waiting:
             if bucket.error is None and self._plan.is_complete(bucket.slices):
                 bucket.weights = self._results.bucket_arrays(self._target, bucket.numbers, bucket.slices)
@@ -234,7 +237,7 @@ class BucketStep:
     async def finish(self) -> None:
         """Returns when the whole step is answered.
 
-        Raises InvalidArgumentError if tensors are missing, and the failure of a bucket that was not told yet.
+        Raises InvalidArgumentError if tensors are missing, and the failure of a bucket that was not raised yet.
         """
         while not self._plan.finished:
             await self.raise_failure()
@@ -246,13 +249,14 @@ class BucketStep:
             await self._changed.wait()
 
     async def raise_failure(self) -> None:
-        """Raises what a bucket failed with, if nobody was told yet."""
+        """Raises the error of a bucket that failed, unless it was raised before."""
         if self._failures:
             await self._raise(self._failures[0])
 
     async def _raise(self, error: PsdistError) -> NoReturn:
-        """Raises the error of a bucket. The user may write to its memory then, which slices of other buckets may lie in
-        too; so those under way end with the same error, and what a server may read still is not shared any more."""
+        """Raises the error of a bucket. After that the user may write to its memory, which slices of other buckets may
+        share. So the buckets under way end with the same error, and memory that a server may still read is not shared
+        any more."""
         if error in self._failures:
             self._broken = error
             await self._end_tasks()
@@ -278,14 +282,14 @@ class BucketStep:
         return self._plan.finished
 
     def dropped(self) -> FencedError:
-        """What the user is told where this worker was expelled in this step, and takes part again without it."""
+        """The error for the user of a worker that was expelled in this step, and takes part again without it."""
         return FencedError(
             f"step {self._progress.number} was dropped, with all of its buckets: {self._exchange.expulsion.reason}. "
             "Begin the next one with new gradients: this worker takes part again"
         )
 
     async def drop(self) -> None:
-        """This worker was expelled, and takes part again without this step: buckets under way fail."""
+        """Ends the buckets under way: this worker was expelled, and takes part again without this step."""
         self.state, self._broken = StepState.OVER, self.dropped()
         await self._end_tasks()
         for bucket in self._waiting:
@@ -294,11 +298,11 @@ class BucketStep:
         self._changed.set()
 
     def end(self) -> None:
-        """The next call begins."""
+        """Marks the step as over, because the next call begins."""
         self.state = StepState.OVER
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Ends the buckets under way."""
         under_way = bool(self.tasks)
         await self._end_tasks()
         if under_way:

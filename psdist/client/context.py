@@ -23,7 +23,7 @@ _CONFIGURED = ("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "DMLC_PS_ROOT_URI")
 
 class _Cluster(Protocol):
     def close(self) -> None:
-        """Ends it."""
+        """Ends the cluster."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,14 @@ _current: Context | None = None
 
 
 def init(**client_arguments: Any) -> Context:
-    """Connects this script to its run and returns its ``Context``; called again it returns the same one until that is
-    closed. ``client_arguments`` are those of ``psdist.Client``. Afterwards SIGTERM ends the script politely: the
-    workers' end is agreed on, so that the last snapshot is of a step that all have made, and this worker leaves; then
-    SystemExit with status 143 is raised by the call under way, or by the next one (see ``sigterm``). A handler of the
-    script's own, installed before or after this call, is left alone; from other threads than the main one none is
-    installed. A process that the script forks ends by its own signals, as without psdist.
+    """Connects this script to its run and returns its ``Context``. Called again, it returns the same one until that is
+    closed.
+
+    ``client_arguments`` are those of ``psdist.Client``. Afterwards SIGTERM ends the script in order. The workers agree
+    on a common end, so that the last snapshot is of a step that all have made, and this worker leaves. Then the call
+    under way, or the next one, raises SystemExit with status 143 (see ``sigterm``). A handler that the script
+    installed, before or after this call, is kept. In other threads than the main one no handler is installed. A process
+    that the script forks has the default handling of signals.
 
     Raises ConfigurationError, SchedulerUnreachableError, and what the scheduler refuses with.
     """

@@ -1,22 +1,22 @@
-"""Data sets whose ranges are leased: every worker that is there gets the next range, for as long as there are any.
+"""Data sets whose ranges are leased: each worker that asks gets the next range, until none is left.
 
     data = client.dataset("train", size=len(images), range_size=256, data_epochs=3)
     for indices in data:
         values = weights.push_pull(gradients(values, images[indices]))
 
-Asking for the next range says that the samples of the one before are in the weights, unless a push was dropped since it
-was given: then it is given back. What a worker holds that dies is given to another; ``repeated`` counts such ranges,
-whose samples may have been used twice, ``failed`` those that were given up because their workers died too often.
-Nothing else is used twice or left out, with one condition: somebody must still ask. A range whose worker dies after all
-others have ended their loops waits for a worker that comes back, the one that a launcher starts again for instance;
-until then the position shows it as not done.
+Asking for the next range reports that the samples of the one before are in the weights. If a push was dropped since
+that range was given, it is returned instead. The ranges of a worker that dies are given to others. ``repeated`` counts
+them: their samples may have been used twice. ``failed`` counts ranges that were given up because their workers died too
+often. No other sample is used twice or left out, as long as some worker still asks. A range whose worker dies after all
+others have ended their loops waits for a worker that joins later, such as the one that a launcher restarts. Until then
+the position shows it as not done.
 
-The loop ends when no range is left to give, though others may still hold some, and does not wait for them: in BSP they
-may be waiting for this worker's gradient. A worker that has ended its loop in BSP or SSP must close its client, so that
-the others' steps do not need it any more. For the same reason there is no stop between data epochs.
+The loop ends when no range is left to give, even if other workers still hold some. It does not wait for them: in BSP
+they may be waiting for this worker's gradient. A worker that has ended its loop in BSP or SSP must close its client, so
+that the others' steps do not wait for it. For the same reason there is no pause between data epochs.
 
-Leaving the loop early, by ``break`` or an error, gives the last range back as unused, unless ``done()`` was called.
-Not here: which samples a range has (``psdist.data.RangeOrder``), who gets which (the scheduler).
+Leaving the loop early, by ``break`` or an error, returns the last range as unused, unless ``done()`` was called.
+Not here: which samples a range has (``psdist.data.RangeOrder``), who gets which range (the scheduler).
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class AsyncDataset:
         return self.spec.name
 
     async def open(self) -> None:
-        """Makes the data set, or checks that all agree. Raises SettingsMismatchError, LimitExceededError."""
+        """Creates the data set, or checks that all workers agree on it. Raises SettingsMismatchError,
+        LimitExceededError."""
         async with self._asking:
             await self._membership.retry_across_incarnations(self._open)
 
@@ -108,7 +109,8 @@ class AsyncDataset:
                 await self.leave(held)
 
     async def next(self, before: Range | None = None) -> Range | None:
-        """Another range, or None at the end of the data; ``before`` is done. ``async for`` is this in a loop."""
+        """Returns the next range, or None at the end of the data. ``before`` is reported as done. ``async for`` calls
+        this in a loop."""
         async with self._asking:
             if before is not None:
                 self._mark_done(before.lease_id)
@@ -116,24 +118,24 @@ class AsyncDataset:
             return None if answer.finished else await self._given(answer)
 
     def done(self) -> None:
-        """The samples of the range that was given last are in the weights, though no other is asked for yet."""
+        """Reports the samples of the last range as used, before another range is asked for."""
         if self._held:
             self._mark_done(next(reversed(self._held)))
 
     async def leave(self, held: Range) -> None:
-        """Gives the range back unused, unless it is done. Not heard at once by a scheduler that is away."""
+        """Returns a range unused, unless it is done. A scheduler that is away learns of it later."""
         if held.lease_id in self._held:
             del self._held[held.lease_id]
             self._returned[held.lease_id] = None
         await self._report_soon()
 
     async def report(self) -> None:
-        """Tells the scheduler what is done, and what was given back."""
+        """Reports to the scheduler which ranges are done, and which were returned."""
         async with self._asking:
             await self._membership.retry_across_incarnations(self._report)
 
     async def position(self) -> DataPosition:
-        """Where the data set stands: what is done, by all workers. What they hold at the moment is not."""
+        """The position of the data set: what all workers have done. Ranges that they hold now are not in it."""
         await self.report()
         request = pb.GetDataPositionRequest(run_id=self._membership.registration.run_id, dataset=self.name)
         answer = await self._ask(self._calls.stub.GetDataPosition, request)
@@ -141,16 +143,17 @@ class AsyncDataset:
         return convert.position_from_proto(answer.position)
 
     async def set_position(self, position: DataPosition) -> None:
-        """Goes on from there, in this run for all workers; what they hold is void and will not count as done.
+        """Continues from ``position``, for all workers of the run. Ranges that are held now become void and do not
+        count as done.
 
-        One worker sets it, and the others begin after: by a barrier, say. Raises InvalidArgumentError.
+        One worker sets it before the others begin, for example in front of a barrier. Raises InvalidArgumentError.
         """
         async with self._asking:
             self._discard_leases()
             await self._membership.retry_across_incarnations(lambda mine: self._set_position(mine, position))
 
     async def close(self) -> None:
-        """Gives back what is held and not done."""
+        """Returns the ranges that are held and not done."""
         self._returned |= dict.fromkeys(self._held)
         self._held.clear()
         await self._report_soon()
@@ -193,7 +196,7 @@ class AsyncDataset:
         return Range(answer.lease_id, self.data_epoch, number, answer.attempt, indices)
 
     async def _report(self, mine: Registration) -> None:
-        """Tells what has ended."""
+        """Reports the ranges that have ended."""
         self._start_incarnation(mine)
         done, returned = tuple(self._done), tuple(self._returned)
         if not done and not returned:
@@ -289,15 +292,15 @@ class Dataset:
                     loop.shared().call(self._data.leave(held))
 
     def done(self) -> None:
-        """The samples of the range that was given last are in the weights. See ``AsyncDataset.done``."""
+        """Reports the samples of the last range as used. See ``AsyncDataset.done``."""
         loop.shared().call(self._mark_done())
 
     def position(self) -> DataPosition:
-        """Where the data set stands. See ``AsyncDataset.position``."""
+        """The position of the data set. See ``AsyncDataset.position``."""
         return loop.shared().call(self._data.position())
 
     def set_position(self, position: DataPosition) -> None:
-        """Goes on from there. See ``AsyncDataset.set_position``."""
+        """Continues from ``position``. See ``AsyncDataset.set_position``."""
         loop.shared().call(self._data.set_position(position))
 
     def __repr__(self) -> str:

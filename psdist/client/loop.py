@@ -39,7 +39,7 @@ _claims: dict[int, tuple[Closable, asyncio.AbstractEventLoop]] = {}
 
 
 def claim(client: Closable) -> None:
-    """Notes that ``client`` is open on the running loop. Raises ConfigurationError if others are on another loop."""
+    """Registers ``client`` as open on the running loop. Raises ConfigurationError if others are on another loop."""
     running = asyncio.get_running_loop()
     for key, (_, other) in list(_claims.items()):
         if other.is_closed():
@@ -53,13 +53,13 @@ def claim(client: Closable) -> None:
 
 
 def release(client: Closable) -> None:
-    """``client`` is closed."""
+    """Removes a client that was closed."""
     _claims.pop(id(client), None)
 
 
 class _Call(Generic[T]):
-    """A coroutine on the loop, for which another thread waits. It takes less than half of what a future of
-    ``run_coroutine_threadsafe`` does, which matters for small steps."""
+    """A coroutine on the loop, for which another thread waits. It costs less than half of a future of
+    ``run_coroutine_threadsafe``, which matters for small steps."""
 
     def __init__(
         self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, under_way: set[_Call[Any]] | None
@@ -74,14 +74,14 @@ class _Call(Generic[T]):
         self.ended.acquire()
 
     def begin(self) -> None:
-        """On the loop."""
+        """Starts the coroutine. Runs on the loop."""
         self._task = self._loop.create_task(self._coroutine)
         self._task.add_done_callback(self._end)
         if self._under_way is not None:
             self._under_way.add(self)
 
     def cancel(self) -> None:
-        """On the loop."""
+        """Cancels the coroutine. Runs on the loop."""
         if self._task is not None:
             self._task.cancel()
 
@@ -93,7 +93,7 @@ class _Call(Generic[T]):
         self.ended.release()
 
     def result(self) -> T:
-        """What it returned or raised, once it has ended."""
+        """The result of the coroutine, or the error that it raised, once it has ended."""
         task, self._task = self._task, None  # An error must not keep the call's arrays alive by a cycle through here.
         assert task is not None
         try:
@@ -133,10 +133,10 @@ class LoopThread:
     def call(self, coroutine: Coroutine[Any, Any, T], *, reading: bool = False, ending: bool = False) -> T:
         """Runs ``coroutine`` on the loop and waits for its result.
 
-        An interrupt (Ctrl-C) cancels it, waits until it has let go of the caller's arrays, and is raised. Where this
-        worker leaves because of SIGTERM, the call is given up, and SystemExit is raised (see ``sigterm``).
+        An interrupt (Ctrl-C) cancels the coroutine, waits until it no longer uses the caller's arrays, and is raised.
+        When this worker leaves because of SIGTERM, the call is given up and SystemExit is raised (see ``sigterm``).
 
-        reading: it changes nothing. ending: it is part of the end, and not given up.
+        reading: the coroutine changes nothing. ending: it is part of the shutdown and is not given up.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -161,7 +161,7 @@ class LoopThread:
         return call.result()
 
     def _begin(self, call: _Call[Any], reading: bool) -> None:
-        """On the loop. This worker may have been let go since the call was made: then it is given up, too."""
+        """Starts a call on the loop. If this worker began to leave after the call was made, the call is given up."""
         call.begin()
         if call in self._under_way and sigterm.leaving and not (reading and sigterm.raised):
             call.cancel()
@@ -175,16 +175,16 @@ class LoopThread:
             raise
 
     def _clients(self) -> list[Closable]:
-        """Clients that are open on this loop."""
+        """The clients that are open on this loop."""
         return [client for client, owner in list(_claims.values()) if owner is self.loop]
 
     def _give_up(self) -> None:
-        """On the loop: this worker leaves."""
+        """Cancels all calls under way, because this worker leaves. Runs on the loop."""
         for call in list(self._under_way):
             call.cancel()
 
     def stop(self) -> None:
-        """Closes the clients on the loop and ends it."""
+        """Closes the clients on the loop and ends the loop."""
         self._stopped = True
         mine = self._clients()
         with suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):

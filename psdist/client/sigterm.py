@@ -1,13 +1,14 @@
-"""SIGTERM in a worker's script: the worker ends in agreement with the others, and the script with status 143.
+"""SIGTERM in a worker's script: the workers agree on a common end, and the script exits with status 143.
 
-``psdist.init()`` installs the handler in the main thread, if the script has none of its own. The handler raises
+``psdist.init()`` installs the handler in the main thread, unless the script has a handler of its own. The handler
+raises
 nothing, because CPython drops an exception that is raised inside a finalizer or a callback of C code. It sets a flag
 and wakes psdist's loop, which agrees on the end of the clients (``stopping``). When they may leave, calls under way are
-given up, and that call or the next one raises SystemExit. A script that makes no call for 10 s gets the signal again,
-and then the handler raises.
+given up, and that call or the next one raises SystemExit. A script that makes no call for 10 s is sent the signal
+again, and then the handler raises.
 
-The loop also reads signals from a pipe that C code writes to. So it knows of a signal that the interpreter, busy in a
-long call of the script, has not handled. The reason that a worker gives when it leaves is kept here too.
+The loop also reads signals from a pipe that C code writes to. So it sees a signal even while the interpreter is busy in
+a long call of the script. The reason that a worker gives when it leaves is decided here, too.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class StoppableClient(Protocol):
         """Returns when this worker may leave."""
 
     def watch_signals(self, is_asked: Callable[[], bool]) -> None:
-        """Has ``is_asked`` called before it is said whether this worker is to end."""
+        """Registers a function that the client calls before it reports whether this worker was asked to end."""
 
 
 class SigtermHandler:
-    """What this process knows of its end."""
+    """The state of SIGTERM in this process."""
 
     def __init__(self) -> None:
         #: SIGTERM came.
@@ -67,9 +68,10 @@ class SigtermHandler:
         clients: Callable[[], Sequence[StoppableClient]],
         give_up: Callable[[], None],
     ) -> None:
-        """Has SIGTERM end the script, where nobody else has a say in that.
+        """Installs the handler, unless the script has one of its own or this is not the main thread.
 
-        loop: runs in another thread. clients: those that are open. give_up: ends all calls under way; on the loop.
+        loop: runs in another thread. clients: returns the open clients. give_up: cancels all calls under way; called on
+        the loop.
         """
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -92,18 +94,19 @@ class SigtermHandler:
         clients: Callable[[], Sequence[StoppableClient]],
         give_up: Callable[[], None],
     ) -> None:
-        """What ``install`` does before it installs anything. Arguments as there."""
+        """Sets what the handler acts on, without installing it. Arguments as in ``install``."""
         self._loop, self._clients, self._give_up = loop, clients, give_up
 
     def _block(self) -> None:
-        """Until a forked process is done with ``_in_fork`` it would write its signals to this one's pipe."""
+        """Blocks SIGTERM before a fork: until ``_in_fork`` has run, the child would write its signals to this process's
+        pipe."""
         self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def _unblock(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
 
     def _in_fork(self) -> None:
-        """A forked process ends by its signals as any other, and its signals are none of this one's."""
+        """Restores the default handling of signals in a forked child."""
         if self._pipe >= 0:
             signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) == self.on_signal:
@@ -111,8 +114,8 @@ class SigtermHandler:
         self._unblock()
 
     def check(self, *, reading: bool = False) -> None:
-        """Where the script is to end: raises SystemExit in the main thread, ClosedError in others. Calls that only read
-        go on once that was raised: a script may save what it has."""
+        """Raises SystemExit in the main thread, and ClosedError in others, once the script is to end. Calls that only
+        read are allowed after that was raised, so that a script can save its results."""
         if not self.leaving or (reading and self.raised):
             return
         if threading.current_thread() is threading.main_thread():
@@ -121,7 +124,7 @@ class SigtermHandler:
         raise ClosedError("this worker is being stopped: no calls are made any more")
 
     def reason(self, error: BaseException | None = None) -> str:
-        """Why a worker leaves: "stopped" before its work was done, "failed", or "closed"."""
+        """The reason with which a worker leaves: "stopped" before its work was done, "failed", or "closed"."""
         if self.asked:
             return "stopped"
         # Python notes here what it is about to end for.
@@ -150,7 +153,7 @@ class SigtermHandler:
             self._loop.add_reader(self._pipe, self.read_signals)
 
     def read_signals(self) -> bool:
-        """Whether a signal came, which the interpreter may not have come to yet."""
+        """Whether SIGTERM has arrived, even if the interpreter has not handled it yet."""
         with suppress(BlockingIOError):
             came = self._pipe >= 0 and signal.SIGTERM in os.read(self._pipe, _READ_BYTES)
             if (
@@ -175,7 +178,7 @@ class SigtermHandler:
             self._signal_again()
 
     async def close(self) -> None:
-        """The loop is about to end: signals are not looked at any more, nor sent."""
+        """Stops watching the pipe and sending the signal again, before the loop ends."""
         if self._pipe >= 0 and self._loop is not None:
             self._loop.remove_reader(self._pipe)
         if self._task is not None:

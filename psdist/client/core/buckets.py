@@ -108,7 +108,7 @@ class StepPlan:
         return tuple(sorted(chosen))
 
     def give(self, numbers: Iterable[int], *, abstain: bool) -> ReadySlices:
-        """These tensors are there (``choose`` let them pass). What can be sent now is under way."""
+        """Takes tensors that ``choose`` has accepted. Returns the slices that can be sent now."""
         ready = []
         for number in numbers:
             self._given[number] = abstain
@@ -121,13 +121,13 @@ class StepPlan:
         return ReadySlices(tuple(sorted(set(ready) - abstaining)), tuple(sorted(abstaining)))
 
     def answer(self, slices: Iterable[int]) -> None:
-        """These slices are answered."""
+        """Marks slices as answered."""
         for index in slices:
             self._unanswered.remove(index)
             self._under_way.remove(index)
 
     def take_back(self, numbers: Iterable[int], slices: Iterable[int]) -> None:
-        """These tensors are to be given again, and these slices of them are not under way any more."""
+        """Makes tensors, and slices of them that were under way, missing again."""
         self._under_way.difference_update(slices)
         for number in numbers:
             del self._given[number]

@@ -120,7 +120,7 @@ class PushSequence:
 
     @property
     def next_whole(self) -> int:
-        """Number of the next push that is not wholly on its way."""
+        """Number of the next push that is not sent as a whole."""
         return self.step + (self.given or (self.unfinished and not self.partial))
 
     @property
@@ -129,13 +129,13 @@ class PushSequence:
         return self._mark is not None
 
     def send(self, mark: int) -> int:
-        """A slice of the push is about to be sent, and ``mark`` is the newest: the mark to send with it."""
+        """Returns the snapshot mark for a slice that is about to be sent. ``mark`` is the newest one."""
         if self._mark is None:
             self._mark = mark
         return self._mark
 
     def set_given(self, *, whole: bool) -> None:
-        """The push under way is given in pieces. whole: none is missing."""
+        """Says how much of a push under way was given in pieces. whole: none is missing."""
         self.partial, self.given = not whole, whole
 
     def begin_push(self) -> PendingRequest:
@@ -147,11 +147,11 @@ class PushSequence:
         return PendingRequest(self.step if self.synchronous else 0, set(range(len(self.versions))))
 
     def end_push(self, push: PendingRequest, *, seen: bool) -> None:
-        """All of ``push`` is answered: its number is used up.
+        """Uses up the number of ``push``, all of which is answered.
 
         seen: the answers carried the weights, so that the next gradient is computed on their versions.
         BSP: where others went on without this worker (backup workers), the next step is the first that is still open on
-        some slice; it is never a step that was already pushed.
+        some slice. It is never a step that was already pushed.
         """
         assert push.finished and push.number == self.step
         if seen:
@@ -161,7 +161,8 @@ class PushSequence:
             self._go_to(min(push.versions.values(), default=0))
 
     def end_pull(self, pull: PendingRequest) -> None:
-        """All of ``pull`` is answered. BSP: a step that is over everywhere is not this worker's next one any more."""
+        """Takes over the versions of ``pull``, all of which is answered. BSP: a step that is over everywhere is
+        skipped."""
         assert pull.finished
         self._see(pull)
         if self.synchronous:

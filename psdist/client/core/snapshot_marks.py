@@ -20,8 +20,8 @@ from psdist.client.core.push_sequence import PushSequence
 
 @dataclass(frozen=True)
 class MarkAnswer:
-    """What is answered to Mark: by parameters, the next push, and the lowest one before which the state can be had that
-    this worker keeps."""
+    """The answer to Mark. next: the next push, by parameter set. keeps: the lowest push before which the state can be
+    had that this worker keeps."""
 
     next: dict[str, int]
     keeps: dict[str, int]
@@ -44,7 +44,7 @@ class SnapshotMarks:
         self.sessions.clear()
 
     def enter(self, parameters: str, session: PushSequence) -> None:
-        """This worker takes part in ``parameters``."""
+        """Adds the push sequence of a parameter set in which this worker takes part."""
         self.sessions[parameters] = session
 
     def next(self) -> dict[str, int]:
@@ -56,7 +56,7 @@ class SnapshotMarks:
         return {name: session.next_whole for name, session in self.sessions.items()}
 
     def partial(self) -> list[str]:
-        """Parameters of whose next push a part is on its way."""
+        """The parameter sets of whose next push a part was sent."""
         return [name for name, session in self.sessions.items() if session.unfinished and session.partial]
 
     def answer(self, attempt: int, keeps: Callable[[], dict[str, int]] = dict) -> MarkAnswer | None:
@@ -69,11 +69,11 @@ class SnapshotMarks:
         return self._answer if attempt == self.mark else None
 
     def end(self, attempt: int) -> None:
-        """The attempt is over."""
+        """Forgets the answer to an attempt that is over."""
         if attempt >= self.mark:
             self._answer = None
 
     @property
     def pending_answer(self) -> tuple[int, MarkAnswer] | None:
-        """The attempt under way and its answer, which a new session tells again: the one before may have lost it."""
+        """The attempt under way and its answer, which a new session sends again: the one before may have lost it."""
         return None if self._answer is None else (self.mark, self._answer)

@@ -18,7 +18,7 @@ from psdist.v1 import scheduler_pb2 as pb
 
 
 class ReportedWait:
-    """A wait, for a ``with`` block of the task that waits. Raises what the scheduler says of it: MutualWaitError."""
+    """A wait, for a ``with`` block of the task that waits. Raises MutualWaitError where the scheduler reports one."""
 
     def __init__(self, activities: Activities, sequence: int, is_for_others: Callable[[], bool], **what: Any) -> None:
         self.sequence = sequence
@@ -46,12 +46,12 @@ class ReportedWait:
 
     @property
     def activity(self) -> pb.Activity:
-        """As it is now."""
+        """The report of this wait as it is now."""
         what = self._what if self._is_for_others() else {}
         return self._activities.message(self.sequence, **what)
 
     def fail(self, error: PsdistError) -> None:
-        """The wait will not end."""
+        """Ends the wait with ``error``."""
         if self._task is not None and self._error is None:
             self._error = error
             self._task.cancel()
@@ -67,12 +67,15 @@ class Activities:
         self._wait: ReportedWait | None = None
 
     def message(self, sequence: int, **what: Any) -> pb.Activity:
-        """How far this worker's pushes are, and ``what`` it waits for."""
+        """A report: how far this worker's pushes are, and ``what`` it waits for."""
         return pb.Activity(sequence=sequence, next=self._pushes.next_whole(), partial=self._pushes.partial(), **what)
 
     def waits(self, *, limited: bool, sent: Callable[[], bool] = lambda: True, **what: Any) -> ReportedWait:
-        """A wait, for a ``with`` block. limited: it ends by itself. sent: whether what the others wait for is on its
-        way; before that this worker does not wait for them. what: of Activity, for whom it waits."""
+        """Makes a wait, for a ``with`` block.
+
+        limited: the wait ends by itself. sent: whether what the others wait for was sent; before that this worker does
+        not wait for them. what: fields of Activity that say for whom it waits.
+        """
         self._sequence += 1
         ends_by_itself = limited or not self.is_alone()
         return ReportedWait(self, self._sequence, lambda: not ends_by_itself and sent(), **what)
@@ -88,12 +91,12 @@ class Activities:
             self._sequence += 1
 
     def report(self) -> pb.Activity:
-        """For the next heartbeat."""
+        """The report for the next heartbeat."""
         if self._wait is None:
             return self.message(self._sequence)
         return self._wait.activity
 
     def on_mutual_wait(self, sequence: int, error: PsdistError) -> None:
-        """The scheduler has found that others wait for this worker, for which it waits."""
+        """Ends a wait: the scheduler has found that this worker and others wait for each other."""
         if self._wait is not None and self._wait.sequence == sequence:
             self._wait.fail(error)

@@ -34,14 +34,14 @@ class ClusterView:
     # --- what is heard ------------------------------------------------------------------------------------------------
 
     def on_map(self, cluster: ClusterMap) -> None:
-        """A map arrived; an older one than the newest is ignored."""
+        """Takes over a map, unless it is older than the newest one."""
         if cluster.epoch < self.cluster.epoch:
             return
         self.cluster = cluster
         self.news = ServerNews(
             lost={name: text for name, text in self.news.lost.items() if cluster.entry(name) is not None}
         )
-        self._look()
+        self._wake()
 
     def on_server_lost(self, server_id: str, reason: str) -> None:
         """News that a server is gone, before or after the map that lacks it."""
@@ -49,28 +49,28 @@ class ClusterView:
         if server is not None:
             gone = {**self.news.gone, Replica(server_id, server.incarnation): reason}
             self.news = ServerNews(gone, self.news.lost)
-            self._look()
+            self._wake()
 
     def on_shards_lost(self, parameters: str, text: str) -> None:
         """News that a part of some parameters is lost for good."""
         self.news = ServerNews(self.news.gone, {**self.news.lost, parameters: text})
-        self._look()
+        self._wake()
 
     def on_fatal(self, error: PsdistError) -> None:
-        """This client is out: calls under way and to come fail with ``error``."""
+        """Ends the membership: calls under way and to come fail with ``error``."""
         self.fatal = self.fatal or error
-        self._look()
+        self._wake()
 
     def on_fenced(self, error: FencedError) -> None:
-        """This incarnation of the client has ended: calls fail with ``error`` until the next begins."""
+        """Ends this incarnation: calls fail with ``error`` until the next one begins."""
         self.fenced = error
-        self._look()
+        self._wake()
 
     def start_incarnation(self, cluster: ClusterMap) -> None:
-        """The client was registered anew, and this is the map."""
+        """Begins a new incarnation with the map of its registration."""
         self.fenced = None
         self.cluster, self.news = cluster, ServerNews()
-        self._look()
+        self._wake()
 
     # --- who waits ----------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class ClusterView:
         return future
 
     async def changed(self, timeout: float | None = None) -> None:
-        """Returns when something was heard, or after ``timeout`` seconds."""
+        """Returns when a map or news arrived, or after ``timeout`` seconds."""
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
         await asyncio.wait({self._changed}, timeout=timeout)
@@ -107,15 +107,15 @@ class ClusterView:
         return self.fatal or self.fenced
 
     def _end_of(self, server: Replica) -> PsdistError | None:
-        """Why attempts on a server end."""
+        """The error with which attempts on a server end; None if it is alive."""
         if self._out is not None:
             return self._out
         if reason := routing.why_gone(self.cluster, self.news, server):
             return ServerUnreachableError(f"{server} is gone: {reason}", server=server)
         return None
 
-    def _look(self) -> None:
-        """Tells whoever waits. Who watches a server that is gone watches it no more: a newer map may have it again."""
+    def _wake(self) -> None:
+        """Wakes those who wait. A server that is gone is not watched any more: a newer map may have it again."""
         for server, future in list(self._watched.items()):
             error = self._end_of(server)
             if error is not None and not future.done():

@@ -37,11 +37,12 @@ class DropCounter:
         self._in_a_row = 0
 
     def not_dropped(self) -> None:
-        """A push was answered."""
+        """Ends a row of drops: a push was answered."""
         self._in_a_row = 0
 
     def add(self, text: str, expulsion: Expulsion) -> None:
-        """A push was dropped; ``text`` says which, why, and how the worker goes on. Raises PushDroppedError."""
+        """Counts a dropped push, and reports it as ``on_drop`` says. text: which push, why, and how the worker goes on.
+        Raises PushDroppedError."""
         self.count += 1
         if expulsion.rolled_back:
             logger.warning("%s", text)

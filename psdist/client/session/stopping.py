@@ -25,7 +25,7 @@ FINISH_SECONDS: Final = 10.0
 
 
 class Stopping:
-    """What one client knows of its end.
+    """The agreed end of one client.
 
     send: puts a report on the session. is_heard: whether the scheduler answers.
     """
@@ -51,12 +51,12 @@ class Stopping:
     # --- the scheduler's side -----------------------------------------------------------------------------------------
 
     def session_began(self) -> None:
-        """A new session: what was said on the one before may be lost."""
+        """Reports the wish to end again: the session before may have lost it."""
         if self.requested:
             self._send(pb.StopReport(stopping=True))
 
     def on_command(self, command: pb.StopCommand) -> None:
-        """Carries a command out."""
+        """Carries out a command of the scheduler."""
         if self.is_asked():
             self.request()
         match command.WhichOneof("kind"):
@@ -72,7 +72,7 @@ class Stopping:
     # --- this worker's side -------------------------------------------------------------------------------------------
 
     def request(self) -> None:
-        """This worker is asked to end."""
+        """Asks this worker to end."""
         if not self.requested:
             self.requested = True
             self._send(pb.StopReport(stopping=True))
@@ -82,12 +82,12 @@ class Stopping:
         self._changed.set()
 
     async def until_allowed(self) -> None:
-        """Returns when a push may be begun: at once, or never, as after ``hold`` this worker leaves."""
+        """Returns when a push may be begun: at once, or never after ``hold``, because this worker leaves."""
         while self.holding:
             await asyncio.get_running_loop().create_future()
 
     async def until_leaving(self) -> None:
-        """Returns when this worker may leave, or has to because the scheduler is not heard."""
+        """Returns when this worker may leave, or when the scheduler does not answer."""
         loop = asyncio.get_running_loop()
         heard = loop.time()
         while not self._told.is_set() and loop.time() - heard < ALONE_SECONDS:
@@ -106,5 +106,5 @@ class Stopping:
             return
 
     def _is_awaited(self, name: str, session: PushSequence) -> bool:
-        """Whether a push is under way that is to be finished, and given as a whole before."""
+        """Whether a push is under way that is to be finished, and that was given as a whole."""
         return session.unfinished and session.step < self._ends.get(name, session.step + 1)

@@ -41,7 +41,7 @@ class Wait:
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted."""
+        """How long the wait has lasted."""
         return self._loop.time() - self._since
 
     @property
@@ -50,7 +50,7 @@ class Wait:
         return f"waiting {self.seconds:.0f} s {self.reason}"
 
     def update_reason(self, reason: str) -> None:
-        """The peer says what it waits for."""
+        """Replaces the reason, as a peer reported."""
         if reason == self.reason:
             return
         self.reason = reason
@@ -60,7 +60,7 @@ class Wait:
             logger.info("waiting %s", reason)
 
     def progress(self) -> None:
-        """Something arrived: the silence starts anew."""
+        """Begins the silence anew, because something arrived."""
         self._since = self._loop.time()
         self._told.clear()
 
@@ -87,11 +87,11 @@ class WaitTracker:
         self.open_waits: dict[int, Wait] = {}
 
     def open(self, reason: str) -> Wait:
-        """A wait for a ``with`` block, at first for ``reason``."""
+        """Opens a wait, for a ``with`` block, with its first reason."""
         return Wait(reason, self.open_waits, asyncio.get_running_loop())
 
     def sentences(self) -> list[str]:
-        """The reason of each wait that has lasted, and for how long, longest first. Who reads it knows who waits."""
+        """The reasons of waits that have lasted, and for how long, longest first."""
         long = [wait for wait in self.open_waits.values() if wait.seconds >= limits.REPORT_WAIT_SECONDS]
         long.sort(key=lambda wait: -wait.seconds)
         reasons = dict.fromkeys(f"{wait.reason} ({wait.seconds:.0f} s)" for wait in long)

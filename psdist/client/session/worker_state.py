@@ -48,8 +48,8 @@ _PART_BYTES: Final = 1 << 20
 
 @dataclass(slots=True)
 class _Kept:
-    """The state of one set of parameters. before: what it was when the push under way began. wanted: the attempt that
-    wants it, and the number of the push that it is to be before."""
+    """The state of one parameter set. before: the state when the push under way began. wanted: the attempt that wants
+    it, and the number of the push before which it is wanted."""
 
     save: Save
     restore: Restore
@@ -61,8 +61,8 @@ class _Kept:
 class WorkerStates:
     """The states that one client keeps.
 
-    hand_in: gets each that was taken: attempt, parameters, the number of the push that it is before, and arrays that
-        nobody else has. failed: told the attempt and the error where one cannot be taken.
+    hand_in: called with each state that was taken: attempt, parameter set, the number of the push before which it was
+    taken, and arrays that nobody else has. failed: called with the attempt and the error where a state cannot be taken.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class WorkerStates:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters that a state is kept of."""
+        """The parameter sets of which a state is kept."""
         return tuple(self._kept)
 
     def keep(self, parameters: str, save: Save, restore: Restore, session: PushSequence) -> None:
-        """From now on there is a state of these parameters."""
+        """Keeps a state of this parameter set from now on."""
         self._kept[parameters] = _Kept(save, restore, session)
 
     def start_incarnation(self, parameters: str, session: PushSequence) -> Restore | None:
-        """This worker takes part in the parameters anew. Returns what gets its state, where it keeps one."""
+        """Follows the pushes of a new incarnation. Returns the function that restores the state, where one is kept."""
         kept = self._kept.get(parameters)
         if kept is None:
             return None
@@ -90,23 +90,23 @@ class WorkerStates:
         return kept.restore
 
     def push_started(self, parameters: str) -> None:
-        """A push is about to be encoded for the first time."""
+        """Takes the state before a push is encoded for the first time."""
         kept = self._kept.get(parameters)
         if kept is not None and not kept.session.unfinished:
             self._check(parameters, kept)
             kept.before = self._save(parameters, kept)
 
     def push_finished(self, parameters: str) -> None:
-        """A push is over."""
+        """Forgets the state before a push that is over."""
         kept = self._kept.get(parameters)
         if kept is not None:
             kept.before = None
             self._check(parameters, kept)
 
     def mark(self, attempt: int, sessions: Mapping[str, PushSequence], steps: Mapping[str, int]) -> dict[str, int]:
-        """An attempt wants what is kept. Returns the lowest push before which each can be had.
+        """Has the states taken that an attempt wants. Returns the lowest push before which each can be had.
 
-        sessions: of this life. steps: the cut's, by BSP parameters.
+        sessions: the push sequences of this incarnation. steps: the cut, by BSP parameter set.
         """
         lowest: dict[str, int] = {}
         for name, kept in self._kept.items():
@@ -121,13 +121,13 @@ class WorkerStates:
         return lowest
 
     def end(self, attempt: int) -> None:
-        """The attempt is over."""
+        """Forgets what an attempt that is over wants."""
         for kept in self._kept.values():
             if kept.wanted is not None and kept.wanted[0] <= attempt:
                 kept.wanted = None
 
     def _check(self, name: str, kept: _Kept) -> None:
-        """Takes the state if it is wanted as it is now, or was when the push under way began."""
+        """Takes the state if it is wanted as it is now, or as it was when the push under way began."""
         if kept.wanted is None:
             return
         (attempt, before), session = kept.wanted, kept.session
@@ -183,20 +183,20 @@ class StateUploads:
         self._tasks: dict[str, tuple[int, asyncio.Task[None]]] = {}
 
     def put(self, attempt: int, parameters: str, before: int, state: State) -> None:
-        """Hands a state in, in a task."""
+        """Uploads a state, in a task."""
         self.end(attempt - 1, parameters)
         task = asyncio.create_task(self._send(attempt, parameters, before, state), name="psdist state")
         self._tasks[parameters] = attempt, task
 
     def end(self, attempt: int, parameters: str | None = None) -> None:
-        """The attempt is over: what is not there yet need not go there."""
+        """Stops the uploads of an attempt that is over."""
         for name, (number, task) in list(self._tasks.items()):
             if number <= attempt and parameters in (None, name):
                 task.cancel()
                 del self._tasks[name]
 
     async def close(self) -> None:
-        """Ends all."""
+        """Stops all uploads."""
         tasks = [task for _, task in self._tasks.values()]
         for task in tasks:
             task.cancel()
@@ -221,7 +221,8 @@ class StateUploads:
 
 
 async def fetch(calls: SchedulerCalls, membership: WorkerMembership, waits: WaitTracker, parameters: str) -> State:
-    """What the worker of this rank handed in for the snapshot that the parameters began from; empty where it did not.
+    """The state that the worker of this rank handed in for the snapshot from which the parameter set began; empty if
+    there is none.
 
     Raises SnapshotCorruptError, StorageError, FencedError.
     """
