@@ -1,11 +1,10 @@
 """SIGTERM in a worker's script: the workers agree on a common end, and the script exits with status 143.
 
 ``psdist.init()`` installs the handler in the main thread, unless the script has a handler of its own. The handler
-raises
-nothing, because CPython drops an exception that is raised inside a finalizer or a callback of C code. It sets a flag
-and wakes psdist's loop, which agrees on the end of the clients (``stopping``). When they may leave, calls under way are
-given up, and that call or the next one raises SystemExit. A script that makes no call for 10 s is sent the signal
-again, and then the handler raises.
+raises nothing, because CPython drops an exception that is raised inside a finalizer or a callback of C code. It sets a
+flag and wakes psdist's loop, which agrees on the end of the clients (``stopping``). When they may leave, calls under
+way are given up, and that call or the next one raises SystemExit. A script that makes no call for 10 s is sent the
+signal again, and then the handler raises.
 
 The loop also reads signals from a pipe that C code writes to. So it sees a signal even while the interpreter is busy in
 a long call of the script. The reason that a worker gives when it leaves is decided here, too.
