@@ -11,7 +11,7 @@ import asyncio
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -141,10 +141,10 @@ def _save(given: Namespace, environ: Mapping[str, str]) -> int:
             if not sys.stderr.isatty():
                 say(answer)
 
-        async def talk(stub: Any, metadata: Any) -> SaveSnapshotResponse | None:
-            return await final_snapshot.request(stub, metadata, given.run_id, "on demand", on_answer)
+        def save(call: Callable[..., Any]) -> Awaitable[SaveSnapshotResponse | None]:
+            return final_snapshot.request(call, given.run_id, "on demand", on_answer)
 
-        last = ask(target, given.timeout, talk)
+        last = ask(target, given.timeout, save)
     if last is None or not last.HasField("committed"):
         raise InternalError("the scheduler ended the call before the snapshot was committed: try again")
     report = snapshot_info(last.committed) | {"unchanged": last.unchanged}

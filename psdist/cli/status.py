@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from psdist.cli.commands import show
+from psdist.cli.commands import show, values
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine
@@ -45,14 +45,11 @@ def fetch(target: SchedulerChoice, timeout_seconds: float) -> scheduler_pb2.GetS
     """The scheduler's answer. Raises SchedulerUnreachableError, which says what was tried, or the scheduler's error."""
     from psdist.v1 import scheduler_pb2
 
-    async def talk(stub: Any, metadata: Any) -> scheduler_pb2.GetStatusResponse:
-        request = scheduler_pb2.GetStatusRequest()
-        answer: scheduler_pb2.GetStatusResponse = await stub.GetStatus(
-            request, metadata=metadata, timeout=timeout_seconds
-        )
-        return answer
-
-    return ask(target, timeout_seconds, talk)
+    request = scheduler_pb2.GetStatusRequest()
+    answer: scheduler_pb2.GetStatusResponse = ask(
+        target, timeout_seconds, lambda call: call("GetStatus", request, timeout_seconds)
+    )
+    return answer
 
 
 # --- the JSON form ----------------------------------------------------------------------------------------------------
@@ -64,19 +61,15 @@ def as_json(answer: scheduler_pb2.GetStatusResponse) -> dict[str, Any]:
     return {
         "run_id": answer.run_id,
         "version": answer.psdist_version,
-        "epoch": answer.epoch,
-        "phase": answer.phase,
+        **values(answer, "epoch", "phase"),
         "uptime_seconds": round(answer.uptime_seconds, 3),
-        "workers_min": answer.workers_min,
-        "servers_min": answer.servers_min,
-        "servers_wanted": answer.servers_wanted,
-        "replicas": answer.replicas,
+        **values(answer, "workers_min", "servers_min", "servers_wanted", "replicas"),
         "members": [_member(member) for member in answer.members],
         "parameters": [_parameters(one, statistics) for one in answer.parameters],
         "datasets": [_dataset(one) for one in answer.datasets],
         "snapshots": _snapshots(answer.snapshots) if answer.HasField("snapshots") else None,
         "waiting_for": list(answer.waiting_for),
-        "events": [{"time": event.time, "text": event.text} for event in answer.events],
+        "events": [values(event, "time", "text") for event in answer.events],
     }
 
 
@@ -88,25 +81,13 @@ def _member(member: scheduler_pb2.MemberStatus) -> dict[str, Any]:
         "id": member.member_id,
         "role": "worker" if worker else "server",
         "rank": member.rank if worker else None,
-        "incarnation": member.incarnation,
-        "state": member.state,
-        "draining": member.draining,
-        "reason": member.reason,
-        "address": member.address,
-        "host": member.host,
-        "pid": member.pid,
+        **values(member, "incarnation", "state", "draining", "reason", "address", "host", "pid"),
         "heartbeat_age_seconds": round(member.heartbeat_age_seconds, 3),
         "epoch": member.epoch,
         "resident_bytes": None if worker else member.statistics.resident_bytes,
         "waiting_for": list(member.waiting_for),
         "connections": [
-            {
-                "server": one.server_id,
-                "parameters": one.parameters,
-                "transport": one.transport,
-                "reason": one.reason,
-            }
-            for one in member.connections
+            {"server": one.server_id, **values(one, "parameters", "transport", "reason")} for one in member.connections
         ],
     }
 
@@ -186,12 +167,7 @@ def _replica(primary: str, one: server_pb2.ReplicaStatistics) -> dict[str, Any]:
         "shard": one.shard,
         "primary": primary,
         "server": one.server_id,
-        "state": one.state,
-        "lag_updates": one.lag_updates,
-        "lag_bytes": one.lag_bytes,
-        "slices_filled": one.slices_filled,
-        "slices": one.slices,
-        "digests": one.digests,
+        **values(one, "state", "lag_updates", "lag_bytes", "slices_filled", "slices", "digests"),
     }
 
 
@@ -210,35 +186,22 @@ def _weight_bytes(entry: common_pb2.ParametersEntry, server: str) -> int:
 def _dataset(one: scheduler_pb2.DatasetStatus) -> dict[str, Any]:
     spec, position = one.spec, one.position
     return {
-        "name": spec.name,
-        "size": spec.size,
-        "range_size": spec.range_size,
-        "data_epochs": spec.data_epochs,
+        **values(spec, "name", "size", "range_size", "data_epochs"),
         "data_epoch": position.data_epoch,
         "ranges": -(-spec.size // spec.range_size) if spec.range_size else 0,
         "done_ranges": sum(span.count for span in position.done),
         "leased_ranges": one.leased,
-        "repeated_ranges": position.repeated_ranges,
-        "failed_ranges": position.failed_ranges,
+        **values(position, "repeated_ranges", "failed_ranges"),
     }
 
 
 def _snapshots(one: scheduler_pb2.SnapshotsStatus) -> dict[str, Any]:
-    attempt = {
-        "number": one.attempt,
-        "phase": one.phase,
-        "waiting_for": one.waiting_for,
-        "bytes_done": one.bytes_done,
-        "bytes": one.bytes,
-    }
+    attempt = {"number": one.attempt, **values(one, "phase", "waiting_for", "bytes_done", "bytes")}
     return {
-        "storage": one.storage,
-        "policy": one.policy,
+        **values(one, "storage", "policy"),
         "committed": [snapshot_info(each) for each in one.committed],
         "attempt": attempt if one.phase else None,
-        "failed": one.failed,
-        "last_failure": one.last_failure,
-        "last_failure_time": one.last_failure_time,
+        **values(one, "failed", "last_failure", "last_failure_time"),
         "restored": snapshot_info(one.restored) if one.HasField("restored") else None,
     }
 
@@ -246,11 +209,9 @@ def _snapshots(one: scheduler_pb2.SnapshotsStatus) -> dict[str, Any]:
 def snapshot_info(one: scheduler_pb2.SnapshotInfo) -> dict[str, Any]:
     """A committed snapshot."""
     return {
-        "directory": one.directory,
-        "sequence": one.sequence,
+        **values(one, "directory", "sequence"),
         "steps": dict(sorted(one.steps.items())),
-        "bytes": one.bytes,
-        "time": one.time,
+        **values(one, "bytes", "time"),
         "seconds": round(one.seconds, 3),
         "reason": one.reason,
     }
