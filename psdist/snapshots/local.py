@@ -16,7 +16,7 @@ import secrets
 import stat
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from psdist.errors import InvalidNameError, StorageError, UnknownSnapshotError
 from psdist.snapshots.storage import Buffer, StoredFile, check_path
@@ -59,8 +59,16 @@ class LocalStorage:
     async def create(self, path: str, data: bytes) -> None:
         await asyncio.to_thread(self._create, check_path(path), data)
 
-    def writer(self, path: str) -> AbstractAsyncContextManager[LocalWriter]:
-        return self._writer(check_path(path))
+    @asynccontextmanager
+    async def writer(self, path: str) -> AsyncIterator[LocalWriter]:
+        file = LocalWriter(self, check_path(path))
+        try:
+            await asyncio.to_thread(file.open)
+            yield file
+            await asyncio.to_thread(file.finish)
+        except BaseException:  # This includes cancellation.
+            await asyncio.shield(asyncio.to_thread(file.abandon))
+            raise
 
     async def delete(self, paths: Iterable[str]) -> None:
         await asyncio.to_thread(self._delete, tuple(check_path(path) for path in paths))
@@ -155,17 +163,6 @@ class LocalStorage:
                 with suppress(OSError):  # It stays if others use it by now.
                     os.rmdir(path)
 
-    @asynccontextmanager
-    async def _writer(self, path: str) -> AsyncIterator[LocalWriter]:
-        file = LocalWriter(self, path)
-        try:
-            await file.open()
-            yield file
-            await file.finish()
-        except BaseException:  # This includes cancellation.
-            await asyncio.shield(file.abandon())
-            raise
-
     # --- directories --------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -211,7 +208,10 @@ def _reason(error: OSError) -> str:
 
 
 class LocalWriter:
-    """A file that is being written, as ``psdist.snapshots.storage.Writer`` describes."""
+    """A file that is being written, as ``psdist.snapshots.storage.Writer`` describes.
+
+    ``open``, ``finish`` and ``abandon`` may wait for the disk, so they are called in a thread.
+    """
 
     def __init__(self, storage: LocalStorage, path: str) -> None:
         self._storage = storage
@@ -222,23 +222,12 @@ class LocalWriter:
         #: Held by threads that use the file: one whose caller was cancelled may still write, or not have opened it yet.
         self._lock = threading.Lock()
 
-    async def open(self) -> None:
-        """Creates the file."""
-        await asyncio.to_thread(self._open)
-
     async def write(self, buffer: Buffer) -> None:
         """Appends bytes to the file."""
         await asyncio.to_thread(self._write, buffer)
 
-    async def finish(self) -> None:
-        """Makes what was written durable."""
-        await asyncio.to_thread(self._finish)
-
-    async def abandon(self) -> None:
-        """Removes the file, as far as possible."""
-        await asyncio.to_thread(self._abandon)
-
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Creates the file."""
         with self._storage._errors("write", self._path):
             _again_where_removed(self._open_once)
 
@@ -252,7 +241,8 @@ class LocalWriter:
         with self._storage._errors("write", self._path), self._lock:
             _write_all(self._file, buffer)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Makes what was written durable."""
         storage = self._storage
         with storage._errors("write", self._path), self._lock:
             os.fsync(self._file)
@@ -260,7 +250,8 @@ class LocalWriter:
             with storage._parent(self._path) as (parent, _):
                 os.fsync(parent)
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Removes the file, as far as possible."""
         with self._lock, suppress(OSError):
             self._over = True
             self._close()

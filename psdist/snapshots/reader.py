@@ -239,7 +239,7 @@ class SliceReader:
             raise corrupt(path, f"slice {index} has another digest than in the manifest")
 
 
-async def verify(storage: Storage, manifest: Manifest, progress: Progress | None = None) -> None:
+async def verify(storage: Storage, manifest: Manifest, progress: Progress = lambda done, total: None) -> None:
     """Reads every byte of every file except the manifest. Raises SnapshotCorruptError for the first file that is not
     what was written, or does not belong to the snapshot."""
     await check_files(storage, manifest)
@@ -254,15 +254,13 @@ async def verify(storage: Storage, manifest: Manifest, progress: Progress | None
                 for array in arrays:
                     whole.update(array.data)
                     done += array.nbytes
-                if progress is not None:
-                    progress(done, manifest.bytes)
+                progress(done, manifest.bytes)
             if whole.hexdigest() != file.digest:
                 raise corrupt(reader.path(state, shard), "its digest is not that in the manifest")
     for mine in manifest.states:
         async for part in read_state(storage, manifest, mine):
             done += len(part)
-            if progress is not None:
-                progress(done, manifest.bytes)
+            progress(done, manifest.bytes)
 
 
 async def read_state(storage: Storage, manifest: Manifest, state: WorkerState) -> AsyncIterator[bytes]:
