@@ -158,8 +158,8 @@ class ChaosRun:
         self._progress("the run is up; faults begin")
         for number in range(self.settings.kills):
             await asyncio.sleep(self.rng.random() * _PAUSE_SECONDS)
-            moment = await fault.inject(self)
-            self._measure(moment)
+            await fault.inject(self)
+            self._measure(until=time.monotonic())
             if fault.ends_the_run:
                 return
             self._progress(f"{number + 1} of {self.settings.kills}: {self._describe(self.report.faults[-1])}")
