@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from psdist.errors import InternalError, PsdistError
 from psdist.settings.config import WORKER_TIMEOUT_SECONDS, TransportName
 from psdist.settings.exit_codes import INFRASTRUCTURE
 from psdist.v1 import scheduler_pb2
+
+if TYPE_CHECKING:
+    from psdist.chaos.injections import Injection
 
 _READY_SECONDS: Final = 60.0
 _RECOVER_SECONDS: Final = 60.0
@@ -75,9 +78,14 @@ class ChaosSettings:
     @property
     def expels(self) -> bool:
         """Whether the fault expels workers."""
+        return self.injection.expels
+
+    @property
+    def injection(self) -> Injection:
+        """The kind of fault."""
         from psdist.chaos.injections import FAULTS
 
-        return FAULTS[self.fault].expels
+        return FAULTS[self.fault]
 
     @property
     def slots(self) -> int:
@@ -104,8 +112,6 @@ class ChaosRun:
         self._progress = progress
 
     def _cluster_settings(self) -> ChaosClusterSettings:
-        from psdist.chaos.injections import FAULTS
-
         settings = self.settings
         return ChaosClusterSettings(
             settings.servers,
@@ -113,7 +119,7 @@ class ChaosRun:
             settings.replicas,
             settings.lease_seconds,
             settings.lease_seconds if settings.fault == "worker-freeze" else WORKER_TIMEOUT_SECONDS,
-            FAULTS[settings.fault].reach,
+            settings.injection.reach,
         )
 
     def _workload_settings(self, cluster: ChaosCluster) -> WorkloadSettings:
@@ -150,9 +156,7 @@ class ChaosRun:
         return self.report
 
     async def _run(self) -> None:
-        from psdist.chaos.injections import FAULTS
-
-        fault = FAULTS[self.settings.fault]
+        fault = self.settings.injection
         await self.cluster.start(self.workload)
         await self.recovered(_READY_SECONDS, since=0.0, pushes=_WARM_PUSHES)
         self._progress("the run is up; faults begin")
@@ -235,7 +239,7 @@ class ChaosRun:
 
         async def all_well() -> bool:
             self._restart_servers()
-            if not self.pushing(since, range(self.settings.workers)):
+            if not self._push_again(since, range(self.settings.workers)):
                 return False
             if min(len(reader.pushes) for reader in self.readers) < pushes:
                 return False
@@ -255,12 +259,11 @@ class ChaosRun:
         """Waits until these workers have a push acknowledged that was begun after ``moment``."""
 
         async def pushing() -> bool:
-            return self.pushing(moment, workers)
+            return self._push_again(moment, workers)
 
         await self.until(f"workers {list(workers)} push again", _RECOVER_SECONDS, pushing)
 
-    def pushing(self, moment: float, workers: range | list[int]) -> bool:
-        """Whether these workers have a push acknowledged that was begun after ``moment``."""
+    def _push_again(self, moment: float, workers: range | list[int]) -> bool:
         readers = self.read()
         return all(readers[rank].acknowledged_since(moment) is not None for rank in workers)
 

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 def command_line() -> CommandLine:
     """The flags of ``psdist status``."""
     return CommandLine(
-        "psdist status",
-        "Shows what a run is doing. Without flags: the run on this machine.",
-        target_flags(),
+        "psdist status", "Shows what a run is doing. Without flags: the run on this machine.", target_flags()
     )
 
 

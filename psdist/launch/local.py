@@ -25,6 +25,7 @@ from psdist.launch.events import Event, ProcessKey, RunFailed, ServersWanted
 from psdist.launch.output import STDOUT, Output
 from psdist.launch.plan import (
     SchedulerAddress,
+    ScriptOptions,
     ServicesPlan,
     SnapshotPlan,
     WorkersPlan,
@@ -36,7 +37,6 @@ from psdist.launch.process import Child, ProcessSpec, free_port
 from psdist.launch.run_record import DIRECTORY_PREFIX, RunRegistry, records_directory
 from psdist.launch.runner import ProcessPlan, Runner
 from psdist.launch.scale_watch import ScaleRequest
-from psdist.launch.script import ScriptOptions
 from psdist.launch.shutdown import RunPolicy
 from psdist.settings import exit_codes
 from psdist.settings.config import (

@@ -211,10 +211,9 @@ def _find_transport(environ: Mapping[str, str], argument: str | None) -> Transpo
     source, value = "PSDIST_TRANSPORT", environ.get("PSDIST_TRANSPORT") or "auto"
     if argument is not None:
         source, value = "transport", argument
-    for choice in get_args(TransportName):
-        if value == choice:
-            return cast(TransportName, choice)
-    raise ConfigurationError(f"{source}={value!r:.80} is unknown: use one of {', '.join(get_args(TransportName))}")
+    if value not in get_args(TransportName):
+        raise ConfigurationError(f"{source}={value!r:.80} is unknown: use one of {', '.join(get_args(TransportName))}")
+    return cast(TransportName, value)
 
 
 def _integer(environ: Mapping[str, str], names: tuple[str, ...], minimum: int) -> int | None:

@@ -501,8 +501,7 @@ def _check_format(values: Mapping[str, Any], file: str, newest: int) -> None:
         raise corrupt(file, f"its format is {found!r:.40}")
     if found > newest:
         raise StorageError(
-            f"{file} has format {found}, and this psdist reads up to {newest}: use the psdist that wrote it",
-            file=file,
+            f"{file} has format {found}, and this psdist reads up to {newest}: use the psdist that wrote it", file=file
         )
 
 

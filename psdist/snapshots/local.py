@@ -79,16 +79,12 @@ class LocalStorage:
     # --- in a thread --------------------------------------------------------------------------------------------------
 
     def _read(self, path: str, start: int, length: int | None) -> bytes:
-        with self._errors("read", path), self._parent(path) as (parent, name):
-            file = os.open(name, _READ, dir_fd=parent)
-            try:
-                status = os.fstat(file)
-                if not stat.S_ISREG(status.st_mode):
-                    raise StorageError(f"cannot read {path} in {self.url}: it is not a regular file")
-                end = status.st_size if length is None else min(status.st_size, start + length)
-                return _read_range(file, start, end)
-            finally:
-                os.close(file)
+        with self._errors("read", path), self._parent(path) as (parent, name), _descriptor(name, _READ, parent) as file:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise StorageError(f"cannot read {path} in {self.url}: it is not a regular file")
+            end = status.st_size if length is None else min(status.st_size, start + length)
+            return _read_range(file, start, end)
 
     def _list(self, prefix: str) -> Sequence[StoredFile]:
         found: list[StoredFile] = []
@@ -266,6 +262,16 @@ class LocalWriter:
             os.close(file)
 
 
+@contextmanager
+def _descriptor(name: str, flags: int, directory: int | None = None) -> Iterator[int]:
+    """Opens a file or directory, relative to an open directory if one is given."""
+    descriptor = os.open(name, flags, 0o666, dir_fd=directory)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def _again_where_removed(function: Callable[[], None]) -> None:
     """Calls ``function``, which creates a file, and again if somebody removed its empty directory at that moment."""
     for _ in range(_TRIES - 1):
@@ -285,11 +291,8 @@ def _make_root(path: str) -> None:
         _make_root(above)
     with suppress(FileExistsError):
         os.mkdir(path)
-    directory = os.open(above, _DIRECTORY)
-    try:
+    with _descriptor(above, _DIRECTORY) as directory:
         os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _make(directory: int, name: str, *, durable: bool = True) -> bool:
@@ -320,11 +323,8 @@ def _probe(directory: int, parts: Sequence[str]) -> None:
     if parts:
         made = _make(directory, parts[0], durable=False)
         try:
-            below = os.open(parts[0], _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-            try:
+            with _descriptor(parts[0], _DIRECTORY | os.O_NOFOLLOW, directory) as below:
                 _probe(below, parts[1:])
-            finally:
-                os.close(below)
         finally:
             if made:
                 with suppress(OSError):
@@ -357,16 +357,14 @@ def _write_all(file: int, buffer: Buffer) -> None:
 
 def _write_new(parent: int, name: str, data: bytes) -> None:
     """Writes a new file whose content, but not yet its name, is durable. If that fails, no file stays."""
-    file = os.open(name, _NEW, 0o666, dir_fd=parent)
-    try:
-        _write_all(file, data)
-        os.fsync(file)
-    except BaseException:  # This includes cancellation: half a file is of no use.
-        with suppress(OSError):
-            os.unlink(name, dir_fd=parent)
-        raise
-    finally:
-        os.close(file)
+    with _descriptor(name, _NEW, parent) as file:
+        try:
+            _write_all(file, data)
+            os.fsync(file)
+        except BaseException:  # This includes cancellation: half a file is of no use.
+            with suppress(OSError):
+                os.unlink(name, dir_fd=parent)
+            raise
 
 
 def _link(parent: int, draft: str, name: str, data: bytes) -> None:
@@ -390,10 +388,7 @@ def _collect(directory: int, prefix: str, found: list[StoredFile]) -> None:
                 if stat.S_ISREG(status.st_mode):
                     found.append(StoredFile(prefix + entry.name, status.st_size, status.st_mtime))
                 elif stat.S_ISDIR(status.st_mode):
-                    below = os.open(entry.name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-                    try:
+                    with _descriptor(entry.name, _DIRECTORY | os.O_NOFOLLOW, directory) as below:
                         _collect(below, f"{prefix}{entry.name}/", found)
-                    finally:
-                        os.close(below)
             except (InvalidNameError, FileNotFoundError):
                 continue
