@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from psdist.chaos import faults
 from psdist.chaos.cluster import Reach
-from psdist.chaos.proxy import BLACKHOLE, HALF_OPEN, Fault, FaultProxy
+from psdist.chaos.proxy import BLACKHOLE, HALF_OPEN, Fault
 from psdist.settings.exit_codes import INFRASTRUCTURE
 
 if TYPE_CHECKING:
@@ -104,13 +104,13 @@ async def _server_freeze(run: ChaosRun) -> None:
     moment = _signal(run, "server-freeze", name, faults.freeze)
     await run.resumed(moment, range(run.settings.workers))
     await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
-    await _zombie(run, name, lambda: faults.thaw(run.cluster.processes[name].pid))
+    faults.thaw(run.cluster.processes[name].pid)
+    await _zombie(run, name)
     await run.recovered(since=time.monotonic())
 
 
-async def _zombie(run: ChaosRun, name: str, wake: Callable[[], None]) -> None:
-    """Lets a replaced server come back. It must end by itself, and is started again."""
-    wake()
+async def _zombie(run: ChaosRun, name: str) -> None:
+    """Waits for the end of a replaced server that came back. It must end by itself, and is started again."""
     status = await run.cluster.ended(name, _END_SECONDS)
     if status != INFRASTRUCTURE:
         run.report.problems.append(f"the replaced {name} ended with {status}, not {INFRASTRUCTURE}")
@@ -159,7 +159,7 @@ async def _partition(run: ChaosRun, direction: faults.Direction) -> None:
         await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
     finally:
         network.heal(number)
-    await _zombie(run, name, lambda: None)
+    await _zombie(run, name)
     await run.recovered(since=time.monotonic())
 
 
@@ -172,7 +172,8 @@ async def _scheduler_cut(run: ChaosRun) -> None:
     run.injected("proxy-scheduler", name, moment)
     await asyncio.sleep(run.settings.lease_seconds + run.rng.random() * run.settings.down_seconds)
     await run.resumed(time.monotonic(), range(run.settings.workers))
-    await _zombie(run, name, lambda: _heal(proxy))
+    proxy.fault = Fault()
+    await _zombie(run, name)
     await run.recovered(since=time.monotonic())
 
 
@@ -187,12 +188,8 @@ async def _data_fault(run: ChaosRun, kind: str, fault: Fault | None) -> None:
     else:
         proxy.fault = fault
         await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
-        _heal(proxy)
+        proxy.fault = Fault()
     await run.recovered(since=time.monotonic())
-
-
-def _heal(proxy: FaultProxy) -> None:
-    proxy.fault = Fault()
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

@@ -163,10 +163,10 @@ class ChaosRun:
         for number in range(self.settings.kills):
             await asyncio.sleep(self.rng.random() * _PAUSE_SECONDS)
             await fault.inject(self)
-            self._measure(until=time.monotonic())
+            recovery = self._measure(until=time.monotonic())
             if fault.ends_the_run:
                 return
-            self._progress(f"{number + 1} of {self.settings.kills}: {self._describe(self.report.faults[-1])}")
+            self._progress(f"{number + 1} of {self.settings.kills}: {recovery}")
         await self._end()
         if self.settings.compares:
             self._progress("faults are over; the undisturbed run begins")
@@ -289,8 +289,8 @@ class ChaosRun:
         """Notes a fault that was injected at ``moment``."""
         self.report.faults.append(Injected(kind, target, moment))
 
-    def _measure(self, until: float) -> None:
-        """Measures the recovery from the last fault, whose effects were over at ``until``."""
+    def _measure(self, until: float) -> str:
+        """Measures the recovery from the last fault, whose effects were over at ``until``. Returns it as text."""
         fault = self.report.faults[-1]
         recoveries, pauses = [], [0.0]
         for rank, reader in enumerate(self.read()):
@@ -300,13 +300,10 @@ class ChaosRun:
             if first is not None:
                 recoveries.append(first.end - fault.at)
             pauses.append(_longest_pause(reader.pushes, fault.at, until))
-        self.report.faults[-1] = replace(
-            fault, recovery_seconds=max(recoveries, default=None), pause_seconds=max(pauses)
-        )
-
-    def _describe(self, fault: Injected) -> str:
-        recovery = "" if fault.recovery_seconds is None else f", recovered after {1e3 * fault.recovery_seconds:.0f} ms"
-        return f"{fault.kind} of {fault.target}{recovery}"
+        longest = max(recoveries, default=None)
+        self.report.faults[-1] = replace(fault, recovery_seconds=longest, pause_seconds=max(pauses))
+        after = "" if longest is None else f", recovered after {1e3 * longest:.0f} ms"
+        return f"{fault.kind} of {fault.target}{after}"
 
     async def _last_words(self) -> list[str]:
         status = await self.cluster.fetch()

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from psdist.consistency import ASP, BSP, SSP, Consistency, ResizeLr, StalenessLr
+from psdist.consistency import ASP, BSP, SSP, Consistency, ResizeLr, StalenessLr, kind_of
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, LimitExceededError
 from psdist.optim import Optimizer, Override, optimizer_from_values, schedule_from_values
 from psdist.types import (
@@ -140,13 +140,10 @@ def optimizer_from_proto(message: pb.Optimizer) -> Optimizer:
 
 def consistency_to_proto(consistency: Consistency) -> pb.Consistency:
     """A consistency as kind and numbers."""
-    match consistency:
-        case BSP(backup_workers, resize_lr):
-            return pb.Consistency(kind="bsp", backup_workers=backup_workers, resize_lr=resize_lr)
-        case SSP(staleness, staleness_lr):
-            return pb.Consistency(kind="ssp", staleness=staleness, staleness_lr=_STALENESS_LR[staleness_lr])
-        case ASP(staleness_lr):
-            return pb.Consistency(kind="asp", staleness_lr=_STALENESS_LR[staleness_lr])
+    given = _plain(type(consistency), consistency, {})
+    if "staleness_lr" in given:
+        given["staleness_lr"] = _STALENESS_LR[given["staleness_lr"]]
+    return pb.Consistency(kind=kind_of(consistency), **given)
 
 
 def consistency_from_proto(message: pb.Consistency) -> Consistency:
