@@ -106,13 +106,14 @@ def _parameters(
 ) -> dict[str, Any]:
     entry, name = one.entry, one.entry.spec.name
     counted = {server: each for (server, parameters), each in statistics.items() if parameters == name}
-    primaries = [each for server, each in counted.items() if any(_is_primary(s, server) for s in entry.shards)]
+    holders = {shard.primary.server_id for shard in entry.shards if not shard.lost}
+    primaries = [each for server, each in counted.items() if server in holders]
     return {
         "name": name,
         "state": one.state,
         "tensors": one.tensors,
         "elements": entry.total,
-        "slices": _slices(entry),
+        "slices": -(-entry.total // entry.spec.slice_elements) if entry.spec.slice_elements else 0,
         "consistency": entry.spec.consistency.kind,
         "optimizer": entry.spec.optimizer.kind,
         "version_min": min((each.version_min for each in primaries), default=0),
@@ -124,10 +125,6 @@ def _parameters(
             {"id": member.worker_id, "rank": member.rank, "first_step": member.first_step} for member in entry.members
         ],
     }
-
-
-def _is_primary(shard: common_pb2.Shard, server: str) -> bool:
-    return shard.primary.server_id == server and not shard.lost
 
 
 def _holders(
@@ -213,8 +210,3 @@ def snapshot_info(one: scheduler_pb2.SnapshotInfo) -> dict[str, Any]:
         "seconds": round(one.seconds, 3),
         "reason": one.reason,
     }
-
-
-def _slices(entry: common_pb2.ParametersEntry) -> int:
-    size = entry.spec.slice_elements
-    return -(-entry.total // size) if size else 0
