@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from psdist import optim
@@ -119,11 +119,7 @@ class BenchResult:
         ordered = sorted(self.seconds)
         median = statistics.median(ordered)
         return {
-            "params": self.settings.params,
-            "wire_dtype": self.settings.wire_dtype,
-            "consistency": self.settings.consistency,
-            "optimizer": self.settings.optimizer,
-            "copy": self.settings.copy,
+            **asdict(self.settings),
             "steps": len(ordered),
             "step_ms": 1e3 * median,
             "fastest_ms": 1e3 * ordered[0],

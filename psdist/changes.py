@@ -40,33 +40,28 @@ class SettingChange:
 def changes(before: ParametersSpec, after: ParametersSpec) -> tuple[SettingChange, ...]:
     """The settings that ``after`` changes, except name and slices; those that need a reset come first."""
     old, new = before.optimizer, after.optimizer
-    pairs = {
+    pairs: dict[str, tuple[Any, Any]] = {
         "schedule": (old.schedule, new.schedule),
         "max_grad_norm": (old.max_grad_norm, new.max_grad_norm),
         "overrides": (old.overrides, new.overrides),
         "consistency": (before.consistency, after.consistency),
         "non_finite": (before.non_finite, after.non_finite),
     }
-    others = [
-        SettingChange(name, _brief(mine), _brief(theirs)) for name, (mine, theirs) in pairs.items() if mine != theirs
-    ]
-    return tuple(sorted([*_optimizer_changes(old, new), *others], key=lambda change: not change.needs_reset))
-
-
-def _optimizer_changes(old: Optimizer, new: Optimizer) -> list[SettingChange]:
     if old.kind != new.kind:
-        return [SettingChange("optimizer", _brief(_alone(old)), _brief(_alone(new)), needs_reset=True)]
-    own = [field.name for field in fields(old) if field.name not in _SHARED]
-    pairs = {name: (getattr(old, name), getattr(new, name)) for name in own}
-    return [
-        SettingChange(name, _brief(mine), _brief(theirs), _is_of_state(name, mine, theirs))
+        pairs = {"optimizer": (_alone(old), _alone(new)), **pairs}
+    else:
+        own = [field.name for field in fields(old) if field.name not in _SHARED]
+        pairs = {name: (getattr(old, name), getattr(new, name)) for name in own} | pairs
+    found = [
+        SettingChange(name, _brief(mine), _brief(theirs), _needs_reset(name, mine, theirs))
         for name, (mine, theirs) in pairs.items()
         if mine != theirs
     ]
+    return tuple(sorted(found, key=lambda change: not change.needs_reset))
 
 
-def _is_of_state(name: str, old: Any, new: Any) -> bool:
-    return name in _INITIAL or (name in _STRUCTURAL and bool(old) != bool(new))
+def _needs_reset(name: str, old: Any, new: Any) -> bool:
+    return name == "optimizer" or name in _INITIAL or (name in _STRUCTURAL and bool(old) != bool(new))
 
 
 def _alone(optimizer: Optimizer) -> Optimizer:

@@ -78,7 +78,11 @@ class DistributedSampler:
 
     def indices(self) -> NDArray[np.int64]:
         """This rank's indices in order, as iteration gives them; int64[len(self)]."""
-        return self._padded()[self.rank :: self.num_replicas]
+        order = _permutation(self.size, self.seed, self.epoch) if self.shuffle else np.arange(self.size, dtype=np.int64)
+        total = len(self) * self.num_replicas
+        # Without ``drop_last`` the order is repeated from its start, as often as needed.
+        order = order[:total] if total <= self.size else np.resize(order, total)
+        return order[self.rank :: self.num_replicas]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices().tolist())
@@ -92,19 +96,6 @@ class DistributedSampler:
             f"<DistributedSampler rank {self.rank} of {self.num_replicas}: {len(self)} of {self.size} samples, "
             f"data epoch {self.epoch}>"
         )
-
-    def _padded(self) -> NDArray[np.int64]:
-        """The order of all samples, repeated from its start or shortened so that the ranks get equally many."""
-        total = len(self) * self.num_replicas
-        order = self._order()
-        if total <= self.size:
-            return order[:total]
-        return np.resize(order, total)  # repeats from the start as often as needed
-
-    def _order(self) -> NDArray[np.int64]:
-        if not self.shuffle:
-            return np.arange(self.size, dtype=np.int64)
-        return _permutation(self.size, self.seed, self.epoch)
 
 
 class RangeOrder:

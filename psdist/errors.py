@@ -9,12 +9,22 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+#: Error classes by their code.
+BY_CODE: dict[str, type[PsdistError]] = {}
+
 
 class PsdistError(Exception):
     """Base of all errors of psdist. ``details`` holds the offending values as text."""
 
     code: ClassVar[str] = "internal"
     status: ClassVar[str] = "INTERNAL"
+
+    def __init_subclass__(cls, code: str = "", status: str = "") -> None:
+        """Without ``code`` or ``status`` a class has those of its base."""
+        super().__init_subclass__()
+        cls.code, cls.status = code or cls.code, status or cls.status
+        if code:
+            BY_CODE[code] = cls
 
     def __init__(self, message: str, **details: object) -> None:
         super().__init__(message)
@@ -25,280 +35,172 @@ class PsdistError(Exception):
 # --- wrong input ------------------------------------------------------------------------------------------------------
 
 
-class InvalidArgumentError(PsdistError, ValueError):
+class InvalidArgumentError(PsdistError, ValueError, code="invalid_argument", status="INVALID_ARGUMENT"):
     """A value is malformed, out of its range, or not supported."""
 
-    code = "invalid_argument"
-    status = "INVALID_ARGUMENT"
 
-
-class ConfigurationError(InvalidArgumentError):
+class ConfigurationError(InvalidArgumentError, code="configuration"):
     """A flag, a variable or a file that configures a process is wrong."""
 
-    code = "configuration"
 
-
-class InvalidNameError(InvalidArgumentError):
+class InvalidNameError(InvalidArgumentError, code="invalid_name"):
     """A name is not made of 1 to 256 of ``A-Z a-z 0-9 . _ / -``."""
 
-    code = "invalid_name"
 
-
-class UnknownTensorError(InvalidArgumentError):
+class UnknownTensorError(InvalidArgumentError, code="unknown_tensor"):
     """The parameter set has no tensor of this name."""
 
-    code = "unknown_tensor"
 
-
-class MissingTensorError(InvalidArgumentError):
+class MissingTensorError(InvalidArgumentError, code="missing_tensor"):
     """A tensor of the parameter set is missing from the input."""
 
-    code = "missing_tensor"
 
-
-class ShapeMismatchError(InvalidArgumentError):
+class ShapeMismatchError(InvalidArgumentError, code="shape_mismatch"):
     """A tensor does not have the declared shape."""
 
-    code = "shape_mismatch"
 
-
-class DTypeMismatchError(InvalidArgumentError):
+class DTypeMismatchError(InvalidArgumentError, code="dtype_mismatch"):
     """A tensor's element type cannot be used here."""
 
-    code = "dtype_mismatch"
 
-
-class NonFiniteGradientError(InvalidArgumentError):
+class NonFiniteGradientError(InvalidArgumentError, code="non_finite_gradient"):
     """A gradient has NaN or Inf, and ``non_finite`` is "reject"."""
 
-    code = "non_finite_gradient"
 
-
-class UnknownCodecError(InvalidArgumentError):
+class UnknownCodecError(InvalidArgumentError, code="unknown_codec"):
     """There is no codec of this name."""
 
-    code = "unknown_codec"
 
-
-class LimitExceededError(PsdistError):
+class LimitExceededError(PsdistError, code="limit_exceeded", status="RESOURCE_EXHAUSTED"):
     """A limit on what one peer may make another hold was reached."""
-
-    code = "limit_exceeded"
-    status = "RESOURCE_EXHAUSTED"
 
 
 # --- members and their rights -----------------------------------------------------------------------------------------
 
 
-class UnauthenticatedError(PsdistError):
+class UnauthenticatedError(PsdistError, code="unauthenticated", status="UNAUTHENTICATED"):
     """The token is missing or wrong."""
 
-    code = "unauthenticated"
-    status = "UNAUTHENTICATED"
 
-
-class InsecureBindError(InvalidArgumentError):
+class InsecureBindError(InvalidArgumentError, code="insecure_bind"):
     """A bind beyond loopback was asked for without TLS and without ``--insecure``."""
 
-    code = "insecure_bind"
 
-
-class ProtocolMismatchError(PsdistError):
+class ProtocolMismatchError(PsdistError, code="protocol_mismatch", status="FAILED_PRECONDITION"):
     """The two sides speak different protocol versions."""
 
-    code = "protocol_mismatch"
-    status = "FAILED_PRECONDITION"
 
-
-class WrongRunError(PsdistError):
+class WrongRunError(PsdistError, code="wrong_run", status="FAILED_PRECONDITION"):
     """The request names a run that is not served here."""
 
-    code = "wrong_run"
-    status = "FAILED_PRECONDITION"
 
-
-class DuplicateMemberError(PsdistError):
+class DuplicateMemberError(PsdistError, code="duplicate_member", status="ALREADY_EXISTS"):
     """A live member already has this id."""
 
-    code = "duplicate_member"
-    status = "ALREADY_EXISTS"
 
-
-class FencedError(PsdistError):
+class FencedError(PsdistError, code="fenced", status="FAILED_PRECONDITION"):
     """This incarnation was replaced or expelled. Nothing that it sends counts any more."""
 
-    code = "fenced"
-    status = "FAILED_PRECONDITION"
 
-
-class NotMemberError(PsdistError):
+class NotMemberError(PsdistError, code="not_member", status="FAILED_PRECONDITION"):
     """The worker is not a member of this parameter set."""
-
-    code = "not_member"
-    status = "FAILED_PRECONDITION"
 
 
 # --- parameter sets and steps -----------------------------------------------------------------------------------------
 
 
-class UnknownParametersError(PsdistError):
+class UnknownParametersError(PsdistError, code="unknown_parameters", status="NOT_FOUND"):
     """No parameter set has this name, or this server holds none of its slices."""
 
-    code = "unknown_parameters"
-    status = "NOT_FOUND"
 
-
-class UnknownDatasetError(PsdistError):
+class UnknownDatasetError(PsdistError, code="unknown_dataset", status="NOT_FOUND"):
     """No data set of this name was opened."""
 
-    code = "unknown_dataset"
-    status = "NOT_FOUND"
 
-
-class LayoutMismatchError(PsdistError):
+class LayoutMismatchError(PsdistError, code="layout_mismatch", status="FAILED_PRECONDITION"):
     """A parameter set of this name exists with other tensors."""
 
-    code = "layout_mismatch"
-    status = "FAILED_PRECONDITION"
 
-
-class SettingsMismatchError(PsdistError):
+class SettingsMismatchError(PsdistError, code="settings_mismatch", status="FAILED_PRECONDITION"):
     """A parameter set or data set of this name exists with other settings."""
 
-    code = "settings_mismatch"
-    status = "FAILED_PRECONDITION"
 
-
-class StaleEpochError(PsdistError):
+class StaleEpochError(PsdistError, code="stale_epoch", status="ABORTED"):
     """The request was routed by an older cluster map. The client fetches the new one and sends again."""
 
-    code = "stale_epoch"
-    status = "ABORTED"
 
-
-class FutureStepError(PsdistError):
+class FutureStepError(PsdistError, code="future_step", status="FAILED_PRECONDITION"):
     """A push names a step that has not begun."""
 
-    code = "future_step"
-    status = "FAILED_PRECONDITION"
 
-
-class SequenceGapError(PsdistError):
+class SequenceGapError(PsdistError, code="sequence_gap", status="FAILED_PRECONDITION"):
     """A push's sequence number skips one that has not arrived."""
-
-    code = "sequence_gap"
-    status = "FAILED_PRECONDITION"
 
 
 # --- reaching each other ----------------------------------------------------------------------------------------------
 
 
-class SchedulerUnreachableError(PsdistError, ConnectionError):
+class SchedulerUnreachableError(PsdistError, ConnectionError, code="scheduler_unreachable", status="UNAVAILABLE"):
     """No scheduler answers at the address; the message says what was tried."""
 
-    code = "scheduler_unreachable"
-    status = "UNAVAILABLE"
 
-
-class ServerUnreachableError(PsdistError, ConnectionError):
+class ServerUnreachableError(PsdistError, ConnectionError, code="server_unreachable", status="UNAVAILABLE"):
     """A server does not answer. Pushes that were not acknowledged may or may not have been applied."""
 
-    code = "server_unreachable"
-    status = "UNAVAILABLE"
 
-
-class SharingUnavailableError(PsdistError):
+class SharingUnavailableError(PsdistError, code="sharing_unavailable", status="FAILED_PRECONDITION"):
     """A worker and a server cannot share memory; the message says why. Nothing is wrong with the data."""
 
-    code = "sharing_unavailable"
-    status = "FAILED_PRECONDITION"
 
-
-class StaleTermError(PsdistError):
+class StaleTermError(PsdistError, code="stale_term", status="ABORTED"):
     """A server acted as the primary of a shard that has a newer one."""
 
-    code = "stale_term"
-    status = "ABORTED"
 
-
-class ReplicaMismatchError(PsdistError):
+class ReplicaMismatchError(PsdistError, code="replica_mismatch", status="DATA_LOSS"):
     """Two copies of a slice differ, and it is not known which is right. The shard is stopped."""
 
-    code = "replica_mismatch"
-    status = "DATA_LOSS"
 
-
-class ServerLostError(PsdistError):
+class ServerLostError(PsdistError, code="server_lost", status="DATA_LOSS"):
     """A server that held the only copy of some shards is gone."""
 
-    code = "server_lost"
-    status = "DATA_LOSS"
 
-
-class StorageError(PsdistError):
+class StorageError(PsdistError, code="storage", status="UNAVAILABLE"):
     """The storage of a run's snapshots cannot be read or written; the message says what failed, and why."""
 
-    code = "storage"
-    status = "UNAVAILABLE"
 
-
-class NoStorageError(PsdistError):
+class NoStorageError(PsdistError, code="no_storage", status="FAILED_PRECONDITION"):
     """The run has no storage for snapshots."""
 
-    code = "no_storage"
-    status = "FAILED_PRECONDITION"
 
-
-class SnapshotCorruptError(PsdistError):
+class SnapshotCorruptError(PsdistError, code="snapshot_corrupt", status="DATA_LOSS"):
     """A file of a snapshot is not what was written; the message names it. None of its values was used."""
 
-    code = "snapshot_corrupt"
-    status = "DATA_LOSS"
 
-
-class UnknownSnapshotError(PsdistError):
+class UnknownSnapshotError(PsdistError, code="unknown_snapshot", status="NOT_FOUND"):
     """There is no such committed snapshot."""
 
-    code = "unknown_snapshot"
-    status = "NOT_FOUND"
 
-
-class SnapshotFailedError(PsdistError):
+class SnapshotFailedError(PsdistError, code="snapshot_failed", status="ABORTED"):
     """A snapshot was given up; the message says why. Training goes on, and nothing was committed."""
 
-    code = "snapshot_failed"
-    status = "ABORTED"
 
-
-class WaitTimeoutError(PsdistError, TimeoutError):
+class WaitTimeoutError(PsdistError, TimeoutError, code="wait_timeout", status="DEADLINE_EXCEEDED"):
     """A wait took longer than its caller allowed; the message names the members that were waited for."""
 
-    code = "wait_timeout"
-    status = "DEADLINE_EXCEEDED"
 
-
-class MutualWaitError(PsdistError):
+class MutualWaitError(PsdistError, code="mutual_wait", status="FAILED_PRECONDITION"):
     """This worker's script and others wait for each other, so that none can go on."""
 
-    code = "mutual_wait"
-    status = "FAILED_PRECONDITION"
 
-
-class PushDroppedError(PsdistError):
+class PushDroppedError(PsdistError, code="push_dropped", status="ABORTED"):
     """Pushes of this worker were dropped, because the others had gone on without it. It is a member again."""
 
-    code = "push_dropped"
-    status = "ABORTED"
 
-
-class ClosedError(PsdistError):
+class ClosedError(PsdistError, code="closed", status="CANCELLED"):
     """The client, or the peer, was closed."""
 
-    code = "closed"
-    status = "CANCELLED"
 
-
-class InternalError(PsdistError):
+class InternalError(PsdistError, code="internal"):
     """A defect of psdist, or an unexpected answer."""
 
 
@@ -306,12 +208,3 @@ def check_integer(name: str, value: object, low: int, high: int) -> None:
     """Raises InvalidArgumentError unless ``value`` is a whole number in [low, high]."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidArgumentError(f"{name}={value!r:.40} is out of range: use a whole number from {low} to {high}")
-
-
-def _all_subclasses(base: type[PsdistError]) -> list[type[PsdistError]]:
-    direct = base.__subclasses__()
-    return direct + [leaf for child in direct for leaf in _all_subclasses(child)]
-
-
-#: Error classes by their code.
-BY_CODE: dict[str, type[PsdistError]] = {cls.code: cls for cls in _all_subclasses(PsdistError)}

@@ -19,11 +19,12 @@ def configure(
     role: str, *, member_id: str = "", run_id: str = "", log_format: str = "console", level: str = "info"
 ) -> None:
     """Configures this process's logging; a second call replaces the first. ``level``: debug, info, warning or error."""
+    as_json = log_format == "json"
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
-        structlog.processors.TimeStamper(fmt="iso", utc=True) if log_format == "json" else _clock(),
+        structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
         structlog.processors.StackInfoRenderer(),
     ]
     handler = logging.StreamHandler(sys.stderr)
@@ -84,10 +85,6 @@ def _without_constants(
     event_dict.pop("role", None)
     event_dict.pop("run", None)
     return event_dict
-
-
-def _clock() -> Processor:
-    return structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
 
 
 #: The member that logs. A program is one member, so this belongs to the process and not to a task.

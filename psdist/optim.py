@@ -402,11 +402,7 @@ def schedule_from_values(kind: str, values: Mapping[str, float]) -> Schedule:
 
 
 def optimizer_from_values(
-    kind: str,
-    values: Mapping[str, float],
-    schedule: Schedule,
-    max_grad_norm: float,
-    overrides: Sequence[Override],
+    kind: str, values: Mapping[str, float], schedule: Schedule, max_grad_norm: float, overrides: Sequence[Override]
 ) -> Optimizer:
     """The optimizer of this kind and these numbers. Raises InvalidArgumentError for an unknown kind or number."""
     cls = OPTIMIZERS.get(kind)
@@ -429,10 +425,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def scale_lr(
-    optimizer: AnyOptimizer,
-    world_size: int,
-    mode: Literal["linear", "sqrt", "none"] = "linear",
-    warmup_steps: int = 0,
+    optimizer: AnyOptimizer, world_size: int, mode: Literal["linear", "sqrt", "none"] = "linear", warmup_steps: int = 0
 ) -> AnyOptimizer:
     """The optimizer with its learning rate scaled for ``world_size`` workers.
 

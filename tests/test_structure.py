@@ -21,8 +21,6 @@ ATTRIBUTES_MAX = 15
 
 #: Classes that are wider, with their methods and attributes, and why that is so. These numbers may only fall.
 WIDE = {
-    # Settings of a program, one field for each flag.
-    "SchedulerSettings": (0, 21),
     # The public API: one method for each thing that a script can ask for.
     "AsyncClient": (28, 15),
     # One method for each RPC of the service.

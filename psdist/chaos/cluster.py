@@ -126,7 +126,8 @@ class ChaosCluster:
         self._add_scheduler()
         workload.save(self.directory / _SETTINGS_FILE)
         for rank in range(self.settings.workers):
-            self._add_worker(rank)
+            command = (sys.executable, "-m", "psdist.chaos.workload", str(self.directory / _SETTINGS_FILE), str(rank))
+            self.processes[f"worker-{rank}"] = Process(f"worker-{rank}", command, self._environment())
         self.launch("scheduler")
         await self.scheduler_up()
         for name in self.processes:
@@ -203,10 +204,6 @@ class ChaosCluster:
             data, scheduler = await proxies.data.start(), await proxies.scheduler.start()
             command = (*command, "--port", str(port), "--advertise", data, "--scheduler", scheduler)
         self.processes[name] = Process(name, command, dict(spec.environment))
-
-    def _add_worker(self, rank: int) -> None:
-        command = (sys.executable, "-m", "psdist.chaos.workload", str(self.directory / _SETTINGS_FILE), str(rank))
-        self.processes[f"worker-{rank}"] = Process(f"worker-{rank}", command, self._environment())
 
     def _insecure(self) -> tuple[str, ...]:
         return () if self.network is None else ("--insecure",)

@@ -12,7 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Final, Literal
 
 from psdist.errors import ConfigurationError
@@ -54,7 +54,7 @@ def namespaces_missing() -> str:
         if shutil.which(program) is None:
             return f"there is no program {program!r}"
     try:
-        with WorkerNetwork(1) as network:
+        with closing(WorkerNetwork(1)) as network:
             network.disconnect(0)
             network.heal(0)
     except ConfigurationError as error:
@@ -88,12 +88,6 @@ class WorkerNetwork:
         except ConfigurationError:
             self.close()
             raise
-
-    def __enter__(self) -> WorkerNetwork:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def gateway(self) -> str:

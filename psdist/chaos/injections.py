@@ -1,8 +1,8 @@
 """The faults of a chaos run: how each is injected, what must happen then, and how it is undone.
 
 An injection chooses its target by the run's random numbers, injects the fault, notes the time, waits for what was
-promised, and restores everything: all members, all copies. It returns the time at which its effects were over. A broken
-promise raises an error, or is a sentence in the report.
+promised, and restores everything: all members, all copies. When it returns, its effects are over. A broken promise
+raises an error, or is a sentence in the report.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from psdist.chaos import faults
 from psdist.chaos.cluster import Reach
-from psdist.chaos.proxy import BLACKHOLE, HALF_OPEN, Fault, FaultProxy
+from psdist.chaos.proxy import BLACKHOLE, HALF_OPEN, Fault
 from psdist.settings.exit_codes import INFRASTRUCTURE
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Injection:
     """
 
     what: str
-    inject: Callable[[ChaosRun], Awaitable[float]]
+    inject: Callable[[ChaosRun], Awaitable[None]]
     reach: Reach = Reach.DIRECT
     expels: bool = False
     ends_the_run: bool = False
@@ -48,17 +48,16 @@ class Injection:
 # --- killed -----------------------------------------------------------------------------------------------------------
 
 
-async def _server_kill(run: ChaosRun) -> float:
+async def _server_kill(run: ChaosRun) -> None:
     name = _some_server(run)
     moment = _signal(run, "server-kill", name, faults.kill)
     await run.cluster.ended(name, _REAP_SECONDS)
     await run.resumed(moment, range(run.settings.workers))
     run.cluster.launch(name)
     await run.recovered(since=moment)
-    return time.monotonic()
 
 
-async def _server_lost(run: ChaosRun) -> float:
+async def _server_lost(run: ChaosRun) -> None:
     """Kills a server with the only copy. Every worker must end by itself and say what was lost."""
     name = _some_server(run)
     moment = _signal(run, "server-lost", name, faults.kill)
@@ -72,20 +71,18 @@ async def _server_lost(run: ChaosRun) -> float:
     status_now = await run.cluster.fetch()
     news = [event.text for event in status_now.events] if status_now is not None else []
     run.report.ended += [f"scheduler: {text}" for text in news if name in text][-2:]
-    return time.monotonic()
 
 
-async def _worker_kill(run: ChaosRun) -> float:
+async def _worker_kill(run: ChaosRun) -> None:
     rank = _some_worker(run)
     moment = _signal(run, "worker-kill", f"worker-{rank}", faults.kill)
     await run.cluster.ended(f"worker-{rank}", _REAP_SECONDS)
     await run.resumed(moment, _others(run, rank))
     run.cluster.launch(f"worker-{rank}")
     await run.recovered(since=moment)
-    return time.monotonic()
 
 
-async def _scheduler_kill(run: ChaosRun) -> float:
+async def _scheduler_kill(run: ChaosRun) -> None:
     before = await run.cluster.fetch()
     _signal(run, "scheduler-kill", "scheduler", faults.kill)
     await run.cluster.ended("scheduler", _REAP_SECONDS)
@@ -97,32 +94,30 @@ async def _scheduler_kill(run: ChaosRun) -> float:
     after = await run.cluster.fetch()
     if before is not None and after is not None and after.epoch < before.epoch:
         run.report.problems.append(f"the epoch went back from {before.epoch} to {after.epoch}")
-    return time.monotonic()
 
 
 # --- frozen -----------------------------------------------------------------------------------------------------------
 
 
-async def _server_freeze(run: ChaosRun) -> float:
+async def _server_freeze(run: ChaosRun) -> None:
     name = _some_server(run)
     moment = _signal(run, "server-freeze", name, faults.freeze)
     await run.resumed(moment, range(run.settings.workers))
     await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
-    await _zombie(run, name, lambda: faults.thaw(run.cluster.processes[name].pid))
+    faults.thaw(run.cluster.processes[name].pid)
+    await _zombie(run, name)
     await run.recovered(since=time.monotonic())
-    return time.monotonic()
 
 
-async def _zombie(run: ChaosRun, name: str, wake: Callable[[], None]) -> None:
-    """Lets a replaced server come back. It must end by itself, and is started again."""
-    wake()
+async def _zombie(run: ChaosRun, name: str) -> None:
+    """Waits for the end of a replaced server that came back. It must end by itself, and is started again."""
     status = await run.cluster.ended(name, _END_SECONDS)
     if status != INFRASTRUCTURE:
         run.report.problems.append(f"the replaced {name} ended with {status}, not {INFRASTRUCTURE}")
     run.cluster.launch(name)
 
 
-async def _worker_freeze(run: ChaosRun) -> float:
+async def _worker_freeze(run: ChaosRun) -> None:
     rank = _some_worker(run)
     name = f"worker-{rank}"
     moment = _signal(run, "worker-freeze", name, faults.freeze)
@@ -131,13 +126,12 @@ async def _worker_freeze(run: ChaosRun) -> float:
     back = time.monotonic()
     faults.thaw(run.cluster.processes[name].pid)
     await run.recovered(since=back)
-    return time.monotonic()
 
 
 # --- busy -------------------------------------------------------------------------------------------------------------
 
 
-async def _worker_busy(run: ChaosRun) -> float:
+async def _worker_busy(run: ChaosRun) -> None:
     """Has each worker hold its interpreter once, at a random moment, so that some do at the same time."""
     run.injected("worker-busy", "all workers", time.monotonic())
     pauses = sorted((run.settings.down_seconds * run.rng.random(), rank) for rank in range(run.settings.workers))
@@ -147,13 +141,12 @@ async def _worker_busy(run: ChaosRun) -> float:
         os.kill(run.cluster.processes[f"worker-{rank}"].pid, signal.SIGUSR1)
     await asyncio.sleep(run.settings.down_seconds)
     await run.recovered(since=time.monotonic())
-    return time.monotonic()
 
 
 # --- disconnected -----------------------------------------------------------------------------------------------------
 
 
-async def _partition(run: ChaosRun, direction: faults.Direction) -> float:
+async def _partition(run: ChaosRun, direction: faults.Direction) -> None:
     """Disconnects a server for longer than its lease. It is replaced, and is a zombie when it comes back."""
     name = _some_server(run)
     number, network = int(name.rpartition("-")[2]), run.cluster.network
@@ -166,12 +159,11 @@ async def _partition(run: ChaosRun, direction: faults.Direction) -> float:
         await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
     finally:
         network.heal(number)
-    await _zombie(run, name, lambda: None)
+    await _zombie(run, name)
     await run.recovered(since=time.monotonic())
-    return time.monotonic()
 
 
-async def _scheduler_cut(run: ChaosRun) -> float:
+async def _scheduler_cut(run: ChaosRun) -> None:
     """Disconnects a server from the scheduler only. It is replaced while workers could still reach it."""
     name = _some_server(run)
     proxy = run.cluster.proxies[name].scheduler
@@ -180,12 +172,12 @@ async def _scheduler_cut(run: ChaosRun) -> float:
     run.injected("proxy-scheduler", name, moment)
     await asyncio.sleep(run.settings.lease_seconds + run.rng.random() * run.settings.down_seconds)
     await run.resumed(time.monotonic(), range(run.settings.workers))
-    await _zombie(run, name, lambda: _heal(proxy))
+    proxy.fault = Fault()
+    await _zombie(run, name)
     await run.recovered(since=time.monotonic())
-    return time.monotonic()
 
 
-async def _data_fault(run: ChaosRun, kind: str, fault: Fault | None) -> float:
+async def _data_fault(run: ChaosRun, kind: str, fault: Fault | None) -> None:
     """Disturbs the connections to a server for a while. That alone must not make the scheduler replace it."""
     name = _some_server(run)
     proxy = run.cluster.proxies[name].data
@@ -196,13 +188,8 @@ async def _data_fault(run: ChaosRun, kind: str, fault: Fault | None) -> float:
     else:
         proxy.fault = fault
         await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
-        _heal(proxy)
+        proxy.fault = Fault()
     await run.recovered(since=time.monotonic())
-    return time.monotonic()
-
-
-def _heal(proxy: FaultProxy) -> None:
-    proxy.fault = Fault()
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class FaultProxy:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
-        connection = _Connection(self._get_fault, self._rng, writer)
+        connection = _Connection(lambda: self._fault, self._rng, writer)
         task = asyncio.current_task()
         assert task is not None
         self._connections[connection] = task
@@ -117,9 +117,6 @@ class FaultProxy:
         finally:
             connection.reset()
             del self._connections[connection]
-
-    def _get_fault(self) -> Fault:
-        return self._fault
 
 
 class _Connection:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from psdist.errors import InternalError, PsdistError
 from psdist.settings.config import WORKER_TIMEOUT_SECONDS, TransportName
 from psdist.settings.exit_codes import INFRASTRUCTURE
 from psdist.v1 import scheduler_pb2
+
+if TYPE_CHECKING:
+    from psdist.chaos.injections import Injection
 
 _READY_SECONDS: Final = 60.0
 _RECOVER_SECONDS: Final = 60.0
@@ -75,9 +78,14 @@ class ChaosSettings:
     @property
     def expels(self) -> bool:
         """Whether the fault expels workers."""
+        return self.injection.expels
+
+    @property
+    def injection(self) -> Injection:
+        """The kind of fault."""
         from psdist.chaos.injections import FAULTS
 
-        return FAULTS[self.fault].expels
+        return FAULTS[self.fault]
 
     @property
     def slots(self) -> int:
@@ -104,8 +112,6 @@ class ChaosRun:
         self._progress = progress
 
     def _cluster_settings(self) -> ChaosClusterSettings:
-        from psdist.chaos.injections import FAULTS
-
         settings = self.settings
         return ChaosClusterSettings(
             settings.servers,
@@ -113,7 +119,7 @@ class ChaosRun:
             settings.replicas,
             settings.lease_seconds,
             settings.lease_seconds if settings.fault == "worker-freeze" else WORKER_TIMEOUT_SECONDS,
-            FAULTS[settings.fault].reach,
+            settings.injection.reach,
         )
 
     def _workload_settings(self, cluster: ChaosCluster) -> WorkloadSettings:
@@ -150,19 +156,17 @@ class ChaosRun:
         return self.report
 
     async def _run(self) -> None:
-        from psdist.chaos.injections import FAULTS
-
-        fault = FAULTS[self.settings.fault]
+        fault = self.settings.injection
         await self.cluster.start(self.workload)
         await self.recovered(_READY_SECONDS, since=0.0, pushes=_WARM_PUSHES)
         self._progress("the run is up; faults begin")
         for number in range(self.settings.kills):
             await asyncio.sleep(self.rng.random() * _PAUSE_SECONDS)
-            moment = await fault.inject(self)
-            self._measure(moment)
+            await fault.inject(self)
+            recovery = self._measure(until=time.monotonic())
             if fault.ends_the_run:
                 return
-            self._progress(f"{number + 1} of {self.settings.kills}: {self._describe(self.report.faults[-1])}")
+            self._progress(f"{number + 1} of {self.settings.kills}: {recovery}")
         await self._end()
         if self.settings.compares:
             self._progress("faults are over; the undisturbed run begins")
@@ -235,7 +239,7 @@ class ChaosRun:
 
         async def all_well() -> bool:
             self._restart_servers()
-            if not self.pushing(since, range(self.settings.workers)):
+            if not self._push_again(since, range(self.settings.workers)):
                 return False
             if min(len(reader.pushes) for reader in self.readers) < pushes:
                 return False
@@ -255,12 +259,11 @@ class ChaosRun:
         """Waits until these workers have a push acknowledged that was begun after ``moment``."""
 
         async def pushing() -> bool:
-            return self.pushing(moment, workers)
+            return self._push_again(moment, workers)
 
         await self.until(f"workers {list(workers)} push again", _RECOVER_SECONDS, pushing)
 
-    def pushing(self, moment: float, workers: range | list[int]) -> bool:
-        """Whether these workers have a push acknowledged that was begun after ``moment``."""
+    def _push_again(self, moment: float, workers: range | list[int]) -> bool:
         readers = self.read()
         return all(readers[rank].acknowledged_since(moment) is not None for rank in workers)
 
@@ -286,8 +289,8 @@ class ChaosRun:
         """Notes a fault that was injected at ``moment``."""
         self.report.faults.append(Injected(kind, target, moment))
 
-    def _measure(self, until: float) -> None:
-        """Measures the recovery from the last fault, whose effects were over at ``until``."""
+    def _measure(self, until: float) -> str:
+        """Measures the recovery from the last fault, whose effects were over at ``until``. Returns it as text."""
         fault = self.report.faults[-1]
         recoveries, pauses = [], [0.0]
         for rank, reader in enumerate(self.read()):
@@ -297,13 +300,10 @@ class ChaosRun:
             if first is not None:
                 recoveries.append(first.end - fault.at)
             pauses.append(_longest_pause(reader.pushes, fault.at, until))
-        self.report.faults[-1] = replace(
-            fault, recovery_seconds=max(recoveries, default=None), pause_seconds=max(pauses)
-        )
-
-    def _describe(self, fault: Injected) -> str:
-        recovery = "" if fault.recovery_seconds is None else f", recovered after {1e3 * fault.recovery_seconds:.0f} ms"
-        return f"{fault.kind} of {fault.target}{recovery}"
+        longest = max(recoveries, default=None)
+        self.report.faults[-1] = replace(fault, recovery_seconds=longest, pause_seconds=max(pauses))
+        after = "" if longest is None else f", recovered after {1e3 * longest:.0f} ms"
+        return f"{fault.kind} of {fault.target}{after}"
 
     async def _last_words(self) -> list[str]:
         status = await self.cluster.fetch()

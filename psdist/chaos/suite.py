@@ -43,7 +43,11 @@ class Result:
 
     case: Case
     report: ChaosReport
-    met: bool
+
+    @property
+    def met(self) -> bool:
+        """Whether the promise was kept."""
+        return self.report.good and self.case.met(self.report)
 
     def as_json(self) -> dict[str, Any]:
         """The report, with the promise."""
@@ -66,11 +70,6 @@ class Result:
         if report.equal is not None:
             parts += ["byte-identical" if report.equal else "NOT byte-identical"]
         return "; ".join([*parts, *report.ended[:1], *report.problems[:1]])
-
-
-def judge(case: Case, report: ChaosReport) -> Result:
-    """Whether the promise was kept."""
-    return Result(case, report, report.good and case.met(report))
 
 
 def _within(**limits: float) -> Callable[[ChaosReport], bool]:

@@ -21,6 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+import numpy as np
+
+from psdist import optim
 from psdist.chaos.oracle import Outcome, Push, place
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.errors import PsdistError, ServerLostError
@@ -28,9 +31,6 @@ from psdist.settings.config import TransportName
 from psdist.settings.exit_codes import FAILURE, INFRASTRUCTURE, OK
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from psdist.client.sync_client import Client, Parameters
 
 Kind = Literal["S", "B", "A", "D", "E"]
@@ -181,43 +181,25 @@ class _ChaosWorker:
         self._settings, self._rank, self._client, self._log = settings, rank, client, log
         self._synchronous = settings.mode == "bsp"
         modes: dict[Mode, Consistency] = {"bsp": BSP(), "ssp": SSP(_STALENESS), "asp": ASP()}
-        self._consistency = modes[settings.mode]
+        consistency = modes[settings.mode]
         self._next = log.begun
-        self._counts = self._count_parameters()
+        self._counts = client.parameters(
+            "counts",
+            {"counts": np.zeros(settings.slices * settings.slots, np.float32)},
+            optim.SGD(lr=1.0),
+            consistency,
+            slice_elements=settings.slots,
+        )
         self._buffers = self._counts.gradient_buffers()
         self._places = self._buffers["counts"].reshape(settings.slices, settings.slots)
         self._places[...] = 0
-        self._dense = self._dense_parameters() if settings.dense else None
-        self._gradients = self._dense_gradients()
-
-    def _count_parameters(self) -> Parameters:
-        import numpy as np
-
-        from psdist import optim
-
-        elements = self._settings.slices * self._settings.slots
-        return self._client.parameters(
-            "counts",
-            {"counts": np.zeros(elements, np.float32)},
-            optim.SGD(lr=1.0),
-            self._consistency,
-            slice_elements=self._settings.slots,
-        )
-
-    def _dense_parameters(self) -> Parameters:
-        import numpy as np
-
-        from psdist import optim
-
-        values = np.linspace(-1, 1, self._settings.dense, dtype=np.float32)
-        optimizer = optim.Adam(lr=1e-2, max_grad_norm=1.0)
-        return self._client.parameters("dense", {"dense": values}, optimizer, self._consistency)
-
-    def _dense_gradients(self) -> NDArray[np.float32]:
-        import numpy as np
-
-        rng = np.random.default_rng(self._rank)
-        return rng.standard_normal((_GRADIENTS, self._settings.dense), dtype=np.float32)
+        self._dense: Parameters | None = None
+        if settings.dense:
+            values = np.linspace(-1, 1, settings.dense, dtype=np.float32)
+            optimizer = optim.Adam(lr=1e-2, max_grad_norm=1.0)
+            self._dense = client.parameters("dense", {"dense": values}, optimizer, consistency)
+        rng = np.random.default_rng(rank)
+        self._gradients = rng.standard_normal((_GRADIENTS, settings.dense), dtype=np.float32)
 
     def run(self) -> None:
         """Pushes until it is told to stop, and writes the weights."""

@@ -22,7 +22,6 @@ from psdist.settings.programs import FORMAT_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLA
 from psdist.types import WIRE_DTYPES
 
 if TYPE_CHECKING:
-    from psdist.bench import BenchResult
     from psdist.client.sync_client import Client
 
 
@@ -54,18 +53,13 @@ def command_line() -> CommandLine:
 
 def run(given: Namespace, environ: Mapping[str, str]) -> int:
     """Measures, and prints the result at rank 0; the exit status."""
-    result = measure(given, environ)
-    if environ.get("RANK", "0") == "0":
-        show(given.format, result.as_json(), lambda report: print(table(report)))
-    return OK
-
-
-def measure(given: Namespace, environ: Mapping[str, str]) -> BenchResult:
-    """Joins a run, or starts one, and measures. Raises what ``psdist.Client`` raises."""
     settings = BenchSettings(given.params, given.wire_dtype, given.consistency, given.optimizer, given.copy)
     with ExitStack() as stack:
         bench = StepBench(stack.enter_context(_client(given, environ, stack)), settings)
-        return bench.measure(given.steps)
+        result = bench.measure(given.steps)
+    if environ.get("RANK", "0") == "0":
+        show(given.format, result.as_json(), lambda report: print(table(report)))
+    return OK
 
 
 def _client(given: Namespace, environ: Mapping[str, str], stack: ExitStack) -> Client:

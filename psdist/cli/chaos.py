@@ -80,7 +80,7 @@ def _suite(given: Namespace) -> int:
             _say(f"left out: {case.name}: {reason}")
             continue
         _say(f"== {case.name}: {case.target}")
-        results.append(suite.judge(case, _run(case.settings(_settings(given)))))
+        results.append(suite.Result(case, _run(case.settings(_settings(given)))))
     rows = "\n".join(result.row for result in results)
     show(given.format, [result.as_json() for result in results], lambda _: print(rows))
     return OK if all(result.met for result in results) else FAILURE

@@ -56,10 +56,7 @@ class Group:
         command = by_name.get(self.aliases.get(word, word))
         if command is None:
             *names, last = by_name
-            fail(
-                self.program,
-                f"there is no command {word!r}: the commands are {', '.join(names)} and {last}",
-            )
+            fail(self.program, f"there is no command {word!r}: the commands are {', '.join(names)} and {last}")
         chosen = command.load()
         return chosen.run(argv[1:], environ) if isinstance(chosen, Group) else call(chosen, argv[1:], environ)
 
@@ -85,9 +82,14 @@ def call(command: Any, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return status
 
 
-def show(form: str, values: T, table: Callable[[T], None]) -> None:
+def show(form: str, result: T, table: Callable[[T], None]) -> None:
     """Prints a result: as JSON where ``form`` is "json", else by ``table``."""
     if form == "json":
-        print(json.dumps(values, indent=2))
+        print(json.dumps(result, indent=2))
     else:
-        table(values)
+        table(result)
+
+
+def values(source: object, *names: str) -> dict[str, Any]:
+    """Attributes by name, for a JSON form in which they are called as in ``source``."""
+    return {name: getattr(source, name) for name in names}

@@ -22,10 +22,6 @@ def _version(given: Namespace, environ: Mapping[str, str]) -> int:
     return exit_codes.OK
 
 
-def _version_line() -> CommandLine:
-    return CommandLine("psdist version", "Prints the version.", ())
-
-
 PSDIST: Final = Group(
     "psdist",
     "Trains models through sharded parameter servers.",
@@ -37,15 +33,15 @@ PSDIST: Final = Group(
         Command("snapshot", "save, list, show, verify, export or delete snapshots of a run",
                 lambda: import_module("psdist.cli.snapshot").SNAPSHOT),
         Command("scale", "more or fewer servers while a run trains: psdist scale servers 3",
-                lambda: import_module("psdist.cli.scale")),
+                lambda: import_module("psdist.cli.servers").SCALE),
         Command("drain", "move everything away from a server: psdist drain server-1",
-                lambda: import_module("psdist.cli.drain")),
+                lambda: import_module("psdist.cli.servers").DRAIN),
         Command("bench", "what a training step costs, on a cluster or on this machine",
                 lambda: import_module("psdist.cli.bench")),
         Command("chaos", "inject faults into a run of its own and count what was lost",
                 lambda: import_module("psdist.cli.chaos")),
         Command("version", "the version of psdist",
-                lambda: Leaf(_version_line, _version)),
+                lambda: Leaf(lambda: CommandLine("psdist version", "Prints the version.", ()), _version)),
     ),
     "On several machines: psdist-scheduler, psdist-server and psdist-worker. Each command has --help.",
     {"--version": "version", "-V": "version"},

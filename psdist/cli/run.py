@@ -12,7 +12,7 @@ from pathlib import Path
 from psdist.errors import ConfigurationError
 from psdist.launch.local import LocalOptions, run_local
 from psdist.launch.output import Routing, parse_ranks, parse_streams
-from psdist.launch.script import SIGNALS, ScriptKind, ScriptOptions
+from psdist.launch.plan import SIGNALS, ScriptKind, ScriptOptions
 from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS
 from psdist.settings.config import START_TIMEOUT_SECONDS
 from psdist.settings.flags import CommandLine, Flag, integer, one_of, seconds, text, torchrun

@@ -11,98 +11,41 @@ import asyncio
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from psdist.cli import snapshot_table
 from psdist.cli.commands import Command, Group, Leaf, show
-from psdist.cli.progress import progress_bar
+from psdist.cli.status import snapshot_info
 from psdist.cli.target import ask, find_target, target_flags
-from psdist.errors import ConfigurationError, InternalError
+from psdist.errors import ConfigurationError, InternalError, PsdistError, SnapshotCorruptError, UnknownSnapshotError
+from psdist.launch import final_snapshot
+from psdist.settings.config import storage_text
 from psdist.settings.exit_codes import FAILURE, OK
 from psdist.settings.flags import CommandLine, Flag, integer, one_of, text
+from psdist.settings.programs import FORMAT_FLAG
+from psdist.snapshots import format as layout
+from psdist.snapshots import reader
+from psdist.snapshots.opening import open_storage
+from psdist.snapshots.reader import CommittedSnapshot, Unreadable
+from psdist.snapshots.storage import Storage
 
 if TYPE_CHECKING:
-    from psdist.snapshots.reader import CommittedSnapshot
-    from psdist.snapshots.storage import Storage
     from psdist.v1.scheduler_pb2 import SaveSnapshotResponse
 
 _PROGRAM: Final = "psdist snapshot"
-_WHERE: Final = "STORAGE"
 _SUFFIXES: Final = {".npz": "npz", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", re.IGNORECASE)
 
-
-# --- flags ------------------------------------------------------------------------------------------------------------
-
-
-def _format_flag(name: str = "--format") -> Flag:
-    return Flag(name, "table or json", one_of("table", "json"), "table", "FORMAT", twin=False)
-
-
-def _choice_flags() -> tuple[Flag, ...]:
-    return (
-        Flag("--step", "the newest snapshot of this step", integer(0, 1 << 62), None, "N", twin=False),
-        Flag("--snapshot", "the snapshot of this name or number, as list shows them", text, "", "NAME", twin=False),
-    )
-
-
-def _line(name: str, description: str, flags: tuple[Flag, ...], epilog: str = "") -> CommandLine:
-    return CommandLine(f"{_PROGRAM} {name}", description, flags, words=(_WHERE,), epilog=epilog or " ")
-
-
-def _list_line() -> CommandLine:
-    return _line("list", "Lists the committed snapshots, the newest first.", (_format_flag(),))
-
-
-def _show_line() -> CommandLine:
-    return _line("show", "Shows what is in a snapshot.", (*_choice_flags(), _format_flag()))
-
-
-def _verify_line() -> CommandLine:
-    return _line(
-        "verify",
-        "Reads every byte of every snapshot, or of one, and compares it with what was written. Exit status 1: a file "
-        "is corrupt or missing, and its name is told; or there is no snapshot.",
-        (*_choice_flags(), _format_flag()),
-    )
-
-
-def _export_line() -> CommandLine:
-    from psdist.snapshots import export
-
-    return _line(
-        "export",
-        "Writes the weights of a snapshot for other programs: one file or, past a size, several with an index.",
-        (
-            Flag("--out", "the file to write", Path, None, "FILE", twin=False),
-            *_choice_flags(),
-            Flag("--format", f"{', '.join(export.FORMATS)} (default: by the name of the file, else safetensors)",
-                 one_of(*export.FORMATS), None, "FORMAT", twin=False),
-            Flag("--dtype", f"dtype of all tensors: {', '.join(export.DTYPES)} (default: each tensor's own)",
-                 one_of(*export.DTYPES), None, "DTYPE", twin=False),
-            Flag("--parameters", "only these, by name, separated by commas", text, "", "NAMES", twin=False),
-            Flag("--max-file-size", "begin another file past this size, such as 500MiB (default 5GB)", file_size, None,
-                 "SIZE", twin=False),
-            Flag("--overwrite", "replace files that are there", twin=False),
-            _format_flag("--report"),
-        ),
-        epilog="Example: psdist snapshot export psdist-runs/digits --out model.safetensors --dtype bfloat16",
-    )  # fmt: skip
-
-
-def _delete_line() -> CommandLine:
-    return _line(
-        "delete",
-        "Removes snapshots: its commit record first, then its files.",
-        (
-            *_choice_flags(),
-            Flag("--keep-last", "all but so many of the newest", integer(0), None, "N", twin=False),
-            Flag("--yes", "do not ask", twin=False),
-            _format_flag(),
-        ),
-        epilog="Not for snapshots that a run that is training may go back to: its newest.",
-    )
+# No variable sets the flags of commands on a storage.
+_FORMAT: Final = replace(FORMAT_FLAG, twin=False)
+_STEP: Final = Flag("--step", "the newest snapshot of this step", integer(0, 1 << 62), None, "N", twin=False)
+_NAME: Final = Flag(
+    "--snapshot", "the snapshot of this name or number, as list shows them", text, "", "NAME", twin=False
+)
 
 
 def file_size(value: str) -> int:
@@ -117,23 +60,28 @@ def file_size(value: str) -> int:
     return size
 
 
+@contextmanager
+def _progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Gives a function that takes the bytes that are done, and all bytes. It shows a bar with the label ``what`` on
+    standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+
+
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-def _save_line() -> CommandLine:
-    return CommandLine(
-        f"{_PROGRAM} save",
-        "Takes a snapshot of a run that is training, and waits until it is committed. Training goes on meanwhile.",
-        target_flags(),
-    )
-
-
 def _save(given: Namespace, environ: Mapping[str, str]) -> int:
-    from psdist.cli.status import snapshot_info
-    from psdist.launch import final_snapshot
-
     target = find_target(given, environ)
-    with progress_bar("saving") as bar:
+    with _progress_bar("saving") as bar:
         say = final_snapshot.SaveProgress(lambda text: print(text, file=sys.stderr, flush=True))
 
         def on_answer(answer: SaveSnapshotResponse) -> None:
@@ -141,10 +89,10 @@ def _save(given: Namespace, environ: Mapping[str, str]) -> int:
             if not sys.stderr.isatty():
                 say(answer)
 
-        async def talk(stub: Any, metadata: Any) -> SaveSnapshotResponse | None:
-            return await final_snapshot.request(stub, metadata, given.run_id, "on demand", on_answer)
+        def save(call: Callable[..., Any]) -> Awaitable[SaveSnapshotResponse | None]:
+            return final_snapshot.request(call, given.run_id, "on demand", on_answer)
 
-        last = ask(target, given.timeout, talk)
+        last = ask(target, given.timeout, save)
     if last is None or not last.HasField("committed"):
         raise InternalError("the scheduler ended the call before the snapshot was committed: try again")
     report = snapshot_info(last.committed) | {"unchanged": last.unchanged}
@@ -153,9 +101,6 @@ def _save(given: Namespace, environ: Mapping[str, str]) -> int:
 
 
 async def _list(given: Namespace) -> int:
-    from psdist.cli import snapshot_table
-    from psdist.snapshots import reader
-
     storage = _open(given)
     found = [snapshot_table.record(one) for one in await reader.commits(storage)]
     if not found:
@@ -165,16 +110,12 @@ async def _list(given: Namespace) -> int:
 
 
 async def _show(given: Namespace) -> int:
-    from psdist.cli import snapshot_table
-
     found = await _choose(_open(given), given)
     show(given.format, snapshot_table.described(found), snapshot_table.show_one)
     return OK
 
 
 async def _verify(given: Namespace) -> int:
-    from psdist.cli import snapshot_table
-
     storage = _open(given)
     results = [result for one in await _records(storage, given) if (result := await _verify_one(storage, one))]
     report = {"storage": storage.url, "ok": all(one["ok"] for one in results), "snapshots": results}
@@ -184,16 +125,12 @@ async def _verify(given: Namespace) -> int:
 
 async def _verify_one(storage: Storage, one: Any) -> dict[str, Any] | None:
     """What is found; None where the run deleted it meanwhile."""
-    from psdist.cli import snapshot_table
-    from psdist.errors import PsdistError, SnapshotCorruptError
-    from psdist.snapshots import reader
-
     values = snapshot_table.record(one)
     error = values["error"]
-    if isinstance(one, reader.Unreadable):
+    if isinstance(one, Unreadable):
         return {"name": one.path, "ok": False, "error": error, "bytes": 0}
     try:
-        with progress_bar(f"verifying {one.directory}") as bar:
+        with _progress_bar(f"verifying {one.directory}") as bar:
             await reader.verify(storage, await reader.load_manifest(storage, one), bar)
     except SnapshotCorruptError as problem:
         if not await reader.is_committed(storage, one):
@@ -205,7 +142,6 @@ async def _verify_one(storage: Storage, one: Any) -> dict[str, Any] | None:
 
 
 async def _export(given: Namespace) -> int:
-    from psdist.cli import snapshot_table
     from psdist.snapshots.export import FILE_BYTES_MAX, ExportOptions, export
 
     if given.out is None:
@@ -219,7 +155,7 @@ async def _export(given: Namespace) -> int:
     )
     storage = _open(given)
     found = await _choose(storage, given)
-    with progress_bar("exporting") as bar:
+    with _progress_bar("exporting") as bar:
         written = await export(storage, found.manifest, given.out, options, bar)
     report = {
         "snapshot": found.commit.directory,
@@ -234,10 +170,6 @@ async def _export(given: Namespace) -> int:
 
 
 async def _delete(given: Namespace) -> int:
-    from psdist.cli import snapshot_table
-    from psdist.snapshots import format as layout
-    from psdist.snapshots.reader import Unreadable
-
     if given.step is None and not given.snapshot and given.keep_last is None:
         raise ConfigurationError("say which with --step N, --snapshot NAME or --keep-last N")
     storage = _open(given)
@@ -266,9 +198,6 @@ def _confirm(question: str) -> None:
 
 
 def _open(given: Namespace) -> Storage:
-    from psdist.settings.config import storage_text
-    from psdist.snapshots.opening import open_storage
-
     place = storage_text(given.words[0])
     if not place:
         raise ConfigurationError(f"{given.words[0]!r:.80} is no storage: name a directory or a URL")
@@ -286,8 +215,6 @@ def _matches(given: Namespace, one: Any) -> bool:
 
 async def _records(storage: Storage, given: Namespace) -> list[Any]:
     """The commit records that the flags name; of a step only the newest. Raises UnknownSnapshotError."""
-    from psdist.snapshots import reader
-
     found = await reader.commits(storage)
     chosen = [one for one in found if _matches(given, one)]
     if not chosen:
@@ -297,8 +224,6 @@ async def _records(storage: Storage, given: Namespace) -> list[Any]:
 
 async def _choose(storage: Storage, given: Namespace) -> CommittedSnapshot:
     """The newest snapshot that the flags name and that is complete; newer ones that are not are told."""
-    from psdist.snapshots import reader
-
     async for found in reader.usable(storage, where=lambda commit: _matches(given, commit)):
         for skipped in found.skipped:
             print(f"psdist: warning: passed over: {skipped}", file=sys.stderr, flush=True)
@@ -307,8 +232,6 @@ async def _choose(storage: Storage, given: Namespace) -> CommittedSnapshot:
 
 
 def _nothing(storage: Storage, given: Namespace | None = None, found: Sequence[Any] = ()) -> Exception:
-    from psdist.errors import UnknownSnapshotError
-
     if given is not None and found:
         wanted = f"step {given.step}" if given.step is not None else given.snapshot
         steps = sorted({step for one in found for step in getattr(one, "steps", {}).values()})
@@ -326,32 +249,79 @@ def _runs_below(url: str) -> list[str]:
     return sorted(path.parent.name for path in Path(url).glob("*/commits") if path.is_dir())
 
 
-def _offline(line: Callable[[], CommandLine], command: Callable[[Namespace], Coroutine[Any, Any, int]]) -> Leaf:
-    return Leaf(line, lambda given, environ: asyncio.run(command(given)))
+# --- the table of commands --------------------------------------------------------------------------------------------
+
+
+def _offline(
+    name: str,
+    description: str,
+    command: Callable[[Namespace], Coroutine[Any, Any, int]],
+    *flags: Flag,
+    epilog: str = " ",
+) -> Leaf:
+    """A command that needs a storage only."""
+    line = CommandLine(f"{_PROGRAM} {name}", description, flags, words=("STORAGE",), epilog=epilog)
+    return Leaf(lambda: line, lambda given, environ: asyncio.run(command(given)))
+
+
+def _export_leaf() -> Leaf:
+    from psdist.snapshots import export
+
+    return _offline(
+        "export",
+        "Writes the weights of a snapshot for other programs: one file or, past a size, several with an index.",
+        _export,
+        Flag("--out", "the file to write", Path, None, "FILE", twin=False),
+        _STEP,
+        _NAME,
+        Flag("--format", f"{', '.join(export.FORMATS)} (default: by the name of the file, else safetensors)",
+             one_of(*export.FORMATS), None, "FORMAT", twin=False),
+        Flag("--dtype", f"dtype of all tensors: {', '.join(export.DTYPES)} (default: each tensor's own)",
+             one_of(*export.DTYPES), None, "DTYPE", twin=False),
+        Flag("--parameters", "only these, by name, separated by commas", text, "", "NAMES", twin=False),
+        Flag("--max-file-size", "begin another file past this size, such as 500MiB (default 5GB)", file_size, None,
+             "SIZE", twin=False),
+        Flag("--overwrite", "replace files that are there", twin=False),
+        replace(_FORMAT, name="--report"),
+        epilog="Example: psdist snapshot export psdist-runs/digits --out model.safetensors --dtype bfloat16",
+    )  # fmt: skip
 
 
 SNAPSHOT: Final = Group(
     _PROGRAM,
     "Snapshots of a run. STORAGE is the --storage-path of psdist run: a directory or a URL (s3://, gs://, az://).",
     (
-        Command("save", "take one of a run that is training, now", lambda: Leaf(_save_line, _save)),
-        Command("list STORAGE", "what there is, the newest first", lambda: _offline(_list_line, _list)),
-        Command(
-            "show STORAGE",
-            "what is in one: parameters, tensors, data sets, settings",
-            lambda: _offline(_show_line, _show),
-        ),
-        Command("verify STORAGE", "read every byte of every snapshot", lambda: _offline(_verify_line, _verify)),
-        Command(
-            "export STORAGE",
-            "weights as safetensors, npz or torch files: --out model.safetensors",
-            lambda: _offline(_export_line, _export),
-        ),
-        Command(
-            "delete STORAGE",
-            "remove some: --step 100, --snapshot NAME or --keep-last 3",
-            lambda: _offline(_delete_line, _delete),
-        ),
+        Command("save", "take one of a run that is training, now", lambda: Leaf(
+            lambda: CommandLine(
+                f"{_PROGRAM} save",
+                "Takes a snapshot of a run that is training, and waits until it is committed. Training goes on "
+                "meanwhile.",
+                target_flags(),
+            ),
+            _save,
+        )),
+        Command("list STORAGE", "what there is, the newest first", lambda: _offline(
+            "list", "Lists the committed snapshots, the newest first.", _list, _FORMAT,
+        )),
+        Command("show STORAGE", "what is in one: parameters, tensors, data sets, settings", lambda: _offline(
+            "show", "Shows what is in a snapshot.", _show, _STEP, _NAME, _FORMAT,
+        )),
+        Command("verify STORAGE", "read every byte of every snapshot", lambda: _offline(
+            "verify",
+            "Reads every byte of every snapshot, or of one, and compares it with what was written. Exit status 1: a "
+            "file is corrupt or missing, and its name is told; or there is no snapshot.",
+            _verify, _STEP, _NAME, _FORMAT,
+        )),
+        Command("export STORAGE", "weights as safetensors, npz or torch files: --out model.safetensors", _export_leaf),
+        Command("delete STORAGE", "remove some: --step 100, --snapshot NAME or --keep-last 3", lambda: _offline(
+            "delete",
+            "Removes snapshots: its commit record first, then its files.",
+            _delete, _STEP, _NAME,
+            Flag("--keep-last", "all but so many of the newest", integer(0), None, "N", twin=False),
+            Flag("--yes", "do not ask", twin=False),
+            _FORMAT,
+            epilog="Not for snapshots that a run that is training may go back to: its newest.",
+        )),
     ),
     "Each command has --help. Unless flags name a snapshot, show and export take the newest.",
-)
+)  # fmt: skip

@@ -8,10 +8,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psdist.cli.status_table import column_table, make_console, moment, steps
+from psdist.cli.commands import values
+from psdist.cli.status_table import SNAPSHOT_COLUMNS, make_console, make_table, moment, snapshot_row, steps
 from psdist.consistency import kind_of
 from psdist.launch.final_snapshot import size
-from psdist.snapshots.format import CommitRecord
+from psdist.snapshots.format import CommitRecord, ParametersState
 from psdist.snapshots.reader import CommittedSnapshot, Unreadable
 
 _SHOWN_TENSORS = 40
@@ -24,19 +25,13 @@ def record(one: CommitRecord | Unreadable) -> dict[str, Any]:
     """A commit record; ``error`` says why it cannot be used, empty where it can. Times in seconds, sizes in bytes."""
     if isinstance(one, Unreadable):
         return {"sequence": one.sequence, "path": one.path, "error": one.error.message}
+    names = ("bytes", "time", "seconds", "reason", "epoch", "manifest_digest")
     return {
-        "sequence": one.sequence,
-        "path": one.path,
+        **values(one, "sequence", "path"),
         "error": "",
-        "directory": one.directory,
-        "run_id": one.run_id,
+        **values(one, "directory", "run_id"),
         "steps": dict(one.steps),
-        "bytes": one.bytes,
-        "time": one.time,
-        "seconds": one.seconds,
-        "reason": one.reason,
-        "epoch": one.epoch,
-        "manifest_digest": one.manifest_digest,
+        **values(one, *names),
     }
 
 
@@ -44,37 +39,31 @@ def described(found: CommittedSnapshot) -> dict[str, Any]:
     """A snapshot and what is in it."""
     manifest = found.manifest
     return record(found.commit) | {
-        "psdist_version": manifest.psdist_version,
-        "format": manifest.format,
+        **values(manifest, "psdist_version", "format"),
         "configuration": dict(manifest.configuration),
-        "parameters": [
-            {
-                "name": state.spec.name,
-                "step": state.step,
-                "elements": state.layout.total,
-                "consistency": kind_of(state.spec.consistency),
-                "optimizer": state.spec.optimizer.kind,
-                "state_arrays": list(state.state_names),
-                "state_since": state.state_since,
-                "slices": state.slicing.count,
-                "reference_workers": state.reference_workers,
-                "tensors": [
-                    {"name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype}
-                    for tensor in state.layout.tensors
-                ],
-                "files": [
-                    {"name": shard.file, "bytes": shard.length, "xxh3_128": shard.digest} for shard in state.shards
-                ],
-            }
-            for state in manifest.parameters
-        ],
+        "parameters": [_parameters(state) for state in manifest.parameters],
         "datasets": [
-            {"name": state.spec.name, "size": state.spec.size, "position": asdict(state.position)}
-            for state in manifest.datasets
+            {**values(state.spec, "name", "size"), "position": asdict(state.position)} for state in manifest.datasets
         ],
-        "worker_states": [
-            {"parameters": state.parameters, "rank": state.rank, "file": state.file} for state in manifest.states
+        "worker_states": [values(state, "parameters", "rank", "file") for state in manifest.states],
+    }
+
+
+def _parameters(state: ParametersState) -> dict[str, Any]:
+    return {
+        "name": state.spec.name,
+        "step": state.step,
+        "elements": state.layout.total,
+        "consistency": kind_of(state.spec.consistency),
+        "optimizer": state.spec.optimizer.kind,
+        "state_arrays": list(state.state_names),
+        "state_since": state.state_since,
+        "slices": state.slicing.count,
+        "reference_workers": state.reference_workers,
+        "tensors": [
+            {"name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype} for tensor in state.layout.tensors
         ],
+        "files": [{"name": shard.file, "bytes": shard.length, "xxh3_128": shard.digest} for shard in state.shards],
     }
 
 
@@ -83,21 +72,13 @@ def described(found: CommittedSnapshot) -> dict[str, Any]:
 
 def show_list(records: list[dict[str, Any]]) -> None:
     """The list of snapshots."""
-    table = column_table("number", "snapshot", "step", "size", "taken", "in", "why")
-    for one in records:
+
+    def row(one: dict[str, Any]) -> list[str | Text]:
         if one["error"]:
-            table.add_row(str(one["sequence"]), Text(one["path"]), "", "", "", "", Text(one["error"], style="red"))
-        else:
-            table.add_row(
-                str(one["sequence"]),
-                Text(one["directory"]),
-                Text(steps(one["steps"])),
-                size(one["bytes"]),
-                moment(one["time"]),
-                f"{one['seconds']:.1f} s",
-                Text(one["reason"]),
-            )
-    make_console().print(table)
+            return [str(one["sequence"]), one["path"], "", "", "", "", Text(one["error"], style="red")]
+        return [str(one["sequence"]), *snapshot_row(one)]
+
+    make_console().print(make_table(("number", *SNAPSHOT_COLUMNS), map(row, records)))
 
 
 def show_one(one: dict[str, Any]) -> None:
@@ -157,17 +138,23 @@ def _headline(one: dict[str, Any]) -> str:
 
 
 def _tensors(tensors: list[dict[str, Any]]) -> Table:
-    table = column_table("tensor", "dtype", "shape")
-    for tensor in tensors[:_SHOWN_TENSORS]:
-        table.add_row(Text(tensor["name"]), tensor["dtype"], "x".join(map(str, tensor["shape"])) or "scalar")
+    rows = [
+        [tensor["name"], tensor["dtype"], "x".join(map(str, tensor["shape"])) or "scalar"]
+        for tensor in tensors[:_SHOWN_TENSORS]
+    ]
     if more := tensors[_SHOWN_TENSORS:]:
-        table.add_row(f"and {len(more)} more", "", "")
-    return table
+        rows.append([f"and {len(more)} more", "", ""])
+    return make_table(("tensor", "dtype", "shape"), rows)
 
 
 def _datasets(datasets: list[dict[str, Any]]) -> Table:
-    table = column_table("data set", "samples", "data epoch", "ranges done")
-    for one in datasets:
-        done = sum(count for _, count in one["position"]["done"])
-        table.add_row(Text(one["name"]), f"{one['size']:,}", str(one["position"]["data_epoch"]), str(done))
-    return table
+    rows = [
+        [
+            one["name"],
+            f"{one['size']:,}",
+            str(one["position"]["data_epoch"]),
+            str(sum(count for _, count in one["position"]["done"])),
+        ]
+        for one in datasets
+    ]
+    return make_table(("data set", "samples", "data epoch", "ranges done"), rows)

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from psdist.cli.commands import show
+from psdist.cli.commands import show, values
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 def command_line() -> CommandLine:
     """The flags of ``psdist status``."""
     return CommandLine(
-        "psdist status",
-        "Shows what a run is doing. Without flags: the run on this machine.",
-        target_flags(),
+        "psdist status", "Shows what a run is doing. Without flags: the run on this machine.", target_flags()
     )
 
 
@@ -45,14 +43,11 @@ def fetch(target: SchedulerChoice, timeout_seconds: float) -> scheduler_pb2.GetS
     """The scheduler's answer. Raises SchedulerUnreachableError, which says what was tried, or the scheduler's error."""
     from psdist.v1 import scheduler_pb2
 
-    async def talk(stub: Any, metadata: Any) -> scheduler_pb2.GetStatusResponse:
-        request = scheduler_pb2.GetStatusRequest()
-        answer: scheduler_pb2.GetStatusResponse = await stub.GetStatus(
-            request, metadata=metadata, timeout=timeout_seconds
-        )
-        return answer
-
-    return ask(target, timeout_seconds, talk)
+    request = scheduler_pb2.GetStatusRequest()
+    answer: scheduler_pb2.GetStatusResponse = ask(
+        target, timeout_seconds, lambda call: call("GetStatus", request, timeout_seconds)
+    )
+    return answer
 
 
 # --- the JSON form ----------------------------------------------------------------------------------------------------
@@ -64,19 +59,15 @@ def as_json(answer: scheduler_pb2.GetStatusResponse) -> dict[str, Any]:
     return {
         "run_id": answer.run_id,
         "version": answer.psdist_version,
-        "epoch": answer.epoch,
-        "phase": answer.phase,
+        **values(answer, "epoch", "phase"),
         "uptime_seconds": round(answer.uptime_seconds, 3),
-        "workers_min": answer.workers_min,
-        "servers_min": answer.servers_min,
-        "servers_wanted": answer.servers_wanted,
-        "replicas": answer.replicas,
+        **values(answer, "workers_min", "servers_min", "servers_wanted", "replicas"),
         "members": [_member(member) for member in answer.members],
         "parameters": [_parameters(one, statistics) for one in answer.parameters],
         "datasets": [_dataset(one) for one in answer.datasets],
         "snapshots": _snapshots(answer.snapshots) if answer.HasField("snapshots") else None,
         "waiting_for": list(answer.waiting_for),
-        "events": [{"time": event.time, "text": event.text} for event in answer.events],
+        "events": [values(event, "time", "text") for event in answer.events],
     }
 
 
@@ -88,25 +79,13 @@ def _member(member: scheduler_pb2.MemberStatus) -> dict[str, Any]:
         "id": member.member_id,
         "role": "worker" if worker else "server",
         "rank": member.rank if worker else None,
-        "incarnation": member.incarnation,
-        "state": member.state,
-        "draining": member.draining,
-        "reason": member.reason,
-        "address": member.address,
-        "host": member.host,
-        "pid": member.pid,
+        **values(member, "incarnation", "state", "draining", "reason", "address", "host", "pid"),
         "heartbeat_age_seconds": round(member.heartbeat_age_seconds, 3),
         "epoch": member.epoch,
         "resident_bytes": None if worker else member.statistics.resident_bytes,
         "waiting_for": list(member.waiting_for),
         "connections": [
-            {
-                "server": one.server_id,
-                "parameters": one.parameters,
-                "transport": one.transport,
-                "reason": one.reason,
-            }
-            for one in member.connections
+            {"server": one.server_id, **values(one, "parameters", "transport", "reason")} for one in member.connections
         ],
     }
 
@@ -127,13 +106,14 @@ def _parameters(
 ) -> dict[str, Any]:
     entry, name = one.entry, one.entry.spec.name
     counted = {server: each for (server, parameters), each in statistics.items() if parameters == name}
-    primaries = [each for server, each in counted.items() if any(_is_primary(s, server) for s in entry.shards)]
+    holders = {shard.primary.server_id for shard in entry.shards if not shard.lost}
+    primaries = [each for server, each in counted.items() if server in holders]
     return {
         "name": name,
         "state": one.state,
         "tensors": one.tensors,
         "elements": entry.total,
-        "slices": _slices(entry),
+        "slices": -(-entry.total // entry.spec.slice_elements) if entry.spec.slice_elements else 0,
         "consistency": entry.spec.consistency.kind,
         "optimizer": entry.spec.optimizer.kind,
         "version_min": min((each.version_min for each in primaries), default=0),
@@ -145,10 +125,6 @@ def _parameters(
             {"id": member.worker_id, "rank": member.rank, "first_step": member.first_step} for member in entry.members
         ],
     }
-
-
-def _is_primary(shard: common_pb2.Shard, server: str) -> bool:
-    return shard.primary.server_id == server and not shard.lost
 
 
 def _holders(
@@ -186,12 +162,7 @@ def _replica(primary: str, one: server_pb2.ReplicaStatistics) -> dict[str, Any]:
         "shard": one.shard,
         "primary": primary,
         "server": one.server_id,
-        "state": one.state,
-        "lag_updates": one.lag_updates,
-        "lag_bytes": one.lag_bytes,
-        "slices_filled": one.slices_filled,
-        "slices": one.slices,
-        "digests": one.digests,
+        **values(one, "state", "lag_updates", "lag_bytes", "slices_filled", "slices", "digests"),
     }
 
 
@@ -210,35 +181,22 @@ def _weight_bytes(entry: common_pb2.ParametersEntry, server: str) -> int:
 def _dataset(one: scheduler_pb2.DatasetStatus) -> dict[str, Any]:
     spec, position = one.spec, one.position
     return {
-        "name": spec.name,
-        "size": spec.size,
-        "range_size": spec.range_size,
-        "data_epochs": spec.data_epochs,
+        **values(spec, "name", "size", "range_size", "data_epochs"),
         "data_epoch": position.data_epoch,
         "ranges": -(-spec.size // spec.range_size) if spec.range_size else 0,
         "done_ranges": sum(span.count for span in position.done),
         "leased_ranges": one.leased,
-        "repeated_ranges": position.repeated_ranges,
-        "failed_ranges": position.failed_ranges,
+        **values(position, "repeated_ranges", "failed_ranges"),
     }
 
 
 def _snapshots(one: scheduler_pb2.SnapshotsStatus) -> dict[str, Any]:
-    attempt = {
-        "number": one.attempt,
-        "phase": one.phase,
-        "waiting_for": one.waiting_for,
-        "bytes_done": one.bytes_done,
-        "bytes": one.bytes,
-    }
+    attempt = {"number": one.attempt, **values(one, "phase", "waiting_for", "bytes_done", "bytes")}
     return {
-        "storage": one.storage,
-        "policy": one.policy,
+        **values(one, "storage", "policy"),
         "committed": [snapshot_info(each) for each in one.committed],
         "attempt": attempt if one.phase else None,
-        "failed": one.failed,
-        "last_failure": one.last_failure,
-        "last_failure_time": one.last_failure_time,
+        **values(one, "failed", "last_failure", "last_failure_time"),
         "restored": snapshot_info(one.restored) if one.HasField("restored") else None,
     }
 
@@ -246,16 +204,9 @@ def _snapshots(one: scheduler_pb2.SnapshotsStatus) -> dict[str, Any]:
 def snapshot_info(one: scheduler_pb2.SnapshotInfo) -> dict[str, Any]:
     """A committed snapshot."""
     return {
-        "directory": one.directory,
-        "sequence": one.sequence,
+        **values(one, "directory", "sequence"),
         "steps": dict(sorted(one.steps.items())),
-        "bytes": one.bytes,
-        "time": one.time,
+        **values(one, "bytes", "time"),
         "seconds": round(one.seconds, 3),
         "reason": one.reason,
     }
-
-
-def _slices(entry: common_pb2.ParametersEntry) -> int:
-    size = entry.spec.slice_elements
-    return -(-entry.total // size) if size else 0

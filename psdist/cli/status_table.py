@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import IO, Any
 
@@ -15,6 +16,9 @@ from psdist.launch.final_snapshot import size
 _SHOWN_EVENTS = 8
 _SHOWN_SNAPSHOTS = 4
 _STATE_STYLES = {"live": "green", "ready": "green", "left": "dim", "lost": "red"}
+
+#: The columns of ``snapshot_row``.
+SNAPSHOT_COLUMNS = ("snapshot", "step", "size", "taken", "in", "why")
 
 
 def make_console(file: IO[str] | None = None) -> Console:
@@ -51,42 +55,52 @@ def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
         console.print(Text(f"{time}  {event['text']}", style="dim"))
 
 
-def _members(members: list[dict[str, Any]]) -> Table:
-    table = column_table("member", "role", "state", "heartbeat", "epoch", "address", "reason")
-    for member in members:
-        role = member["role"] if member["rank"] is None else f"worker {member['rank']}"
-        live = member["state"] == "live"
-        table.add_row(
-            Text(member["id"]),
-            role,
-            _state("draining" if live and member["draining"] else member["state"]),
-            f"{member['heartbeat_age_seconds']:.1f} s ago" if live else "",
-            str(member["epoch"]) if live else "",
-            Text(member["address"] or member["host"]),
-            Text(member["reason"]),
-        )
+def make_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """A table without lines. Its cells are shown as they are: nothing in them is markup."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
+def _members(members: list[dict[str, Any]]) -> Table:
+    def row(member: dict[str, Any]) -> list[str | Text]:
+        live = member["state"] == "live"
+        return [
+            member["id"],
+            member["role"] if member["rank"] is None else f"worker {member['rank']}",
+            _state("draining" if live and member["draining"] else member["state"]),
+            f"{member['heartbeat_age_seconds']:.1f} s ago" if live else "",
+            str(member["epoch"]) if live else "",
+            member["address"] or member["host"],
+            member["reason"],
+        ]
+
+    return make_table(("member", "role", "state", "heartbeat", "epoch", "address", "reason"), map(row, members))
+
+
 def _parameters(parameters: list[dict[str, Any]]) -> Table:
-    table = column_table("parameters", "state", "elements", "slices", "version", "members", "servers")
-    for one in parameters:
+    def row(one: dict[str, Any]) -> list[str | Text]:
         low, high = one["version_min"], one["version_max"]
         held = [
             f"{server['id']}: {server['shards']} shards, {f'{copies} copies, ' if (copies := server['copies']) else ''}"
             f"{size(server['weight_bytes'])}"
             for server in one["servers"]
         ]
-        table.add_row(
-            Text(f"{one['name']} ({one['optimizer']}, {one['consistency']})"),
+        return [
+            f"{one['name']} ({one['optimizer']}, {one['consistency']})",
             _state(one["state"]),
             f"{one['elements']:,}",
             str(one["slices"]),
             str(low) if low == high else f"{low}-{high}",
             str(len(one["members"])),
-            Text("\n".join(held)),
-        )
-    return table
+            "\n".join(held),
+        ]
+
+    columns = ("parameters", "state", "elements", "slices", "version", "members", "servers")
+    return make_table(columns, map(row, parameters))
 
 
 def _copies(shard: dict[str, Any]) -> list[str]:
@@ -95,21 +109,17 @@ def _copies(shard: dict[str, Any]) -> list[str]:
 
 def _shards(parameters: list[dict[str, Any]]) -> Table:
     """Who holds which shard; one row for all of the same parameters that lie on the same servers."""
-    table = column_table("shards", "number", "primary", "copies", "behind")
+    rows: list[list[str | Text]] = []
     for one in parameters:
-        rows: dict[tuple[str, str], list[int]] = {}
+        places: dict[tuple[str, str], list[int]] = {}
         for shard in one["shards"]:
             primary = "lost" if shard["lost"] else shard["primary"]
-            rows.setdefault((primary, ", ".join(_copies(shard))), []).append(shard["number"])
-        for (primary, copies), numbers in rows.items():
-            table.add_row(
-                Text(one["name"]),
-                ", ".join(map(str, numbers)),
-                _state(primary) if primary == "lost" else Text(primary),
-                Text(copies),
-                Text(_behind([each for each in one["replicas"] if each["shard"] in numbers])),
-            )
-    return table
+            places.setdefault((primary, ", ".join(_copies(shard))), []).append(shard["number"])
+        for (primary, copies), numbers in places.items():
+            behind = _behind([each for each in one["replicas"] if each["shard"] in numbers])
+            holder = _state(primary) if primary == "lost" else primary
+            rows.append([one["name"], ", ".join(map(str, numbers)), holder, copies, behind])
+    return make_table(("shards", "number", "primary", "copies", "behind"), rows)
 
 
 def _behind(replicas: list[dict[str, Any]]) -> str:
@@ -125,36 +135,24 @@ def _behind(replicas: list[dict[str, Any]]) -> str:
 
 
 def _datasets(datasets: list[dict[str, Any]]) -> Table:
-    table = column_table("data set", "samples", "data epoch", "ranges done", "leased", "repeated", "failed")
-    for one in datasets:
-        epochs = f"{one['data_epoch']} of {one['data_epochs']}" if one["data_epochs"] else str(one["data_epoch"])
-        table.add_row(
-            Text(one["name"]),
+    rows = [
+        [
+            one["name"],
             f"{one['size']:,}",
-            epochs,
+            f"{one['data_epoch']} of {one['data_epochs']}" if one["data_epochs"] else str(one["data_epoch"]),
             f"{one['done_ranges']} of {one['ranges']}",
-            str(one["leased_ranges"]),
-            str(one["repeated_ranges"]),
-            str(one["failed_ranges"]),
-        )
-    return table
+            *(str(one[f"{what}_ranges"]) for what in ("leased", "repeated", "failed")),
+        ]
+        for one in datasets
+    ]
+    return make_table(("data set", "samples", "data epoch", "ranges done", "leased", "repeated", "failed"), rows)
 
 
 def _snapshots(console: Console, snapshots: dict[str, Any]) -> None:
     """Where they lie, what there is, and what is under way or went wrong."""
     console.print(Text(f"snapshots: {snapshots['policy']}, in {snapshots['storage']}"))
     if committed := snapshots["committed"]:
-        table = column_table("snapshot", "step", "size", "taken", "in", "why")
-        for one in committed[:_SHOWN_SNAPSHOTS]:
-            table.add_row(
-                Text(one["directory"]),
-                Text(steps(one["steps"])),
-                size(one["bytes"]),
-                moment(one["time"]),
-                f"{one['seconds']:.1f} s",
-                Text(one["reason"]),
-            )
-        console.print(table)
+        console.print(make_table(SNAPSHOT_COLUMNS, map(snapshot_row, committed[:_SHOWN_SNAPSHOTS])))
     if restored := snapshots["restored"]:
         console.print(Text(f"the run went on from snapshot {restored['directory']}, step {steps(restored['steps'])}"))
     if attempt := snapshots["attempt"]:
@@ -165,6 +163,12 @@ def _snapshots(console: Console, snapshots: dict[str, Any]) -> None:
         when = moment(snapshots["last_failure_time"])
         count = f"{snapshots['failed']} given up, the last at {when}"
         console.print(Text(f"snapshots {count}: {snapshots['last_failure']}", style="red"))
+
+
+def snapshot_row(one: dict[str, Any]) -> list[str]:
+    """The cells of a committed snapshot."""
+    taken, duration_text = moment(one["time"]), f"{one['seconds']:.1f} s"
+    return [one["directory"], steps(one["steps"]), size(one["bytes"]), taken, duration_text, one["reason"]]
 
 
 def steps(by_parameters: dict[str, int]) -> str:
@@ -181,28 +185,21 @@ def moment(time: float) -> str:
 
 def _connections(members: list[dict[str, Any]]) -> Table:
     """How workers reach servers; one row for all parameters that one of them reaches in the same way."""
-    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    reached: dict[tuple[str, str, str, str], list[str]] = {}
     for member in members:
         for one in member["connections"]:
             key = (member["id"], one["server"], one["transport"], one["reason"])
-            rows.setdefault(key, []).append(one["parameters"])
-    table = column_table("connection", "transport", "parameters", "reason")
-    for (worker, server, transport, reason), parameters in rows.items():
-        table.add_row(
-            Text(f"{worker} - {server}"),
+            reached.setdefault(key, []).append(one["parameters"])
+    rows: list[list[str | Text]] = [
+        [
+            f"{worker} - {server}",
             Text(transport, style="green" if transport == "shm" else ""),
-            Text(", ".join(dict.fromkeys(parameters))),
-            Text(reason),
-        )
-    return table
-
-
-def column_table(*columns: str) -> Table:
-    """An empty table without lines."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+            ", ".join(dict.fromkeys(parameters)),
+            reason,
+        ]
+        for (worker, server, transport, reason), parameters in reached.items()
+    ]
+    return make_table(("connection", "transport", "parameters", "reason"), rows)
 
 
 def _state(state: str) -> Text:

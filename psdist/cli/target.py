@@ -65,29 +65,27 @@ def _choose(records: list[RunRecord], run_id: str) -> RunRecord:
     return matching[0]
 
 
-def ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[[Any, Any], Awaitable[T]]) -> T:
-    """What ``talk(stub, metadata)`` returns. Raises SchedulerUnreachableError, which says what was tried, and what the
-    scheduler answers."""
+def ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[[Callable[..., Any]], Awaitable[T]]) -> T:
+    """What ``talk`` returns, which gets ``call`` of ``psdist.wire.scheduler_client``. Raises what the scheduler refuses
+    with, and SchedulerUnreachableError, which says what was tried."""
     import asyncio
 
     return asyncio.run(_ask(target, timeout_seconds, talk))
 
 
-async def _ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[[Any, Any], Awaitable[T]]) -> T:
+async def _ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[..., Awaitable[T]]) -> T:
     import grpc
 
-    from psdist.v1 import scheduler_pb2_grpc
-    from psdist.wire import auth, limits, status
-    from psdist.wire.channels import open_channel
+    from psdist.wire import status
+    from psdist.wire.scheduler_client import scheduler_at
 
-    unreachable = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-    async with open_channel(target.address, limits.CONTROL_MESSAGE_BYTES) as channel:
-        try:
-            return await talk(scheduler_pb2_grpc.SchedulerServiceStub(channel), auth.metadata(target.token))
-        except grpc.aio.AioRpcError as error:
-            if error.code() in unreachable:
-                raise SchedulerUnreachableError(
-                    f"no scheduler answers at {target.address} ({target.origin}; tried for {timeout_seconds:g} s): "
-                    f"{error.details()}"
-                ) from None
-            raise status.from_call(error, f"scheduler {target.address}") from None
+    try:
+        async with scheduler_at(target.address, target.token) as call:
+            return await talk(call)
+    except grpc.aio.AioRpcError as error:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            raise SchedulerUnreachableError(
+                f"no scheduler answers at {target.address} ({target.origin}; tried for {timeout_seconds:g} s): "
+                f"{error.details()}"
+            ) from None
+        raise status.from_call(error, f"scheduler {target.address}") from None

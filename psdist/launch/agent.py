@@ -22,12 +22,11 @@ from types import FrameType
 
 from psdist.errors import BY_CODE, InternalError
 from psdist.launch.local import announce, open_output, plural
-from psdist.launch.plan import SchedulerAddress, WorkersPlan, program
+from psdist.launch.plan import SchedulerAddress, ScriptOptions, WorkersPlan, program
 from psdist.launch.process import spawn
 from psdist.launch.rendezvous import Place, RankRequest
 from psdist.launch.run_record import DIRECTORY_PREFIX
 from psdist.launch.runner import ProcessPlan, Runner
-from psdist.launch.script import ScriptOptions
 from psdist.launch.shutdown import RunPolicy
 from psdist.settings.config import await_address, parse_address
 from psdist.settings.exit_codes import SIGNAL_BASE

@@ -62,20 +62,32 @@ class EmbeddedCluster:
             raise ConfigurationError(
                 f"servers={servers}, replicas={replicas} are out of range: use 1 or more, and as many servers"
             )
-        environ = dict(os.environ if environ is None else environ)
-        self._failure_timeout, self._worker_timeout = failure_timeout, worker_timeout
-        self._replicas = replicas
         self.token = secrets.token_urlsafe(32)
         self.run_id = f"local-{secrets.token_hex(4)}" if run_id is None else check_run_id(run_id)
-        self._snapshots: SnapshotPlan | None = None
+        snapshots: SnapshotPlan | None = None
         if storage is not None and (place := storage_text(os.fspath(storage))):
             # When this process ends, the servers are gone already.
-            self._snapshots = SnapshotPlan(place, replace(policy or DEFAULT_POLICY, at_end=False), fresh)
+            snapshots = SnapshotPlan(place, replace(policy or DEFAULT_POLICY, at_end=False), fresh)
         self._directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
         lifeline, self._lifeline_end = os.pipe()
         self._children: list[subprocess.Popen[bytes]] = []
+        plan = ServicesPlan(
+            directory=self._directory,
+            link=SchedulerAddress(file=self._directory / "scheduler", run_id=self.run_id),
+            servers=servers,
+            workers=1,
+            lifeline=lifeline,
+            failure_timeout_seconds=failure_timeout,
+            worker_timeout_seconds=worker_timeout,
+            start_timeout_seconds=START_TIMEOUT_SECONDS,
+            kernel_threads=kernel_threads_of_each(servers),
+            log_level="error",  # the end of a server is logged as a warning, but is expected here
+            replicas=replicas,
+            drain_timeout_seconds=0.0,  # all servers end together
+            snapshots=snapshots,
+        )
         try:
-            self._start(self._plan(servers, lifeline), environ | {"PSDIST_TOKEN": self.token}, lifeline)
+            self._start(plan, dict(os.environ if environ is None else environ) | {"PSDIST_TOKEN": self.token})
             self.address = self._await_scheduler()
         except BaseException:
             self.close()
@@ -83,26 +95,9 @@ class EmbeddedCluster:
         finally:
             os.close(lifeline)
 
-    def _plan(self, servers: int, lifeline: int) -> ServicesPlan:
-        return ServicesPlan(
-            directory=self._directory,
-            link=SchedulerAddress(file=self._directory / "scheduler", run_id=self.run_id),
-            servers=servers,
-            workers=1,
-            lifeline=lifeline,
-            failure_timeout_seconds=self._failure_timeout,
-            worker_timeout_seconds=self._worker_timeout,
-            start_timeout_seconds=START_TIMEOUT_SECONDS,
-            kernel_threads=kernel_threads_of_each(servers),
-            log_level="error",  # the end of a server is logged as a warning, but is expected here
-            replicas=self._replicas,
-            drain_timeout_seconds=0.0,  # all servers end together
-            snapshots=self._snapshots,
-        )
-
-    def _start(self, plan: ServicesPlan, environ: Mapping[str, str], lifeline: int) -> None:
+    def _start(self, plan: ServicesPlan, environ: Mapping[str, str]) -> None:
         for spec in (plan.scheduler(environ), *(plan.server(number, environ) for number in range(plan.servers))):
-            self._children.append(_spawn(spec, lifeline))
+            self._children.append(_spawn(spec, plan.lifeline))
 
     def _await_scheduler(self) -> str:
         """The scheduler's address. Raises an error as soon as it has died."""

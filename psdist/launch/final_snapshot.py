@@ -11,14 +11,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import AsyncIterable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from psdist.v1 import scheduler_pb2
-
-T = TypeVar("T")
 
 #: Time between two lines on the progress.
 _SAY_SECONDS: Final = 2.0
@@ -27,23 +25,17 @@ _STILL_SECONDS: Final = 300.0
 
 
 async def request(
-    stub: Any, metadata: Any, run_id: str, reason: str, on_answer: Callable[[scheduler_pb2.SaveSnapshotResponse], None]
+    call: Callable[..., Any], run_id: str, reason: str, on_answer: Callable[[scheduler_pb2.SaveSnapshotResponse], None]
 ) -> scheduler_pb2.SaveSnapshotResponse | None:
     """Requests a snapshot and waits until it is committed. Returns the last answer, None if there was none.
 
-    on_answer: gets every answer. Raises grpc.aio.AioRpcError.
+    call: of ``psdist.wire.scheduler_client``. on_answer: gets every answer. Raises grpc.aio.AioRpcError.
     """
     from psdist.v1 import scheduler_pb2
+    from psdist.wire.scheduler_client import last_answer
 
     wanted = scheduler_pb2.SaveSnapshotRequest(run_id=run_id, reason=reason)
-    return await last_answer(stub.SaveSnapshot(wanted, metadata=metadata), on_answer)
-
-
-async def last_answer(call: AsyncIterable[T], on_answer: Callable[[T], None]) -> T | None:
-    """Passes each answer of a stream to ``on_answer``. Returns the last one, None if there was none."""
-    last: T | None = None
-    async for last in call:
-        on_answer(last)
+    last: scheduler_pb2.SaveSnapshotResponse | None = await last_answer(call("SaveSnapshot", wanted), on_answer)
     return last
 
 
@@ -101,30 +93,28 @@ async def _save(address: str, run_id: str, token: str, reason: str) -> int:
     import grpc
 
     from psdist.errors import NoStorageError
-    from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
-    from psdist.wire import auth, limits, status
-    from psdist.wire.channels import open_channel
+    from psdist.v1 import scheduler_pb2
+    from psdist.wire import status
+    from psdist.wire.scheduler_client import scheduler_at
 
-    async with open_channel(address, limits.CONTROL_MESSAGE_BYTES) as channel:
-        stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        metadata = auth.metadata(token)
-        try:
-            known = await stub.GetStatus(scheduler_pb2.GetStatusRequest(), metadata=metadata)
+    progress = SaveProgress(_say)
+    try:
+        async with scheduler_at(address, token) as call:
+            known = await call("GetStatus", scheduler_pb2.GetStatusRequest())
             if not known.HasField("snapshots") or all(one.state != "ready" for one in known.parameters):
                 return 0
-            progress = SaveProgress(_say)
             async with asyncio.timeout(_STILL_SECONDS) as limit:
                 progress.moved = lambda: limit.reschedule(asyncio.get_running_loop().time() + _STILL_SECONDS)
-                answer = await request(stub, metadata, run_id, reason, progress)
-        except grpc.aio.AioRpcError as error:
-            problem = status.from_call(error, "scheduler")
-            if isinstance(problem, NoStorageError):  # The run reported that when it began.
-                return 0
-            _say(f"no snapshot was taken: {problem.message}")
-            return 1
-        except TimeoutError:
-            _say(f"no snapshot was taken: no progress for {_STILL_SECONDS:g} s: {progress.last}")
-            return 1
+                answer = await request(call, run_id, reason, progress)
+    except grpc.aio.AioRpcError as error:
+        problem = status.from_call(error, "scheduler")
+        if isinstance(problem, NoStorageError):  # The run reported that when it began.
+            return 0
+        _say(f"no snapshot was taken: {problem.message}")
+        return 1
+    except TimeoutError:
+        _say(f"no snapshot was taken: no progress for {_STILL_SECONDS:g} s: {progress.last}")
+        return 1
     if answer is None or not answer.HasField("committed"):
         _say("no snapshot was taken: the scheduler ended the call")
         return 1

@@ -25,6 +25,7 @@ from psdist.launch.events import Event, ProcessKey, RunFailed, ServersWanted
 from psdist.launch.output import STDOUT, Output
 from psdist.launch.plan import (
     SchedulerAddress,
+    ScriptOptions,
     ServicesPlan,
     SnapshotPlan,
     WorkersPlan,
@@ -36,7 +37,6 @@ from psdist.launch.process import Child, ProcessSpec, free_port
 from psdist.launch.run_record import DIRECTORY_PREFIX, RunRegistry, records_directory
 from psdist.launch.runner import ProcessPlan, Runner
 from psdist.launch.scale_watch import ScaleRequest
-from psdist.launch.script import ScriptOptions
 from psdist.launch.shutdown import RunPolicy
 from psdist.settings import exit_codes
 from psdist.settings.config import (
@@ -90,7 +90,8 @@ def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -
     environ = dict(os.environ if environ is None else environ)
     options.script.check()
     token = find_token(environ) or secrets.token_urlsafe(32)
-    run_id = options.run_id or _make_run_id()
+    # Names that are made here sort by time.
+    run_id = options.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
     try:
         link = _make_link(directory, token, run_id)
@@ -103,11 +104,6 @@ def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         fd_passing.sweep()  # sockets that killed workers left behind
-
-
-def _make_run_id() -> str:
-    """A name for a run without one; such names sort by time."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 def _make_link(directory: Path, token: str, run_id: str) -> SchedulerAddress:

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -48,37 +49,29 @@ def _print(values: dict[str, Any]) -> None:
 
 async def _ask(request: RankRequest, token: str) -> Place:
     from psdist.errors import SchedulerUnreachableError
-    from psdist.wire.channels import open_channel
+    from psdist.wire.scheduler_client import scheduler_at
 
     deadline = time.monotonic() + request.timeout_seconds
-    async with open_channel(request.scheduler) as channel:
+    async with scheduler_at(request.scheduler, token) as call:
         while True:
             try:
-                return await _rendezvous(channel, request, token)
+                return await _rendezvous(call, request)
             except SchedulerUnreachableError:
                 if time.monotonic() >= deadline:
                     raise
             await asyncio.sleep(_RETRY_SECONDS)
 
 
-async def _rendezvous(channel: Any, request: RankRequest, token: str) -> Place:
+async def _rendezvous(call: Callable[..., Any], request: RankRequest) -> Place:
     import grpc
 
     from psdist.errors import InternalError, SchedulerUnreachableError
-    from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
-    from psdist.wire import auth, status
+    from psdist.v1 import scheduler_pb2
+    from psdist.wire import status
 
-    message = scheduler_pb2.RendezvousRequest(
-        run_id=request.run_id,
-        agent_id=request.agent_id,
-        processes=request.processes,
-        nodes_min=request.nodes_min,
-        nodes_max=request.nodes_max,
-        host=request.host,
-    )
-    call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Rendezvous(message, metadata=auth.metadata(token))
+    others = {name: value for name, value in asdict(request).items() if name not in ("scheduler", "timeout_seconds")}
     try:
-        async for answer in call:
+        async for answer in call("Rendezvous", scheduler_pb2.RendezvousRequest(**others)):
             if answer.formed:
                 return Place(answer.node_rank, answer.nodes, answer.first_rank, answer.world_size)
             if answer.waiting_for:

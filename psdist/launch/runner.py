@@ -156,7 +156,7 @@ class Runner:
     def _exited(self, key: ProcessKey, returncode: int) -> None:
         child = self._children.pop(key)
         self._reaper.remove(child.pid)
-        connected = key.role == "worker" and self._plan.connected(key.number, self._supervisor.attempt(key))
+        connected = key.role == "worker" and self._plan.connected(key.number, self._supervisor.table.attempt(key))
         self.happened(Exited(key, returncode, connected))
 
     def _tick(self) -> None:

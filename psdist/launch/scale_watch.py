@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
 _RETRY_SECONDS: Final = 0.25
 
@@ -42,17 +42,14 @@ class ScaleRequest:
 async def _follow(scheduler: str, run_id: str, token: str) -> None:
     import grpc
 
-    from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
-    from psdist.wire import auth
-    from psdist.wire.channels import open_channel
+    from psdist.v1 import scheduler_pb2
+    from psdist.wire.scheduler_client import scheduler_at
 
     said: ScaleRequest | None = None
-    async with open_channel(scheduler) as channel:
-        stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+    async with scheduler_at(scheduler, token) as call:
         while True:
             try:
-                request = scheduler_pb2.WatchScaleRequest(run_id=run_id)
-                async for answer in stub.WatchScale(request, metadata=auth.metadata(token)):
+                async for answer in call("WatchScale", scheduler_pb2.WatchScaleRequest(run_id=run_id)):
                     wanted = ScaleRequest(answer.servers_wanted, list(answer.draining), list(answer.stop), answer.lost)
                     if wanted != said:
                         said = wanted

@@ -96,13 +96,13 @@ class ServerScaling:
 
 
 class Supervisor:
-    """The state of one run. All processes in ``keys`` are taken as started at ``now``."""
+    """The state of one run. All processes in ``keys`` are taken as started at ``now``; ``table`` has those that run."""
 
     def __init__(self, keys: Iterable[ProcessKey], policy: RunPolicy, now: float = 0.0) -> None:
         self._policy = policy
-        self._table = ProcessTable(keys, now)
-        self._servers = ServerScaling(self._table, policy.grace_seconds)
-        self._shutdown = Shutdown(self._table, policy)
+        self.table = ProcessTable(keys, now)
+        self._servers = ServerScaling(self.table, policy.grace_seconds)
+        self._shutdown = Shutdown(self.table, policy)
         #: Workers that succeeded without having connected, in the order of their exits.
         self._unconnected: list[ProcessKey] = []
         self._interrupted = False
@@ -114,12 +114,8 @@ class Supervisor:
 
     def waiting_to_connect(self) -> list[tuple[ProcessKey, int]]:
         """Workers that run and have not connected, with their attempt."""
-        workers = self._table.of("worker").items()
+        workers = self.table.of("worker").items()
         return [(key, worker.attempt) for key, worker in workers if not worker.connected]
-
-    def attempt(self, key: ProcessKey) -> int:
-        """Which start of this process runs, from 0."""
-        return self._table.attempt(key)
 
     def on(self, event: Event, now: float) -> list[Effect]:
         """Takes an event and returns what must be done, in this order."""
@@ -127,7 +123,7 @@ class Supervisor:
             case Exited():
                 return self._exited(event, now)
             case Connected(key):
-                self._table.connect(key)
+                self.table.connect(key)
                 return [] if self.stopping else self._check_unconnected(now)
             case Interrupted(signum):
                 return self._on_signal(signum, now)
@@ -139,9 +135,9 @@ class Supervisor:
                 return (self._shutdown if self.stopping else self._servers).on_time(now)
 
     def _exited(self, event: Exited, now: float) -> list[Effect]:
-        process = self._table.remove(event.key)
+        process = self.table.remove(event.key)
         if event.connected:
-            self._table.connect(event.key)
+            self.table.connect(event.key)
         if self.stopping:
             return self._shutdown.on_exited(event, now)
         if self._servers.has_stopped(event.key):
@@ -168,14 +164,14 @@ class Supervisor:
         if deaths == QUICK_DEATHS_ALLOWED:
             given_up = f"{how}; the last of {deaths} times in a row within {QUICK_SECONDS:g} s of its start"
             return self._give_up(Finish(exit_codes.INFRASTRUCTURE, given_up, key), now)
-        self._table.start(key, now, process.attempt + 1, deaths)
+        self.table.start(key, now, process.attempt + 1, deaths)
         return [Say(f"{how}; the run goes on, and it is started again"), Start(key, process.attempt + 1)]
 
     def _worker_failed(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:
         how, most = describe(event.returncode), self._policy.restarts_max
         if process.attempt < most:
             attempt = process.attempt + 1
-            self._table.start(event.key, now, attempt)
+            self.table.start(event.key, now, attempt)
             return [Say(f"{event.key} failed: {how}; restart {attempt} of {most}"), Start(event.key, attempt)]
         tried = f" (--max-restarts {most} used up)" if most else ""
         cause = Finish(status_of(event.returncode), f"{event.key} failed: {how}{tried}", event.key)
@@ -184,7 +180,7 @@ class Supervisor:
     def _on_signal(self, signum: int, now: float) -> list[Effect]:
         if self._interrupted:
             self._shutdown.leave_snapshot_out()
-            return [Kill(key, signal.SIGKILL) for role in STOP_ORDER for key in self._table.of(role)]
+            return [Kill(key, signal.SIGKILL) for role in STOP_ORDER for key in self.table.of(role)]
         self._interrupted = True
         name = signal.Signals(signum).name
         if self.stopping:
@@ -193,7 +189,7 @@ class Supervisor:
         return [said, *self._shutdown.begin(Finish(exit_codes.SIGNAL_BASE + signum), now)]
 
     def _check_unconnected(self, now: float) -> list[Effect]:
-        waiting = [key for key, worker in self._table.of("worker").items() if worker.connected]
+        waiting = [key for key, worker in self.table.of("worker").items() if worker.connected]
         if not self._unconnected or not waiting:
             return []
         culprit = self._unconnected[0]
@@ -204,10 +200,10 @@ class Supervisor:
         return self._shutdown.begin(Finish(exit_codes.NEVER_CONNECTED, message, culprit), now)
 
     def _check_all_succeeded(self, now: float) -> list[Effect]:
-        if self._table.of("worker"):
+        if self.table.of("worker"):
             return []
         said: list[Effect] = []
-        if not self._table.ever_connected:
+        if not self.table.ever_connected:
             said.append(Say("warning: the script never used psdist: no worker called psdist.init() or psdist.Client()"))
         return said + self._shutdown.begin(Finish(exit_codes.OK), now)
 

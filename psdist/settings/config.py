@@ -179,33 +179,24 @@ def find_scheduler(environ: Mapping[str, str]) -> str:
 
 
 def client_settings(
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str],
     *,
     scheduler: str | None = None,
     token: str | None = None,
     run_id: str | None = None,
     transport: str | None = None,
 ) -> ClientSettings:
-    """Settings of a worker's client from ``environ`` (default: this process's); arguments take precedence.
-
-    Blocks for at most ``PSDIST_START_TIMEOUT`` seconds (60) if only ``PSDIST_SCHEDULER_FILE`` names the scheduler.
-    Raises ConfigurationError for a wrong value, SchedulerUnreachableError if the file does not appear.
-    """
-    environ = os.environ if environ is None else environ
+    """Settings of a worker's client from ``environ``; arguments take precedence. Raises ConfigurationError for a wrong
+    value. A scheduler that only ``PSDIST_SCHEDULER_FILE`` names is not looked for, since that may take long."""
     if scheduler:
         parse_address(scheduler)
-    file = environ.get("PSDIST_SCHEDULER_FILE", "")
-    if not scheduler and not environ.get("PSDIST_SCHEDULER") and file:
-        address = await_address(Path(file), _number(environ, "PSDIST_START_TIMEOUT", START_TIMEOUT_SECONDS))
-    else:
-        address = scheduler or find_scheduler(environ)
     chosen_run = run_id or environ.get("PSDIST_RUN_ID", "")
     rank = _integer(environ, ("RANK", "DMLC_WORKER_ID"), 0)
     world_size = _integer(environ, ("WORLD_SIZE", "DMLC_NUM_WORKER"), 1)
     if rank is not None and world_size is not None and rank >= world_size:
         raise ConfigurationError(f"RANK {rank} is not below WORLD_SIZE {world_size}: ranks count from 0")
     return ClientSettings(
-        scheduler=address,
+        scheduler=scheduler or find_scheduler(environ),
         token=find_token(environ, token),
         run_id=check_run_id(chosen_run) if chosen_run else "",
         rank=rank,
@@ -220,10 +211,9 @@ def _find_transport(environ: Mapping[str, str], argument: str | None) -> Transpo
     source, value = "PSDIST_TRANSPORT", environ.get("PSDIST_TRANSPORT") or "auto"
     if argument is not None:
         source, value = "transport", argument
-    for choice in get_args(TransportName):
-        if value == choice:
-            return cast(TransportName, choice)
-    raise ConfigurationError(f"{source}={value!r:.80} is unknown: use one of {', '.join(get_args(TransportName))}")
+    if value not in get_args(TransportName):
+        raise ConfigurationError(f"{source}={value!r:.80} is unknown: use one of {', '.join(get_args(TransportName))}")
+    return cast(TransportName, value)
 
 
 def _integer(environ: Mapping[str, str], names: tuple[str, ...], minimum: int) -> int | None:
@@ -234,12 +224,3 @@ def _integer(environ: Mapping[str, str], names: tuple[str, ...], minimum: int) -
                 raise ConfigurationError(f"{name}={value!r:.80} is not a whole number of at least {minimum}")
             return int(value)
     return None
-
-
-def _number(environ: Mapping[str, str], name: str, default: float) -> float:
-    from psdist.settings.flags import seconds
-
-    try:
-        return seconds()(environ[name]) if environ.get(name) else default
-    except ValueError as error:
-        raise ConfigurationError(f"{name}: {error}") from None

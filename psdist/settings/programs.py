@@ -34,13 +34,25 @@ from psdist.wire.limits import REPLICAS_MAX
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """Settings of ``psdist-scheduler``. An empty ``run_id`` lets the scheduler choose; an empty ``token`` is none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramSettings:
+    """Settings of both programs. An empty ``run_id`` takes the scheduler's; an empty ``token`` is none."""
 
     host: str
     port: int
     run_id: str
+    lifeline_fd: int | None
+    insecure: bool
+    advertise: str
+    token: str
+    log_format: str
+    log_level: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings(ProgramSettings):
+    """Settings of ``psdist-scheduler``. An empty ``run_id`` lets the scheduler choose."""
+
     workers_min: int
     servers_min: int
     replicas: int
@@ -49,12 +61,6 @@ class SchedulerSettings:
     join_grace_seconds: float
     store_path: Path | None
     address_file: Path | None
-    lifeline_fd: int | None
-    insecure: bool
-    advertise: str
-    token: str
-    log_format: str
-    log_level: str
     #: Where snapshots lie: an absolute path or a URL; empty for none.
     storage: str = ""
     policy: SavePolicy = field(default_factory=SavePolicy)
@@ -64,26 +70,17 @@ class SchedulerSettings:
     storage_optional: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings(ProgramSettings):
     """Settings of ``psdist-server``. Where ``scheduler`` is empty, ``scheduler_address`` waits for the file."""
 
     scheduler: str
     scheduler_file: Path | None
     start_timeout_seconds: float
-    host: str
-    port: int
-    advertise: str
     server_id: str
     kernel_threads: int | None
     #: Longest wait, once it is told to stop, until its shards have been moved to other servers.
     drain_timeout_seconds: float
-    lifeline_fd: int | None
-    insecure: bool
-    token: str
-    run_id: str
-    log_format: str
-    log_level: str
 
     def scheduler_address(self) -> str:
         """``host:port`` of the scheduler; blocks until its file is there. Raises SchedulerUnreachableError."""
@@ -179,6 +176,11 @@ TOKEN_FILE_FLAG: Final = Flag(
 )
 FORMAT_FLAG: Final = Flag("--format", "table or json", one_of("table", "json"), "table", "FORMAT")
 
+_LISTEN_FLAGS: Final = (
+    Flag("--host", "address to listen on", text, "127.0.0.1", "HOST"),
+    Flag("--port", "port to listen on; 0 takes a free one", integer(0, 65535), 0, "PORT"),
+)
+
 
 def run_id_flag(help_text: str = "name of the run; refused if the scheduler serves another") -> Flag:
     """The flag with a run's name."""
@@ -204,18 +206,10 @@ def _process_flags() -> tuple[Flag, ...]:
 def timeout_flags() -> tuple[Flag, ...]:
     """The leases, for every program that starts a scheduler."""
     return (
-        Flag(
-            "--failure-timeout", "silence after which a server is replaced", seconds(0.05), FAILURE_TIMEOUT_SECONDS,
-            "SECONDS",
-        ),
-        Flag(
-            "--worker-timeout",
-            "silence after which a worker is expelled; it must be longer than a script holds the interpreter. A worker "
-            "that died is noticed at once",
-            seconds(0.05),
-            WORKER_TIMEOUT_SECONDS,
-            "SECONDS",
-        ),
+        Flag("--failure-timeout", "silence after which a server is replaced", seconds(0.05), FAILURE_TIMEOUT_SECONDS,
+             "SECONDS"),
+        Flag("--worker-timeout", "silence after which a worker is expelled; it must be longer than a script holds the "
+             "interpreter. A worker that died is noticed at once", seconds(0.05), WORKER_TIMEOUT_SECONDS, "SECONDS"),
     )  # fmt: skip
 
 
@@ -225,27 +219,15 @@ def storage_flags(default: str) -> tuple[Flag, ...]:
     default: the default storage, for the help.
     """
     return (
-        Flag(
-            "--storage-path",
-            f"directory or URL (s3://, gs://, az://) for snapshots, or none (default: {default}). A run of the same "
-            "--run-id resumes from the newest snapshot there",
-            storage_text,
-            None,
-            "PATH",
-        ),
-        Flag(
-            "--save-interval",
-            "time between snapshots: 100 (steps), 30s, 5m, 2h; 0 takes one at the end only (default: 10m, where there "
-            "is a storage)",
-            parse_interval,
-            None,
-            "EVERY",
-        ),
+        Flag("--storage-path", f"directory or URL (s3://, gs://, az://) for snapshots, or none (default: {default}). "
+             "A run of the same --run-id resumes from the newest snapshot there", storage_text, None, "PATH"),
+        Flag("--save-interval", "time between snapshots: 100 (steps), 30s, 5m, 2h; 0 takes one at the end only "
+             "(default: 10m, where there is a storage)", parse_interval, None, "EVERY"),
         Flag("--keep-last", "number of newest snapshots that are kept", integer(1, KEEP_MAX), 3, "N"),
         Flag("--keep-every", "also keep the first snapshot of every STEPS steps", integer(0, STEPS_MAX), 0, "STEPS"),
         Flag("--no-save-at-end", "take no snapshot when the run ends"),
         Flag("--fresh", "start a new run; refused where there are snapshots already"),
-    )
+    )  # fmt: skip
 
 
 def save_policy(given: Namespace, stored: bool) -> SavePolicy:
@@ -265,8 +247,7 @@ def _scheduler_line() -> CommandLine:
         "psdist-scheduler",
         "Keeps the membership and the cluster map of one run.",
         (
-            Flag("--host", "address to listen on", text, "127.0.0.1", "HOST"),
-            Flag("--port", "port to listen on; 0 takes a free one", integer(0, 65535), 0, "PORT"),
+            *_LISTEN_FLAGS,
             run_id_flag("name of the run"),
             Flag("--min-workers", "workers to wait for", integer(1), 1, "N", variables=("DMLC_NUM_WORKER",)),
             Flag("--min-servers", "servers to wait for", integer(1), 1, "N", variables=("DMLC_NUM_SERVER",)),
@@ -290,18 +271,12 @@ def _server_line() -> CommandLine:
             SCHEDULER_FLAG,
             SCHEDULER_FILE_FLAG,
             Flag("--start-timeout", "longest wait for that file", seconds(), START_TIMEOUT_SECONDS, "SECONDS"),
-            Flag("--host", "address to listen on", text, "127.0.0.1", "HOST"),
-            Flag("--port", "port to listen on; 0 takes a free one", integer(0, 65535), 0, "PORT"),
+            *_LISTEN_FLAGS,
             Flag("--server-id", "id of this server; the scheduler chooses one otherwise", _name_text, "", "ID"),
             Flag("--kernel-threads", "threads that apply updates (default: one per core)", integer(1, 1024), None, "N"),
-            Flag(
-                "--drain-timeout",
-                "when told to end, longest wait for its shards to be moved to other servers",
-                seconds(),
-                DRAIN_TIMEOUT_SECONDS,
-                "SECONDS",
-            ),
+            Flag("--drain-timeout", "when told to end, longest wait for its shards to be moved to other servers",
+                 seconds(), DRAIN_TIMEOUT_SECONDS, "SECONDS"),
             run_id_flag(),
             *_process_flags(),
         ),
-    )
+    )  # fmt: skip

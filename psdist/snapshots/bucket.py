@@ -16,7 +16,7 @@ import asyncio
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -77,8 +77,15 @@ class BucketStorage:
                 if await self.read(path) != data:
                     raise FileExistsError(f"{path} exists already in {self.url}") from None
 
-    def writer(self, path: str) -> AbstractAsyncContextManager[BucketWriter]:
-        return self._writer(check_path(path))
+    @asynccontextmanager
+    async def writer(self, path: str) -> AsyncIterator[BucketWriter]:
+        file = BucketWriter(self, check_path(path))
+        try:
+            yield file
+            await file.finish()
+        except BaseException:  # This includes cancellation.
+            await asyncio.shield(file.abandon())
+            raise
 
     async def delete(self, paths: Iterable[str]) -> None:
         for path in paths:
@@ -95,16 +102,6 @@ class BucketStorage:
             raise StorageError(f"the storage {self.url} cannot be written: {reason}", path=self.url) from None
         with suppress(StorageError):  # Snapshots can be saved without the right to delete.
             await self.delete([path])
-
-    @asynccontextmanager
-    async def _writer(self, path: str) -> AsyncIterator[BucketWriter]:
-        file = BucketWriter(self, path)
-        try:
-            yield file
-            await file.finish()
-        except BaseException:  # This includes cancellation.
-            await asyncio.shield(file.abandon())
-            raise
 
     # --- in a thread --------------------------------------------------------------------------------------------------
 
@@ -171,9 +168,9 @@ class BucketWriter:
         with self._storage._errors("write", self._path):
             await _in_thread(self._upload.close)
 
-    async def abandon(self) -> None:
+    def abandon(self) -> asyncio.Future[None]:
         """Removes the file, as far as possible, after a write that a cancelled caller had begun."""
-        await _in_thread(self._abandon)
+        return _in_thread(self._abandon)
 
     def _abandon(self) -> None:
         with suppress(BaseError, OSError):

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import math
 import os
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, Protocol
+from typing import IO, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,14 +119,15 @@ async def export(
     written = overflowed = 0
     with _together(out) as keep:
         for path, part in zip(paths, parts, strict=True):
-            with keep(path) as raw, _FILES[options.format](raw, part) as file:
+            with keep(path) as raw, _FILES[options.format](raw, part) as begin:
                 for item in part:
-                    async for values in source.chunks(item):
-                        chunk, lost = _cast(values, item.dtype)
-                        overflowed += lost
-                        written += chunk.nbytes
-                        file.write(chunk)
-                        progress(written, total)
+                    with begin(item) as write:
+                        async for values in source.chunks(item):
+                            chunk, lost = _cast(values, item.dtype)
+                            overflowed += lost
+                            written += chunk.nbytes
+                            write(chunk.view(np.uint8).data)
+                            progress(written, total)
         if index is not None:
             with keep(index) as raw:
                 raw.write(_index(paths, parts, total))
@@ -257,113 +257,58 @@ def _cast(values: NDArray[np.float32], dtype: str) -> tuple[NDArray[Any], int]:
 
 # --- formats ----------------------------------------------------------------------------------------------------------
 
-
-class _File(Protocol):
-    """A file of tensors, which are written one after another, in pieces."""
-
-    def __init__(self, raw: IO[bytes], items: Sequence[_Item]) -> None: ...
-
-    def __enter__(self) -> _File: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def write(self, chunk: NDArray[Any]) -> None: ...
+#: Begins a tensor of a file, and gives the function that appends to it.
+_Begin = Callable[[_Item], contextlib.AbstractContextManager[Callable[[Any], object]]]
 
 
-class _Safetensors:
-    def __init__(self, raw: IO[bytes], items: Sequence[_Item]) -> None:
-        self._raw = raw
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for item in items:
-            end = offset + item.bytes
-            entries[item.name] = {
-                "dtype": _SAFETENSORS_DTYPES[item.dtype],
-                "shape": list(item.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        raw.write(len(text).to_bytes(8, "little") + text)
-
-    def __enter__(self) -> _Safetensors:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def write(self, chunk: NDArray[Any]) -> None:
-        self._raw.write(chunk.view(np.uint8).data)
+@contextlib.contextmanager
+def _safetensors(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_Begin]:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for item in items:
+        end = offset + item.bytes
+        entries[item.name] = {
+            "dtype": _SAFETENSORS_DTYPES[item.dtype],
+            "shape": list(item.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    raw.write(len(text).to_bytes(8, "little") + text)
+    yield lambda item: contextlib.nullcontext(raw.write)
 
 
-class _Npz:
-    def __init__(self, raw: IO[bytes], items: Sequence[_Item]) -> None:
-        self._zip = zipfile.ZipFile(raw, "w", zipfile.ZIP_STORED)
-        self._items = iter(items)
-        self._entry: IO[bytes] | None = None
-        self._left = 0
-
-    def __enter__(self) -> _Npz:
-        self._skip_empty()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._zip.close()
-
-    def write(self, chunk: NDArray[Any]) -> None:
-        assert self._entry is not None
-        self._entry.write(chunk.view(np.uint8).data)
-        self._left -= chunk.nbytes
-        if not self._left:
-            self._skip_empty()
-
-    def _skip_empty(self) -> None:
-        """Begins the next tensor that has elements. Those before it have none, and are complete."""
-        while not self._left:
-            if self._entry is not None:
-                self._entry.close()
-            item = next(self._items, None)
-            if item is None:
-                return
-            self._entry = self._zip.open(zipfile.ZipInfo(f"{item.name}.npy"), "w", force_zip64=True)
+@contextlib.contextmanager
+def _npz(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_Begin]:
+    @contextlib.contextmanager
+    def begin(item: _Item) -> Iterator[Callable[[Any], object]]:
+        with archive.open(zipfile.ZipInfo(f"{item.name}.npy"), "w", force_zip64=True) as entry:
             header = {"descr": f"<f{ITEM_BYTES[item.dtype]}", "fortran_order": False, "shape": item.shape}
-            np.lib.format.write_array_header_1_0(self._entry, header)
-            self._left = item.bytes
+            np.lib.format.write_array_header_1_0(entry, header)
+            yield entry.write
+
+    with zipfile.ZipFile(raw, "w", zipfile.ZIP_STORED) as archive:
+        yield begin
 
 
-class _Torch:
-    def __init__(self, raw: IO[bytes], items: Sequence[_Item]) -> None:
-        try:
-            self._torch: Any = importlib.import_module("torch")
-        except ImportError:
-            raise ConfigurationError("--format torch needs torch: install it, or use --format safetensors") from None
-        self._raw = raw
-        self._items = items
-        self._bytes = bytearray(sum(item.bytes for item in items))
-        self._filled = 0
+@contextlib.contextmanager
+def _torch(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_Begin]:
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError:
+        raise ConfigurationError("--format torch needs torch: install it, or use --format safetensors") from None
+    tensors = {}
 
-    def __enter__(self) -> _Torch:
-        return self
+    @contextlib.contextmanager
+    def begin(item: _Item) -> Iterator[Callable[[Any], object]]:
+        data, dtype = bytearray(), getattr(torch, item.dtype)
+        yield data.extend
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        tensors[item.name] = flat.reshape(item.shape)
 
-    def write(self, chunk: NDArray[Any]) -> None:
-        self._bytes[self._filled : self._filled + chunk.nbytes] = chunk.view(np.uint8).data
-        self._filled += chunk.nbytes
-
-    def __exit__(self, *error: object) -> None:
-        if error[0] is not None:
-            return
-        tensors, offset = {}, 0
-        for item in self._items:
-            dtype, count = getattr(self._torch, item.dtype), math.prod(item.shape)
-            if count:
-                flat = self._torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=offset)
-            else:
-                flat = self._torch.empty(0, dtype=dtype)
-            # Without the copy each tensor would be saved with the bytes of all others.
-            tensors[item.name] = flat.reshape(item.shape).clone()
-            offset += item.bytes
-        self._torch.save(tensors, self._raw)
+    yield begin
+    torch.save(tensors, raw)
 
 
-_FILES: Final[dict[str, type[_File]]] = {"safetensors": _Safetensors, "npz": _Npz, "torch": _Torch}
+_FILES: Final = {"safetensors": _safetensors, "npz": _npz, "torch": _torch}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Final, TypeVar, cast
@@ -377,16 +377,16 @@ class Manifest:
         format is newer."""
         values = _parse(data, file)
         _check_format(values, file, FORMAT)
-        try:
-            manifest = cls(
+
+        def make() -> Manifest:
+            return cls(
                 **{name: values[name] for name in _MANIFEST_PLAIN},
                 parameters=tuple(_parameters_from_json(item) for item in values["parameters"]),
                 datasets=tuple(_dataset_from_json(item) for item in values["datasets"]),
                 states=tuple(WorkerState(**item) for item in values["states"]),
             )
-        except _UNUSABLE as error:
-            raise corrupt(file, f"it is not a manifest: {_text(error)}") from None
-        return _same(manifest, data, file)
+
+        return _made(make, data, file, "a manifest")
 
 
 @dataclass(frozen=True)
@@ -445,11 +445,7 @@ class CommitRecord:
             raise corrupt(file, "its digest is not that of its content")
         _check_format(values, file, COMMIT_FORMAT)
         del values["format"]
-        try:
-            commit = cls(**values)
-        except _UNUSABLE as error:
-            raise corrupt(file, f"it is not a commit record: {_text(error)}") from None
-        return _same(commit, data, file)
+        return _made(lambda: cls(**values), data, file, "a commit record")
 
 
 _MANIFEST_PLAIN: Final = (*("run_id", "directory", "epoch", "time", "reason", "configuration", "psdist_version"),)
@@ -466,9 +462,6 @@ def digest_of(data: bytes | bytearray | memoryview) -> str:
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
-
-#: Errors of a value with the wrong type or range when a dataclass is made of it.
-_UNUSABLE: Final = (PsdistError, KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 def _text(error: Exception) -> str:
@@ -501,12 +494,16 @@ def _check_format(values: Mapping[str, Any], file: str, newest: int) -> None:
         raise corrupt(file, f"its format is {found!r:.40}")
     if found > newest:
         raise StorageError(
-            f"{file} has format {found}, and this psdist reads up to {newest}: use the psdist that wrote it",
-            file=file,
+            f"{file} has format {found}, and this psdist reads up to {newest}: use the psdist that wrote it", file=file
         )
 
 
-def _same(value: F, data: bytes, file: str) -> F:
+def _made(make: Callable[[], F], data: bytes, file: str, what: str) -> F:
+    """The value that ``make`` returns, if ``data`` is its one representation."""
+    try:
+        value = make()
+    except (PsdistError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise corrupt(file, f"it is not {what}: {_text(error)}") from None
     if value.to_bytes() != data:
         raise corrupt(file, "it is not in canonical form")
     return value

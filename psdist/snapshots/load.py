@@ -6,9 +6,9 @@ Invariant: all values that a caller gets, or finds in its own arrays, have been 
 from __future__ import annotations
 
 import asyncio
-import threading
 import warnings
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -97,7 +97,7 @@ def load_snapshot(
         raise InvalidArgumentError("dtype and into cannot be given together: each array of into has its own dtype")
     _check_targets(into or {})
     storage = open_storage(url)
-    found, states, arrays = _wait(lambda: _load(storage, step, parameters))
+    found, states, arrays = _wait(_load(storage, step, parameters))
     for sentence in found.skipped:
         warnings.warn(f"an older snapshot is used: {sentence}", RuntimeWarning, stacklevel=2)
     if into is not None:
@@ -113,27 +113,14 @@ def load_snapshot(
 _Loaded = tuple[CommittedSnapshot, tuple[ParametersState, ...], dict[str, AnyArray]]
 
 
-def _wait(load: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def _wait(load: Coroutine[Any, Any, T]) -> T:
     """Runs the coroutine, in a thread of its own if a loop runs in this one already, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(load())
-    done: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(asyncio.run(load()))
-        except BaseException as error:  # The caller gets it.
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="psdist-load-snapshot")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return done[0]
+        return asyncio.run(load)
+    with ThreadPoolExecutor(1, "psdist-load-snapshot") as executor:
+        return executor.submit(asyncio.run, load).result()
 
 
 async def _load(storage: Storage, step: int | None, parameters: str | None) -> _Loaded:

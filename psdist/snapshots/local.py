@@ -16,7 +16,7 @@ import secrets
 import stat
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from psdist.errors import InvalidNameError, StorageError, UnknownSnapshotError
 from psdist.snapshots.storage import Buffer, StoredFile, check_path
@@ -59,8 +59,16 @@ class LocalStorage:
     async def create(self, path: str, data: bytes) -> None:
         await asyncio.to_thread(self._create, check_path(path), data)
 
-    def writer(self, path: str) -> AbstractAsyncContextManager[LocalWriter]:
-        return self._writer(check_path(path))
+    @asynccontextmanager
+    async def writer(self, path: str) -> AsyncIterator[LocalWriter]:
+        file = LocalWriter(self, check_path(path))
+        try:
+            await asyncio.to_thread(file.open)
+            yield file
+            await asyncio.to_thread(file.finish)
+        except BaseException:  # This includes cancellation.
+            await asyncio.shield(asyncio.to_thread(file.abandon))
+            raise
 
     async def delete(self, paths: Iterable[str]) -> None:
         await asyncio.to_thread(self._delete, tuple(check_path(path) for path in paths))
@@ -71,16 +79,12 @@ class LocalStorage:
     # --- in a thread --------------------------------------------------------------------------------------------------
 
     def _read(self, path: str, start: int, length: int | None) -> bytes:
-        with self._errors("read", path), self._parent(path) as (parent, name):
-            file = os.open(name, _READ, dir_fd=parent)
-            try:
-                status = os.fstat(file)
-                if not stat.S_ISREG(status.st_mode):
-                    raise StorageError(f"cannot read {path} in {self.url}: it is not a regular file")
-                end = status.st_size if length is None else min(status.st_size, start + length)
-                return _read_range(file, start, end)
-            finally:
-                os.close(file)
+        with self._errors("read", path), self._parent(path) as (parent, name), _descriptor(name, _READ, parent) as file:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise StorageError(f"cannot read {path} in {self.url}: it is not a regular file")
+            end = status.st_size if length is None else min(status.st_size, start + length)
+            return _read_range(file, start, end)
 
     def _list(self, prefix: str) -> Sequence[StoredFile]:
         found: list[StoredFile] = []
@@ -155,17 +159,6 @@ class LocalStorage:
                 with suppress(OSError):  # It stays if others use it by now.
                     os.rmdir(path)
 
-    @asynccontextmanager
-    async def _writer(self, path: str) -> AsyncIterator[LocalWriter]:
-        file = LocalWriter(self, path)
-        try:
-            await file.open()
-            yield file
-            await file.finish()
-        except BaseException:  # This includes cancellation.
-            await asyncio.shield(file.abandon())
-            raise
-
     # --- directories --------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -211,7 +204,10 @@ def _reason(error: OSError) -> str:
 
 
 class LocalWriter:
-    """A file that is being written, as ``psdist.snapshots.storage.Writer`` describes."""
+    """A file that is being written, as ``psdist.snapshots.storage.Writer`` describes.
+
+    ``open``, ``finish`` and ``abandon`` may wait for the disk, so they are called in a thread.
+    """
 
     def __init__(self, storage: LocalStorage, path: str) -> None:
         self._storage = storage
@@ -222,23 +218,12 @@ class LocalWriter:
         #: Held by threads that use the file: one whose caller was cancelled may still write, or not have opened it yet.
         self._lock = threading.Lock()
 
-    async def open(self) -> None:
-        """Creates the file."""
-        await asyncio.to_thread(self._open)
-
     async def write(self, buffer: Buffer) -> None:
         """Appends bytes to the file."""
         await asyncio.to_thread(self._write, buffer)
 
-    async def finish(self) -> None:
-        """Makes what was written durable."""
-        await asyncio.to_thread(self._finish)
-
-    async def abandon(self) -> None:
-        """Removes the file, as far as possible."""
-        await asyncio.to_thread(self._abandon)
-
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Creates the file."""
         with self._storage._errors("write", self._path):
             _again_where_removed(self._open_once)
 
@@ -252,7 +237,8 @@ class LocalWriter:
         with self._storage._errors("write", self._path), self._lock:
             _write_all(self._file, buffer)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Makes what was written durable."""
         storage = self._storage
         with storage._errors("write", self._path), self._lock:
             os.fsync(self._file)
@@ -260,7 +246,8 @@ class LocalWriter:
             with storage._parent(self._path) as (parent, _):
                 os.fsync(parent)
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Removes the file, as far as possible."""
         with self._lock, suppress(OSError):
             self._over = True
             self._close()
@@ -273,6 +260,16 @@ class LocalWriter:
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
+
+
+@contextmanager
+def _descriptor(name: str, flags: int, directory: int | None = None) -> Iterator[int]:
+    """Opens a file or directory, relative to an open directory if one is given."""
+    descriptor = os.open(name, flags, 0o666, dir_fd=directory)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _again_where_removed(function: Callable[[], None]) -> None:
@@ -294,11 +291,8 @@ def _make_root(path: str) -> None:
         _make_root(above)
     with suppress(FileExistsError):
         os.mkdir(path)
-    directory = os.open(above, _DIRECTORY)
-    try:
+    with _descriptor(above, _DIRECTORY) as directory:
         os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _make(directory: int, name: str, *, durable: bool = True) -> bool:
@@ -329,11 +323,8 @@ def _probe(directory: int, parts: Sequence[str]) -> None:
     if parts:
         made = _make(directory, parts[0], durable=False)
         try:
-            below = os.open(parts[0], _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-            try:
+            with _descriptor(parts[0], _DIRECTORY | os.O_NOFOLLOW, directory) as below:
                 _probe(below, parts[1:])
-            finally:
-                os.close(below)
         finally:
             if made:
                 with suppress(OSError):
@@ -366,16 +357,14 @@ def _write_all(file: int, buffer: Buffer) -> None:
 
 def _write_new(parent: int, name: str, data: bytes) -> None:
     """Writes a new file whose content, but not yet its name, is durable. If that fails, no file stays."""
-    file = os.open(name, _NEW, 0o666, dir_fd=parent)
-    try:
-        _write_all(file, data)
-        os.fsync(file)
-    except BaseException:  # This includes cancellation: half a file is of no use.
-        with suppress(OSError):
-            os.unlink(name, dir_fd=parent)
-        raise
-    finally:
-        os.close(file)
+    with _descriptor(name, _NEW, parent) as file:
+        try:
+            _write_all(file, data)
+            os.fsync(file)
+        except BaseException:  # This includes cancellation: half a file is of no use.
+            with suppress(OSError):
+                os.unlink(name, dir_fd=parent)
+            raise
 
 
 def _link(parent: int, draft: str, name: str, data: bytes) -> None:
@@ -399,10 +388,7 @@ def _collect(directory: int, prefix: str, found: list[StoredFile]) -> None:
                 if stat.S_ISREG(status.st_mode):
                     found.append(StoredFile(prefix + entry.name, status.st_size, status.st_mtime))
                 elif stat.S_ISDIR(status.st_mode):
-                    below = os.open(entry.name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-                    try:
+                    with _descriptor(entry.name, _DIRECTORY | os.O_NOFOLLOW, directory) as below:
                         _collect(below, f"{prefix}{entry.name}/", found)
-                    finally:
-                        os.close(below)
             except (InvalidNameError, FileNotFoundError):
                 continue

@@ -120,16 +120,20 @@ async def load_manifest(storage: Storage, commit: CommitRecord) -> Manifest:
     return manifest
 
 
-async def check_files(storage: Storage, manifest: Manifest) -> None:
-    """Checks that all files exist with their lengths, without reading them. Raises SnapshotCorruptError."""
+async def check_files(storage: Storage, manifest: Manifest, *, no_others: bool = False) -> None:
+    """Checks that all files exist with their lengths, and if wanted that there are ``no_others``, without reading them.
+    Raises SnapshotCorruptError."""
     directory = layouts.directory_path(manifest.directory)
     sizes = {stored.path: stored.size for stored in await storage.list(directory)}
-    for file, (length, _) in manifest.files.items():
-        path = layouts.file_path(manifest.directory, file)
+    known = {layouts.file_path(manifest.directory, file): length for file, (length, _) in manifest.files.items()}
+    for path, length in known.items():
         if path not in sizes:
             raise corrupt(path, "it is missing")
         if sizes[path] != length:
             raise corrupt(path, f"it has {sizes[path]} bytes, not {length}")
+    for path in sizes if no_others else ():
+        if path not in known and path != layouts.manifest_path(manifest.directory):
+            raise corrupt(path, "no file of this name belongs to the snapshot")
 
 
 async def usable(
@@ -239,11 +243,10 @@ class SliceReader:
             raise corrupt(path, f"slice {index} has another digest than in the manifest")
 
 
-async def verify(storage: Storage, manifest: Manifest, progress: Progress | None = None) -> None:
+async def verify(storage: Storage, manifest: Manifest, progress: Progress = lambda done, total: None) -> None:
     """Reads every byte of every file except the manifest. Raises SnapshotCorruptError for the first file that is not
     what was written, or does not belong to the snapshot."""
-    await check_files(storage, manifest)
-    await _check_no_other_files(storage, manifest)
+    await check_files(storage, manifest, no_others=True)
     reader, done = SliceReader(storage, manifest), 0
     for state in manifest.parameters:
         for shard, file in enumerate(state.shards):
@@ -254,15 +257,13 @@ async def verify(storage: Storage, manifest: Manifest, progress: Progress | None
                 for array in arrays:
                     whole.update(array.data)
                     done += array.nbytes
-                if progress is not None:
-                    progress(done, manifest.bytes)
+                progress(done, manifest.bytes)
             if whole.hexdigest() != file.digest:
                 raise corrupt(reader.path(state, shard), "its digest is not that in the manifest")
     for mine in manifest.states:
         async for part in read_state(storage, manifest, mine):
             done += len(part)
-            if progress is not None:
-                progress(done, manifest.bytes)
+            progress(done, manifest.bytes)
 
 
 async def read_state(storage: Storage, manifest: Manifest, state: WorkerState) -> AsyncIterator[bytes]:
@@ -278,14 +279,6 @@ async def read_state(storage: Storage, manifest: Manifest, state: WorkerState) -
         yield part
     if whole.hexdigest() != state.digest:
         raise corrupt(path, "its digest is not that in the manifest")
-
-
-async def _check_no_other_files(storage: Storage, manifest: Manifest) -> None:
-    names = {"manifest.json", *manifest.files}
-    known = {layouts.file_path(manifest.directory, name) for name in names}
-    for stored in await storage.list(layouts.directory_path(manifest.directory)):
-        if stored.path not in known:
-            raise corrupt(stored.path, "no file of this name belongs to the snapshot")
 
 
 async def _read(storage: Storage, path: str, start: int, length: int) -> bytes:

@@ -1,16 +1,19 @@
 """Between the frozen dataclasses of the machines and the protobuf messages of the wire.
 
-There is one pair of functions per type, ``x_to_proto`` and ``x_from_proto``. What comes from the wire is checked here:
-names, sizes and kinds that are out of range raise InvalidArgumentError or LimitExceededError before any other code sees
-them.
+There is one pair of functions per type, ``x_to_proto`` and ``x_from_proto``. Fields have the same names on both sides.
+What comes from the wire is checked here: names, sizes and kinds that are out of range raise InvalidArgumentError or
+LimitExceededError before any other code sees them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Final, cast
+from typing import Any, Final, TypeVar, cast
 
-from psdist.consistency import ASP, BSP, SSP, Consistency, ResizeLr, StalenessLr
+from google.protobuf.message import Message
+
+from psdist.consistency import ASP, BSP, SSP, Consistency, ResizeLr, StalenessLr, kind_of
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, LimitExceededError
 from psdist.optim import Optimizer, Override, optimizer_from_values, schedule_from_values
 from psdist.types import (
@@ -22,7 +25,6 @@ from psdist.types import (
     GroupRange,
     Identity,
     Layout,
-    NonFinite,
     ParametersEntry,
     ParametersMember,
     ParametersSpec,
@@ -39,6 +41,9 @@ from psdist.v1 import common_pb2 as pb
 from psdist.v1 import scheduler_pb2, server_pb2
 from psdist.wire import limits
 
+M = TypeVar("M", bound=Message)
+D = TypeVar("D")
+
 _DTYPE_TO_PROTO: Final = {
     "float32": pb.DTYPE_FLOAT32,
     "float16": pb.DTYPE_FLOAT16,
@@ -48,6 +53,20 @@ _DTYPE_TO_PROTO: Final = {
 _DTYPE_FROM_PROTO: Final = {number: name for name, number in _DTYPE_TO_PROTO.items()}
 _STALENESS_LR: Final = {"none": pb.STALENESS_LR_NONE, "inverse": pb.STALENESS_LR_INVERSE}
 _NON_FINITE: Final = {"reject": pb.NON_FINITE_POLICY_REJECT, "skip": pb.NON_FINITE_POLICY_SKIP}
+
+
+def _to_proto(message: type[M], value: Any, **converted: Any) -> M:
+    """A message with the fields of a dataclass; those of another type on the wire are ``converted``."""
+    return message(**_plain(type(value), value, converted), **converted)
+
+
+def _from_proto(cls: type[D], message: Message, **converted: Any) -> D:
+    """A dataclass with the fields of a message; those of another type on the wire are ``converted``."""
+    return cls(**_plain(cls, message, converted), **converted)
+
+
+def _plain(cls: Any, source: object, converted: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: getattr(source, field.name) for field in fields(cls) if field.name not in converted}
 
 
 def dtype_to_proto(dtype: str) -> pb.DType:
@@ -121,13 +140,10 @@ def optimizer_from_proto(message: pb.Optimizer) -> Optimizer:
 
 def consistency_to_proto(consistency: Consistency) -> pb.Consistency:
     """A consistency as kind and numbers."""
-    match consistency:
-        case BSP(backup_workers, resize_lr):
-            return pb.Consistency(kind="bsp", backup_workers=backup_workers, resize_lr=resize_lr)
-        case SSP(staleness, staleness_lr):
-            return pb.Consistency(kind="ssp", staleness=staleness, staleness_lr=_STALENESS_LR[staleness_lr])
-        case ASP(staleness_lr):
-            return pb.Consistency(kind="asp", staleness_lr=_STALENESS_LR[staleness_lr])
+    given = _plain(type(consistency), consistency, {})
+    if "staleness_lr" in given:
+        given["staleness_lr"] = _STALENESS_LR[given["staleness_lr"]]
+    return pb.Consistency(kind=kind_of(consistency), **given)
 
 
 def consistency_from_proto(message: pb.Consistency) -> Consistency:
@@ -145,174 +161,130 @@ def consistency_from_proto(message: pb.Consistency) -> Consistency:
 
 
 def spec_to_proto(spec: ParametersSpec) -> pb.ParametersSpec:
-    """Settings of parameters as a message."""
-    return pb.ParametersSpec(
-        name=spec.name,
+    """Settings of a parameter set as a message."""
+    return _to_proto(
+        pb.ParametersSpec,
+        spec,
         optimizer=optimizer_to_proto(spec.optimizer),
         consistency=consistency_to_proto(spec.consistency),
         non_finite=_NON_FINITE[spec.non_finite],
-        slice_elements=spec.slice_elements,
-        reset_optimizer=spec.reset_optimizer,
     )
 
 
 def spec_from_proto(message: pb.ParametersSpec) -> ParametersSpec:
-    """Settings of parameters, checked."""
-    skip = message.non_finite == pb.NON_FINITE_POLICY_SKIP
-    non_finite: NonFinite = "skip" if skip else "reject"
-    return ParametersSpec(
-        name=message.name,
+    """Settings of a parameter set, checked."""
+    return _from_proto(
+        ParametersSpec,
+        message,
         optimizer=optimizer_from_proto(message.optimizer),
         consistency=consistency_from_proto(message.consistency),
-        non_finite=non_finite,
-        slice_elements=message.slice_elements,
-        reset_optimizer=message.reset_optimizer,
+        non_finite="skip" if message.non_finite == pb.NON_FINITE_POLICY_SKIP else "reject",
     )
 
 
 def member_to_proto(member: ParametersMember) -> pb.ParametersMember:
     """A member as a message."""
-    return pb.ParametersMember(
-        worker_id=member.worker_id,
-        incarnation=member.incarnation,
-        rank=member.rank,
-        first_step=member.first_step,
-        origin=member.origin,
-        first_push=member.first_push,
-    )
+    return _to_proto(pb.ParametersMember, member)
 
 
 def member_from_proto(message: pb.ParametersMember) -> ParametersMember:
     """A member."""
-    return ParametersMember(
-        worker_id=message.worker_id,
-        incarnation=message.incarnation,
-        rank=message.rank,
-        first_step=message.first_step,
-        origin=message.origin,
-        first_push=message.first_push,
-    )
+    return _from_proto(ParametersMember, message)
 
 
 def replica_to_proto(replica: Replica) -> pb.Replica:
     """A server and its incarnation as a message."""
-    return pb.Replica(server_id=replica.server_id, incarnation=replica.incarnation)
+    return _to_proto(pb.Replica, replica)
 
 
 def replica_from_proto(message: pb.Replica) -> Replica:
     """A server and its incarnation."""
-    return Replica(message.server_id, message.incarnation)
+    return _from_proto(Replica, message)
 
 
-def shard_to_proto(shard: Shard) -> pb.Shard:
-    """Who holds a shard, as a message."""
-    return pb.Shard(
+def _shard_to_proto(shard: Shard) -> pb.Shard:
+    return _to_proto(
+        pb.Shard,
+        shard,
         primary=replica_to_proto(shard.primary),
-        term=shard.term,
-        backups=[replica_to_proto(replica) for replica in shard.backups],
-        filling=[replica_to_proto(replica) for replica in shard.filling],
-        lost=shard.lost,
+        backups=map(replica_to_proto, shard.backups),
+        filling=map(replica_to_proto, shard.filling),
     )
 
 
-def shard_from_proto(message: pb.Shard) -> Shard:
-    """Who holds a shard."""
-    return Shard(
+def _shard_from_proto(message: pb.Shard) -> Shard:
+    return _from_proto(
+        Shard,
+        message,
         primary=replica_from_proto(message.primary),
-        term=message.term,
-        backups=tuple(replica_from_proto(replica) for replica in message.backups),
-        filling=tuple(replica_from_proto(replica) for replica in message.filling),
-        lost=message.lost,
-    )
-
-
-def entry_to_proto(entry: ParametersEntry) -> pb.ParametersEntry:
-    """An entry of the cluster map as a message."""
-    return pb.ParametersEntry(
-        spec=spec_to_proto(entry.spec),
-        total=entry.total,
-        shards=[shard_to_proto(shard) for shard in entry.shards],
-        members=[member_to_proto(member) for member in entry.members],
-        ranges=[pb.GroupRange(start=r.start, stop=r.stop, group=r.group) for r in entry.ranges],
-        ready=entry.ready,
-        layout_digest=entry.layout_digest,
-        reference_workers=entry.reference_workers,
-        restore=restore_to_proto(entry.restore),
-        generation=entry.generation,
-        departed=[member_to_proto(member) for member in entry.departed],
-        state_since=entry.state_since,
+        backups=tuple(map(replica_from_proto, message.backups)),
+        filling=tuple(map(replica_from_proto, message.filling)),
     )
 
 
 def restore_to_proto(restore: Restore | None) -> pb.Restore | None:
     """Where values are loaded from, as a message."""
-    if restore is None:
-        return None
-    return pb.Restore(
-        directory=restore.directory, manifest_digest=restore.manifest_digest, weights_only=restore.weights_only
-    )
+    return None if restore is None else _to_proto(pb.Restore, restore)
 
 
 def restore_from_proto(message: pb.Restore) -> Restore:
     """Where values are loaded from. Raises InvalidNameError for a directory that is no plain name."""
-    return Restore(check_directory(message.directory), message.manifest_digest, message.weights_only)
+    return _from_proto(Restore, message, directory=check_directory(message.directory))
+
+
+def entry_to_proto(entry: ParametersEntry) -> pb.ParametersEntry:
+    """An entry of the cluster map as a message."""
+    return _to_proto(
+        pb.ParametersEntry,
+        entry,
+        spec=spec_to_proto(entry.spec),
+        shards=map(_shard_to_proto, entry.shards),
+        members=map(member_to_proto, entry.members),
+        ranges=[_to_proto(pb.GroupRange, one) for one in entry.ranges],
+        restore=restore_to_proto(entry.restore),
+        departed=map(member_to_proto, entry.departed),
+    )
 
 
 def entry_from_proto(message: pb.ParametersEntry) -> ParametersEntry:
     """An entry of the cluster map."""
-    return ParametersEntry(
+    return _from_proto(
+        ParametersEntry,
+        message,
         spec=spec_from_proto(message.spec),
-        total=message.total,
-        shards=tuple(shard_from_proto(shard) for shard in message.shards),
-        members=tuple(member_from_proto(member) for member in message.members),
-        ranges=tuple(GroupRange(r.start, r.stop, r.group) for r in message.ranges),
-        ready=message.ready,
-        layout_digest=message.layout_digest,
-        reference_workers=message.reference_workers,
+        shards=tuple(map(_shard_from_proto, message.shards)),
+        members=tuple(map(member_from_proto, message.members)),
+        ranges=tuple(_from_proto(GroupRange, one) for one in message.ranges),
         restore=restore_from_proto(message.restore) if message.HasField("restore") else None,
-        generation=message.generation,
-        departed=tuple(member_from_proto(member) for member in message.departed),
-        state_since=message.state_since,
+        departed=tuple(map(member_from_proto, message.departed)),
     )
 
 
 def map_to_proto(cluster: ClusterMap) -> pb.ClusterMap:
     """The cluster map as a message."""
-    return pb.ClusterMap(
-        run_id=cluster.run_id,
-        epoch=cluster.epoch,
-        servers=[
-            pb.ServerEntry(server_id=s.server_id, incarnation=s.incarnation, address=s.address) for s in cluster.servers
-        ],
-        workers=[
-            pb.WorkerEntry(worker_id=w.worker_id, incarnation=w.incarnation, rank=w.rank) for w in cluster.workers
-        ],
-        parameters=[entry_to_proto(entry) for entry in cluster.parameters],
-        paused=cluster.paused,
+    return _to_proto(
+        pb.ClusterMap,
+        cluster,
+        servers=[_to_proto(pb.ServerEntry, server) for server in cluster.servers],
+        workers=[_to_proto(pb.WorkerEntry, worker) for worker in cluster.workers],
+        parameters=map(entry_to_proto, cluster.parameters),
     )
 
 
 def map_from_proto(message: pb.ClusterMap) -> ClusterMap:
     """The cluster map."""
-    return ClusterMap(
-        run_id=message.run_id,
-        epoch=message.epoch,
-        servers=tuple(ServerEntry(s.server_id, s.incarnation, s.address) for s in message.servers),
-        workers=tuple(WorkerEntry(w.worker_id, w.incarnation, w.rank) for w in message.workers),
-        parameters=tuple(entry_from_proto(entry) for entry in message.parameters),
-        paused=message.paused,
+    return _from_proto(
+        ClusterMap,
+        message,
+        servers=tuple(_from_proto(ServerEntry, server) for server in message.servers),
+        workers=tuple(_from_proto(WorkerEntry, worker) for worker in message.workers),
+        parameters=tuple(map(entry_from_proto, message.parameters)),
     )
 
 
 def identity_to_proto(identity: Identity) -> server_pb2.Identity:
     """Who sends, as a message."""
-    return server_pb2.Identity(
-        run_id=identity.run_id,
-        worker_id=identity.worker_id,
-        incarnation=identity.incarnation,
-        epoch=identity.epoch,
-        parameters=identity.parameters,
-    )
+    return _to_proto(server_pb2.Identity, identity)
 
 
 def identity_from_proto(message: server_pb2.Identity) -> Identity:
@@ -322,47 +294,23 @@ def identity_from_proto(message: server_pb2.Identity) -> Identity:
 
 def dataset_to_proto(spec: DatasetSpec) -> scheduler_pb2.DatasetSpec:
     """Settings of a data set as a message."""
-    return scheduler_pb2.DatasetSpec(
-        name=spec.name,
-        size=spec.size,
-        range_size=spec.range_size,
-        shuffle=spec.shuffle,
-        seed=spec.seed,
-        data_epochs=spec.data_epochs,
-        retries_max=spec.retries_max,
-    )
+    return _to_proto(scheduler_pb2.DatasetSpec, spec)
 
 
 def dataset_from_proto(message: scheduler_pb2.DatasetSpec) -> DatasetSpec:
     """Settings of a data set, checked."""
-    return DatasetSpec(
-        name=message.name,
-        size=message.size,
-        range_size=message.range_size,
-        shuffle=message.shuffle,
-        seed=message.seed,
-        data_epochs=message.data_epochs,
-        retries_max=message.retries_max,
-    )
+    return _from_proto(DatasetSpec, message)
 
 
 def position_to_proto(position: DataPosition) -> scheduler_pb2.DataPosition:
     """Where a data set stands, as a message."""
-    return scheduler_pb2.DataPosition(
-        data_epoch=position.data_epoch,
-        done=[scheduler_pb2.RangeSpan(first=first, count=count) for first, count in position.done],
-        repeated_ranges=position.repeated_ranges,
-        failed_ranges=position.failed_ranges,
-    )
+    done = [scheduler_pb2.RangeSpan(first=first, count=count) for first, count in position.done]
+    return _to_proto(scheduler_pb2.DataPosition, position, done=done)
 
 
 def position_from_proto(message: scheduler_pb2.DataPosition) -> DataPosition:
     """Where a data set stands. Whether that can be is for who knows the data set."""
     if len(message.done) > limits.SPANS_MAX:
         raise LimitExceededError(f"a position of {len(message.done)} stretches is over the limit: {limits.SPANS_MAX}")
-    return DataPosition(
-        data_epoch=message.data_epoch,
-        done=tuple((span.first, span.count) for span in message.done),
-        repeated_ranges=message.repeated_ranges,
-        failed_ranges=message.failed_ranges,
-    )
+    done = tuple((span.first, span.count) for span in message.done)
+    return _from_proto(DataPosition, message, done=done)

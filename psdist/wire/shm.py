@@ -99,16 +99,7 @@ class GradientArena:
     def create(cls, elements: int, dtype: str) -> GradientArena:
         """A new one, all zeros. Raises OSError where there is no room."""
         size = cls.size(elements, dtype)
-        fd = _create_file("psdist-gradients", size, needed=size)
-        try:
-            os.posix_fallocate(fd, 0, size)
-            region = _Region(size, writable=True)
-            region.place(fd)
-            region.write_header(_GRADIENTS)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        except BaseException:
-            os.close(fd)
-            raise
+        fd, region = _create_region(_GRADIENTS, size, size)
         return cls(region, elements, dtype, fd)
 
     @classmethod
@@ -197,17 +188,11 @@ class WeightsArena:
     @classmethod
     def create(cls, slices: int, elements: int) -> WeightsArena:
         """A new one, all zeros, whose weights have no memory yet. Raises OSError where there is no room."""
-        size = cls.size_of(slices, elements)
-        own, fd = _create_file("psdist-weights", size, needed=size - _padded(elements * 4)), -1
+        own, region = _create_region(_WEIGHTS, cls.size_of(slices, elements), PAGE + _padded(slices * 8))
         try:
-            os.posix_fallocate(own, 0, size - _padded(elements * 4))
             fd = os.open(f"/proc/self/fd/{own}", os.O_RDONLY | os.O_CLOEXEC)
-            region = _Region(size, writable=True)
-            region.place(own, prefault=False)
-            region.write_header(_WEIGHTS)
-            fcntl.fcntl(own, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:
-            _close(fd, own)
+            os.close(own)
             raise
         return cls(region, slices, elements, fd, own)
 
@@ -338,7 +323,7 @@ class _Region:
     ) -> None:
         """Maps ``size`` bytes of a file from ``offset`` on over what is at byte ``at``. Raises OSError.
 
-        populate: right away, which makes memory of holes.
+        prefault: right away, which makes memory of holes.
         """
         size = self._size if size is None else size
         shared_memory = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | (_MAP_POPULATE if prefault else 0)
@@ -368,19 +353,23 @@ class _Region:
         return self._memory[len(_WEIGHTS) : len(_WEIGHTS) + NONCE_BYTES]
 
 
-def _create_file(name: str, size: int, needed: int) -> int:
-    """A memory file of ``size`` bytes without memory. The caller allocates what is needed of it, and seals it once it
-    is mapped."""
+def _create_region(kind: bytes, size: int, allocated: int) -> tuple[int, _Region]:
+    """A sealed memory file of ``size`` bytes, of which the first ``allocated`` have memory, and a mapping of it."""
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memory files")
-    _check_room(needed)
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    _check_room(allocated)
+    fd = os.memfd_create(kind.rstrip(b"\0").decode(), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
+        os.posix_fallocate(fd, 0, allocated)
+        region = _Region(size, writable=True)
+        region.place(fd, prefault=allocated == size)
+        region.write_header(kind)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    return fd, region
 
 
 def _check_room(size: int) -> None:

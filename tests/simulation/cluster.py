@@ -412,7 +412,7 @@ class World:
         """Somebody who took no part looks at the weights."""
         node = self.loop.node("reader", "host-r")
         await self.loop.start(node, self._final_read())
-        while self.options.replicas > 1 and not self.is_whole():
+        while self.scheduler is None or (self.options.replicas > 1 and not self.is_whole()):
             await self.loop.after(0.2)
         self.check_copies()
 

@@ -7,6 +7,7 @@ everything ends once more, and what begins anew must have a snapshot that was co
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Coroutine
@@ -136,10 +137,19 @@ class SnapshotWorld(World):
         self._servers = options.servers
         #: No operation of the storage fails any more.
         self.healed = False
+        #: When the first worker was done. A server that is lost afterwards takes with it what that worker does not
+        #: bring again, so the run waits for another one, as it should.
+        self.trained_at = math.inf
         #: What a worker was told: its life, the snapshot's directory, and the slots that must be in it.
         self.promises: list[tuple[str, str, list[int]]] = []
 
     # --- processes ----------------------------------------------------------------------------------------------------
+
+    def finish(self, worker: int) -> None:
+        """See World."""
+        if not self.finished:
+            self.trained_at = self.loop.time()
+        super().finish(worker)
 
     @property
     def settings(self) -> ClusterSettings:
@@ -410,4 +420,5 @@ def _play(
         options.seed, options, violations, loop.trace_hash, counts, loop.time() - begun, loop.steps, 0.0,
         loop.lines or [],
     )  # fmt: skip
-    return result, world.bucket.operations
+    operations = world.bucket.operations
+    return result, [op for op in operations if op.time <= world.trained_at or op.kind in ("read", "list")]

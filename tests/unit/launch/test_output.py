@@ -14,10 +14,9 @@ from psdist.errors import ConfigurationError
 from psdist.launch import reaper
 from psdist.launch.events import ProcessKey
 from psdist.launch.output import STDERR, STDOUT, Output, Routing, last_words, parse_streams
-from psdist.launch.plan import SchedulerAddress, WorkersPlan
+from psdist.launch.plan import SchedulerAddress, ScriptKind, ScriptOptions, WorkersPlan
 from psdist.launch.process import LineSplitter
 from psdist.launch.run_record import RunRegistry
-from psdist.launch.script import ScriptKind, ScriptOptions
 from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
 
 WORKER = ProcessKey("worker", 5)

@@ -138,7 +138,7 @@ def test_a_failed_worker_is_started_again_with_its_rank() -> None:
     said, start = machine.on(Exited(W1, 3), 1.0)
     assert isinstance(said, Say) and "worker 1" in said.message and "exit code 3" in said.message
     assert start == Start(W1, 1)
-    assert machine.attempt(W1) == 1
+    assert machine.table.attempt(W1) == 1
     assert machine.on(Exited(W1, -9), 2.0)[1] == Start(W1, 2)
     assert not machine.stopping
 
@@ -175,7 +175,7 @@ def test_a_dead_server_with_copies_elsewhere_is_started_again() -> None:
     assert isinstance(said, Say) and "server 1 died: killed by SIGKILL" in said.message
     assert start == Start(S1, 1)
     assert machine.on(Exited(S1, -9), 1.1)[1] == Start(S1, 2)
-    assert machine.attempt(S1) == 2 and not machine.stopping
+    assert machine.table.attempt(S1) == 2 and not machine.stopping
 
 
 def test_a_dead_scheduler_is_started_again_with_or_without_copies() -> None:

@@ -291,7 +291,7 @@ def test_order_of_tokens(tmp_path: Path) -> None:
     assert client_settings({}).token == ""
 
 
-def test_client_settings(tmp_path: Path) -> None:
+def test_client_settings() -> None:
     lonely = client_settings({})
     assert (lonely.scheduler, lonely.rank, lonely.world_size, lonely.local_rank) == ("", None, 1, 0)
     environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "PSDIST_RUN_ID": "r", "PSDIST_WORKER_ID": "w"}
@@ -300,11 +300,10 @@ def test_client_settings(tmp_path: Path) -> None:
     assert (settings.run_id, settings.worker_id) == ("r", "w")
     assert lonely.transport == "auto" and client_settings({"PSDIST_TRANSPORT": "shm"}).transport == "shm"
     assert client_settings({"PSDIST_TRANSPORT": "shm"}, transport="grpc").transport == "grpc"
-    (tmp_path / "address").write_text("127.0.0.1:9\n")
-    file = {"PSDIST_SCHEDULER_FILE": str(tmp_path / "address"), "DMLC_PS_ROOT_URI": "old", "DMLC_PS_ROOT_PORT": "1"}
-    assert client_settings(file).scheduler == "127.0.0.1:9"
-    assert client_settings({**file, "PSDIST_SCHEDULER": "h:1"}).scheduler == "h:1"
-    assert client_settings(file, scheduler="h:2").scheduler == "h:2"
+    old = {"DMLC_PS_ROOT_URI": "old", "DMLC_PS_ROOT_PORT": "1"}
+    assert client_settings(old).scheduler == "old:1"
+    assert client_settings({**old, "PSDIST_SCHEDULER": "h:1"}).scheduler == "h:1"
+    assert client_settings(old, scheduler="h:2").scheduler == "h:2"
 
 
 @pytest.mark.parametrize(
@@ -317,7 +316,6 @@ def test_client_settings(tmp_path: Path) -> None:
         ({"PSDIST_TRANSPORT": "rdma"}, "PSDIST_TRANSPORT='rdma' is unknown: use one of auto, grpc, shm"),
         ({"PSDIST_TOKEN_FILE": "absent"}, "absent"),
         ({"PSDIST_RUN_ID": "a b"}, "'a b'"),
-        ({"PSDIST_SCHEDULER_FILE": "absent", "PSDIST_START_TIMEOUT": "soon"}, "PSDIST_START_TIMEOUT"),
     ],
 )
 def test_wrong_client_settings(environ: dict[str, str], word: str) -> None:
@@ -327,7 +325,7 @@ def test_wrong_client_settings(environ: dict[str, str], word: str) -> None:
 
 def test_a_scheduler_that_never_leaves_its_address(tmp_path: Path) -> None:
     with pytest.raises(SchedulerUnreachableError, match="address-file"):
-        client_settings({"PSDIST_SCHEDULER_FILE": str(tmp_path / "a"), "PSDIST_START_TIMEOUT": "0"})
+        config.await_address(tmp_path / "a", 0.0)
 
 
 def test_addresses() -> None:

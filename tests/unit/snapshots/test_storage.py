@@ -499,9 +499,9 @@ def test_a_process_ends_well_though_a_bucket_hands_its_last_result_over_late() -
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"gone", b"")
 
 
-async def test_a_file_that_is_given_up_before_it_is_open_is_not_opened_later(tmp_path: Path) -> None:
+def test_a_file_that_is_given_up_before_it_is_open_is_not_opened_later(tmp_path: Path) -> None:
     """Its thread may not have come that far when its caller is cancelled."""
     file = LocalWriter(LocalStorage(str(tmp_path)), "snapshots/a/b")
-    await file.abandon()
-    await file.open()
+    file.abandon()
+    file.open()
     assert not [names for _, _, names in os.walk(tmp_path) if names]

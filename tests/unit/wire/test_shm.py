@@ -238,10 +238,10 @@ def test_without_room_a_renewed_arena_is_its_process_own(monkeypatch: pytest.Mon
     mine.flat[...] = 1.0
     theirs = GradientArena.open(os.dup(mine.fd), 5000, "float32").flat
 
-    def full(name: str, size: int, needed: int) -> int:
+    def full(kind: bytes, size: int, allocated: int) -> int:
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr(shm, "_create_file", full)
+    monkeypatch.setattr(shm, "_create_region", full)
     mine.renew()
     assert not mine.shareable
     mine.flat[...] = 2.0
