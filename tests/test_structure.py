@@ -25,8 +25,6 @@ WIDE = {
     "SchedulerSettings": (0, 21),
     # The public API: one method for each thing that a script can ask for.
     "AsyncClient": (28, 15),
-    # One method for each RPC of the service.
-    "Service": (27, 1),
 }
 
 #: Constants named like a limit outside ``psdist.wire.limits``, by module. This list may only shrink.

@@ -104,14 +104,13 @@ class Scheduler:
     def status(self) -> pb.GetStatusResponse:
         """The status report."""
         now = self._loop.time()
-        epoch, uptime = self.calls.maps.message.epoch, now - self.started
+        epoch, uptime = self.calls.map.epoch, now - self.started
         return report.status(
             self.cluster, epoch, self._statistics, self._connections, self.events, psdist.__version__, uptime, now
         )
 
-    def on_heartbeat(self, call: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
-        """A member's heartbeat on its session ``call``. What the report shows of it is kept."""
-        self.post(messages.heartbeat_event(call, heartbeat))
+    def keep_report(self, call: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
+        """Keeps what the status report shows of a member's heartbeat on its session ``call``."""
         if self.cluster.members.sessions.get(call) != member_id:
             return
         if heartbeat.HasField("statistics"):

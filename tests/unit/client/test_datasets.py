@@ -19,6 +19,7 @@ from psdist import errors
 from psdist.client.datasets import AsyncDataset
 from psdist.types import DataPosition
 from psdist.v1 import scheduler_pb2 as pb
+from psdist.v1.common_pb2 import ClusterMap
 from psdist.wire import convert, status
 from psdist_scheduler import messages
 from psdist_scheduler.datasets.datasets import Datasets
@@ -55,7 +56,7 @@ class DataScheduler(FakeScheduler):
         if self.deaf:
             self.deaf -= 1
             await status.abort(context, errors.ServerUnreachableError("the request was lost"))
-        who = messages.caller(request)
+        who = we.Caller(request.run_id, request.worker_id, request.incarnation)
         try:
             effects = what(who, Member(who.member_id, "worker", who.incarnation))
         except errors.PsdistError as error:
@@ -75,7 +76,7 @@ class DataScheduler(FakeScheduler):
         value = await self._ask(
             request, context, lambda who, mine: self.data.lease(da.LeaseRange(1, who, request.dataset, *ids), mine)
         )
-        yield messages.range_given(value, messages.MapCache())[0]
+        yield messages.response(pb.LeaseRangeResponse, value, ClusterMap())[0]
 
     async def EndRanges(self, request: Any, context: Any) -> Any:
         ids = tuple(request.done), tuple(request.returned)
