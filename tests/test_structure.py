@@ -48,7 +48,7 @@ LIMITS_ELSEWHERE = {
     "psdist.wire.malloc_options": {"_M_ARENA_MAX"},
     "psdist.wire.shm": {"_STITCHES_MAX"},
     "psdist_scheduler.placement.join_proposals": {"DISTANCE_MAX"},
-    "psdist_scheduler.snapshots.tries": {"REFUSALS_MAX", "RETRIES_MAX", "HELD_MAX", "_DISTANCE_MAX"},
+    "psdist_scheduler.snapshots.schedule": {"REFUSALS_MAX", "RETRIES_MAX", "HELD_MAX", "_DISTANCE_MAX"},
     "psdist_server.core.gates": {"_NAMED_MAX"},
     "psdist_server.kernels.pool": {"BATCH_MAX"},
     "psdist_server.snapshot_writer": {"COPY_BYTES_MAX"},

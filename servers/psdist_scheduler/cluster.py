@@ -49,7 +49,6 @@ class Cluster:
 
     @property
     def map(self) -> ClusterMap:
-        """The cluster map."""
         return ClusterMap(
             run_id=self.settings.run_id,
             epoch=self.epoch,
@@ -116,7 +115,6 @@ class Cluster:
         return self._commit(effects, now)
 
     def validate(self) -> None:
-        """Asserts the invariants of all parts."""
         self.machines.validate()
         self._calls.validate()
         assert not self.machines.has_changed and not self.machines.has_changed_aside
@@ -171,7 +169,6 @@ class Cluster:
                 return self._snapshot(event, now)
 
     def _snapshot(self, event: sn.SnapshotEvent, now: float) -> list[Effect]:
-        """Whatever is about snapshots."""
         snapshots, rollback = self.snapshots, self.machines.rollback
         match event:
             case sn.Save():
@@ -222,7 +219,6 @@ class Cluster:
         return effects
 
     def _data(self, event: da.DataEvent) -> list[Effect]:
-        """Whatever is about data sets."""
         if isinstance(event, da.GetPosition):
             self.members.check_run(event.run_id)
             return self.datasets.get_position(event)

@@ -310,7 +310,6 @@ def dataset(value: da.DatasetStanding, cls: Any = pb.DatasetStatus) -> Any:
 
 
 def info(commit: CommitRecord) -> pb.SnapshotInfo:
-    """A committed snapshot."""
     info: pb.SnapshotInfo = make_message(pb.SnapshotInfo, commit, steps=dict(commit.steps))
     return info
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psdist
 from psdist.snapshots.storage import Storage
@@ -28,10 +28,8 @@ from psdist_scheduler.events.cluster_events import Broadcast, Effect, Event, Log
 from psdist_scheduler.events.records import ParametersRecord
 from psdist_scheduler.events.snapshot_events import Prune, ReadHistory, RemoveDirectory, WriteCommit
 from psdist_scheduler.open_calls import OpenCalls
+from psdist_scheduler.snapshot_io import SnapshotIo
 from psdist_scheduler.store import Store
-
-if TYPE_CHECKING:
-    from psdist_scheduler.snapshot_io import SnapshotIo
 
 log = logging.getLogger("psdist.scheduler")
 
@@ -46,9 +44,6 @@ class Scheduler:
         self.storage = storage
         self._storage: SnapshotIo | None = None
         if storage is not None:
-            # What reads snapshots takes a while to load.
-            from psdist_scheduler.snapshot_io import SnapshotIo
-
             self._storage = SnapshotIo(storage, cluster.settings.run_id, cluster.settings.salt, self.post)
         self.calls = OpenCalls(self.post)
         #: What members said of themselves in their last heartbeat, by id.
@@ -102,7 +97,6 @@ class Scheduler:
         self._store.close()
 
     def status(self) -> pb.GetStatusResponse:
-        """The status report."""
         now = self._loop.time()
         epoch, uptime = self.calls.map.epoch, now - self.started
         return report.status(

@@ -21,7 +21,7 @@ from psdist.errors import InternalError, InvalidArgumentError, PsdistError, Wait
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, frames
 from psdist.wire import status as wire_status
-from psdist_scheduler import messages, worker_state_io
+from psdist_scheduler import messages, snapshot_io
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.snapshot_events import GetState, HandedIn, HandIn, StatePlace, StateSource
 from psdist_scheduler.events.worker_events import Heard
@@ -95,7 +95,6 @@ class Service:
         return messages.response(cls, await self._ask(lambda call: make(call, request)), self._scheduler.calls.map)[0]
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
-        """Registers a member under a new incarnation."""
         value = await self._ask(lambda call: messages.register_event(call, request))
         assert isinstance(value, ev.Registered)
         settings = self._scheduler.cluster.settings
@@ -149,7 +148,7 @@ class Service:
         place = await self._ask(lambda call: messages.make_event(HandIn, call, header))
         assert isinstance(place, StatePlace)
         if place.file and storage is not None:
-            state = await worker_state_io.write(storage, place, header, self._parts(first, context))
+            state = await snapshot_io.write_state(storage, place, header, self._parts(first, context))
             self._scheduler.post(HandedIn(header.attempt, (header.worker_id, header.incarnation), state))
         return pb.HandInStateResponse()
 
@@ -165,11 +164,10 @@ class Service:
         """What a worker handed in, in parts."""
         source = await self._ask(lambda call: messages.make_event(GetState, call, request))
         assert isinstance(source, StateSource)
-        async for message in worker_state_io.read(self._scheduler.storage, source):
+        async for message in snapshot_io.read_state(self._scheduler.storage, source):
             await context.write(message)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        """The status report."""
         return self._scheduler.status()
 
     async def _ask(self, event: Callable[[int], ev.Event]) -> ev.Value:

@@ -1,8 +1,8 @@
 """The store: what a restarted scheduler needs to know, durable before anybody acts on it.
 
-``Store`` is the interface for the service. ``SqliteStore`` uses one SQLite file (WAL, ``synchronous=FULL``: a commit is
-on the disk when it returns). ``MemoryStore`` is for runs that need not outlive their scheduler. A file belongs to one
-scheduler at a time: the process holds a lock on it while it is open, which a crash releases.
+``SqliteStore`` uses one SQLite file (WAL, ``synchronous=FULL``: a commit is on the disk when it returns). A ``Store``
+without more is for runs that need not outlive their scheduler. A file belongs to one scheduler at a time: the process
+holds a lock on it while it is open, which a crash releases.
 
 Entries, layouts and settings are stored as protobuf messages of the wire, which have rules for evolution. What does not
 parse is refused, not repaired.
@@ -14,7 +14,7 @@ import json
 import sqlite3
 from dataclasses import astuple, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -68,11 +68,12 @@ _FORGET_BARRIERS = (
 )
 
 
-class Store(Protocol):
-    """Where the scheduler's memory lies. Calls block; only one is made at a time."""
+class Store:
+    """Where the scheduler's memory lies. This one keeps nothing. Calls block; only one is made at a time."""
 
     def load(self) -> StoredState | None:
         """What was kept; None where there is nothing yet."""
+        return None
 
     def write(self, changes: Persist) -> None:
         """Makes the changes durable, all or none, before it returns."""
@@ -81,21 +82,7 @@ class Store(Protocol):
         """Frees the store for another scheduler."""
 
 
-class MemoryStore:
-    """Keeps nothing."""
-
-    def load(self) -> StoredState | None:
-        """Returns nothing: there is no store."""
-        return None
-
-    def write(self, changes: Persist) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class SqliteStore:
+class SqliteStore(Store):
     """One SQLite file. ``run_id`` is written into a new file; an empty one takes what the file has."""
 
     def __init__(self, path: Path, run_id: str) -> None:
@@ -143,7 +130,6 @@ class SqliteStore:
             raise _unusable(self._path, error) from None
 
     def write(self, changes: Persist) -> None:
-        """Commits the changes."""
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute(
@@ -171,7 +157,6 @@ class SqliteStore:
         self._known_layouts.update(record.entry.spec.name for record in changes.parameters)
 
     def close(self) -> None:
-        """Closes the file, which frees it."""
         self._db.close()
 
     def _prepare(self, run_id: str) -> str:
@@ -227,7 +212,7 @@ class SqliteStore:
 def open_store(path: Path | None, run_id: str) -> tuple[Store, str]:
     """The store at ``path`` (None: memory) and the run's name that holds for it."""
     if path is None:
-        return MemoryStore(), run_id
+        return Store(), run_id
     store = SqliteStore(path, run_id)
     return store, store.run_id
 

@@ -15,7 +15,7 @@ from psdist_scheduler.coordination import mutual_waits, stops
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.members import barriers as scheduler_barriers
 from psdist_scheduler.placement import parameters
-from psdist_scheduler.snapshots.end_snapshot import EndSnapshot, EndState
+from psdist_scheduler.snapshots.schedule import EndSnapshot, EndState
 from psdist_scheduler.snapshots.snapshots import Snapshots
 from tests.simulation import ordinary
 from tests.simulation.ablations import Ablation, Put, noted_in, search

@@ -20,7 +20,7 @@ from typing import Final
 
 from psdist.errors import DuplicateMemberError
 from psdist.types import Replica
-from psdist_scheduler.events.cluster_events import Close, Effect, LogEvent, Register
+from psdist_scheduler.events.cluster_events import Close, Effect, LogEvent, Register, Wait
 from psdist_scheduler.events.records import Member
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
@@ -54,13 +54,11 @@ class DeferredLosses:
         who = "; ".join(f"{member} is gone, which held shards alone ({why})" for member, why in self._deferred.values())
         return f"{self._snapshots.doubt}, to go back to the newest: {who}"
 
-    def waits(self) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait."""
+    def waits(self) -> Iterator[Wait]:
         if self._deferred:
             yield "lost shards", [], self.wait
 
     def validate(self) -> None:
-        """Asserts that those put off are members without a session, and only while something is in doubt."""
         assert all(self._is_gone(member) for member, _ in self._deferred.values()), "a server that is there is put off"
         assert not self._deferred or self._snapshots.doubt, "a loss is put off for nothing"
 

@@ -14,12 +14,11 @@ from psdist_scheduler.coordination.rollback import Rollback
 from psdist_scheduler.coordination.shutdown import GracefulShutdown
 from psdist_scheduler.coordination.stops import Stops
 from psdist_scheduler.datasets.datasets import Datasets
-from psdist_scheduler.events.cluster_events import Persist
+from psdist_scheduler.events.cluster_events import Persist, Wait
 from psdist_scheduler.events.records import ClusterSettings, StoredState
 from psdist_scheduler.events.snapshot_events import History
 from psdist_scheduler.members.barriers import Barriers
-from psdist_scheduler.members.demand import Demand
-from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.members.rendezvous import Rendezvous
 from psdist_scheduler.placement.creation import Creation
 from psdist_scheduler.placement.join_proposals import Joins
@@ -99,8 +98,7 @@ class Machines:
         self.shutdown.end(call)
         self.mutual_waits.end(call)
 
-    def waits(self, now: float) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait."""
+    def waits(self, now: float) -> Iterator[Wait]:
         yield from self.creation.waits(now)
         yield from self.creation.joins.waits()
         yield from self.barriers.waits()
@@ -137,7 +135,6 @@ class Machines:
         )
 
     def validate(self) -> None:
-        """Asserts the invariants of all machines."""
         self.members.validate()
         self.registry.validate(self.members)
         self.creation.joins.validate()

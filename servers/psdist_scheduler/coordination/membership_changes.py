@@ -15,8 +15,7 @@ from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, Member
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.admission import MemberAdmission
-from psdist_scheduler.members.demand import Demand
-from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.placement.join_proposals import Joins
 from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.snapshots.snapshots import Snapshots
@@ -77,7 +76,6 @@ class MembershipChanges:
         return effects + self._snapshots.runner.on_session(member, epoch, now)
 
     def close_session(self, event: ev.SessionClosed, now: float) -> list[ev.Effect]:
-        """A member's stream ended."""
         member_id = self._members.sessions.get(event.call)
         if not member_id:
             return []

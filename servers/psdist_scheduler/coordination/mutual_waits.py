@@ -68,7 +68,6 @@ class MutualWaits:
             self._calls[call] = activity
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
         self._calls.pop(call, None)
 
     def progress(self) -> tuple[list[Effect], list[int]]:
@@ -93,8 +92,6 @@ class MutualWaits:
                     session = self._members.sessions.of(wait.worker.member_id)
                     effects.append(Answer(session, MutualWait(wait.sequence, error)))
         return effects, calls
-
-    # --- inner --------------------------------------------------------------------------------------------------------
 
     def _waits(self) -> Iterator[WaitFor]:
         """All waits for other workers that are known."""

@@ -62,7 +62,6 @@ class GracefulShutdown:
         return []
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
         self._held.pop(call, None)
 
     def ask(self, now: float) -> list[Effect]:

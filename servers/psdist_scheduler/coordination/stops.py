@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 from psdist.consistency import BSP
 from psdist.types import ParametersMember
-from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent
+from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Wait
 from psdist_scheduler.events.records import Identity, Member, name_some
 from psdist_scheduler.events.worker_events import StopCommand, StopKind, StopReported
 from psdist_scheduler.members.membership import Membership
@@ -95,15 +95,12 @@ class Stops:
             if self.phase == before:
                 return effects + self._notify()
 
-    def waits(self) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait."""
+    def waits(self) -> Iterator[Wait]:
         match self.phase:
             case "asking" if busy := [worker for worker in self.members.workers if not self._has_answered(worker)]:
                 yield "stop", [], f"for {name_some(busy)} to say whether it is to end, too"
             case "holding" if busy := [worker for worker in self._stopping if self._get(worker).next is None]:
                 yield "stop", [], f"for {name_some(busy)} to say how far it is"
-
-    # --- inner --------------------------------------------------------------------------------------------------------
 
     def _step(self, now: float) -> list[Effect]:
         """One step on the way, if it can be made."""

@@ -62,7 +62,6 @@ class WaitingCalls:
         self._owners[call] = member_id
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
         self._owners.pop(call, None)
         self._told.pop(call, None)
 
@@ -79,8 +78,8 @@ class WaitingCalls:
                 case ev.Answer(call) | ev.Refuse(call):
                     self.end(call)
 
-    def report(self, waits: Iterable[tuple[str, list[int], str]], now: float) -> list[ev.Effect]:
-        """Tells the calls that wait why, and notes what has waited for long. waits: key, calls and reason of each."""
+    def report(self, waits: Iterable[ev.Wait], now: float) -> list[ev.Effect]:
+        """Tells the calls that wait why, and notes what has waited for long."""
         effects: list[ev.Effect] = []
         before, self._waits = self._waits, {}
         for key, calls, text in waits:
@@ -97,5 +96,4 @@ class WaitingCalls:
         return effects
 
     def validate(self) -> None:
-        """Asserts the invariant of the module's text."""
         assert self._told.keys() <= self._owners.keys(), "a call was told to wait that does not wait"

@@ -121,7 +121,6 @@ class LeasedDataset:
                 )
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         bounds = [bound for stretch in self._free for bound in stretch]
         assert all(low < high for low, high in pairwise(bounds)), f"free: {self._free}"
         assert not bounds or (bounds[0] >= 0 and bounds[-1] <= self.spec.places)
@@ -185,8 +184,6 @@ class LeasedDataset:
         self._leases.clear()
         self._attempts.clear()
         self.repeated, self.failed = position.repeated_ranges, position.failed_ranges
-
-    # --- inner --------------------------------------------------------------------------------------------------------
 
     def _put_back(self, place: int, attempt: int) -> None:
         if attempt:
@@ -257,7 +254,6 @@ class Datasets:
         return [Answer(event.call, self._get(event.dataset).standing)]
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         for dataset in self._all.values():
             dataset.validate()
 
@@ -359,8 +355,6 @@ class Datasets:
                 text = f"data set {name!r}: {_ranges(given_up)} given up, after {tries} workers were lost with each"
                 effects += [LogEvent(text, "warning"), *self._note_end(dataset)]
         return effects
-
-    # --- inner --------------------------------------------------------------------------------------------------------
 
     def _get(self, name: str) -> LeasedDataset:
         dataset = self._all.get(name)

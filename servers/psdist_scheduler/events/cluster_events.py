@@ -491,4 +491,6 @@ class LogEvent:
     level: Literal["info", "warning", "wait"] = "info"
 
 
+#: What calls wait for: its name, the calls, and the reason, a sentence that begins with "for".
+Wait = tuple[str, list[int], str]
 Effect = Persist | Publish | Attach | Broadcast | Answer | Refuse | Close | LogEvent | sn.StorageEffect

@@ -1,12 +1,12 @@
-"""Membership: who is a member of the run, under which id, rank and incarnation. Pure.
+"""Membership: who is a member of the run, under which id, rank and incarnation, and who is missing. Pure.
 
 A member is live from its registration until it leaves or is lost. Then another incarnation may register under its id.
 
 Invariants: there is at most one live member per id, and one live worker per rank. An incarnation is given once. Exactly
 the live members have a ``Liveness``.
 
-Not here: leases and sessions (``sessions``), which registrations are accepted (``admission``), how many members the
-run needs (``demand``), what follows from a loss (``cluster``).
+Not here: leases and sessions (``sessions``), which registrations are accepted (``admission``), what follows from a loss
+(``membership_changes``).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from psdist_scheduler.members.sessions import Sessions
 #: Why workers' incarnations ended when the run rolled back.
 WENT_BACK = "the run went back to a snapshot"
 _TEXT_CHARACTERS = 500
+#: The reason that workers give that leave when their work is done.
+_DONE = ("closed", "done")
 
 
 class Membership:
@@ -66,11 +68,9 @@ class Membership:
         return self._members.get(member_id)
 
     def by_session(self, call: int) -> Member | None:
-        """The member whose session this call is."""
         return self._members.get(self.sessions.get(call, ""))
 
     def is_live(self, member_id: str, incarnation: int) -> bool:
-        """Whether this incarnation of the member is live."""
         member = self._members.get(member_id)
         return member is not None and member.live and member.incarnation == incarnation
 
@@ -109,7 +109,6 @@ class Membership:
             )
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         live = [member for member in self._members.values() if member.live]
         assert sorted(m.member_id for m in live) == sorted(m.member_id for m in (*self.workers, *self.servers))
         assert {member.member_id for member in live} == self.sessions.liveness.keys(), "who is live has a liveness"
@@ -172,6 +171,57 @@ class Membership:
         live = [member for member in self._members.values() if member.live]
         self.workers = sorted((m for m in live if m.role == "worker"), key=lambda member: member.rank)
         self.servers = sorted((m for m in live if m.role == "server"), key=lambda member: member.member_id)
+
+
+class Demand:
+    """How many members one run needs, and whom it still waits for. servers_wanted: servers that it shall have; 0 if
+    none was set. Who starts and stops them is not decided here (``scaling``)."""
+
+    def __init__(self, settings: ClusterSettings, members: Membership, servers_wanted: int) -> None:
+        self._settings = settings
+        self._members = members
+        self.servers_wanted = servers_wanted
+        self.changed = False
+
+    @property
+    def workers_min(self) -> int:
+        """Workers that the run needs: those of the settings, or the largest world that a live worker names."""
+        world = max((worker.world_size for worker in self._members.workers), default=0)
+        return max(self._settings.workers_min, world)
+
+    @property
+    def servers_min(self) -> int:
+        """Servers that the run needs: those of the settings, without those that were drained, or fewer if fewer are
+        wanted by now, and one for each copy of a shard."""
+        least = self._settings.servers_min - sum(member.draining for member in self._members.all)
+        return max(min(least, self.servers_wanted or least), self._settings.replicas)
+
+    @property
+    def workers_in_service(self) -> int:
+        """Workers that live, and those that left when their work was done."""
+        workers = (member for member in self._members.all if member.role == "worker")
+        return sum(worker.live or (worker.state == "left" and worker.reason in _DONE) for worker in workers)
+
+    def shortage(self, begun: bool = False, servers: int | None = None, workers: int | None = None) -> str:
+        """What is missing before anything can begin, as a sentence that begins with "for"; empty if nothing is. Once a
+        run has begun, workers that left when they were done are not missed. ``servers``, ``workers``: so few are
+        enough."""
+        there = self.workers_in_service if begun else len(self._members.workers)
+        servers = self.servers_min if servers is None else servers
+        workers = self.workers_min if workers is None else workers
+        counts = (("server", servers, len(self._members.staying)), ("worker", workers, there))
+        for role, wanted, there in counts:
+            if there < wanted:
+                return f"for {f'{wanted - there} of {wanted} {role}s' if wanted > 1 else f'a {role}'} to register"
+        return ""
+
+    def want_servers(self, servers: int) -> None:
+        self.servers_wanted, self.changed = servers, True
+
+    def take_change(self) -> int | None:
+        """The wanted number of servers, if it changed since this was called last."""
+        changed, self.changed = self.changed, False
+        return self.servers_wanted if changed else None
 
 
 def _fate(member: Member) -> str:

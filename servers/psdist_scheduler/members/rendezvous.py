@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from psdist.errors import ClosedError, InvalidArgumentError, LimitExceededError
 from psdist.types import check_name
 from psdist.wire.limits import WORLD_MAX
-from psdist_scheduler.events.cluster_events import Answer, Effect, EnterRendezvous, Formed, LogEvent, Refuse
+from psdist_scheduler.events.cluster_events import Answer, Effect, EnterRendezvous, Formed, LogEvent, Refuse, Wait
 from psdist_scheduler.events.records import Node
 
 
@@ -43,7 +43,6 @@ class Rendezvous:
         return []
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
         for agent_id in [agent_id for agent_id, event in self._waiting.items() if event.call == call]:
             del self._waiting[agent_id]
 
@@ -67,13 +66,11 @@ class Rendezvous:
         changed, self.changed = self.changed, []
         return tuple(changed)
 
-    def waits(self, now: float) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait."""
+    def waits(self, now: float) -> Iterator[Wait]:
         if self._waiting:
             yield "rendezvous", [event.call for event in self._waiting.values()], self._missing(now)
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         ranks = [
             rank for node in self._nodes.values() for rank in range(node.first_rank, node.first_rank + node.processes)
         ]

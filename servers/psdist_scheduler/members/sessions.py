@@ -95,7 +95,6 @@ class Sessions(Mapping[int, str]):
         liveness.restored, liveness.seen, liveness.deadline = False, now, now + liveness.lease
 
     def on_heartbeat(self, event: Heartbeat, member_id: str, now: float) -> None:
-        """A member sends a heartbeat on its session."""
         self.refresh(member_id, now)
         liveness = self.liveness[member_id]
         liveness.epoch = event.epoch
@@ -124,6 +123,5 @@ class Sessions(Mapping[int, str]):
             liveness.deadline = max(liveness.deadline, fresh)
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         held = {liveness.session: id_ for id_, liveness in self.liveness.items() if liveness.session}
         assert held == self._members, "sessions and members disagree"

@@ -25,8 +25,7 @@ from psdist.types import ParametersEntry, ParametersMember, Replica, Shard, chec
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, Member, ParametersRecord, name_some
 from psdist_scheduler.events.snapshot_events import Loaded
-from psdist_scheduler.members.demand import Demand
-from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.placement import placement
 from psdist_scheduler.placement.join_proposals import Joins
 from psdist_scheduler.placement.parameters import REMEDY, ParameterSet, name_shards
@@ -88,7 +87,6 @@ class Creation:
         return [done, ev.LogEvent(f"{worker} uploaded the values of {name!r}")]
 
     def on_loaded(self, event: Loaded) -> list[ev.Effect]:
-        """A server has loaded shards from the snapshot."""
         p, server = self._registry.get(event.parameters), self._members.sessions.get(event.call, "")
         if p is None or p.record is None or p.record.committed or not self._resume.on_loaded(event, server, p.entry):
             return []
@@ -117,8 +115,7 @@ class Creation:
                     effects += self._prepare(p)
         return effects
 
-    def waits(self, now: float) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait."""
+    def waits(self, now: float) -> Iterator[ev.Wait]:
         for p in self._registry.all:
             key, calls = f"parameters {p.name}", [*p.creators, *p.describers]
             others = [call for call in calls if call != p.upload_call]
@@ -170,7 +167,6 @@ class Creation:
         return self._demand.shortage(begun=True, servers=servers, workers=workers)
 
     def _gather(self, p: ParameterSet, epoch: int) -> list[ev.Effect]:
-        """Places a parameter set."""
         assert p.spec is not None and p.layout is not None
         try:  # It may be another snapshot than when they asked, or none was known.
             self._resume.check(p.spec, p.layout)

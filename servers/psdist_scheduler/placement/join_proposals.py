@@ -24,7 +24,15 @@ from dataclasses import dataclass, field
 
 from psdist.consistency import ASP, BSP
 from psdist.types import ParametersEntry, ParametersMember, Replica
-from psdist_scheduler.events.cluster_events import Answer, Effect, JoinAnswered, JoinProposal, LogEvent, WithdrawJoin
+from psdist_scheduler.events.cluster_events import (
+    Answer,
+    Effect,
+    JoinAnswered,
+    JoinProposal,
+    LogEvent,
+    Wait,
+    WithdrawJoin,
+)
 from psdist_scheduler.events.records import Member, name_some
 from psdist_scheduler.events.worker_events import ResumePush
 from psdist_scheduler.members.membership import Membership
@@ -71,7 +79,6 @@ class Join:
 
     @property
     def missing(self) -> list[str]:
-        """Servers that have not accepted."""
         return [server for server in self.servers if server not in self.accepted]
 
     def propose(self, members: Membership) -> list[Effect]:
@@ -102,13 +109,11 @@ class Joins:
         self._by_worker: dict[tuple[str, str], Join] = {}
 
     def validate(self) -> None:
-        """Asserts that joins are of live workers, and not over."""
         for join in self._by_worker.values():
             assert self._members.is_live(*join.worker.identity), "a dead worker joins"
             assert self._get(join).entry.ready and join.missing, "a join that is over"
 
-    def waits(self) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait."""
+    def waits(self) -> Iterator[Wait]:
         for join in self._by_worker.values():
             calls = [call for call, worker in self._get(join).creators.items() if worker == join.worker]
             reason = f"for {name_some(join.missing)} to agree on step {join.proposed_step} of {join.parameters!r}"

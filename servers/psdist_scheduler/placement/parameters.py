@@ -106,7 +106,6 @@ class ParameterSet:
         return self.record is None and not self.creators and not self.describers
 
     def with_member(self, member: ParametersMember) -> tuple[ParametersMember, ...]:
-        """The members and one more, by rank."""
         return tuple(sorted((*self.entry.members, member), key=lambda m: m.rank))
 
     def next_uploader(self, members: Sequence[ParametersMember]) -> str:
@@ -131,7 +130,6 @@ class ParameterSet:
             raise SettingsMismatchError(f"settings differ from {whose}: {difference}; {remedy}")
 
     def validate(self, members: Membership) -> None:
-        """Asserts the invariants of the module's text."""
         assert not self.is_unused, f"{self.name} is kept for nobody"
         assert (self.spec is None) == (self.record is None and not self.creators), f"{self.name} has nobody's settings"
         if self.record is None:
@@ -159,7 +157,6 @@ class ParameterSet:
         return _add(self.describers, call, worker)
 
     def drop_call(self, call: int) -> None:
-        """The call does not wait any more."""
         for calls in (self.creators, self.resumes, self.describers):
             calls.pop(call, None)
         if self.record is None and not self.creators:

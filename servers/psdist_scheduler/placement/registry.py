@@ -52,7 +52,6 @@ class Registry:
         return bool(self._forgotten) or any(p.is_changed for p in self._all.values())
 
     def get(self, name: str) -> ParameterSet | None:
-        """The parameter set of this name, if anybody asked for it."""
         return self._all.get(name)
 
     @property
@@ -73,7 +72,6 @@ class Registry:
 
     @property
     def lost_owners(self) -> frozenset[str]:
-        """Ids of servers that lost shards lay on."""
         return frozenset(shard.primary.server_id for entry in self.entries for shard in entry.shards if shard.lost)
 
     def missing_replicas(self, p: ParameterSet) -> dict[str, list[int]]:
@@ -85,7 +83,6 @@ class Registry:
         return short
 
     def validate(self, members: Membership) -> None:
-        """Asserts the invariants of the module's text."""
         for p in self._all.values():
             p.validate(members)
             assert (p.name in self._placed) == (p.record is not None)
@@ -99,7 +96,6 @@ class Registry:
         return self._all.setdefault(name, ParameterSet(name))
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
         for p in list(self._all.values()):
             p.drop_call(call)
             if p.is_unused:

@@ -148,8 +148,6 @@ class ReplicaManager:
         what = f"being copied to {targets}" if targets else "waiting for a server that can hold the next"
         return f"{count} of {shards} shards have fewer than {wanted} copies: {what}"
 
-    # --- inner --------------------------------------------------------------------------------------------------------
-
     def _live(self, replica: Replica) -> bool:
         return self._members.is_live(replica.server_id, replica.incarnation)
 

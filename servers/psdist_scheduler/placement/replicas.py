@@ -38,7 +38,6 @@ class Holder:
 
     @property
     def id(self) -> str:
-        """Its id."""
         return self.replica.server_id
 
 
@@ -159,8 +158,6 @@ class PlacementPlan:
             self._set(move.parameters, move.number, move.shard)
             changed[move.parameters] = None
         return {name: tuple(self._now[name]) for name in changed}
-
-    # --- inner --------------------------------------------------------------------------------------------------------
 
     def _shards(self) -> Iterator[tuple[str, int, Shard]]:
         for name, shards in self._now.items():

@@ -16,8 +16,7 @@ from psdist.types import Replica, Shard
 from psdist.wire.limits import MEMBERS_MAX
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, Member, name_some
-from psdist_scheduler.members.demand import Demand
-from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.placement.registry import Registry
 
 #: A drain in progress is reported again after so long, so that a wait differs from a dead connection.
@@ -95,7 +94,6 @@ class Scaling:
         return []
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
         self._drains.pop(call, None)
         self._watchers.pop(call, None)
 
@@ -114,13 +112,11 @@ class Scaling:
                 effects.append(ev.Answer(call, news))
         return effects
 
-    def waits(self) -> Iterator[tuple[str, list[int], str]]:
+    def waits(self) -> Iterator[ev.Wait]:
         """Key, calls and reason of each wait. Those who wait for a drain are notified by ``progress``."""
         for server in self._members.servers:
             if server.draining and (left := len(self._held(server))):
                 yield f"drain {server}", [], self._text(server, left)
-
-    # --- inner --------------------------------------------------------------------------------------------------------
 
     def _mark(self, servers: list[Member]) -> list[ev.Effect]:
         fresh = [server for server in servers if not server.draining]

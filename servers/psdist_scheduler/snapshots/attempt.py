@@ -103,7 +103,6 @@ class Attempt:
 
     @property
     def workers(self) -> dict[Identity, None]:
-        """Those that are asked, each once."""
         return dict.fromkeys((*self.cut.marks, *self.kept.answers))
 
     @property
@@ -134,7 +133,6 @@ class Attempt:
         return f"for {name_some(list(late))} to write"
 
     def validate(self) -> None:
-        """Asserts that the phase fits what is known."""
         assert self.phase is AttemptPhase.COMMITTING or not self.cut.changed
         assert (None in self.servers.values()) <= (self.phase is AttemptPhase.PREPARING)
         assert self.phase <= AttemptPhase.MARKING or None not in self.cut.marks.values()
@@ -143,7 +141,6 @@ class Attempt:
     # --- what members report ------------------------------------------------------------------------------------------
 
     def touch(self, now: float) -> None:
-        """A member reported on it."""
         self.moved = now
 
     def awaits(self, server: str) -> bool:
@@ -151,7 +148,6 @@ class Attempt:
         return self.phase is AttemptPhase.PREPARING and self.servers.get(server, False) is None
 
     def on_prepared(self, event: sn.Prepared, server: str) -> None:
-        """A server that was asked has answered."""
         self.servers[server] = event.accepted
 
     def on_marked(self, event: sn.Marked, worker: Identity) -> dict[str, int]:

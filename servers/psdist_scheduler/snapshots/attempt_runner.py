@@ -1,7 +1,7 @@
 """Runs one attempt at a snapshot after another: begins it, follows it, and ends it. Pure.
 
 An attempt is given up when its cut has become impossible, because slices have passed it, or because primaries or, with
-marked pushes, members changed. Then the next one asks for a later cut at once (``tries``). If a server or the storage
+marked pushes, members changed. Then the next one asks for a later cut at once (``Tries``). If a server or the storage
 fails, the attempt has failed, and the next one comes at the next interval or request.
 
 Invariants: there is one attempt at a time. Numbers of attempts grow, over restarts too: they begin with the epoch. What
@@ -26,9 +26,7 @@ from psdist_scheduler.placement.parameters import ParameterSet
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 from psdist_scheduler.snapshots.catalog import Catalog
 from psdist_scheduler.snapshots.cut import AgreedCut
-from psdist_scheduler.snapshots.end_snapshot import EndSnapshot
-from psdist_scheduler.snapshots.schedule import DueSnapshot, SnapshotSchedule
-from psdist_scheduler.snapshots.tries import REFUSALS_MAX
+from psdist_scheduler.snapshots.schedule import REFUSALS_MAX, DueSnapshot, EndSnapshot, SnapshotSchedule
 from psdist_scheduler.snapshots.waiters import SnapshotWaiters, is_as_saved
 from psdist_scheduler.snapshots.worker_states import WorkerStateRegistry, WorkerStateUploads
 
@@ -75,11 +73,9 @@ class AttemptRunner:
         self._number = 0
 
     def is_current(self, attempt: int) -> bool:
-        """Whether this attempt is under way."""
         return self.attempt is not None and self.attempt.number == attempt
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         if self.attempt is not None:
             self.attempt.validate()
             assert self.attempt.number == self._number

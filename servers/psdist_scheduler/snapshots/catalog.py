@@ -61,7 +61,6 @@ class Catalog:
         return f"for the storage to say whether snapshot {directory} was committed" if directory else ""
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         numbers = [commit.sequence for commit in self.commits]
         assert numbers == sorted(set(numbers), reverse=True) and max(numbers, default=0) <= self.highest
 
@@ -118,7 +117,6 @@ class Catalog:
         return [sn.Prune(old, untidy)] if old or untidy else []
 
     def on_pruned(self, event: sn.Pruned) -> list[Effect]:
-        """Surplus snapshots are deleted."""
         self.commits = tuple(commit for commit in self.commits if commit.sequence not in event.sequences)
         if not event.error:
             return []

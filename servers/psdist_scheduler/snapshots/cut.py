@@ -36,7 +36,6 @@ class AgreedCut:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the parameter sets."""
         return tuple(p.name for p in self.parameters)
 
     @property

@@ -19,7 +19,7 @@ from typing import Final
 from psdist.errors import NoStorageError, SnapshotFailedError
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events.cluster_events import Effect, LogEvent
+from psdist_scheduler.events.cluster_events import Effect, LogEvent, Wait
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.membership import Membership
@@ -29,8 +29,7 @@ from psdist_scheduler.snapshots import waiters
 from psdist_scheduler.snapshots.attempt_runner import AttemptRunner
 from psdist_scheduler.snapshots.catalog import Catalog
 from psdist_scheduler.snapshots.cut import floor, is_stepped
-from psdist_scheduler.snapshots.end_snapshot import EndSnapshot, EndState
-from psdist_scheduler.snapshots.schedule import SnapshotSchedule
+from psdist_scheduler.snapshots.schedule import EndSnapshot, EndState, SnapshotSchedule
 from psdist_scheduler.snapshots.waiters import SnapshotWaiter, SnapshotWaiters
 
 _REASON_CHARACTERS: Final = 200
@@ -64,7 +63,6 @@ class Snapshots:
 
     @property
     def enabled(self) -> bool:
-        """Whether the run has a storage."""
         return bool(self._settings.storage)
 
     @property
@@ -84,7 +82,7 @@ class Snapshots:
         able = self.enabled and self.catalog.known and self._settings.policy.at_end and not self.catalog.replaced
         return able and not self._lacking and not self._registry.lost_text
 
-    def waits(self) -> Iterator[tuple[str, list[int], str]]:
+    def waits(self) -> Iterator[Wait]:
         """Key, calls and reason of each wait. The calls are notified by ``progress``."""
         attempt = self.runner.attempt
         if attempt is not None and (not attempt.ahead or attempt.reached):
@@ -93,7 +91,6 @@ class Snapshots:
             yield "snapshot", [], self._obstacle
 
     def validate(self) -> None:
-        """Asserts the invariants of all parts."""
         assert all(w.worker is None or self._members.is_live(*w.worker.identity) for w in self.waiters)
         self.catalog.validate()
         self.runner.validate()

@@ -73,7 +73,6 @@ class SnapshotWaiters:
         self._all[waiter.call] = waiter
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
         self._all.pop(call, None)
 
     def assign(self, attempt: int) -> None:

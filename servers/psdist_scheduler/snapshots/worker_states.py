@@ -7,7 +7,7 @@ when all of them are there. An attempt does not wait for a worker that is lost m
 Invariants: there is at most one file for each parameter set and rank. A state that is accepted was asked for, comes
 from the incarnation that was asked, and is from before the push that the cut names.
 
-Not here: the files (``worker_state_io``).
+Not here: the files (``snapshot_io``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class WorkerStateUploads:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Those who are asked."""
         return tuple(worker for worker, _ in self.answers)
 
     @property
@@ -104,7 +103,6 @@ class WorkerStateUploads:
         return sn.StatePlace(directory, "" if key in self._taken else file, worker.rank)
 
     def on_handed_in(self, event: sn.HandedIn) -> None:
-        """A file is durable."""
         key = event.worker, event.state.parameters
         if self._wanted.get(key) == event.state.next:
             self._taken.setdefault(key, event.state)
