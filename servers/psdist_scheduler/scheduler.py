@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -135,28 +135,25 @@ class Scheduler:
 
 def merge(changes: list[Persist]) -> Persist:
     """Several changes as one; of each thing the newest."""
-    members = {member.member_id: member for change in changes for member in change.members}
+
+    def newest(name: str, key: Callable[[Any], Any]) -> tuple[Any, ...]:
+        return tuple({key(item): item for change in changes for item in getattr(change, name)}.values())
+
     parameters: dict[str, ParametersRecord] = {}
     for change in changes:
         for name in change.forgotten:
             parameters.pop(name, None)
         parameters |= {record.entry.spec.name: record for record in change.parameters}
-    nodes = {node.agent_id: node for change in changes for node in change.nodes}
-    datasets = {record.spec.name: record for change in changes for record in change.datasets}
-    forgotten = {name: None for change in changes for name in change.forgotten}
-    wanted = next((c.servers_wanted for c in reversed(changes) if c.servers_wanted is not None), None)
-    base = next((c.base for c in reversed(changes) if c.base is not None), None)
-    barriers = {(record.worker_id, record.name): record for change in changes for record in change.barriers}
     return Persist(
         changes[-1].epoch,
-        members=tuple(members.values()),
+        members=newest("members", lambda member: member.member_id),
         parameters=tuple(parameters.values()),
-        nodes=tuple(nodes.values()),
-        servers_wanted=wanted,
-        datasets=tuple(datasets.values()),
-        forgotten=tuple(forgotten),
-        base=base,
-        barriers=tuple(barriers.values()),
+        nodes=newest("nodes", lambda node: node.agent_id),
+        servers_wanted=next((c.servers_wanted for c in reversed(changes) if c.servers_wanted is not None), None),
+        datasets=newest("datasets", lambda record: record.spec.name),
+        forgotten=newest("forgotten", lambda name: name),
+        base=next((c.base for c in reversed(changes) if c.base is not None), None),
+        barriers=newest("barriers", lambda record: (record.worker_id, record.name)),
     )
 
 

@@ -108,8 +108,7 @@ class DeferredLosses:
         return due
 
     def _is_gone(self, member: Member) -> bool:
-        live = self._members.is_live(member.member_id, member.incarnation)
-        return live and not self._members.sessions.of(member.member_id)
+        return self._members.is_live(*member.identity) and not self._members.sessions.of(member.member_id)
 
     def _must_wait(self, now: float) -> bool:
         patient = self._since is None or now - self._since < PATIENCE_SECONDS
@@ -119,8 +118,7 @@ class DeferredLosses:
         """Whether it is a server that has values which nobody else has."""
 
         def is_left(replica: Replica) -> bool:
-            live = self._members.is_live(replica.server_id, replica.incarnation)
-            return live and replica.server_id != member.member_id
+            return self._members.has(replica) and replica.server_id != member.member_id
 
         if member.role != "server":
             return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from psdist.errors import PsdistError
+from psdist.errors import ClosedError, PsdistError
 from psdist.types import ClusterMap, Layout, ParametersMember, ParametersSpec, Replica
 from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import snapshot_events as sn
@@ -225,31 +225,11 @@ class Tick:
     """Time has passed. Expected every ``ClusterSettings.tick_seconds``."""
 
 
-Event = (
-    Register
-    | SessionOpened
-    | SessionClosed
-    | Heartbeat
-    | we.Heard
-    | JoinAnswered
-    | ReplicaFilled
-    | ReplicaUnreachable
-    | Leave
-    | Create
-    | Describe
-    | CommitParameters
-    | EnterBarrier
-    | EnterRendezvous
-    | Drain
-    | Stop
-    | we.StopReported
-    | Scale
-    | WatchScale
-    | da.DataEvent
-    | sn.SnapshotEvent
-    | CallEnded
-    | Tick
-)
+MemberEvent = Register | SessionOpened | SessionClosed | Heartbeat | we.Heard | JoinAnswered | Leave | we.StopReported
+ReplicaEvent = ReplicaFilled | ReplicaUnreachable
+#: Calls that may wait.
+CallEvent = Create | Describe | CommitParameters | EnterBarrier | EnterRendezvous | Drain | Stop | Scale | WatchScale
+Event = MemberEvent | ReplicaEvent | CallEvent | da.DataEvent | sn.SnapshotEvent | CallEnded | Tick
 
 # --- answers to calls, and commands on sessions -----------------------------------------------------------------------
 
@@ -391,31 +371,12 @@ class ShardsLost:
 
 
 News = MemberLost | ShardsLost | sn.RolledBack
-Value = (
-    Waiting
-    | Registered
-    | Upload
-    | ParametersReady
-    | Described
-    | Done
-    | Withdrawn
-    | da.DatasetStanding
-    | da.RangeGiven
-    | Formed
-    | JoinProposal
-    | WithdrawJoin
-    | we.MutualWait
-    | we.StopCommand
-    | Draining
-    | Drained
-    | Scaled
-    | ScaleNews
-    | sn.Saving
-    | sn.Saved
-    | sn.StatePlace
-    | sn.StateSource
-    | sn.SnapshotCommand
-)
+#: Answers that others follow upon, and last answers.
+Interim = Waiting | Upload | Draining | ScaleNews | sn.Saving
+Last = Registered | ParametersReady | Described | Done | Withdrawn | Formed | Drained | Scaled | sn.Saved
+DataAnswer = da.DatasetStanding | da.RangeGiven | sn.StatePlace | sn.StateSource
+Command = JoinProposal | WithdrawJoin | we.MutualWait | we.StopCommand | sn.SnapshotCommand
+Value = Interim | Last | DataAnswer | Command
 
 # --- effects ----------------------------------------------------------------------------------------------------------
 
@@ -474,6 +435,11 @@ class Refuse:
 
     call: int
     error: PsdistError
+
+
+def refuse_older(call: int, who: object) -> Refuse:
+    """Ends the call of one who asks for the same thing again, because that call broke."""
+    return Refuse(call, ClosedError(f"{who} asked again on a newer call, which replaces this one"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from psdist.errors import ClosedError, InvalidArgumentError
+from psdist.errors import InvalidArgumentError
 from psdist.types import check_name
 from psdist.wire.limits import BARRIER_NAMES_MAX, BARRIERS_PASSED_MAX
-from psdist_scheduler.events.cluster_events import Answer, Done, Effect, EnterBarrier, Refuse, Wait, Withdrawn
+from psdist_scheduler.events.cluster_events import Answer, Done, Effect, EnterBarrier, Wait, Withdrawn, refuse_older
 from psdist_scheduler.events.records import BarrierRecord, Member, name_some
 from psdist_scheduler.members.membership import Demand, Membership
 
@@ -69,7 +69,7 @@ class Barriers:
             return [Answer(event.call, Withdrawn())]
         waiting = self._rounds.get(name, {})
         older = waiting.pop(worker.member_id, None)
-        effects: list[Effect] = [_replaced(older)] if older is not None else []
+        effects: list[Effect] = [refuse_older(older.call, worker.member_id)] if older is not None else []
         if self._has_passed(event, worker):
             effects.append(Answer(event.call, Done()))
         elif event.withdraw:
@@ -160,8 +160,3 @@ class Barriers:
 def _keep_newest(by_name: dict[str, Any]) -> None:
     while len(by_name) > BARRIER_NAMES_MAX:
         del by_name[next(iter(by_name))]
-
-
-def _replaced(arrival: Arrival) -> Refuse:
-    text = f"{arrival.worker.member_id} asked again on a newer call, which replaces this one"
-    return Refuse(arrival.call, ClosedError(text))

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from psdist.errors import FencedError, InvalidArgumentError, WrongRunError
+from psdist.types import Replica
 from psdist_scheduler.events.records import ClusterSettings, Identity, Member, Role
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.sessions import Sessions
@@ -73,6 +74,10 @@ class Membership:
     def is_live(self, member_id: str, incarnation: int) -> bool:
         member = self._members.get(member_id)
         return member is not None and member.live and member.incarnation == incarnation
+
+    def has(self, replica: Replica) -> bool:
+        """Whether this incarnation of a server is live."""
+        return self.is_live(replica.server_id, replica.incarnation)
 
     def was_lost(self, member_id: str, incarnation: int) -> bool:
         """Whether this incarnation of the member ended without its having left."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from psdist.errors import ClosedError, InvalidArgumentError, LimitExceededError
+from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.types import check_name
 from psdist.wire.limits import WORLD_MAX
-from psdist_scheduler.events.cluster_events import Answer, Effect, EnterRendezvous, Formed, LogEvent, Refuse, Wait
+from psdist_scheduler.events.cluster_events import Answer, Effect, EnterRendezvous, Formed, LogEvent, Wait, refuse_older
 from psdist_scheduler.events.records import Node
 
 
@@ -37,7 +37,7 @@ class Rendezvous:
         older = self._waiting.get(event.agent_id)
         if older is not None:
             self._waiting[event.agent_id] = event
-            return [_replaced(older.call, event.agent_id)]
+            return [refuse_older(older.call, event.agent_id)]
         self._waiting[event.agent_id] = event
         self._last_arrival = now
         return []
@@ -146,7 +146,3 @@ class Rendezvous:
 
     def _formed(self, call: int, node: Node) -> Answer:
         return Answer(call, Formed(node, len(self._nodes), self._world_size))
-
-
-def _replaced(call: int, who: str) -> Refuse:
-    return Refuse(call, ClosedError(f"{who} asked again on a newer call, which replaces this one"))

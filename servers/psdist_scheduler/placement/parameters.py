@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from psdist.consistency import BSP
-from psdist.errors import ClosedError, LayoutMismatchError, SettingsMismatchError
+from psdist.errors import LayoutMismatchError, SettingsMismatchError
 from psdist.types import Layout, ParametersEntry, ParametersMember, ParametersSpec, Shard
 from psdist.wire.limits import DEPARTED_MAX
-from psdist_scheduler.events.cluster_events import Create, Effect, Refuse
-from psdist_scheduler.events.records import Member, ParametersRecord
+from psdist_scheduler.events.cluster_events import Create, Effect, refuse_older
+from psdist_scheduler.events.records import Member, ParametersRecord, group
 from psdist_scheduler.events.worker_events import ResumePush
 from psdist_scheduler.members.membership import Membership
 
@@ -94,10 +94,8 @@ class ParameterSet:
     @property
     def lost(self) -> str:
         """A sentence about the shards that are lost with their servers; empty if none are."""
-        gone: dict[str, list[int]] = {}
-        for number, shard in enumerate(self.entry.shards if self.record else ()):
-            if shard.lost:
-                gone.setdefault(shard.primary.server_id, []).append(number)
+        shards = self.entry.shards if self.record else ()
+        gone = group((shard.primary.server_id, number) for number, shard in enumerate(shards) if shard.lost)
         return "; ".join(f"{owner} held {name_shards(n)} of {self.name!r} alone" for owner, n in gone.items())
 
     @property
@@ -116,7 +114,7 @@ class ParameterSet:
 
     def has_place(self, members: Membership) -> bool:
         """Whether there are servers that values can be put on: all may have gone before there were any."""
-        return all(members.is_live(s.primary.server_id, s.primary.incarnation) for s in self.entry.shards)
+        return all(members.has(shard.primary) for shard in self.entry.shards)
 
     def check_same(self, event: Create) -> None:
         """Raises LayoutMismatchError or SettingsMismatchError where ``event`` asks for others of this name."""
@@ -216,8 +214,7 @@ def _add(calls: dict[int, Member], call: int, worker: Member) -> list[Effect]:
     for call_before in older:
         del calls[call_before]
     calls[call] = worker
-    text = f"{worker} asked again on a newer call, which replaces this one"
-    return [Refuse(call, ClosedError(text)) for call in older]
+    return [refuse_older(call, worker) for call in older]
 
 
 def name_shards(numbers: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from psdist.errors import LimitExceededError
 from psdist.types import ParametersEntry
 from psdist.wire.limits import PARAMETERS_MAX
-from psdist_scheduler.events.records import ClusterSettings, ParametersRecord
+from psdist_scheduler.events.records import ClusterSettings, ParametersRecord, group
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import replicas
 from psdist_scheduler.placement.parameters import REMEDY, ParameterSet
@@ -76,11 +76,11 @@ class Registry:
 
     def missing_replicas(self, p: ParameterSet) -> dict[str, list[int]]:
         """Shards with fewer complete copies than wanted, by the server that is to hold the next; "" if none is."""
-        short: dict[str, list[int]] = {}
-        for number, shard in enumerate(p.entry.shards if p.record else ()):
-            if not shard.lost and len(replicas.complete(shard)) < self._replicas:
-                short.setdefault(shard.filling[0].server_id if shard.filling else "", []).append(number)
-        return short
+        return group(
+            (shard.filling[0].server_id if shard.filling else "", number)
+            for number, shard in enumerate(p.entry.shards if p.record else ())
+            if not shard.lost and len(replicas.complete(shard)) < self._replicas
+        )
 
     def validate(self, members: Membership) -> None:
         for p in self._all.values():

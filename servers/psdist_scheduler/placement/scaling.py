@@ -61,7 +61,7 @@ class Scaling:
                 server_id=member.member_id,
             )
         # One that holds nothing is marked too: nothing is to be placed on what is about to be stopped.
-        self._drains[event.call] = _Drain(Replica(member.member_id, member.incarnation), held)
+        self._drains[event.call] = _Drain(member.replica, held)
         return self._mark([member])
 
     def scale(self, event: ev.Scale) -> list[ev.Effect]:
@@ -126,7 +126,7 @@ class Scaling:
 
     def _go_on(self, call: int, drain: _Drain, now: float) -> list[ev.Effect]:
         server = self._members.get(drain.server.server_id)
-        if server is None or not self._members.is_live(drain.server.server_id, drain.server.incarnation):
+        if server is None or not self._members.has(drain.server):
             del self._drains[call]
             if self._has_lost(drain.server):
                 return [ev.Refuse(call, ServerLostError(f"{drain.server} was lost before all was moved away from it"))]
@@ -151,13 +151,12 @@ class Scaling:
 
     def _held(self, server: Member, worth: bool = False) -> list[Shard]:
         """Shards that a server has or gets a copy of. ``worth``: without values that nobody is left to upload."""
-        replica = Replica(server.member_id, server.incarnation)
         return [
             shard
             for entry in self._registry.entries
             if not worth or entry.ready or self._members.workers
             for shard in entry.shards
-            if not shard.lost and replica in shard.replicas
+            if not shard.lost and server.replica in shard.replicas
         ]
 
     def _has_lost(self, replica: Replica) -> bool:
