@@ -16,6 +16,7 @@ Not here: what is in doubt (``catalog``), what follows from a loss (``replica_ma
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 from psdist.errors import DuplicateMemberError
@@ -34,17 +35,17 @@ PATIENCE_SECONDS: Final = 30.0
 Losses = list[tuple[str, str]]
 
 
+@dataclass(slots=True)
 class DeferredLosses:
     """Servers of one run that are gone and still count as members."""
 
-    def __init__(self, registry: Registry, members: Membership, snapshots: Snapshots) -> None:
-        self._registry = registry
-        self._members = members
-        self._snapshots = snapshots
-        #: By id, the incarnation that is gone, and why.
-        self._deferred: dict[str, tuple[Member, str]] = {}
-        #: When the first was put off since the newest snapshot was known last.
-        self._since: float | None = None
+    _registry: Registry
+    _members: Membership
+    _snapshots: Snapshots
+    #: By id, the incarnation that is gone, and why.
+    _deferred: dict[str, tuple[Member, str]] = field(default_factory=dict)
+    #: When the first was put off since the newest snapshot was known last.
+    _since: float | None = None
 
     @property
     def wait(self) -> str:

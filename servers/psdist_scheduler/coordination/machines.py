@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from psdist_scheduler.coordination.deferred_losses import DeferredLosses
 from psdist_scheduler.coordination.membership_changes import MembershipChanges
 from psdist_scheduler.coordination.mutual_waits import MutualWaits
 from psdist_scheduler.coordination.rollback import Rollback
@@ -17,6 +18,7 @@ from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events.cluster_events import Persist, Wait
 from psdist_scheduler.events.records import ClusterSettings, StoredState
 from psdist_scheduler.events.snapshot_events import History
+from psdist_scheduler.members.admission import MemberAdmission
 from psdist_scheduler.members.barriers import Barriers
 from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.members.rendezvous import Rendezvous
@@ -73,7 +75,7 @@ class Machines:
         demand = Demand(settings, members, stored.servers_wanted)
         registry = Registry(settings, stored.parameters, epoch + 1, resume)
         joins = Joins(registry, members, (epoch + 1) << _COMMANDS_BITS)
-        creation = Creation(settings, registry, members, demand, joins)
+        creation = Creation(settings, registry, resume, members, demand, joins)
         replica_manager = ReplicaManager(settings, registry, members)
         scaling = Scaling(settings, registry, members, demand)
         datasets = Datasets(stored.datasets, resume)
@@ -81,7 +83,10 @@ class Machines:
         rollback = Rollback(registry, joins, members, datasets, snapshots)
         shutdown = GracefulShutdown(settings, registry, members, snapshots, scaling)
         stops = Stops(members, registry, snapshots, epoch << _COMMANDS_BITS)
-        changes = MembershipChanges(settings, members, demand, registry, joins, snapshots, stops, now)
+        admission, deferred = MemberAdmission(settings, members), DeferredLosses(registry, members, snapshots)
+        changes = MembershipChanges(
+            settings, members, demand, registry, joins, snapshots, stops, admission, deferred, now
+        )
         barriers = Barriers(members, demand, stored.barriers)
         mutual_waits = MutualWaits(members, registry, barriers)
         rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, now)

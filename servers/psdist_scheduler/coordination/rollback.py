@@ -16,6 +16,8 @@ Not here: loading (``restore_point``), finding snapshots in the storage (``snaps
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events.cluster_events import Broadcast, Close, Effect, LogEvent
 from psdist_scheduler.events.records import group
@@ -28,17 +30,15 @@ from psdist_scheduler.placement.replicas import after_loss
 from psdist_scheduler.snapshots.snapshots import Snapshots
 
 
+@dataclass(slots=True)
 class Rollback:
     """What has to be done to all parts of a run."""
 
-    def __init__(
-        self, registry: Registry, joins: Joins, members: Membership, datasets: Datasets, snapshots: Snapshots
-    ) -> None:
-        self._registry = registry
-        self._joins = joins
-        self._members = members
-        self._datasets = datasets
-        self._snapshots = snapshots
+    _registry: Registry
+    _joins: Joins
+    _members: Membership
+    _datasets: Datasets
+    _snapshots: Snapshots
 
     def if_lost(self, epoch: int, now: float) -> list[Effect]:
         """Goes back, if there is need and a way. ``epoch``: the one that will show it."""

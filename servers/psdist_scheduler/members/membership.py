@@ -12,7 +12,7 @@ Not here: leases and sessions (``sessions``), which registrations are accepted (
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from psdist.errors import FencedError, InvalidArgumentError, WrongRunError
 from psdist.types import Replica
@@ -178,15 +178,15 @@ class Membership:
         self.servers = sorted((m for m in live if m.role == "server"), key=lambda member: member.member_id)
 
 
+@dataclass(slots=True)
 class Demand:
     """How many members one run needs, and whom it still waits for. servers_wanted: servers that it shall have; 0 if
     none was set. Who starts and stops them is not decided here (``scaling``)."""
 
-    def __init__(self, settings: ClusterSettings, members: Membership, servers_wanted: int) -> None:
-        self._settings = settings
-        self._members = members
-        self.servers_wanted = servers_wanted
-        self.changed = False
+    _settings: ClusterSettings
+    _members: Membership
+    servers_wanted: int
+    changed: bool = False
 
     @property
     def workers_min(self) -> int:

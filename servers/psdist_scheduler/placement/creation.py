@@ -18,7 +18,7 @@ Not here: which server gets a shard (``placement``), who holds it later (``repli
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from psdist.errors import NotMemberError, PsdistError, ServerLostError, StaleEpochError, UnknownParametersError
 from psdist.types import ParametersEntry, ParametersMember, Replica, Shard, check_name
@@ -30,21 +30,19 @@ from psdist_scheduler.placement import placement
 from psdist_scheduler.placement.join_proposals import Joins
 from psdist_scheduler.placement.parameters import REMEDY, ParameterSet, name_shards
 from psdist_scheduler.placement.registry import Registry
-from psdist_scheduler.placement.restore_point import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS
+from psdist_scheduler.placement.restore_point import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS, Resume
 
 
+@dataclass(slots=True)
 class Creation:
     """Workers' requests for parameter sets of one run."""
 
-    def __init__(
-        self, settings: ClusterSettings, registry: Registry, members: Membership, demand: Demand, joins: Joins
-    ) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._resume = registry.resume
-        self._members = members
-        self._demand = demand
-        self.joins = joins
+    _settings: ClusterSettings
+    _registry: Registry
+    _resume: Resume
+    _members: Membership
+    _demand: Demand
+    joins: Joins
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

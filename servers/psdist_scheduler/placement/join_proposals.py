@@ -99,14 +99,14 @@ class Join:
         return [Answer(session, news) for session in sessions if session]
 
 
+@dataclass(slots=True)
 class Joins:
     """All joins in progress. They are numbered from ``first_proposal_id`` on."""
 
-    def __init__(self, registry: Registry, members: Membership, first_proposal_id: int) -> None:
-        self._registry = registry
-        self._members = members
-        self._next_id = first_proposal_id
-        self._by_worker: dict[tuple[str, str], Join] = {}
+    _registry: Registry
+    _members: Membership
+    _next_id: int
+    _by_worker: dict[tuple[str, str], Join] = field(default_factory=dict)
 
     def validate(self) -> None:
         for join in self._by_worker.values():

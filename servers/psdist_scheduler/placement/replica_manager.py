@@ -9,6 +9,7 @@ Not here: which change is due (``replicas``), who is live (``membership``), epoc
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from psdist.types import Replica, Shard
 from psdist_scheduler.events import cluster_events as ev
@@ -22,29 +23,29 @@ from psdist_scheduler.placement.registry import Registry
 _Place = tuple[str, int, Replica]
 
 
+@dataclass(slots=True)
 class ReplicaManager:
     """Who holds which shard, from now on."""
 
-    def __init__(self, settings: ClusterSettings, registry: Registry, members: Membership) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._members = members
-        #: Where a primary could not reach a replica, and until when that server is not tried again in this place.
-        self._unreachable: dict[_Place, float] = {}
-        #: Backups that their primary cannot reach, with its term and its reason.
-        self._doubted: dict[_Place, tuple[int, str]] = {}
-        #: Shards that servers must know as the next epoch shows them, before more becomes of them.
-        self._fresh: set[tuple[str, int]] = set()
-        #: Those that were fresh, and the epoch that showed them; the others were shown by the first epoch of this
-        #: scheduler.
-        self._shown: dict[tuple[str, int], int] = {}
-        self._first_epoch = 0
-        #: The epoch of the map that each server confirmed.
-        self._confirmed: dict[str, int] = {}
-        #: Whether something may be due though nothing changes: after a restart, or after what was ``fresh``.
-        self._due = True
-        #: Whether something is due as soon as servers know what was shown.
-        self._held_up = False
+    _settings: ClusterSettings
+    _registry: Registry
+    _members: Membership
+    #: Where a primary could not reach a replica, and until when that server is not tried again in this place.
+    _unreachable: dict[_Place, float] = field(default_factory=dict)
+    #: Backups that their primary cannot reach, with its term and its reason.
+    _doubted: dict[_Place, tuple[int, str]] = field(default_factory=dict)
+    #: Shards that servers must know as the next epoch shows them, before more becomes of them.
+    _fresh: set[tuple[str, int]] = field(default_factory=set)
+    #: Those that were fresh, and the epoch that showed them; the others were shown by the first epoch of this
+    #: scheduler.
+    _shown: dict[tuple[str, int], int] = field(default_factory=dict)
+    _first_epoch: int = 0
+    #: The epoch of the map that each server confirmed.
+    _confirmed: dict[str, int] = field(default_factory=dict)
+    #: Whether something may be due though nothing changes: after a restart, or after what was ``fresh``.
+    _due: bool = True
+    #: Whether something is due as soon as servers know what was shown.
+    _held_up: bool = False
 
     def lose(self, epoch: int) -> list[ev.Effect]:
         """Shards go on without the servers that are gone, or are lost with them. ``epoch`` is the one that shows it."""

@@ -9,7 +9,7 @@ Not here: who starts and stops servers (launchers do), which shard moves where (
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from psdist.errors import InvalidArgumentError, LimitExceededError, ServerLostError
 from psdist.types import Replica, Shard
@@ -33,17 +33,17 @@ class _Drain:
     told_at: float = 0.0
 
 
+@dataclass(slots=True)
 class Scaling:
     """Drains in progress, and those who watch."""
 
-    def __init__(self, settings: ClusterSettings, registry: Registry, members: Membership, demand: Demand) -> None:
-        self._demand = demand
-        self._settings = settings
-        self._registry = registry
-        self._members = members
-        self._drains: dict[int, _Drain] = {}
-        #: What each watching call was sent last.
-        self._watchers: dict[int, ev.ScaleNews | None] = {}
+    _settings: ClusterSettings
+    _registry: Registry
+    _members: Membership
+    _demand: Demand
+    _drains: dict[int, _Drain] = field(default_factory=dict)
+    #: What each watching call was sent last.
+    _watchers: dict[int, ev.ScaleNews | None] = field(default_factory=dict)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

@@ -45,32 +45,23 @@ class SnapshotFailures:
     at: float = 0.0
 
 
+@dataclass(slots=True)
 class AttemptRunner:
     """The attempt under way, if there is one, and what became of those before it."""
 
-    def __init__(
-        self,
-        settings: ClusterSettings,
-        members: Membership,
-        datasets: Datasets,
-        catalog: Catalog,
-        schedule: SnapshotSchedule,
-        waiters: SnapshotWaiters,
-        end_snapshot: EndSnapshot,
-    ) -> None:
-        self._settings = settings
-        self._members = members
-        self._datasets = datasets
-        self._catalog = catalog
-        self._schedule = schedule
-        self._waiters = waiters
-        self._end_snapshot = end_snapshot
-        self.states = WorkerStateRegistry(members)
-        self.attempt: Attempt | None = None
-        self.failures = SnapshotFailures()
-        #: When the attempt was begun whose snapshot was the last to have everything.
-        self.saved_at = float("-inf")
-        self._number = 0
+    _settings: ClusterSettings
+    _members: Membership
+    _datasets: Datasets
+    _catalog: Catalog
+    _schedule: SnapshotSchedule
+    _waiters: SnapshotWaiters
+    _end_snapshot: EndSnapshot
+    states: WorkerStateRegistry
+    attempt: Attempt | None = None
+    failures: SnapshotFailures = SnapshotFailures()
+    #: When the attempt was begun whose snapshot was the last to have everything.
+    saved_at: float = float("-inf")
+    _number: int = 0
 
     def is_current(self, attempt: int) -> bool:
         return self.attempt is not None and self.attempt.number == attempt

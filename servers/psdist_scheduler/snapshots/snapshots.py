@@ -31,6 +31,7 @@ from psdist_scheduler.snapshots.catalog import Catalog
 from psdist_scheduler.snapshots.cut import floor, is_stepped
 from psdist_scheduler.snapshots.schedule import EndSnapshot, EndState, SnapshotSchedule
 from psdist_scheduler.snapshots.waiters import SnapshotWaiter, SnapshotWaiters
+from psdist_scheduler.snapshots.worker_states import WorkerStateRegistry
 
 _REASON_CHARACTERS: Final = 200
 
@@ -55,9 +56,8 @@ class Snapshots:
         self.schedule = SnapshotSchedule(settings.policy, now)
         self.waiters = SnapshotWaiters()
         self.end_snapshot = EndSnapshot()
-        self.runner = AttemptRunner(
-            settings, members, datasets, self.catalog, self.schedule, self.waiters, self.end_snapshot
-        )
+        parts = (self.catalog, self.schedule, self.waiters, self.end_snapshot, WorkerStateRegistry(members))
+        self.runner = AttemptRunner(settings, members, datasets, *parts)
 
     # --- questions ----------------------------------------------------------------------------------------------------
 

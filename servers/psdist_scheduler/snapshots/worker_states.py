@@ -108,12 +108,12 @@ class WorkerStateUploads:
             self._taken.setdefault(key, event.state)
 
 
+@dataclass(slots=True)
 class WorkerStateRegistry:
     """The workers that keep states, and of which parameter sets."""
 
-    def __init__(self, members: Membership) -> None:
-        self._members = members
-        self._names: dict[Identity, tuple[str, ...]] = {}
+    _members: Membership
+    _names: dict[Identity, tuple[str, ...]] = field(default_factory=dict)
 
     def of(self, parameters: Iterable[ParameterSet]) -> list[Identity]:
         """Live members of these parameter sets that keep states of them."""
