@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
@@ -15,27 +15,15 @@ from psdist_scheduler.events.records import Member
 
 def status(
     cluster: Cluster,
-    epoch: int,
     statistics: Mapping[str, server_pb2.GetStatisticsResponse],
     connections: Mapping[str, Sequence[pb.Connection]],
-    events: Iterable[tuple[float, str]],
-    version: str,
-    uptime_seconds: float,
     now: float,
 ) -> pb.GetStatusResponse:
-    """The whole report.
-
-    epoch: of the map that was published last.
-    statistics: of servers, in their last heartbeat, by id.
-    connections: how workers reach servers, by their last report, by id.
-    events: seconds since 1970 and text, the newest last.
-    """
+    """What the machine knows. ``statistics`` of servers, and ``connections`` of workers to servers, are those of their
+    last heartbeats, by id."""
     return pb.GetStatusResponse(
         run_id=cluster.settings.run_id,
-        psdist_version=version,
-        epoch=epoch,
         phase=cluster.phase,
-        uptime_seconds=uptime_seconds,
         workers_min=cluster.demand.workers_min,
         servers_min=cluster.demand.servers_min,
         servers_wanted=cluster.demand.servers_wanted,
@@ -55,7 +43,6 @@ def status(
         waiting_for=cluster.waits,
         datasets=[messages.dataset(standing) for standing in cluster.datasets.standings],
         snapshots=_snapshots(cluster, now) if cluster.snapshots.enabled else None,
-        events=[pb.EventStatus(time=time, text=text) for time, text in events],
     )
 
 

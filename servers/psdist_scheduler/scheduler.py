@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import psdist
+from psdist import __version__
 from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
@@ -98,10 +98,11 @@ class Scheduler:
 
     def status(self) -> pb.GetStatusResponse:
         now = self._loop.time()
-        epoch, uptime = self.calls.map.epoch, now - self.started
-        return report.status(
-            self.cluster, epoch, self._statistics, self._connections, self.events, psdist.__version__, uptime, now
-        )
+        status = report.status(self.cluster, self._statistics, self._connections, now)
+        status.psdist_version, status.epoch = __version__, self.calls.map.epoch
+        status.uptime_seconds = now - self.started
+        status.events.extend(pb.EventStatus(time=at, text=text) for at, text in self.events)
+        return status
 
     def keep_report(self, call: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
         """Keeps what the status report shows of a member's heartbeat on its session ``call``."""

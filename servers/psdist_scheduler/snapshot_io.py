@@ -72,29 +72,24 @@ async def read_history(storage: Storage, run_id: str = "", base: str = "", bad: 
             raise record.error  # Not readable now, or of a newer format: no reason to go on from an older one.
     skipped = [f"{record.path}: {record.error}" for record in records if not isinstance(record, CommitRecord)]
     highest = max((layout.commit_sequence(r.path) or 0 for r in records), default=0)
-    newest = None
+    newest = base_found = None
     for commit in commits:
-        if commit.directory in bad:
-            continue
-        try:
-            newest = await _load(storage, commit)
-            break
-        except (SnapshotCorruptError, UnknownSnapshotError) as error:
-            skipped.append(f"{commit.directory}: {error}")
-    wanted = next((commit for commit in commits if base and commit.directory == base), None)
-    found_base = None
-    if wanted is not None and base not in bad:
-        try:
-            found_base = await _load(storage, wanted)
-        except (SnapshotCorruptError, UnknownSnapshotError) as error:
-            skipped.append(f"{base}: {error}")
-    return sn.History(commits, highest, newest, tuple(dict.fromkeys(skipped)), found_base)
+        if newest is None and commit.directory not in bad:
+            newest = await _load(storage, commit, skipped)
+        if base and commit.directory == base and base not in bad:
+            base_found = await _load(storage, commit, skipped)
+    return sn.History(commits, highest, newest, tuple(dict.fromkeys(skipped)), base_found)
 
 
-async def _load(storage: Storage, commit: CommitRecord) -> sn.CommitFound:
-    manifest = await reader.load_manifest(storage, commit)
-    await reader.check_files(storage, manifest)
-    return sn.CommitFound(commit, manifest)
+async def _load(storage: Storage, commit: CommitRecord, skipped: list[str]) -> sn.CommitFound | None:
+    """A snapshot, if it can be read; else ``skipped`` says why not. Raises StorageError."""
+    try:
+        manifest = await reader.load_manifest(storage, commit)
+        await reader.check_files(storage, manifest)
+        return sn.CommitFound(commit, manifest)
+    except (SnapshotCorruptError, UnknownSnapshotError) as error:
+        skipped.append(f"{commit.directory}: {error}")
+        return None
 
 
 def check_fresh(history: sn.History, url: str) -> None:

@@ -58,9 +58,12 @@ CREATE TABLE barriers (
   PRIMARY KEY (worker_id, name));
 CREATE TABLE datasets (name TEXT PRIMARY KEY, spec BLOB NOT NULL, state TEXT NOT NULL);
 """
+_READ_PARAMETERS = "SELECT entry, uploader, committed, layout FROM parameters ORDER BY number"
+_READ_DATASETS = "SELECT spec, state FROM datasets ORDER BY rowid"
 #: Of a data set's settings nothing ever changes.
 _WRITE_DATASET = "INSERT INTO datasets VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET state = excluded.state"
-
+#: The newest get the highest rowid.
+_WRITE_BARRIER = "INSERT OR REPLACE INTO barriers (worker_id, name, origin, passed) VALUES (?, ?, ?, ?)"
 #: As ``Barriers`` does.
 _FORGET_BARRIERS = (
     "DELETE FROM barriers WHERE worker_id = ? AND rowid NOT IN "
@@ -112,16 +115,9 @@ class SqliteStore(Store):
                 run_id=self.run_id,
                 epoch=epoch,
                 members=tuple(_member(*row) for row in self._rows("members", Member)),
-                parameters=tuple(
-                    _parameters(*row)
-                    for row in self._db.execute(
-                        "SELECT entry, uploader, committed, layout FROM parameters ORDER BY number"
-                    )
-                ),
+                parameters=tuple(_parameters(*row) for row in self._db.execute(_READ_PARAMETERS)),
                 nodes=tuple(Node(*row) for row in self._rows("nodes", Node)),
-                datasets=tuple(
-                    _dataset(*row) for row in self._db.execute("SELECT spec, state FROM datasets ORDER BY rowid")
-                ),
+                datasets=tuple(_dataset(*row) for row in self._db.execute(_READ_DATASETS)),
                 servers_wanted=servers_wanted,
                 base=_base(*base),
                 barriers=tuple(BarrierRecord(*row) for row in self._rows("barriers", BarrierRecord)),
@@ -136,12 +132,9 @@ class SqliteStore(Store):
                 "UPDATE run SET epoch = ?, servers_wanted = coalesce(?, servers_wanted)",
                 (changes.epoch, changes.servers_wanted),
             )
-            self._db.executemany(_upsert("members", Member), [astuple(member) for member in changes.members])
-            self._db.executemany(_upsert("nodes", Node), [astuple(node) for node in changes.nodes])
-            self._db.executemany(
-                f"INSERT OR REPLACE INTO barriers ({_columns(BarrierRecord)}) VALUES (?, ?, ?, ?)",
-                [astuple(record) for record in changes.barriers],
-            )
+            self._db.executemany(_upsert("members", Member), map(astuple, changes.members))
+            self._db.executemany(_upsert("nodes", Node), map(astuple, changes.nodes))
+            self._db.executemany(_WRITE_BARRIER, map(astuple, changes.barriers))
             self._db.executemany(_FORGET_BARRIERS, [(r.worker_id, r.worker_id) for r in changes.barriers])
             self._db.executemany(_WRITE_DATASET, [_dataset_row(dataset) for dataset in changes.datasets])
             if (base := changes.base) is not None:
@@ -191,11 +184,7 @@ class SqliteStore(Store):
 
     def _write_parameters(self, record: ParametersRecord, forgotten: bool) -> None:
         name = record.entry.spec.name
-        row = (
-            convert.entry_to_proto(record.entry).SerializeToString(),
-            record.uploader,
-            record.committed,
-        )
+        row = (convert.entry_to_proto(record.entry).SerializeToString(), record.uploader, record.committed)
         if name in self._known_layouts and not forgotten:
             # A layout never changes, and may be large.
             self._db.execute(
@@ -255,22 +244,18 @@ def _base(directory: str, digest: bytes, *numbers: int) -> RestorePoint:
 
 def _dataset_row(record: DatasetRecord) -> tuple[str, bytes, str]:
     spec = convert.dataset_to_proto(record.spec).SerializeToString()
-    state = {"free": record.free, "leases": [astuple(lease) for lease in record.leases], "attempts": record.attempts}
-    counts = {"repeated": record.repeated, "failed": record.failed, "given": record.given}
-    return record.spec.name, spec, json.dumps(state | counts, separators=(",", ":"))
+    names = [field.name for field in fields(record)]
+    state = dict(zip(names, astuple(record), strict=True))
+    del state["spec"]
+    return record.spec.name, spec, json.dumps(state, separators=(",", ":"))
 
 
 def _dataset(spec: bytes, text: str) -> DatasetRecord:
     state = json.loads(text)
-    return DatasetRecord(
-        spec=convert.dataset_from_proto(scheduler_pb2.DatasetSpec.FromString(spec)),
-        free=tuple((start, stop) for start, stop in state["free"]),
-        leases=tuple(DataLease(*lease) for lease in state["leases"]),
-        attempts=tuple((place, count) for place, count in state["attempts"]),
-        repeated=state["repeated"],
-        failed=state["failed"],
-        given=state["given"],
-    )
+    stretches = {name: tuple((first, second) for first, second in state[name]) for name in ("free", "attempts")}
+    leases = tuple(DataLease(*lease) for lease in state["leases"])
+    settings = convert.dataset_from_proto(scheduler_pb2.DatasetSpec.FromString(spec))
+    return DatasetRecord(settings, **state | stretches | {"leases": leases})
 
 
 def _member(*row: Any) -> Member:

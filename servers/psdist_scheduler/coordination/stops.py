@@ -63,8 +63,6 @@ class Stops:
     #: The command that each worker was sent last.
     _sent: dict[Identity, tuple[int, StopKind]] = field(default_factory=dict)
 
-    # --- what workers say ---------------------------------------------------------------------------------------------
-
     def on_report(self, event: StopReported) -> list[Effect]:
         """A worker's word on its end."""
         member = self.members.by_session(event.call)
@@ -80,8 +78,6 @@ class Stops:
     def on_session(self, member: Member) -> None:
         """A worker's session begins. What it was told on the one before may be lost."""
         self._sent.pop(member.identity, None)
-
-    # --- progress -----------------------------------------------------------------------------------------------------
 
     def progress(self, now: float) -> list[Effect]:
         """Goes on as far as all that was said allows."""

@@ -47,8 +47,6 @@ class Membership:
         #: When the last worker registered.
         self.last_joined = now
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
     @property
     def all(self) -> tuple[Member, ...]:
         """All members that ever were, each in its newest incarnation."""
@@ -124,8 +122,6 @@ class Membership:
         assert all(member.incarnation >= 1 for member in self._members.values())
         assert all(member.role == "server" for member in self._members.values() if member.draining)
         assert all(bool(member.reason) <= (not member.live) for member in self._members.values())
-
-    # --- changes ------------------------------------------------------------------------------------------------------
 
     def add(self, member: Member, now: float) -> None:
         """A member has registered, under a new incarnation."""

@@ -52,8 +52,6 @@ class ParameterSet:
     #: Whether the record changed since it was made durable.
     is_changed: bool = False
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
     @property
     def state(self) -> str:
         """ "gathering", "uploading", "loading" or "ready"."""
@@ -140,8 +138,6 @@ class ParameterSet:
         assert self.record.committed or not entry.ready, f"{self.name}: ready without values"
         assert self.record.committed or self.record.uploader in ("", *ids), f"{self.name}: {self.record.uploader}"
 
-    # --- calls --------------------------------------------------------------------------------------------------------
-
     def add_creator(self, event: Create, worker: Member) -> list[Effect]:
         """A worker wants to take part. An earlier call of the same worker is ended."""
         if self.spec is None:
@@ -163,8 +159,6 @@ class ParameterSet:
     def request_upload(self, call: int) -> None:
         """This call is told to upload the values; 0: none is."""
         self.upload_call = call
-
-    # --- changes ------------------------------------------------------------------------------------------------------
 
     def place(self, record: ParametersRecord, counted_from: int, first_version: int) -> None:
         """Its shards have servers. Versions in heartbeats count by maps from ``counted_from`` on."""

@@ -34,8 +34,6 @@ class Registry:
         #: Names of parameter sets that went back to gathering since the cluster last took the changes.
         self._forgotten: dict[str, None] = {}
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
     @property
     def all(self) -> tuple[ParameterSet, ...]:
         """Parameter sets in the order in which they were first asked for."""
@@ -86,8 +84,6 @@ class Registry:
         for p in self._all.values():
             p.validate(members)
             assert (p.name in self._placed) == (p.record is not None)
-
-    # --- changes ------------------------------------------------------------------------------------------------------
 
     def open(self, name: str) -> ParameterSet:
         """The parameter set of this name, made if nobody asked for it before. Raises LimitExceededError."""

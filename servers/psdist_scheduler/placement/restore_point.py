@@ -49,8 +49,6 @@ class Resume:
         self.failed = ""
         self._loaded: dict[str, dict[tuple[int, int], None]] = {}
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
     @property
     def unread(self) -> bool:
         """Whether there is a snapshot to begin from that is not known yet."""
@@ -135,8 +133,6 @@ class Resume:
         loaded = self._loaded.get(entry.spec.name, {})
         shards = enumerate(entry.shards)
         return group((shard.primary.server_id, n) for n, shard in shards if (n, shard.term) not in loaded)
-
-    # --- changes ------------------------------------------------------------------------------------------------------
 
     def on_loaded(self, event: Loaded, server: str, entry: ParametersEntry) -> bool:
         """A server has loaded shards. Whether all are loaded now."""

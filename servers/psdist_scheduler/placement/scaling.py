@@ -45,8 +45,6 @@ class Scaling:
     #: What each watching call was sent last.
     _watchers: dict[int, ev.ScaleNews | None] = field(default_factory=dict)
 
-    # --- requests -----------------------------------------------------------------------------------------------------
-
     def drain(self, event: ev.Drain) -> list[ev.Effect]:
         """Everything is to be moved away from a server. Raises WrongRunError, InvalidArgumentError."""
         self._members.check_run(event.run_id)
@@ -96,8 +94,6 @@ class Scaling:
     def end(self, call: int) -> None:
         self._drains.pop(call, None)
         self._watchers.pop(call, None)
-
-    # --- progress -----------------------------------------------------------------------------------------------------
 
     def progress(self, now: float) -> list[ev.Effect]:
         """Tells those who wait and watch what became of it."""

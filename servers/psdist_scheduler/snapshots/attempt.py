@@ -62,8 +62,6 @@ class Attempt:
         self.moved = self.began
         self.servers = dict.fromkeys(self.cut.servers)
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
     @property
     def reached(self) -> bool:
         """Whether some of the snapshot was seen at the cut, so that no more pushes are needed for it, or nearly."""
@@ -138,8 +136,6 @@ class Attempt:
         assert self.phase <= AttemptPhase.MARKING or None not in self.cut.marks.values()
         assert bool(self.missing) <= (self.phase < AttemptPhase.COMMITTING)
 
-    # --- what members report ------------------------------------------------------------------------------------------
-
     def touch(self, now: float) -> None:
         self.moved = now
 
@@ -174,8 +170,6 @@ class Attempt:
         self.whole_at = now if self.whole_at is None else self.whole_at
         self.undecided = undecided
         return now - self.whole_at
-
-    # --- commands -----------------------------------------------------------------------------------------------------
 
     def prepare(self, servers: Iterable[str], members: Membership) -> list[Effect]:
         """Asks those servers that have a session."""

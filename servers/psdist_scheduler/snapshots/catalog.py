@@ -79,8 +79,6 @@ class Catalog:
             "without it begins it anew. Have a worker create it, also where it is not trained any more"
         )
 
-    # --- commits ------------------------------------------------------------------------------------------------------
-
     def begin(self, directory: str) -> None:
         """A commit is sent to the storage."""
         assert not self.committing, "two commits at a time would have one number"
@@ -103,8 +101,6 @@ class Catalog:
         if event.replaced:
             self.replaced = f"{event.text}: this scheduler saves no more"
 
-    # --- what is deleted ----------------------------------------------------------------------------------------------
-
     def remove_directory(self, directory: str) -> sn.RemoveDirectory:
         """Removes what an attempt may have written that was given up."""
         self._is_untidy = True
@@ -121,8 +117,6 @@ class Catalog:
         if not event.error:
             return []
         return [LogEvent(f"snapshots that are not kept any more could not be deleted: {event.error}", "warning")]
-
-    # --- reading ------------------------------------------------------------------------------------------------------
 
     def on_read(self, history: sn.History | None) -> None:
         """What the storage holds; None where it could not be read."""
