@@ -17,8 +17,8 @@ from psdist.types import ClusterMap, ServerEntry, WorkerEntry
 from psdist_scheduler.coordination.machines import Machines
 from psdist_scheduler.coordination.waiting_calls import WaitingCalls
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.cluster_events import Broadcast, Effect, Event, Publish, Refuse
 from psdist_scheduler.events.records import ClusterSettings, StoredState
 from psdist_scheduler.events.worker_events import Heard, StopReported
@@ -158,7 +158,7 @@ class Cluster:
                 return machines.scaling.watch(event)
             case ev.CommitParameters():
                 return machines.creation.commit(event, self.members.check_caller(event.caller))
-            case da.OpenDataset() | da.LeaseRange() | da.EndRanges() | da.GetPosition() | da.SetPosition():
+            case we.OpenDataset() | we.LeaseRange() | we.EndRanges() | we.GetPosition() | we.SetPosition():
                 return self._data(event)
             case ev.CallEnded():
                 self._end(event.call)
@@ -218,19 +218,19 @@ class Cluster:
             machines.mutual_waits.on_activity(worker, event.activity, event.call)
         return effects
 
-    def _data(self, event: da.DataEvent) -> list[Effect]:
-        if isinstance(event, da.GetPosition):
+    def _data(self, event: we.DataEvent) -> list[Effect]:
+        if isinstance(event, we.GetPosition):
             self.members.check_run(event.run_id)
             return self.datasets.get_position(event)
         worker = self.members.check_caller(event.caller)
         match event:
-            case da.OpenDataset():
+            case we.OpenDataset():
                 return self.datasets.open(event)
-            case da.LeaseRange():
+            case we.LeaseRange():
                 return self.datasets.lease(event, worker)
-            case da.EndRanges():
+            case we.EndRanges():
                 return self.datasets.end(event, worker)
-            case da.SetPosition():
+            case we.SetPosition():
                 return self.datasets.set_position(event, worker)
 
     def _heartbeat(self, event: ev.Heartbeat, now: float) -> list[Effect]:

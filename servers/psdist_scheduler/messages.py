@@ -22,7 +22,6 @@ from psdist.v1 import server_pb2
 from psdist.wire import convert, status
 from psdist.wire.limits import LEASES_MAX, MEMBERS_MAX, NAMES_MAX, PARAMETERS_MAX, TEXT_CHARACTERS_MAX
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import Role
@@ -167,11 +166,11 @@ REQUESTS: dict[str, Callable[[int, Any], ev.Event]] = {
     "Drain": partial(make_event, ev.Drain),
     "Scale": partial(make_event, ev.Scale),
     "WatchScale": partial(make_event, ev.WatchScale),
-    "OpenDataset": partial(make_event, da.OpenDataset),
-    "LeaseRange": partial(_leases_event, da.LeaseRange),
-    "EndRanges": partial(_leases_event, da.EndRanges),
-    "GetDataPosition": partial(make_event, da.GetPosition),
-    "SetDataPosition": partial(make_event, da.SetPosition),
+    "OpenDataset": partial(make_event, we.OpenDataset),
+    "LeaseRange": partial(_leases_event, we.LeaseRange),
+    "EndRanges": partial(_leases_event, we.EndRanges),
+    "GetDataPosition": partial(make_event, we.GetPosition),
+    "SetDataPosition": partial(make_event, we.SetPosition),
     "SaveSnapshot": _save_event,
 }
 
@@ -283,11 +282,11 @@ def response(cls: Any, value: ev.Value, cluster_map: common.ClusterMap) -> tuple
             return cls(withdrawn=True), True
         case ev.Formed(node, nodes, world_size):
             return make_message(cls, node, formed=True, nodes=nodes, world_size=world_size), True
-        case da.DatasetStanding():
+        case we.DatasetStanding():
             return dataset(value, cls), True
-        case da.RangeGiven(None):
+        case we.RangeGiven(None):
             return cls(repeated_ranges=value.repeated, failed_ranges=value.failed, finished=True), True
-        case da.RangeGiven(lease):
+        case we.RangeGiven(lease):
             counts = {"repeated_ranges": value.repeated, "failed_ranges": value.failed}
             return make_message(cls, lease, data_epoch=value.data_epoch, range=value.range, **counts), True
         case ev.Draining(text):
@@ -303,7 +302,7 @@ def response(cls: Any, value: ev.Value, cluster_map: common.ClusterMap) -> tuple
     return make_message(cls, value), True
 
 
-def dataset(value: da.DatasetStanding, cls: Any = pb.DatasetStatus) -> Any:
+def dataset(value: we.DatasetStanding, cls: Any = pb.DatasetStatus) -> Any:
     """Where a data set stands, as a message of type ``cls``."""
     spec, position = convert.dataset_to_proto(value.spec), convert.position_to_proto(value.position)
     return make_message(cls, value, spec=spec, position=position)

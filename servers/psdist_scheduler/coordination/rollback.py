@@ -24,8 +24,7 @@ from psdist_scheduler.events.records import group
 from psdist_scheduler.events.snapshot_events import CommitFound, HistoryRead, LoadFailed, RolledBack
 from psdist_scheduler.members.membership import WENT_BACK, Membership
 from psdist_scheduler.placement.join_proposals import Joins
-from psdist_scheduler.placement.parameters import ParameterSet, name_shards
-from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.placement.registry import ParameterSet, Registry, name_shards
 from psdist_scheduler.placement.replicas import after_loss
 from psdist_scheduler.snapshots.snapshots import Snapshots
 

@@ -12,7 +12,6 @@ from typing import Literal
 
 from psdist.errors import ClosedError, PsdistError
 from psdist.types import ClusterMap, Layout, ParametersMember, ParametersSpec, Replica
-from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import (
@@ -46,8 +45,6 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """A member's stream begins."""
-
     call: int
     member_id: str
     incarnation: int
@@ -55,8 +52,6 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True)
 class SessionClosed:
-    """A member's stream ended, for whatever reason."""
-
     call: int
     reason: str
 
@@ -79,8 +74,6 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class JoinAnswered:
-    """A server's answer, on its session ``call``, to a JoinProposal."""
-
     call: int
     proposal_id: int
     accepted: bool
@@ -112,8 +105,6 @@ class ReplicaUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A member goes politely."""
-
     call: int
     caller: we.Caller
     reason: str = ""
@@ -134,8 +125,6 @@ class Create:
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """A worker wants to know parameters, once they exist."""
-
     call: int
     caller: we.Caller
     parameters: str
@@ -182,8 +171,6 @@ class EnterRendezvous:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Somebody wants everything moved away from a server."""
-
     call: int
     run_id: str
     server_id: str
@@ -198,8 +185,6 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A number of servers is wanted."""
-
     call: int
     run_id: str
     servers: int
@@ -229,7 +214,7 @@ MemberEvent = Register | SessionOpened | SessionClosed | Heartbeat | we.Heard | 
 ReplicaEvent = ReplicaFilled | ReplicaUnreachable
 #: Calls that may wait.
 CallEvent = Create | Describe | CommitParameters | EnterBarrier | EnterRendezvous | Drain | Stop | Scale | WatchScale
-Event = MemberEvent | ReplicaEvent | CallEvent | da.DataEvent | sn.SnapshotEvent | CallEnded | Tick
+Event = MemberEvent | ReplicaEvent | CallEvent | we.DataEvent | sn.SnapshotEvent | CallEnded | Tick
 
 # --- answers to calls, and commands on sessions -----------------------------------------------------------------------
 
@@ -331,8 +316,6 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """What follows from a wanted number of servers."""
-
     servers_before: int
     drained: tuple[str, ...]
     missing: int
@@ -374,7 +357,7 @@ News = MemberLost | ShardsLost | sn.RolledBack
 #: Answers that others follow upon, and last answers.
 Interim = Waiting | Upload | Draining | ScaleNews | sn.Saving
 Last = Registered | ParametersReady | Described | Done | Withdrawn | Formed | Drained | Scaled | sn.Saved
-DataAnswer = da.DatasetStanding | da.RangeGiven | sn.StatePlace | sn.StateSource
+DataAnswer = we.DatasetStanding | we.RangeGiven | sn.StatePlace | sn.StateSource
 Command = JoinProposal | WithdrawJoin | we.MutualWait | we.StopCommand | sn.SnapshotCommand
 Value = Interim | Last | DataAnswer | Command
 
@@ -431,8 +414,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class Refuse:
-    """End the call with an error."""
-
     call: int
     error: PsdistError
 

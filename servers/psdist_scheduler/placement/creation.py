@@ -28,8 +28,7 @@ from psdist_scheduler.events.snapshot_events import Loaded
 from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.placement import placement
 from psdist_scheduler.placement.join_proposals import Joins
-from psdist_scheduler.placement.parameters import REMEDY, ParameterSet, name_shards
-from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.placement.registry import REMEDY, ParameterSet, Registry, name_shards
 from psdist_scheduler.placement.restore_point import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS, Resume
 
 

@@ -36,8 +36,7 @@ from psdist_scheduler.events.cluster_events import (
 from psdist_scheduler.events.records import Member, name_some
 from psdist_scheduler.events.worker_events import ResumePush
 from psdist_scheduler.members.membership import Membership
-from psdist_scheduler.placement.parameters import ParameterSet
-from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.placement.registry import ParameterSet, Registry
 
 #: Primary and term of each shard.
 Route = tuple[tuple[Replica, int], ...]

@@ -16,8 +16,7 @@ from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, group
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import replicas
-from psdist_scheduler.placement.parameters import REMEDY, ParameterSet, name_shards
-from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.placement.registry import REMEDY, ParameterSet, Registry, name_shards
 
 #: A server's place as a replica: parameter set, shard, and the server's incarnation.
 _Place = tuple[str, int, Replica]

@@ -22,7 +22,7 @@ from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent
 from psdist_scheduler.events.records import ClusterSettings, Member
 from psdist_scheduler.members.membership import Membership
-from psdist_scheduler.placement.parameters import ParameterSet
+from psdist_scheduler.placement.registry import ParameterSet
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 from psdist_scheduler.snapshots.catalog import Catalog
 from psdist_scheduler.snapshots.cut import AgreedCut

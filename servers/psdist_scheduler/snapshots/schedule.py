@@ -19,7 +19,7 @@ from typing import Final
 from psdist.snapshots.format import CommitRecord
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.events.snapshot_events import AT_THE_END
-from psdist_scheduler.placement.parameters import ParameterSet
+from psdist_scheduler.placement.registry import ParameterSet
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 from psdist_scheduler.snapshots.cut import is_stepped
 from psdist_scheduler.snapshots.waiters import SnapshotWaiters, stand_still

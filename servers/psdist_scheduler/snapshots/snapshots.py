@@ -23,8 +23,7 @@ from psdist_scheduler.events.cluster_events import Effect, LogEvent, Wait
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.membership import Membership
-from psdist_scheduler.placement.parameters import ParameterSet
-from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.placement.registry import ParameterSet, Registry
 from psdist_scheduler.snapshots import waiters
 from psdist_scheduler.snapshots.attempt_runner import AttemptRunner
 from psdist_scheduler.snapshots.catalog import Catalog

@@ -24,7 +24,7 @@ from psdist_scheduler.events.cluster_events import Answer, Effect
 from psdist_scheduler.events.records import Identity, Member, name_some
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.membership import Membership
-from psdist_scheduler.placement.parameters import ParameterSet
+from psdist_scheduler.placement.registry import ParameterSet
 
 if TYPE_CHECKING:
     from psdist_scheduler.snapshots.attempt import Attempt

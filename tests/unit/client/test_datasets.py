@@ -24,7 +24,6 @@ from psdist.wire import convert, status
 from psdist_scheduler import messages
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import Member, RestorePoint
 from psdist_scheduler.placement.restore_point import Resume
@@ -68,20 +67,20 @@ class DataScheduler(FakeScheduler):
 
     async def OpenDataset(self, request: Any, context: Any) -> Any:
         spec = convert.dataset_from_proto(request.spec)
-        value = await self._ask(request, context, lambda who, _: self.data.open(da.OpenDataset(1, who, spec)))
+        value = await self._ask(request, context, lambda who, _: self.data.open(we.OpenDataset(1, who, spec)))
         return pb.OpenDatasetResponse(spec=request.spec, position=messages.dataset(value).position)
 
     async def LeaseRange(self, request: Any, context: Any) -> AsyncIterator[Any]:
         ids = tuple(request.done), tuple(request.held)
         value = await self._ask(
-            request, context, lambda who, mine: self.data.lease(da.LeaseRange(1, who, request.dataset, *ids), mine)
+            request, context, lambda who, mine: self.data.lease(we.LeaseRange(1, who, request.dataset, *ids), mine)
         )
         yield messages.response(pb.LeaseRangeResponse, value, ClusterMap())[0]
 
     async def EndRanges(self, request: Any, context: Any) -> Any:
         ids = tuple(request.done), tuple(request.returned)
         await self._ask(
-            request, context, lambda who, mine: self.data.end(da.EndRanges(1, who, request.dataset, *ids), mine)
+            request, context, lambda who, mine: self.data.end(we.EndRanges(1, who, request.dataset, *ids), mine)
         )
         return pb.EndRangesResponse()
 
