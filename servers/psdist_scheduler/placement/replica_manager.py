@@ -108,11 +108,9 @@ class ReplicaManager:
         effects = self._drop_unreachable(now)
         placed = {p.name: p for p in self._placed()}
         plan = replicas.PlacementPlan(
-            [p.entry for p in placed.values()],
-            [replicas.Holder(server.replica, server.host, server.draining) for server in self._members.servers],
+            [p.placed for p in placed.values()],
+            self._members.servers,
             self._settings.replicas,
-            installed=lambda name: placed[name].placed.committed,
-            ready=lambda name: placed[name].entry.ready,
             knows=self._knows,
             refused=lambda *place: self._unreachable.get(place, now) > now,
             tried=lambda *place: place in self._unreachable,
