@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from psdist.errors import ClosedError, LimitExceededError, PsdistError
 from psdist.v1 import common_pb2
@@ -88,28 +88,24 @@ class OpenCalls:
         self._attached: set[int] = set()
         self._numbers = count(1)
 
-    @contextmanager
-    def call(self) -> Any:
+    def call(self) -> AbstractContextManager[tuple[int, Outbox[ev.Value]]]:
         """Number and outbox of a new call; its end is posted when the block is left."""
-        number = next(self._numbers)
-        outbox = self._calls[number] = Outbox()
-        try:
-            yield number, outbox
-        finally:
-            del self._calls[number]
-            self._post(ev.CallEnded(number))
+        return self._open(self._calls, ev.CallEnded)
+
+    def session(self) -> AbstractContextManager[tuple[int, Outbox[pb.SessionResponse]]]:
+        """Number and outbox of a new session; its end is posted when the block is left."""
+        return self._open(self._sessions, lambda number: ev.SessionClosed(number, "its session broke"))
 
     @contextmanager
-    def session(self) -> Any:
-        """Number and outbox of a new session; its end is posted when the block is left."""
+    def _open(self, opened: dict[int, Outbox[T]], ended: Callable[[int], ev.Event]) -> Iterator[tuple[int, Outbox[T]]]:
         number = next(self._numbers)
-        outbox = self._sessions[number] = Outbox()
+        outbox = opened[number] = Outbox()
         try:
             yield number, outbox
         finally:
-            del self._sessions[number]
+            del opened[number]
             self._attached.discard(number)
-            self._post(ev.SessionClosed(number, "its session broke"))
+            self._post(ended(number))
 
     def carry_out(self, effect: ev.Effect) -> None:
         """Sends what an effect has for calls and sessions. One that is over gets nothing."""

@@ -174,8 +174,7 @@ class Service:
         """Posts an event and waits for its one answer."""
         with self._scheduler.calls.call() as (number, outbox):
             self._scheduler.post(event(number))
-            value: ev.Value = await outbox.take()
-            return value
+            return await outbox.take()
 
     async def _stream(self, context: Context, event: Callable[[int], ev.Event], cls: Any) -> None:
         """Posts an event and passes its answers on, as messages of type ``cls``, until the last."""

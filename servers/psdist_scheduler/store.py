@@ -58,6 +58,7 @@ CREATE TABLE barriers (
   PRIMARY KEY (worker_id, name));
 CREATE TABLE datasets (name TEXT PRIMARY KEY, spec BLOB NOT NULL, state TEXT NOT NULL);
 """
+_BASE = "base_directory, base_digest, generation, term, base_epoch, began"
 _READ_PARAMETERS = "SELECT entry, uploader, committed, layout FROM parameters ORDER BY number"
 _READ_DATASETS = "SELECT spec, state FROM datasets ORDER BY rowid"
 #: Of a data set's settings nothing ever changes.
@@ -105,9 +106,7 @@ class SqliteStore(Store):
 
     def load(self) -> StoredState | None:
         """What was kept; None in a new file. Raises ConfigurationError where it can't be read."""
-        epoch, servers_wanted, *base = self._db.execute(
-            "SELECT epoch, servers_wanted, base_directory, base_digest, generation, term, base_epoch, began FROM run"
-        ).fetchone()
+        epoch, servers_wanted, *base = self._db.execute(f"SELECT epoch, servers_wanted, {_BASE} FROM run").fetchone()
         if epoch == 0:
             return None
         try:
@@ -138,11 +137,7 @@ class SqliteStore(Store):
             self._db.executemany(_FORGET_BARRIERS, [(r.worker_id, r.worker_id) for r in changes.barriers])
             self._db.executemany(_WRITE_DATASET, [_dataset_row(dataset) for dataset in changes.datasets])
             if (base := changes.base) is not None:
-                self._db.execute(
-                    "UPDATE run SET base_directory = ?, base_digest = ?, generation = ?, term = ?, base_epoch = ?, "
-                    "began = ?",
-                    _base_row(base),
-                )
+                self._db.execute(f"UPDATE run SET ({_BASE}) = (?, ?, ?, ?, ?, ?)", _base_row(base))
             self._db.executemany("DELETE FROM parameters WHERE name = ?", [(name,) for name in changes.forgotten])
             for record in changes.parameters:
                 self._write_parameters(record, record.entry.spec.name in changes.forgotten)

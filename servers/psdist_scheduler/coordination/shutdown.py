@@ -78,13 +78,11 @@ class GracefulShutdown:
             if held.asked and call not in self._snapshots.waiters:
                 del self._held[call]
                 try:
-                    effects += self._let_go(held.event)
+                    event = held.event
+                    effects += self._scaling.drain(event) if isinstance(event, Drain) else [Answer(call, Done())]
                 except PsdistError as error:
                     effects.append(Refuse(call, error))
         return effects
-
-    def _let_go(self, event: Drain | Stop) -> list[Effect]:
-        return self._scaling.drain(event) if isinstance(event, Drain) else [Answer(event.call, Done())]
 
     def _is_known(self, since: float, now: float) -> bool:
         """Whether it is known what was trained until ``since``."""

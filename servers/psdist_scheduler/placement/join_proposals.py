@@ -80,10 +80,6 @@ class Join:
     def missing(self) -> list[str]:
         return [server for server in self.servers if server not in self.accepted]
 
-    def propose(self, members: Membership) -> list[Effect]:
-        """Asks every server that has a session; the others are asked when theirs opens."""
-        return [effect for server in self.servers for effect in self.ask(server, members)]
-
     def ask(self, server: str, members: Membership) -> list[Effect]:
         """Asks one server, unless it has accepted or has no session."""
         session = members.sessions.of(server)
@@ -197,7 +193,8 @@ class Joins:
         self._next_id += 1
         join.proposal_id = self._next_id
         join.accepted.clear()
-        return join.propose(self._members)
+        # Servers without a session are asked when theirs opens.
+        return [effect for server in join.servers for effect in join.ask(server, self._members)]
 
     def _get(self, join: Join) -> ParameterSet:
         p = self._registry.get(join.parameters)

@@ -100,8 +100,9 @@ class Scaling:
         effects: list[ev.Effect] = []
         for call, drain in list(self._drains.items()):
             effects += self._go_on(call, drain, now)
-        draining = tuple(server.member_id for server in self._members.servers if server.draining)
-        news = ev.ScaleNews(self._demand.servers_wanted, draining, self._to_stop(), self._registry.lost_text)
+        draining = {server.member_id: self._held(server) for server in self._members.servers if server.draining}
+        stop = tuple(server for server, held in draining.items() if not held)
+        news = ev.ScaleNews(self._demand.servers_wanted, tuple(draining), stop, self._registry.lost_text)
         for call, told in self._watchers.items():
             if told != news:
                 self._watchers[call] = news
@@ -124,7 +125,7 @@ class Scaling:
         server = self._members.get(drain.server.server_id)
         if server is None or not self._members.has(drain.server):
             del self._drains[call]
-            if self._has_lost(drain.server):
+            if any(s.lost and s.primary == drain.server for entry in self._registry.entries for s in entry.shards):
                 return [ev.Refuse(call, ServerLostError(f"{drain.server} was lost before all was moved away from it"))]
             return [ev.Answer(call, ev.Drained(drain.total))]
         left = len(self._held(server, worth=True))
@@ -142,9 +143,6 @@ class Scaling:
             return f"for another server to register, which can take {left} shards of {server}"
         return f"for {left} shards to be moved from {server} to other servers"
 
-    def _to_stop(self) -> tuple[str, ...]:
-        return tuple(s.member_id for s in self._members.servers if s.draining and not self._held(s))
-
     def _held(self, server: Member, worth: bool = False) -> list[Shard]:
         """Shards that a server has or gets a copy of. ``worth``: without values that nobody is left to upload."""
         return [
@@ -154,9 +152,6 @@ class Scaling:
             for shard in entry.shards
             if not shard.lost and server.replica in shard.replicas
         ]
-
-    def _has_lost(self, replica: Replica) -> bool:
-        return any(s.lost and s.primary == replica for entry in self._registry.entries for s in entry.shards)
 
 
 def _by_number(server: Member) -> tuple[int, str]:

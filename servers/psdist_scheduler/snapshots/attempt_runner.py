@@ -88,8 +88,6 @@ class AttemptRunner:
         self._waiters.assign(self._number)
         return self.attempt.prepare(self.attempt.servers, self._members)
 
-    # --- what members report ------------------------------------------------------------------------------------------
-
     def on(self, event: sn.Prepared | sn.Marked | sn.Written | sn.PartFailed, now: float) -> list[Effect]:
         """A member reports on the attempt."""
         attempt = self.attempt
@@ -162,8 +160,6 @@ class AttemptRunner:
     def _take_cut(self, attempt: Attempt) -> list[Effect]:
         return attempt.take_cut(self._members, self._schedule.tries.known)
 
-    # --- progress -----------------------------------------------------------------------------------------------------
-
     def progress(self, ready: list[ParameterSet], epoch: int, now: float) -> list[Effect]:
         """Gives up what cannot be had any more, and commits what is whole."""
         effects = self._check(self.attempt, ready, now) if self.attempt is not None else []
@@ -235,8 +231,6 @@ class AttemptRunner:
         attempt.commit()
         self._catalog.begin(attempt.directory)
         return [sn.WriteCommit(attempt.number, self._catalog.highest + 1, manifest, now - attempt.began)]
-
-    # --- ends ---------------------------------------------------------------------------------------------------------
 
     def committed(self, commit: CommitRecord, now: float) -> list[Effect]:
         """The attempt's snapshot exists."""

@@ -58,8 +58,6 @@ class Snapshots:
         parts = (self.catalog, self.schedule, self.waiters, self.end_snapshot, WorkerStateRegistry(members))
         self.runner = AttemptRunner(settings, members, datasets, *parts)
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
     @property
     def enabled(self) -> bool:
         return bool(self._settings.storage)
@@ -93,8 +91,6 @@ class Snapshots:
         assert all(w.worker is None or self._members.is_live(*w.worker.identity) for w in self.waiters)
         self.catalog.validate()
         self.runner.validate()
-
-    # --- requests -----------------------------------------------------------------------------------------------------
 
     def save(self, event: sn.Save, now: float) -> list[Effect]:
         """Somebody wants a snapshot. Raises WrongRunError, FencedError, NoStorageError, SnapshotFailedError."""
@@ -152,8 +148,6 @@ class Snapshots:
         self.schedule.tries.aim_near()
         return self.runner.give_up("another is wanted now", now)
 
-    # --- what became of work on the storage ---------------------------------------------------------------------------
-
     def on_committed(self, event: sn.Committed, now: float) -> tuple[list[Effect], sn.CommitFound | None]:
         """A snapshot exists. Returns also the one that the run must roll back to: this one, where it belongs to a
         history that was given up while the storage stood still, and nothing is placed yet."""
@@ -188,8 +182,6 @@ class Snapshots:
         if self.runner.is_current(attempt):
             effects += self.runner.committed(commit, now)
         return effects + self.catalog.prune(self._settings.policy, {self._registry.base_in_use})
-
-    # --- progress -----------------------------------------------------------------------------------------------------
 
     def progress(self, epoch: int, now: float) -> list[Effect]:
         """Whatever is due by now."""
@@ -231,8 +223,6 @@ class Snapshots:
             elif hopeless is not None:
                 effects += self.waiters.refuse(waiter, hopeless)
         return effects
-
-    # --- what a snapshot needs ----------------------------------------------------------------------------------------
 
     @property
     def _ready(self) -> list[ParameterSet]:
