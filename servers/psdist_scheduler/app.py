@@ -16,7 +16,6 @@ import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 import uvloop
@@ -105,14 +104,11 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     await asyncio.wait([waiting, *working], return_when=asyncio.FIRST_COMPLETED)
     if waiting.done():
         ended.clear()
-        last: list[asyncio.Task[Any]] = [
-            asyncio.create_task(_save_at_end(scheduler)),
-            asyncio.create_task(ended.wait()),
-        ]
-        await asyncio.wait([*last, *working], return_when=asyncio.FIRST_COMPLETED)
-        for task in last:
-            task.cancel()
-        await asyncio.gather(*last, return_exceptions=True)
+        saving, again = asyncio.create_task(_save_at_end(scheduler)), asyncio.create_task(ended.wait())
+        await asyncio.wait([saving, again, *working], return_when=asyncio.FIRST_COMPLETED)
+        saving.cancel()
+        again.cancel()
+        await asyncio.gather(saving, again, return_exceptions=True)
     if settings.address_file is not None:
         settings.address_file.unlink(missing_ok=True)
     failures = [task.exception() for task in working if task.done() and not task.cancelled()]

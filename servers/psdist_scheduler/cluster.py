@@ -45,8 +45,6 @@ class Cluster:
         self.registry, self.datasets, self.snapshots = machines.registry, machines.datasets, machines.snapshots
         self._calls = WaitingCalls()
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
     @property
     def map(self) -> ClusterMap:
         return ClusterMap(
@@ -96,8 +94,6 @@ class Cluster:
         if self.waits:
             return f"waiting {self.waits[0]}"
         return "idle: no worker takes part in any parameters"
-
-    # --- the machine --------------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> list[Effect]:
         """The first effects: the first epoch of this scheduler, durable and published."""

@@ -23,14 +23,6 @@ REPEAT_SECONDS = 2.0
 
 
 @dataclass(slots=True)
-class _Told:
-    """What a waiting call was told last."""
-
-    text: str
-    at: float
-
-
-@dataclass(slots=True)
 class _Wait:
     """Something that somebody waits for."""
 
@@ -44,7 +36,8 @@ class WaitingCalls:
 
     def __init__(self) -> None:
         self._owners: dict[int, str] = {}
-        self._told: dict[int, _Told] = {}
+        #: By call, the reason that it was told last, and when.
+        self._told: dict[int, tuple[str, float]] = {}
         self._waits: dict[str, _Wait] = {}
 
     @property
@@ -89,9 +82,9 @@ class WaitingCalls:
                 wait.reported = text
                 effects.append(ev.LogEvent(f"{key}: waiting {text}, {now - wait.since:.0f} s so far", "wait"))
             for call in calls:
-                told = self._told.get(call)
-                if told is None or told.text != text or now - told.at >= REPEAT_SECONDS:
-                    self._told[call] = _Told(text, now)
+                told, at = self._told.get(call, ("", float("-inf")))
+                if told != text or now - at >= REPEAT_SECONDS:
+                    self._told[call] = text, now
                     effects.append(ev.Answer(call, ev.Waiting(text)))
         return effects
 

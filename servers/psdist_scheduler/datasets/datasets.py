@@ -53,8 +53,6 @@ class LeasedDataset:
         self.failed = record.failed
         self._given = record.given
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
     @property
     def record(self) -> DatasetRecord:
         """What a restart must know."""
@@ -129,8 +127,6 @@ class LeasedDataset:
         assert not any(self._is_free(place) for place in places), "a place is free and leased"
         assert all(self._is_free(place) and count > 0 for place, count in self._attempts.items())
         assert all(1 <= lease_id <= self._given for lease_id in self._leases)
-
-    # --- changes ------------------------------------------------------------------------------------------------------
 
     def acquire(self, worker: Member) -> DataLease | None:
         """Leases the lowest free place; None if there is none."""
@@ -215,8 +211,6 @@ class Datasets:
         #: Changed since the cluster last took them.
         self.changed: dict[str, None] = {}
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
     @property
     def standings(self) -> list[we.DatasetStanding]:
         """Each data set, where it stands, and its leases."""
@@ -256,8 +250,6 @@ class Datasets:
     def validate(self) -> None:
         for dataset in self._all.values():
             dataset.validate()
-
-    # --- changes ------------------------------------------------------------------------------------------------------
 
     def take_changes(self) -> tuple[DatasetRecord, ...]:
         """What a restart must know of those that changed since this was called last."""

@@ -228,8 +228,6 @@ class PlacementPlan:
         )
         return replace(shard, filling=(*shard.filling, target.replica))
 
-    # --- inner: balance -----------------------------------------------------------------------------------------------
-
     def _imbalance(self, name: str, number: int, before: Shard, after: Shard) -> tuple[int, int, int]:
         """What would become worse or better with ``after``: hosts shared by copies, then load, then memory."""
         self._count(name, number, before, -1)
