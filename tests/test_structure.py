@@ -23,8 +23,6 @@ ATTRIBUTES_MAX = 15
 WIDE = {
     # The public API: one method for each thing that a script can ask for.
     "AsyncClient": (28, 15),
-    # One method for each RPC of the service.
-    "Service": (27, 1),
 }
 
 #: Constants named like a limit outside ``psdist.wire.limits``, by module. This list may only shrink.
@@ -48,7 +46,7 @@ LIMITS_ELSEWHERE = {
     "psdist.wire.malloc_options": {"_M_ARENA_MAX"},
     "psdist.wire.shm": {"_STITCHES_MAX"},
     "psdist_scheduler.placement.join_proposals": {"DISTANCE_MAX"},
-    "psdist_scheduler.snapshots.tries": {"REFUSALS_MAX", "RETRIES_MAX", "HELD_MAX", "_DISTANCE_MAX"},
+    "psdist_scheduler.snapshots.schedule": {"REFUSALS_MAX", "RETRIES_MAX", "HELD_MAX", "_DISTANCE_MAX"},
     "psdist_server.core.gates": {"_NAMED_MAX"},
     "psdist_server.kernels.pool": {"BATCH_MAX"},
     "psdist_server.snapshot_writer": {"COPY_BYTES_MAX"},

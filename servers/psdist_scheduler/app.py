@@ -16,7 +16,6 @@ import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 import uvloop
@@ -28,6 +27,8 @@ from psdist.errors import ConfigurationError, PsdistError, StorageError
 from psdist.settings import exit_codes
 from psdist.settings.config import is_loopback
 from psdist.settings.programs import SchedulerSettings
+from psdist.snapshots.opening import open_storage
+from psdist.snapshots.storage import Storage
 from psdist.wire import channels, limits
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import Done, Stop
@@ -35,10 +36,8 @@ from psdist_scheduler.events.records import ClusterSettings, StoredState
 from psdist_scheduler.events.snapshot_events import History
 from psdist_scheduler.scheduler import Scheduler
 from psdist_scheduler.service import SERVICE, Service
+from psdist_scheduler.snapshot_io import check_fresh, check_writable, read_history
 from psdist_scheduler.store import Store, open_store
-
-if TYPE_CHECKING:
-    from psdist.snapshots.storage import Storage
 
 log = logging.getLogger("psdist.scheduler")
 
@@ -105,14 +104,11 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     await asyncio.wait([waiting, *working], return_when=asyncio.FIRST_COMPLETED)
     if waiting.done():
         ended.clear()
-        last: list[asyncio.Task[Any]] = [
-            asyncio.create_task(_save_at_end(scheduler)),
-            asyncio.create_task(ended.wait()),
-        ]
-        await asyncio.wait([*last, *working], return_when=asyncio.FIRST_COMPLETED)
-        for task in last:
-            task.cancel()
-        await asyncio.gather(*last, return_exceptions=True)
+        saving, again = asyncio.create_task(_save_at_end(scheduler)), asyncio.create_task(ended.wait())
+        await asyncio.wait([saving, again, *working], return_when=asyncio.FIRST_COMPLETED)
+        saving.cancel()
+        again.cancel()
+        await asyncio.gather(saving, again, return_exceptions=True)
     if settings.address_file is not None:
         settings.address_file.unlink(missing_ok=True)
     failures = [task.exception() for task in working if task.done() and not task.cancelled()]
@@ -137,9 +133,6 @@ def _kept_run_id(settings: SchedulerSettings) -> str:
     """Whose snapshots the storage has, where nobody named the run; empty if there are none. Raises StorageError."""
     if not settings.storage or settings.store_path is not None:
         return ""
-    from psdist.snapshots.opening import open_storage
-    from psdist_scheduler.snapshot_io import read_history
-
     history = asyncio.run(read_history(open_storage(settings.storage)))
     return history.commits[0].run_id if history.commits else ""
 
@@ -162,9 +155,6 @@ async def _open_storage(settings: SchedulerSettings, run_id: str, stored: Stored
     """
     if not settings.storage:
         return _Opened()
-    from psdist.snapshots.opening import open_storage
-    from psdist_scheduler.snapshot_io import check_fresh, check_writable, read_history
-
     storage = open_storage(settings.storage)
     restore = stored.base.restore if stored is not None else None
     found, refusal = await asyncio.gather(

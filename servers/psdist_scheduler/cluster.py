@@ -17,8 +17,8 @@ from psdist.types import ClusterMap, ServerEntry, WorkerEntry
 from psdist_scheduler.coordination.machines import Machines
 from psdist_scheduler.coordination.waiting_calls import WaitingCalls
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.cluster_events import Broadcast, Effect, Event, Publish, Refuse
 from psdist_scheduler.events.records import ClusterSettings, StoredState
 from psdist_scheduler.events.worker_events import Heard, StopReported
@@ -45,11 +45,8 @@ class Cluster:
         self.registry, self.datasets, self.snapshots = machines.registry, machines.datasets, machines.snapshots
         self._calls = WaitingCalls()
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
     @property
     def map(self) -> ClusterMap:
-        """The cluster map."""
         return ClusterMap(
             run_id=self.settings.run_id,
             epoch=self.epoch,
@@ -98,8 +95,6 @@ class Cluster:
             return f"waiting {self.waits[0]}"
         return "idle: no worker takes part in any parameters"
 
-    # --- the machine --------------------------------------------------------------------------------------------------
-
     def start(self, now: float) -> list[Effect]:
         """The first effects: the first epoch of this scheduler, durable and published."""
         return self._commit([], now, changed=True)
@@ -116,7 +111,6 @@ class Cluster:
         return self._commit(effects, now)
 
     def validate(self) -> None:
-        """Asserts the invariants of all parts."""
         self.machines.validate()
         self._calls.validate()
         assert not self.machines.has_changed and not self.machines.has_changed_aside
@@ -160,7 +154,7 @@ class Cluster:
                 return machines.scaling.watch(event)
             case ev.CommitParameters():
                 return machines.creation.commit(event, self.members.check_caller(event.caller))
-            case da.OpenDataset() | da.LeaseRange() | da.EndRanges() | da.GetPosition() | da.SetPosition():
+            case we.OpenDataset() | we.LeaseRange() | we.EndRanges() | we.GetPosition() | we.SetPosition():
                 return self._data(event)
             case ev.CallEnded():
                 self._end(event.call)
@@ -171,7 +165,6 @@ class Cluster:
                 return self._snapshot(event, now)
 
     def _snapshot(self, event: sn.SnapshotEvent, now: float) -> list[Effect]:
-        """Whatever is about snapshots."""
         snapshots, rollback = self.snapshots, self.machines.rollback
         match event:
             case sn.Save():
@@ -221,20 +214,19 @@ class Cluster:
             machines.mutual_waits.on_activity(worker, event.activity, event.call)
         return effects
 
-    def _data(self, event: da.DataEvent) -> list[Effect]:
-        """Whatever is about data sets."""
-        if isinstance(event, da.GetPosition):
+    def _data(self, event: we.DataEvent) -> list[Effect]:
+        if isinstance(event, we.GetPosition):
             self.members.check_run(event.run_id)
             return self.datasets.get_position(event)
         worker = self.members.check_caller(event.caller)
         match event:
-            case da.OpenDataset():
+            case we.OpenDataset():
                 return self.datasets.open(event)
-            case da.LeaseRange():
+            case we.LeaseRange():
                 return self.datasets.lease(event, worker)
-            case da.EndRanges():
+            case we.EndRanges():
                 return self.datasets.end(event, worker)
-            case da.SetPosition():
+            case we.SetPosition():
                 return self.datasets.set_position(event, worker)
 
     def _heartbeat(self, event: ev.Heartbeat, now: float) -> list[Effect]:

@@ -1,109 +1,92 @@
 """Between events and answers of the scheduler's machine and messages of ``SchedulerService``.
 
-Values from peers are checked here where the pure machines do not check them: roles, addresses, lengths of texts.
+Fields that are called the same on both sides are copied by name (``make_event``, ``make_message``). Only what differs
+is written out. Values from peers are checked here where the pure machines do not check them: roles, addresses,
+lengths of texts, and names, lengths and digests of files, which go into manifests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from functools import partial
+from typing import Any, TypeVar
 
 from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.settings.config import parse_address
-from psdist.types import ClusterMap, check_name
+from psdist.snapshots.format import CommitRecord, ShardFile
+from psdist.types import check_name
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
+from psdist.v1 import server_pb2
 from psdist.wire import convert, status
-from psdist.wire.limits import LEASES_MAX, MEMBERS_MAX, PARAMETERS_MAX, TEXT_CHARACTERS_MAX
-from psdist_scheduler import snapshot_messages
+from psdist.wire.limits import LEASES_MAX, MEMBERS_MAX, NAMES_MAX, PARAMETERS_MAX, TEXT_CHARACTERS_MAX
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.data_events import DatasetStanding, RangeGiven
+from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import Role
-from psdist_scheduler.events.snapshot_events import End, Mark, Prepare, RolledBack, TakeCut
-from psdist_scheduler.events.worker_events import Activity, Caller, MutualWait, ResumePush, StopCommand, StopReported
+
+T = TypeVar("T")
 
 #: Of each worker.
 CONNECTIONS_KEPT = 256
 ROLES: dict[str, pb.Role] = {"server": pb.ROLE_SERVER, "worker": pb.ROLE_WORKER}
 _ROLE_NAMES: dict[int, Role] = {pb.ROLE_SERVER: "server", pb.ROLE_WORKER: "worker"}
+_DIGEST_BYTES = 16
 
 
-class MapCache:
-    """The published map as a message, converted once."""
-
-    def __init__(self) -> None:
-        self.map: ClusterMap | None = None
-        self.message = common.ClusterMap()
-
-    def set(self, cluster: ClusterMap) -> None:
-        """A newer map is published."""
-        self.map, self.message = cluster, convert.map_to_proto(cluster)
+# --- fields of the same name ------------------------------------------------------------------------------------------
 
 
-# --- requests ---------------------------------------------------------------------------------------------------------
+def make_message(cls: Any, value: object, **others: Any) -> Any:
+    """A message of type ``cls`` whose fields have the values of ``value``'s, where they are called the same; and
+    ``others``."""
+    names = cls.DESCRIPTOR.fields_by_name.keys() - others.keys()
+    return cls(**{name: getattr(value, name) for name in names if hasattr(value, name)}, **others)
 
 
-def caller(request: Any) -> Caller:
-    """Who sends a worker's request."""
-    return Caller(request.run_id, request.worker_id, request.incarnation)
+def make_event(cls: type[T], call: int, message: Any, **others: Any) -> T:
+    """The event of type ``cls`` of this call, with the fields of ``message`` that are called the same; and ``others``.
+
+    Fields that are not set keep the event's default. Raises what the conversions of the fields' types raise:
+    InvalidArgumentError, InvalidNameError, LimitExceededError.
+    """
+    values: dict[str, Any] = {"call": call}
+    for field in fields(cls):  # type: ignore[arg-type]
+        wired = message.DESCRIPTOR.fields_by_name.get(field.name)
+        if field.name == "caller" and "caller" not in others:
+            values["caller"] = we.Caller(message.run_id, message.worker_id, message.incarnation)
+        elif wired is not None and field.name not in others:
+            absent = wired.has_presence and not message.HasField(field.name)
+            if not absent or field.default is MISSING:
+                values[field.name] = _from_field(wired, getattr(message, field.name))
+    return cls(**values, **others)
 
 
-def register_event(call: int, request: pb.RegisterRequest) -> ev.Register:
-    """Raises InvalidArgumentError, LimitExceededError."""
-    role = _ROLE_NAMES.get(request.role)
-    if role is None:
-        raise InvalidArgumentError(f"role {request.role} is unknown: use ROLE_SERVER or ROLE_WORKER")
-    for name in ("run_id", "host", "address"):
-        if len(getattr(request, name)) > TEXT_CHARACTERS_MAX:
-            raise LimitExceededError(f"{name} is longer than {TEXT_CHARACTERS_MAX} characters")
-    if role == "server":
-        parse_address(request.address)
-    return ev.Register(
-        call=call,
-        protocol_version=request.protocol_version,
-        run_id=request.run_id,
-        role=role,
-        member_id=request.member_id,
-        rank=request.rank if request.HasField("rank") else None,
-        world_size=request.world_size,
-        address=request.address,
-        host=request.host,
-        pid=request.pid,
-    )
+def _from_field(wired: Any, value: Any) -> Any:
+    """The value of a field: repeated ones as tuples, maps as ``Numbers``, messages as what their type stands for."""
+    if isinstance(value, Mapping):
+        return _numbers(value)
+    convert_one = _TYPES[wired.message_type.name] if wired.message_type is not None else None
+    if not wired.is_repeated:
+        return convert_one(value) if convert_one else value
+    return tuple(map(convert_one, value) if convert_one else value)
 
 
-def resume_push(request: pb.CreateParametersRequest) -> ResumePush | None:
-    """The push that a worker wants to make again."""
-    wanted = request.resume
-    return ResumePush(wanted.origin, wanted.number, wanted.generation) if request.HasField("resume") else None
+def _numbers(numbers: Mapping[str, int]) -> sn.Numbers:
+    if len(numbers) > NAMES_MAX:
+        raise LimitExceededError(f"{len(numbers)} parameters in one message are over the limit of {NAMES_MAX}")
+    return tuple(sorted(numbers.items()))
 
 
-def stop_reported(call: int, report: pb.StopReport) -> StopReported:
-    """A worker's report on its end. Raises LimitExceededError and InvalidNameError."""
-    numbers = _next_pushes(report.next) if report.holding else None
-    return StopReported(call, report.number, report.stopping, numbers)
+def _next_pushes(numbers: Mapping[str, int]) -> sn.Numbers:
+    if len(numbers) > PARAMETERS_MAX:
+        raise LimitExceededError(f"next pushes of {len(numbers)} parameters are over the limit of {PARAMETERS_MAX}")
+    return tuple(sorted((check_name(name, "parameters name"), number) for name, number in numbers.items()))
 
 
-def barrier_event(call: int, request: pb.BarrierRequest) -> ev.EnterBarrier:
-    """A worker at a barrier."""
-    return ev.EnterBarrier(
-        call=call,
-        caller=caller(request),
-        name=request.name,
-        origin=request.origin,
-        passed=request.passed,
-        withdraw=request.withdraw,
-        activity=activity(request),
-        attempt=request.attempt,
-    )
-
-
-def activity(message: Any) -> Activity | None:
-    """What a worker reports that it waits for; None where it reports nothing. Raises LimitExceededError,
-    InvalidNameError and InvalidArgumentError."""
-    if not message.HasField("activity"):
-        return None
-    told = message.activity
+def _activity(told: pb.Activity) -> we.Activity:
+    """What a worker reports that it waits for. Raises LimitExceededError, InvalidNameError, InvalidArgumentError."""
     numbers = _next_pushes(told.next)
     partial = tuple(sorted(told.partial))
     if not set(partial) <= told.next.keys() or len(partial) > len(numbers):
@@ -112,76 +95,162 @@ def activity(message: Any) -> Activity | None:
         case "step" | "clock":
             waited = getattr(told, kind)
             name = check_name(waited.parameters, "parameters name")
-            return Activity(told.sequence, numbers, kind, name, waited.step, partial)
+            return we.Activity(told.sequence, numbers, kind, name, waited.step, partial)
         case "call":
-            return Activity(told.sequence, numbers, "call", partial=partial)
-    return Activity(told.sequence, numbers, partial=partial)
+            return we.Activity(told.sequence, numbers, "call", partial=partial)
+    return we.Activity(told.sequence, numbers, partial=partial)
 
 
-def _next_pushes(numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    if len(numbers) > PARAMETERS_MAX:
-        raise LimitExceededError(f"next pushes of {len(numbers)} parameters are over the limit of {PARAMETERS_MAX}")
-    return tuple(sorted((check_name(name, "parameters name"), number) for name, number in numbers.items()))
+#: By type of a message within a message, what it is made into.
+_TYPES: dict[str, Callable[[Any], Any]] = {
+    "Activity": _activity,
+    "DataPosition": convert.position_from_proto,
+    "DatasetSpec": convert.dataset_from_proto,
+    "Layout": convert.layout_from_proto,
+    "NextPushes": lambda message: _numbers(message.next),
+    "ParametersSpec": convert.spec_from_proto,
+    "Replica": convert.replica_from_proto,
+    "Restore": convert.restore_from_proto,
+    "ResumePush": lambda message: we.ResumePush(message.origin, message.number, message.generation),
+}
 
 
-def rendezvous_event(call: int, request: pb.RendezvousRequest) -> ev.EnterRendezvous:
-    """Raises LimitExceededError."""
-    if len(request.host) > TEXT_CHARACTERS_MAX:
-        raise LimitExceededError(f"host is longer than {TEXT_CHARACTERS_MAX} characters")
-    return ev.EnterRendezvous(
-        call=call,
-        run_id=request.run_id,
-        agent_id=request.agent_id,
-        host=request.host,
-        processes=request.processes,
-        nodes_min=request.nodes_min,
-        nodes_max=request.nodes_max,
-    )
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def leases(ids: Sequence[int]) -> tuple[int, ...]:
-    """Lease ids of a request. Raises LimitExceededError."""
-    if len(ids) > LEASES_MAX:
-        raise LimitExceededError(f"{len(ids)} lease ids in one request are over the limit of {LEASES_MAX}")
-    return tuple(ids)
+def register_event(call: int, request: pb.RegisterRequest) -> ev.Register:
+    """Raises InvalidArgumentError, LimitExceededError."""
+    role = _ROLE_NAMES.get(request.role)
+    if role is None:
+        raise InvalidArgumentError(f"role {request.role} is unknown: use ROLE_SERVER or ROLE_WORKER")
+    _check_texts(request, "run_id", "host", "address")
+    if role == "server":
+        parse_address(request.address)
+    return make_event(ev.Register, call, request, role=role)
 
 
-def heartbeat_event(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbeat:
+def _rendezvous_event(call: int, request: pb.RendezvousRequest) -> ev.EnterRendezvous:
+    _check_texts(request, "host")
+    return make_event(ev.EnterRendezvous, call, request)
+
+
+def _check_texts(request: Any, *names: str) -> None:
+    for name in names:
+        if len(getattr(request, name)) > TEXT_CHARACTERS_MAX:
+            raise LimitExceededError(f"{name} is longer than {TEXT_CHARACTERS_MAX} characters")
+
+
+def _leave_event(call: int, request: pb.LeaveRequest) -> ev.Leave:
+    return make_event(ev.Leave, call, request, caller=we.Caller("", request.member_id, request.incarnation))
+
+
+def _leases_event(cls: type[T], call: int, request: pb.LeaseRangeRequest | pb.EndRangesRequest) -> T:
+    for name in ("done", "held", "returned", "done_at"):
+        if (count := len(getattr(request, name, ()))) > LEASES_MAX:
+            raise LimitExceededError(f"{count} leases in one request are over the limit of {LEASES_MAX}")
+    return make_event(cls, call, request)
+
+
+def _save_event(call: int, request: pb.SaveSnapshotRequest) -> sn.Save:
+    incarnation = request.incarnation if request.worker_id else 0
+    return make_event(sn.Save, call, request, reason=request.reason[:TEXT_CHARACTERS_MAX], incarnation=incarnation)
+
+
+#: By method, the event that its request is to the machine. Methods that do more are written out in ``service``.
+REQUESTS: dict[str, Callable[[int, Any], ev.Event]] = {
+    "Leave": _leave_event,
+    "CommitParameters": partial(make_event, ev.CommitParameters),
+    "DescribeParameters": partial(make_event, ev.Describe),
+    "Barrier": partial(make_event, ev.EnterBarrier),
+    "Rendezvous": _rendezvous_event,
+    "Drain": partial(make_event, ev.Drain),
+    "Scale": partial(make_event, ev.Scale),
+    "WatchScale": partial(make_event, ev.WatchScale),
+    "OpenDataset": partial(make_event, we.OpenDataset),
+    "LeaseRange": partial(_leases_event, we.LeaseRange),
+    "EndRanges": partial(_leases_event, we.EndRanges),
+    "GetDataPosition": partial(make_event, we.GetPosition),
+    "SetDataPosition": partial(make_event, we.SetPosition),
+    "SaveSnapshot": _save_event,
+}
+
+
+# --- what members send on their sessions ------------------------------------------------------------------------------
+
+
+def session_event(call: int, request: pb.SessionRequest) -> ev.Event:
+    """What a message on a member's session says, apart from its hello. Raises InvalidArgumentError, InvalidNameError,
+    LimitExceededError."""
+    match kind := request.WhichOneof("event"):
+        case "heartbeat":
+            return _heartbeat(call, request.heartbeat)
+        case "join_answer":
+            return make_event(ev.JoinAnswered, call, request.join_answer)
+        case "replica_filled":
+            return make_event(ev.ReplicaFilled, call, request.replica_filled)
+        case "replica_unreachable":
+            reason = request.replica_unreachable.reason[:TEXT_CHARACTERS_MAX]
+            return make_event(ev.ReplicaUnreachable, call, request.replica_unreachable, reason=reason)
+        case "stop":
+            numbers = _next_pushes(request.stop.next) if request.stop.holding else None
+            return make_event(we.StopReported, call, request.stop, next=numbers)
+        case "snapshot":
+            return _snapshot_report(call, request.snapshot)
+    raise InvalidArgumentError(f"a session's later messages are heartbeats and answers, not {kind}")
+
+
+def _heartbeat(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbeat:
     """A heartbeat, with those statistics by which the machine decides."""
+    progress = None
+    if heartbeat.HasField("snapshot"):
+        told = heartbeat.snapshot
+        waiting_for = told.waiting_for[:TEXT_CHARACTERS_MAX]
+        counts = (told.attempt, told.bytes_done, told.bytes, told.bytes_aside)
+        progress = sn.AttemptProgress(*counts, waiting_for, told.loading)
     versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
-    progress = snapshot_messages.progress(heartbeat.snapshot) if heartbeat.HasField("snapshot") else None
     heard = tuple((one.worker_id, one.incarnation) for one in heartbeat.heard[:MEMBERS_MAX])
-    waits = tuple(heartbeat.waiting_for)
-    return ev.Heartbeat(call, heartbeat.epoch, versions, waits, progress, heard, activity(heartbeat))
+    return make_event(ev.Heartbeat, call, heartbeat, versions=versions, progress=progress, heard=heard)
 
 
-def join_answered(call: int, message: pb.SessionRequest.JoinAnswer) -> ev.JoinAnswered:
-    """A server's answer to a proposal."""
-    return ev.JoinAnswered(call, message.proposal_id, message.accepted, message.version_max)
+def _snapshot_report(call: int, report: pb.SnapshotReport) -> sn.SnapshotReport:
+    kind = report.WhichOneof("kind")
+    if kind is None:
+        raise InvalidArgumentError("a report about a snapshot says nothing")
+    said = getattr(report, kind)
+    match kind:
+        case "prepared":
+            return make_event(sn.Prepared, call, said, attempt=report.attempt)
+        case "marked":
+            return make_event(sn.Marked, call, said, attempt=report.attempt)
+        case "keeps":
+            return sn.Keeps(call, tuple(said.parameters[:NAMES_MAX]))
+        case "written":
+            return make_event(sn.Written, call, said, attempt=report.attempt, file=_file(said))
+        case "failed":
+            return sn.PartFailed(call, report.attempt, said.error.message[:TEXT_CHARACTERS_MAX])
+        case "loaded":
+            return make_event(sn.Loaded, call, said)
+        case _:
+            text, corrupt = said.error.message, said.error.code in ("snapshot_corrupt", "unknown_snapshot")
+            return make_event(sn.LoadFailed, call, said, text=text[:TEXT_CHARACTERS_MAX], corrupt=corrupt)
 
 
-def replica_filled(call: int, message: pb.ReplicaFilled) -> ev.ReplicaFilled:
-    """A copy that is complete."""
-    replica = convert.replica_from_proto(message.replica)
-    return ev.ReplicaFilled(call, message.parameters, message.shard, message.term, replica)
-
-
-def replica_unreachable(call: int, message: pb.ReplicaUnreachable) -> ev.ReplicaUnreachable:
-    """A copy that does not answer."""
-    replica = convert.replica_from_proto(message.replica)
-    reason = message.reason[:TEXT_CHARACTERS_MAX]
-    return ev.ReplicaUnreachable(call, message.parameters, message.shard, message.term, replica, reason)
+def _file(written: pb.SnapshotReport.Written) -> ShardFile:
+    data = bytes(written.digests)
+    if len(data) != _DIGEST_BYTES * len(written.versions):
+        raise InvalidArgumentError(
+            f"{len(data)} bytes of digests for {len(written.versions)} slices of {written.file!r:.80}: give "
+            f"{_DIGEST_BYTES} for each"
+        )
+    digests = tuple(data[at : at + _DIGEST_BYTES].hex() for at in range(0, len(data), _DIGEST_BYTES))
+    return ShardFile(written.file, written.length, written.digest.hex(), tuple(written.versions), digests)
 
 
 def connections(message: pb.Connections) -> list[pb.Connection]:
     """How a worker reports that it reaches servers, limited to what is kept."""
+    names = ("server_id", "parameters", "transport", "reason")
     return [
-        pb.Connection(
-            server_id=one.server_id[:TEXT_CHARACTERS_MAX],
-            parameters=one.parameters[:TEXT_CHARACTERS_MAX],
-            transport=one.transport[:TEXT_CHARACTERS_MAX],
-            reason=one.reason[:TEXT_CHARACTERS_MAX],
-        )
+        pb.Connection(**{name: getattr(one, name)[:TEXT_CHARACTERS_MAX] for name in names})
         for one in message.connections[:CONNECTIONS_KEPT]
     ]
 
@@ -189,162 +258,109 @@ def connections(message: pb.Connections) -> list[pb.Connection]:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def registered(value: ev.Value, maps: MapCache, run_id: str, version: str, storage: str = "") -> pb.RegisterResponse:
-    """The answer to Register."""
-    assert isinstance(value, ev.Registered)
-    return pb.RegisterResponse(
-        run_id=run_id,
-        member_id=value.member.member_id,
-        incarnation=value.member.incarnation,
-        rank=value.member.rank,
-        world_size=value.world_size,
-        lease_seconds=value.lease_seconds,
-        heartbeat_seconds=value.heartbeat_seconds,
-        map=maps.message,
-        psdist_version=version,
-        storage=storage if value.member.role == "server" else "",
-    )
-
-
-def created(value: ev.Value, maps: MapCache) -> tuple[pb.CreateParametersResponse, bool]:
-    """The answer to CreateParameters, and whether it is the last."""
-    states = pb.CreateParametersResponse
+def response(cls: Any, value: ev.Value, cluster_map: common.ClusterMap) -> tuple[Any, bool]:
+    """The answer ``value`` to a method whose responses are of type ``cls``, and whether it is the last."""
     match value:
+        case ev.Waiting(text) if cls is pb.CreateParametersResponse:
+            return cls(state=cls.STATE_WAITING, waiting_for=text), False
         case ev.Waiting(text):
-            return states(state=states.STATE_WAITING, waiting_for=text), False
+            return cls(waiting_for=text), False
         case ev.Upload():
-            return states(state=states.STATE_UPLOAD, map=maps.message), False
-        case ev.ParametersReady(first_step, resumed, notice):
-            ready = states(state=states.STATE_READY, map=maps.message, first_step=first_step, resumed=resumed)
-            ready.notice = notice
-            return ready, True
-    raise AssertionError(f"{value} is no answer to CreateParameters")
-
-
-def described(value: ev.Value, maps: MapCache) -> tuple[pb.DescribeParametersResponse, bool]:
-    """The answer to DescribeParameters, and whether it is the last."""
-    match value:
-        case ev.Waiting(text):
-            return pb.DescribeParametersResponse(waiting_for=text), False
+            return cls(state=cls.STATE_UPLOAD, map=cluster_map), False
+        case ev.ParametersReady():
+            return make_message(cls, value, state=cls.STATE_READY, map=cluster_map), True
         case ev.Described(spec, layout):
-            answer = pb.DescribeParametersResponse(
-                spec=convert.spec_to_proto(spec), layout=convert.layout_to_proto(layout), map=maps.message
-            )
-            return answer, True
-    raise AssertionError(f"{value} is no answer to DescribeParameters")
-
-
-def barrier(value: ev.Value, maps: MapCache) -> tuple[pb.BarrierResponse, bool]:
-    """The answer to Barrier, and whether it is the last."""
-    match value:
-        case ev.Waiting(text):
-            return pb.BarrierResponse(waiting_for=text), False
+            settings, tensors = convert.spec_to_proto(spec), convert.layout_to_proto(layout)
+            return cls(spec=settings, layout=tensors, map=cluster_map), True
+        case ev.Done() if cls is pb.BarrierResponse:
+            return cls(released=True), True
+        case ev.Done() if cls is pb.CommitParametersResponse:
+            return cls(epoch=cluster_map.epoch), True
         case ev.Done():
-            return pb.BarrierResponse(released=True), True
+            return cls(), True
         case ev.Withdrawn():
-            return pb.BarrierResponse(withdrawn=True), True
-    raise AssertionError(f"{value} is no answer to Barrier")
-
-
-def rendezvous(value: ev.Value, maps: MapCache) -> tuple[pb.RendezvousResponse, bool]:
-    """The answer to Rendezvous, and whether it is the last."""
-    match value:
-        case ev.Waiting(text):
-            return pb.RendezvousResponse(waiting_for=text), False
+            return cls(withdrawn=True), True
         case ev.Formed(node, nodes, world_size):
-            answer = pb.RendezvousResponse(
-                formed=True, node_rank=node.node_rank, nodes=nodes, first_rank=node.first_rank, world_size=world_size
-            )
-            return answer, True
-    raise AssertionError(f"{value} is no answer to Rendezvous")
+            return make_message(cls, node, formed=True, nodes=nodes, world_size=world_size), True
+        case we.DatasetStanding():
+            return dataset(value, cls), True
+        case we.RangeGiven(None):
+            return cls(repeated_ranges=value.repeated, failed_ranges=value.failed, finished=True), True
+        case we.RangeGiven(lease):
+            counts = {"repeated_ranges": value.repeated, "failed_ranges": value.failed}
+            return make_message(cls, lease, data_epoch=value.data_epoch, range=value.range, **counts), True
+        case ev.Draining(text):
+            return make_message(cls, value, waiting_for=text), False
+        case ev.Drained():
+            return make_message(cls, value, drained=True), True
+        case ev.ScaleNews():
+            return make_message(cls, value), False
+        case sn.Saving(text, done, total):
+            return cls(waiting_for=text, bytes_done=done, bytes=total), False
+        case sn.Saved(commit, unchanged):
+            return cls(committed=info(commit), unchanged=unchanged), True
+    return make_message(cls, value), True
 
 
-def dataset(value: ev.Value) -> pb.DatasetStatus:
-    """Where a data set stands."""
-    assert isinstance(value, DatasetStanding)
-    return pb.DatasetStatus(
-        spec=convert.dataset_to_proto(value.spec),
-        position=convert.position_to_proto(value.position),
-        leased=value.leased,
-    )
+def dataset(value: we.DatasetStanding, cls: Any = pb.DatasetStatus) -> Any:
+    """Where a data set stands, as a message of type ``cls``."""
+    spec, position = convert.dataset_to_proto(value.spec), convert.position_to_proto(value.position)
+    return make_message(cls, value, spec=spec, position=position)
 
 
-def range_given(value: ev.Value, maps: MapCache) -> tuple[pb.LeaseRangeResponse, bool]:
-    """The answer to LeaseRange, which is the last."""
-    assert isinstance(value, RangeGiven)
-    answer = pb.LeaseRangeResponse(repeated_ranges=value.repeated, failed_ranges=value.failed)
-    if value.lease is None:
-        answer.finished = True
-    else:
-        answer.lease_id, answer.attempt = value.lease.lease_id, value.lease.attempt
-        answer.data_epoch, answer.range = value.data_epoch, value.range
-    return answer, True
-
-
-def drained(value: ev.Value, maps: MapCache) -> tuple[pb.DrainResponse, bool]:
-    """The answer to Drain, and whether it is the last."""
-    match value:
-        case ev.Draining(text, left, total):
-            return pb.DrainResponse(waiting_for=text, shards_left=left, shards_total=total), False
-        case ev.Drained(total):
-            return pb.DrainResponse(shards_total=total, drained=True), True
-    raise AssertionError(f"{value} is no answer to Drain")
-
-
-def scaled(value: ev.Value) -> pb.ScaleResponse:
-    """The answer to Scale."""
-    assert isinstance(value, ev.Scaled)
-    return pb.ScaleResponse(
-        servers_before=value.servers_before, drained=value.drained, missing=value.missing, launchers=value.launchers
-    )
-
-
-def scale_news(value: ev.Value, maps: MapCache) -> tuple[pb.WatchScaleResponse, bool]:
-    """An answer to WatchScale, which has no last."""
-    assert isinstance(value, ev.ScaleNews)
-    message = pb.WatchScaleResponse(
-        servers_wanted=value.servers_wanted, draining=value.draining, stop=value.stop, lost=value.lost
-    )
-    return message, False
+def info(commit: CommitRecord) -> pb.SnapshotInfo:
+    info: pb.SnapshotInfo = make_message(pb.SnapshotInfo, commit, steps=dict(commit.steps))
+    return info
 
 
 def command(value: ev.Value | ev.News) -> pb.SessionResponse:
     """What a session is sent, apart from maps."""
+    message = pb.SessionResponse
     match value:
-        case ev.JoinProposal(proposal_id, parameters, member):
-            proposal = pb.SessionResponse.JoinProposal(
-                proposal_id=proposal_id, parameters=parameters, member=convert.member_to_proto(member)
-            )
-            return pb.SessionResponse(join_proposal=proposal)
-        case ev.WithdrawJoin(proposal_id, parameters, worker_id):
-            withdrawn = pb.SessionResponse.JoinWithdrawn(
-                proposal_id=proposal_id, parameters=parameters, worker_id=worker_id
-            )
-            return pb.SessionResponse(join_withdrawn=withdrawn)
-        case ev.MemberLost(member_id, role, reason):
-            lost = pb.SessionResponse.MemberLost(member_id=member_id, role=ROLES[role], reason=reason)
-            return pb.SessionResponse(member_lost=lost)
-        case ev.ShardsLost(parameters, shards, server_id, version, text):
-            shards_lost = pb.SessionResponse.ShardsLost(
-                parameters=parameters, shards=shards, server_id=server_id, version=version, text=text
-            )
-            return pb.SessionResponse(shards_lost=shards_lost)
-        case RolledBack():
-            return pb.SessionResponse(rolled_back=snapshot_messages.rolled_back(value))
-        case StopCommand(number, "leave", numbers):
+        case ev.JoinProposal():
+            proposal = make_message(message.JoinProposal, value, member=convert.member_to_proto(value.member))
+            return message(join_proposal=proposal)
+        case ev.WithdrawJoin():
+            return message(join_withdrawn=make_message(message.JoinWithdrawn, value))
+        case ev.MemberLost():
+            return message(member_lost=make_message(message.MemberLost, value, role=ROLES[value.role]))
+        case ev.ShardsLost():
+            return message(shards_lost=make_message(message.ShardsLost, value))
+        case sn.RolledBack(directory, lost, text):
+            rolled_back = message.RolledBack(directory=directory, text=text)
+            for name, first, until in lost:
+                # "from" is a keyword of Python.
+                rolled_back.lost.add(**{"parameters": name, "from": first, "until": until})
+            return message(rolled_back=rolled_back)
+        case we.StopCommand(number, "leave", numbers):
             leave = pb.StopCommand.Leave(next=dict(numbers))
-            return pb.SessionResponse(stop=pb.StopCommand(number=number, leave=leave))
-        case StopCommand(number, "ask"):
-            return pb.SessionResponse(stop=pb.StopCommand(number=number, ask=True))
-        case StopCommand(number):
-            return pb.SessionResponse(stop=pb.StopCommand(number=number, hold=True))
-        case MutualWait(sequence, error):
-            mutual_wait = pb.MutualWait(sequence=sequence, error=status.to_detail(error))
-            return pb.SessionResponse(mutual_wait=mutual_wait)
-        case Prepare() | Mark() | TakeCut() | End():
-            return pb.SessionResponse(snapshot=snapshot_messages.command(value))
+            return message(stop=pb.StopCommand(number=number, leave=leave))
+        case we.StopCommand(number, kind):
+            return message(stop=pb.StopCommand(number=number, ask=kind == "ask" or None, hold=kind == "hold" or None))
+        case we.MutualWait(sequence, error):
+            return message(mutual_wait=pb.MutualWait(sequence=sequence, error=status.to_detail(error)))
+        case sn.Prepare() | sn.Mark() | sn.TakeCut() | sn.End():
+            return message(snapshot=_snapshot_command(value))
     raise AssertionError(f"{value} is no command of a session")
 
 
-#: Makes an answer of a stream out of a value: the message, and whether it is the last.
-Render = Callable[[ev.Value, MapCache], tuple[Any, bool]]
+def _snapshot_command(value: sn.SnapshotCommand) -> pb.SnapshotCommand:
+    commands = pb.SnapshotCommand
+    match value:
+        case sn.Prepare(attempt, directory, steps):
+            parameters = [commands.Prepare.Parameters(parameters=name, step=step) for name, step in steps]
+            return commands(attempt=attempt, prepare=commands.Prepare(parameters=parameters, directory=directory))
+        case sn.Mark(attempt, steps):
+            return commands(attempt=attempt, mark=commands.Mark(steps=dict(steps)))
+        case sn.TakeCut(attempt, next_pushes, final):
+            cut = commands.Cut()
+            for name, step in final:
+                cut.parameters.add(parameters=name, final_step=step)
+            for name, producers in next_pushes:
+                entry = cut.parameters.add(parameters=name)
+                for worker_id, incarnation, number in producers:
+                    life = server_pb2.Life(worker_id=worker_id, incarnation=incarnation)
+                    entry.producers.add(life=life, next=number)
+            return commands(attempt=attempt, cut=cut)
+        case sn.End(attempt):
+            return commands(attempt=attempt, end=make_message(commands.End, value))

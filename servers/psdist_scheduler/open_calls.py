@@ -1,79 +1,133 @@
-"""Calls and sessions in progress: their numbers and outboxes, and the map that they get.
+"""Calls and sessions in progress: their numbers, the messages that each is still to send, and the map that they get.
 
 Invariant: the event of a call's end is posted once the call is over, whatever ended it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import contextmanager
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
-from typing import Any
+from typing import Generic, TypeVar
 
+from psdist.errors import ClosedError, LimitExceededError, PsdistError
+from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire import convert
+from psdist.wire.limits import UNREAD_MAX
 from psdist_scheduler import messages
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.outbox import Outbox
+
+T = TypeVar("T")
+
+
+class Outbox(Generic[T]):
+    """The messages that one call is still to send, in order. Iterate to take them until the outbox is closed.
+
+    One task takes messages; others put them without waiting. A put with a ``kind`` replaces the last message if that is
+    of the same kind and not taken yet: of maps, and of reasons to wait, only the newest counts. No message overtakes
+    another. So a peer that reads a command has read the map by which it was made, and no news of a loss comes after the
+    map in which the lost member is back. It is bounded, for one asyncio loop, and not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[str, T]] = deque()
+        self._closed = False
+        self._error: PsdistError | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, message: T, kind: str = "") -> None:
+        """Adds a message. One that nobody reads ends the call with LimitExceededError."""
+        if self._closed:
+            return
+        if kind and self._queue and self._queue[-1][0] == kind:
+            self._queue.pop()
+        if len(self._queue) >= UNREAD_MAX:
+            self.close(LimitExceededError(f"{UNREAD_MAX} messages of this call were not read, which is the limit"))
+            return
+        self._queue.append((kind, message))
+        self._changed.set()
+
+    def close(self, error: PsdistError | None = None) -> None:
+        """Ends the call after what was put, with ``error`` if there is one. The first close counts."""
+        if not self._closed:
+            self._closed, self._error = True, error
+            self._changed.set()
+
+    async def take(self) -> T:
+        """The next message, or the closing error. Raises ClosedError if there was none."""
+        async for message in self:
+            return message
+        raise ClosedError("the call was ended")
+
+    def __aiter__(self) -> Outbox[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._queue:
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        return self._queue.popleft()[1]
 
 
 class OpenCalls:
-    """All calls and sessions of one scheduler. ``post`` gives its machine an event."""
+    """All calls and sessions of one scheduler, and the map that was published last. ``post`` gives its machine an
+    event."""
 
     def __init__(self, post: Callable[[ev.Event], None]) -> None:
         self._post = post
-        self.maps = messages.MapCache()
+        self.map = common_pb2.ClusterMap()
         self._calls: dict[int, Outbox[ev.Value]] = {}
         self._sessions: dict[int, Outbox[pb.SessionResponse]] = {}
         self._attached: set[int] = set()
         self._numbers = count(1)
 
-    @contextmanager
-    def call(self) -> Any:
+    def call(self) -> AbstractContextManager[tuple[int, Outbox[ev.Value]]]:
         """Number and outbox of a new call; its end is posted when the block is left."""
-        number = next(self._numbers)
-        outbox = self._calls[number] = Outbox()
-        try:
-            yield number, outbox
-        finally:
-            del self._calls[number]
-            self._post(ev.CallEnded(number))
+        return self._open(self._calls, ev.CallEnded)
+
+    def session(self) -> AbstractContextManager[tuple[int, Outbox[pb.SessionResponse]]]:
+        """Number and outbox of a new session; its end is posted when the block is left."""
+        return self._open(self._sessions, lambda number: ev.SessionClosed(number, "its session broke"))
 
     @contextmanager
-    def session(self) -> Any:
-        """Number and outbox of a new session; its end is posted when the block is left."""
+    def _open(self, opened: dict[int, Outbox[T]], ended: Callable[[int], ev.Event]) -> Iterator[tuple[int, Outbox[T]]]:
         number = next(self._numbers)
-        outbox = self._sessions[number] = Outbox()
+        outbox = opened[number] = Outbox()
         try:
             yield number, outbox
         finally:
-            del self._sessions[number]
+            del opened[number]
             self._attached.discard(number)
-            self._post(ev.SessionClosed(number, "its session broke"))
+            self._post(ended(number))
 
     def carry_out(self, effect: ev.Effect) -> None:
         """Sends what an effect has for calls and sessions. One that is over gets nothing."""
         match effect:
             case ev.Publish(cluster):
-                self.maps.set(cluster)
-                self._broadcast(pb.SessionResponse(map=self.maps.message), "map")
-            case ev.Attach(number):
-                if number in self._sessions:
-                    self._attached.add(number)
-                    self._sessions[number].put(pb.SessionResponse(map=self.maps.message), "map")
+                self.map = convert.map_to_proto(cluster)
+                self._broadcast(pb.SessionResponse(map=self.map), "map")
+            case ev.Attach(number) if number in self._sessions:
+                self._attached.add(number)
+                self._sessions[number].put(pb.SessionResponse(map=self.map), "map")
             case ev.Broadcast(news):
                 self._broadcast(messages.command(news))
-            case ev.Answer(number, value):
-                if number in self._calls:
-                    self._calls[number].put(value, "waiting" if isinstance(value, ev.Waiting) else "")
-                elif number in self._sessions:
-                    self._sessions[number].put(messages.command(value))
+            case ev.Answer(number, value) if number in self._calls:
+                self._calls[number].put(value, "waiting" if isinstance(value, ev.Waiting) else "")
+            case ev.Answer(number, value) if number in self._sessions:
+                self._sessions[number].put(messages.command(value))
             case ev.Refuse(number, error):
                 for outbox in (self._calls.get(number), self._sessions.get(number)):
                     if outbox is not None:
                         outbox.close(error)
-            case ev.Close(number):
-                if number in self._sessions:
-                    self._sessions[number].close()
+            case ev.Close(number) if number in self._sessions:
+                self._sessions[number].close()
 
     def _broadcast(self, message: pb.SessionResponse, kind: str = "") -> None:
         for number in sorted(self._attached):

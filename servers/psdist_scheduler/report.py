@@ -3,94 +3,65 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert
-from psdist_scheduler import messages, snapshot_messages
+from psdist_scheduler import messages
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.records import Member
-from psdist_scheduler.messages import ROLES
 
 
 def status(
     cluster: Cluster,
-    epoch: int,
     statistics: Mapping[str, server_pb2.GetStatisticsResponse],
     connections: Mapping[str, Sequence[pb.Connection]],
-    events: Iterable[tuple[float, str]],
-    version: str,
-    uptime_seconds: float,
     now: float,
 ) -> pb.GetStatusResponse:
-    """The whole report.
-
-    epoch: of the map that was published last.
-    statistics: of servers, in their last heartbeat, by id.
-    connections: how workers reach servers, by their last report, by id.
-    events: seconds since 1970 and text, the newest last.
-    """
-    registry = cluster.registry
+    """What the machine knows. ``statistics`` of servers, and ``connections`` of workers to servers, are those of their
+    last heartbeats, by id."""
     return pb.GetStatusResponse(
         run_id=cluster.settings.run_id,
-        psdist_version=version,
-        epoch=epoch,
         phase=cluster.phase,
-        uptime_seconds=uptime_seconds,
         workers_min=cluster.demand.workers_min,
         servers_min=cluster.demand.servers_min,
         servers_wanted=cluster.demand.servers_wanted,
         replicas=cluster.settings.replicas,
         members=[
-            _member(
-                cluster,
-                member,
-                statistics.get(member.member_id),
-                connections.get(member.member_id, ()) if member.live else (),
-                now,
-            )
+            _member(cluster, member, statistics.get(member.member_id), connections.get(member.member_id, ()), now)
             for member in cluster.members.all
         ],
         parameters=[
             pb.ParametersStatus(
-                entry=convert.entry_to_proto(p.entry) if p.record else _gathering(p.name),
+                entry=convert.entry_to_proto(p.entry) if p.record else {"spec": {"name": p.name}},
                 state=p.state,
                 tensors=len(p.layout.tensors) if p.layout else 0,
             )
-            for p in registry.all
+            for p in cluster.registry.all
         ],
         waiting_for=cluster.waits,
         datasets=[messages.dataset(standing) for standing in cluster.datasets.standings],
         snapshots=_snapshots(cluster, now) if cluster.snapshots.enabled else None,
-        events=[pb.EventStatus(time=time, text=text) for time, text in events],
     )
 
 
 def _snapshots(cluster: Cluster, now: float) -> pb.SnapshotsStatus:
     snapshots, found = cluster.snapshots, cluster.registry.resume.found
     failures, attempt = snapshots.runner.failures, snapshots.runner.attempt
-    done, total = attempt.bytes if attempt is not None else (0, 0)
-    last_failure = snapshots.catalog.replaced or failures.text
-    return pb.SnapshotsStatus(
+    report = pb.SnapshotsStatus(
         storage=cluster.settings.storage,
         policy=cluster.settings.policy.text,
-        committed=[snapshot_messages.info(commit) for commit in snapshots.catalog.commits],
-        attempt=attempt.number if attempt is not None else 0,
-        phase=attempt.stage if attempt is not None else "",
-        waiting_for=attempt.waiting_for if attempt is not None else "",
-        bytes_done=done,
-        bytes=total,
+        committed=[messages.info(commit) for commit in snapshots.catalog.commits],
         failed=failures.count,
-        last_failure=last_failure,
+        last_failure=snapshots.catalog.replaced or failures.text,
         last_failure_time=time.time() - (now - failures.at) if failures.count else 0.0,
-        restored=snapshot_messages.info(found.commit) if found is not None else None,
+        restored=messages.info(found.commit) if found is not None else None,
     )
-
-
-def _gathering(name: str) -> common.ParametersEntry:
-    return common.ParametersEntry(spec=common.ParametersSpec(name=name))
+    if attempt is not None:
+        report.attempt, report.phase, report.waiting_for = attempt.number, attempt.stage, attempt.waiting_for
+        report.bytes_done, report.bytes = attempt.bytes
+    return report
 
 
 def _member(
@@ -100,21 +71,15 @@ def _member(
     connections: Sequence[pb.Connection],
     now: float,
 ) -> pb.MemberStatus:
-    presence = cluster.members.sessions.liveness.get(member.member_id)
-    return pb.MemberStatus(
-        member_id=member.member_id,
-        role=ROLES[member.role],
-        incarnation=member.incarnation,
-        rank=member.rank,
-        address=member.address,
-        host=member.host,
-        pid=member.pid,
-        state=member.state,
-        reason=member.reason,
-        heartbeat_age_seconds=now - presence.seen if presence else 0.0,
-        epoch=presence.epoch if presence else 0,
+    report: pb.MemberStatus = messages.make_message(
+        pb.MemberStatus,
+        member,
+        role=messages.ROLES[member.role],
         statistics=statistics,
-        waiting_for=presence.waiting_for if presence else (),
-        connections=connections,
+        connections=connections if member.live else (),
         draining=member.draining and member.live,
     )
+    if (presence := cluster.members.sessions.liveness.get(member.member_id)) is not None:
+        report.heartbeat_age_seconds, report.epoch = now - presence.seen, presence.epoch
+        report.waiting_for.extend(presence.waiting_for)
+    return report

@@ -13,12 +13,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import psdist
+from psdist import __version__
 from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
@@ -28,10 +28,8 @@ from psdist_scheduler.events.cluster_events import Broadcast, Effect, Event, Log
 from psdist_scheduler.events.records import ParametersRecord
 from psdist_scheduler.events.snapshot_events import Prune, ReadHistory, RemoveDirectory, WriteCommit
 from psdist_scheduler.open_calls import OpenCalls
+from psdist_scheduler.snapshot_io import SnapshotIo
 from psdist_scheduler.store import Store
-
-if TYPE_CHECKING:
-    from psdist_scheduler.snapshot_io import SnapshotIo
 
 log = logging.getLogger("psdist.scheduler")
 
@@ -46,9 +44,6 @@ class Scheduler:
         self.storage = storage
         self._storage: SnapshotIo | None = None
         if storage is not None:
-            # What reads snapshots takes a while to load.
-            from psdist_scheduler.snapshot_io import SnapshotIo
-
             self._storage = SnapshotIo(storage, cluster.settings.run_id, cluster.settings.salt, self.post)
         self.calls = OpenCalls(self.post)
         #: What members said of themselves in their last heartbeat, by id.
@@ -102,16 +97,15 @@ class Scheduler:
         self._store.close()
 
     def status(self) -> pb.GetStatusResponse:
-        """The status report."""
         now = self._loop.time()
-        epoch, uptime = self.calls.maps.message.epoch, now - self.started
-        return report.status(
-            self.cluster, epoch, self._statistics, self._connections, self.events, psdist.__version__, uptime, now
-        )
+        status = report.status(self.cluster, self._statistics, self._connections, now)
+        status.psdist_version, status.epoch = __version__, self.calls.map.epoch
+        status.uptime_seconds = now - self.started
+        status.events.extend(pb.EventStatus(time=at, text=text) for at, text in self.events)
+        return status
 
-    def on_heartbeat(self, call: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
-        """A member's heartbeat on its session ``call``. What the report shows of it is kept."""
-        self.post(messages.heartbeat_event(call, heartbeat))
+    def keep_report(self, call: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
+        """Keeps what the status report shows of a member's heartbeat on its session ``call``."""
         if self.cluster.members.sessions.get(call) != member_id:
             return
         if heartbeat.HasField("statistics"):
@@ -142,28 +136,25 @@ class Scheduler:
 
 def merge(changes: list[Persist]) -> Persist:
     """Several changes as one; of each thing the newest."""
-    members = {member.member_id: member for change in changes for member in change.members}
+
+    def newest(name: str, key: Callable[[Any], Any]) -> tuple[Any, ...]:
+        return tuple({key(item): item for change in changes for item in getattr(change, name)}.values())
+
     parameters: dict[str, ParametersRecord] = {}
     for change in changes:
         for name in change.forgotten:
             parameters.pop(name, None)
         parameters |= {record.entry.spec.name: record for record in change.parameters}
-    nodes = {node.agent_id: node for change in changes for node in change.nodes}
-    datasets = {record.spec.name: record for change in changes for record in change.datasets}
-    forgotten = {name: None for change in changes for name in change.forgotten}
-    wanted = next((c.servers_wanted for c in reversed(changes) if c.servers_wanted is not None), None)
-    base = next((c.base for c in reversed(changes) if c.base is not None), None)
-    barriers = {(record.worker_id, record.name): record for change in changes for record in change.barriers}
     return Persist(
         changes[-1].epoch,
-        members=tuple(members.values()),
+        members=newest("members", lambda member: member.member_id),
         parameters=tuple(parameters.values()),
-        nodes=tuple(nodes.values()),
-        servers_wanted=wanted,
-        datasets=tuple(datasets.values()),
-        forgotten=tuple(forgotten),
-        base=base,
-        barriers=tuple(barriers.values()),
+        nodes=newest("nodes", lambda node: node.agent_id),
+        servers_wanted=next((c.servers_wanted for c in reversed(changes) if c.servers_wanted is not None), None),
+        datasets=newest("datasets", lambda record: record.spec.name),
+        forgotten=newest("forgotten", lambda name: name),
+        base=next((c.base for c in reversed(changes) if c.base is not None), None),
+        barriers=newest("barriers", lambda record: (record.worker_id, record.name)),
     )
 
 

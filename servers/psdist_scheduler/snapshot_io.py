@@ -1,9 +1,9 @@
-"""The scheduler's access to the snapshot storage: carries out the storage effects of the machine, one after another.
+"""The scheduler's access to the snapshot storage: storage effects of the machine, and states of workers on their way.
 
-It is a task of its own, so that a slow storage delays nothing else. The result of each effect goes back to the machine
-as an event. A commit has this order: every shard's file is durable (the machine has waited for that), then the
-manifest, then the commit record, which is created exclusively. Nothing is overwritten or renamed. A snapshot that is
-deleted loses its record first.
+Effects are carried out one after another, in a task of its own, so that a slow storage delays nothing else. The result
+of each goes back to the machine as an event. A commit has this order: every shard's file is durable (the machine has
+waited for that), then the manifest, then the commit record, which is created exclusively. Nothing is overwritten or
+renamed. A snapshot that is deleted loses its record first.
 
 The storage's answer may be lost, so an error does not mean that nothing was done. If a record of our number exists, it
 is read. If it is ours, the snapshot exists. If not, another scheduler has taken over (C8), and this one saves no more.
@@ -16,20 +16,32 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Final
 
+import xxhash
+
 from psdist import __version__
-from psdist.errors import ConfigurationError, PsdistError, SnapshotCorruptError, StorageError, UnknownSnapshotError
+from psdist.errors import (
+    ConfigurationError,
+    InvalidArgumentError,
+    PsdistError,
+    SnapshotCorruptError,
+    StorageError,
+    UnknownSnapshotError,
+)
 from psdist.snapshots import format as layout
 from psdist.snapshots import reader
-from psdist.snapshots.format import CommitRecord
+from psdist.snapshots.format import CommitRecord, WorkerState
 from psdist.snapshots.storage import Storage
+from psdist.v1 import scheduler_pb2 as pb
 from psdist_scheduler.events import snapshot_events as sn
 
 log = logging.getLogger("psdist.scheduler")
 
+#: Bytes of a message with a part of a worker's state.
+_PART_BYTES: Final = 1 << 20
 #: What no commit names and this scheduler did not make is garbage at this age, in seconds.
 GARBAGE_SECONDS: Final = 3600.0
 
@@ -60,29 +72,24 @@ async def read_history(storage: Storage, run_id: str = "", base: str = "", bad: 
             raise record.error  # Not readable now, or of a newer format: no reason to go on from an older one.
     skipped = [f"{record.path}: {record.error}" for record in records if not isinstance(record, CommitRecord)]
     highest = max((layout.commit_sequence(r.path) or 0 for r in records), default=0)
-    newest = None
+    newest = base_found = None
     for commit in commits:
-        if commit.directory in bad:
-            continue
-        try:
-            newest = await _load(storage, commit)
-            break
-        except (SnapshotCorruptError, UnknownSnapshotError) as error:
-            skipped.append(f"{commit.directory}: {error}")
-    wanted = next((commit for commit in commits if base and commit.directory == base), None)
-    found_base = None
-    if wanted is not None and base not in bad:
-        try:
-            found_base = await _load(storage, wanted)
-        except (SnapshotCorruptError, UnknownSnapshotError) as error:
-            skipped.append(f"{base}: {error}")
-    return sn.History(commits, highest, newest, tuple(dict.fromkeys(skipped)), found_base)
+        if newest is None and commit.directory not in bad:
+            newest = await _load(storage, commit, skipped)
+        if base and commit.directory == base and base not in bad:
+            base_found = await _load(storage, commit, skipped)
+    return sn.History(commits, highest, newest, tuple(dict.fromkeys(skipped)), base_found)
 
 
-async def _load(storage: Storage, commit: CommitRecord) -> sn.CommitFound:
-    manifest = await reader.load_manifest(storage, commit)
-    await reader.check_files(storage, manifest)
-    return sn.CommitFound(commit, manifest)
+async def _load(storage: Storage, commit: CommitRecord, skipped: list[str]) -> sn.CommitFound | None:
+    """A snapshot, if it can be read; else ``skipped`` says why not. Raises StorageError."""
+    try:
+        manifest = await reader.load_manifest(storage, commit)
+        await reader.check_files(storage, manifest)
+        return sn.CommitFound(commit, manifest)
+    except (SnapshotCorruptError, UnknownSnapshotError) as error:
+        skipped.append(f"{commit.directory}: {error}")
+        return None
 
 
 def check_fresh(history: sn.History, url: str) -> None:
@@ -276,3 +283,41 @@ class SnapshotIo:
             return sn.HistoryRead(await read_history(self._storage, self._run_id, base, bad))
         except PsdistError as error:
             return sn.HistoryRead(None, str(error))
+
+
+async def write_state(
+    storage: Storage, place: sn.StatePlace, header: pb.HandInStateRequest.Header, parts: AsyncIterator[bytes]
+) -> WorkerState:
+    """Writes the file of a worker's state, durably. At most one part of it is held.
+
+    Raises InvalidArgumentError where length or digest are not those of the header, and StorageError; then nothing of it
+    stays.
+    """
+    state = WorkerState(
+        header.parameters, place.rank, header.next, place.file, header.length, bytes(header.digest).hex()
+    )
+    digest, length = xxhash.xxh3_128(), 0
+    async with storage.writer(layout.file_path(place.directory, place.file)) as file:
+        async for part in parts:
+            length += len(part)
+            if length > header.length:
+                break
+            digest.update(part)
+            await file.write(part)
+        if length != header.length or digest.hexdigest() != state.digest:
+            raise InvalidArgumentError(
+                f"the state of {header.parameters!r} that came is not the one that was announced"
+            )
+    return state
+
+
+async def read_state(storage: Storage | None, source: sn.StateSource) -> AsyncIterator[pb.GetStateResponse]:
+    """The file of a worker's state in parts. Raises SnapshotCorruptError, StorageError."""
+    state = source.state
+    if storage is None or state is None or source.manifest is None:
+        yield pb.GetStateResponse()
+        return
+    yield pb.GetStateResponse(length=state.length, digest=bytes.fromhex(state.digest), next=state.next)
+    async for data in reader.read_state(storage, source.manifest, state):
+        for start in range(0, len(data), _PART_BYTES):
+            yield pb.GetStateResponse(part=data[start : start + _PART_BYTES])

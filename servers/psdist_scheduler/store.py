@@ -1,8 +1,8 @@
 """The store: what a restarted scheduler needs to know, durable before anybody acts on it.
 
-``Store`` is the interface for the service. ``SqliteStore`` uses one SQLite file (WAL, ``synchronous=FULL``: a commit is
-on the disk when it returns). ``MemoryStore`` is for runs that need not outlive their scheduler. A file belongs to one
-scheduler at a time: the process holds a lock on it while it is open, which a crash releases.
+``SqliteStore`` uses one SQLite file (WAL, ``synchronous=FULL``: a commit is on the disk when it returns). A ``Store``
+without more is for runs that need not outlive their scheduler. A file belongs to one scheduler at a time: the process
+holds a lock on it while it is open, which a crash releases.
 
 Entries, layouts and settings are stored as protobuf messages of the wire, which have rules for evolution. What does not
 parse is refused, not repaired.
@@ -14,7 +14,7 @@ import json
 import sqlite3
 from dataclasses import astuple, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -58,9 +58,13 @@ CREATE TABLE barriers (
   PRIMARY KEY (worker_id, name));
 CREATE TABLE datasets (name TEXT PRIMARY KEY, spec BLOB NOT NULL, state TEXT NOT NULL);
 """
+_BASE = "base_directory, base_digest, generation, term, base_epoch, began"
+_READ_PARAMETERS = "SELECT entry, uploader, committed, layout FROM parameters ORDER BY number"
+_READ_DATASETS = "SELECT spec, state FROM datasets ORDER BY rowid"
 #: Of a data set's settings nothing ever changes.
 _WRITE_DATASET = "INSERT INTO datasets VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET state = excluded.state"
-
+#: The newest get the highest rowid.
+_WRITE_BARRIER = "INSERT OR REPLACE INTO barriers (worker_id, name, origin, passed) VALUES (?, ?, ?, ?)"
 #: As ``Barriers`` does.
 _FORGET_BARRIERS = (
     "DELETE FROM barriers WHERE worker_id = ? AND rowid NOT IN "
@@ -68,11 +72,12 @@ _FORGET_BARRIERS = (
 )
 
 
-class Store(Protocol):
-    """Where the scheduler's memory lies. Calls block; only one is made at a time."""
+class Store:
+    """Where the scheduler's memory lies. This one keeps nothing. Calls block; only one is made at a time."""
 
     def load(self) -> StoredState | None:
         """What was kept; None where there is nothing yet."""
+        return None
 
     def write(self, changes: Persist) -> None:
         """Makes the changes durable, all or none, before it returns."""
@@ -81,21 +86,7 @@ class Store(Protocol):
         """Frees the store for another scheduler."""
 
 
-class MemoryStore:
-    """Keeps nothing."""
-
-    def load(self) -> StoredState | None:
-        """Returns nothing: there is no store."""
-        return None
-
-    def write(self, changes: Persist) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class SqliteStore:
+class SqliteStore(Store):
     """One SQLite file. ``run_id`` is written into a new file; an empty one takes what the file has."""
 
     def __init__(self, path: Path, run_id: str) -> None:
@@ -115,9 +106,7 @@ class SqliteStore:
 
     def load(self) -> StoredState | None:
         """What was kept; None in a new file. Raises ConfigurationError where it can't be read."""
-        epoch, servers_wanted, *base = self._db.execute(
-            "SELECT epoch, servers_wanted, base_directory, base_digest, generation, term, base_epoch, began FROM run"
-        ).fetchone()
+        epoch, servers_wanted, *base = self._db.execute(f"SELECT epoch, servers_wanted, {_BASE} FROM run").fetchone()
         if epoch == 0:
             return None
         try:
@@ -125,16 +114,9 @@ class SqliteStore:
                 run_id=self.run_id,
                 epoch=epoch,
                 members=tuple(_member(*row) for row in self._rows("members", Member)),
-                parameters=tuple(
-                    _parameters(*row)
-                    for row in self._db.execute(
-                        "SELECT entry, uploader, committed, layout FROM parameters ORDER BY number"
-                    )
-                ),
+                parameters=tuple(_parameters(*row) for row in self._db.execute(_READ_PARAMETERS)),
                 nodes=tuple(Node(*row) for row in self._rows("nodes", Node)),
-                datasets=tuple(
-                    _dataset(*row) for row in self._db.execute("SELECT spec, state FROM datasets ORDER BY rowid")
-                ),
+                datasets=tuple(_dataset(*row) for row in self._db.execute(_READ_DATASETS)),
                 servers_wanted=servers_wanted,
                 base=_base(*base),
                 barriers=tuple(BarrierRecord(*row) for row in self._rows("barriers", BarrierRecord)),
@@ -143,27 +125,19 @@ class SqliteStore:
             raise _unusable(self._path, error) from None
 
     def write(self, changes: Persist) -> None:
-        """Commits the changes."""
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute(
                 "UPDATE run SET epoch = ?, servers_wanted = coalesce(?, servers_wanted)",
                 (changes.epoch, changes.servers_wanted),
             )
-            self._db.executemany(_upsert("members", Member), [astuple(member) for member in changes.members])
-            self._db.executemany(_upsert("nodes", Node), [astuple(node) for node in changes.nodes])
-            self._db.executemany(
-                f"INSERT OR REPLACE INTO barriers ({_columns(BarrierRecord)}) VALUES (?, ?, ?, ?)",
-                [astuple(record) for record in changes.barriers],
-            )
+            self._db.executemany(_upsert("members", Member), map(astuple, changes.members))
+            self._db.executemany(_upsert("nodes", Node), map(astuple, changes.nodes))
+            self._db.executemany(_WRITE_BARRIER, map(astuple, changes.barriers))
             self._db.executemany(_FORGET_BARRIERS, [(r.worker_id, r.worker_id) for r in changes.barriers])
             self._db.executemany(_WRITE_DATASET, [_dataset_row(dataset) for dataset in changes.datasets])
             if (base := changes.base) is not None:
-                self._db.execute(
-                    "UPDATE run SET base_directory = ?, base_digest = ?, generation = ?, term = ?, base_epoch = ?, "
-                    "began = ?",
-                    _base_row(base),
-                )
+                self._db.execute(f"UPDATE run SET ({_BASE}) = (?, ?, ?, ?, ?, ?)", _base_row(base))
             self._db.executemany("DELETE FROM parameters WHERE name = ?", [(name,) for name in changes.forgotten])
             for record in changes.parameters:
                 self._write_parameters(record, record.entry.spec.name in changes.forgotten)
@@ -171,7 +145,6 @@ class SqliteStore:
         self._known_layouts.update(record.entry.spec.name for record in changes.parameters)
 
     def close(self) -> None:
-        """Closes the file, which frees it."""
         self._db.close()
 
     def _prepare(self, run_id: str) -> str:
@@ -206,11 +179,7 @@ class SqliteStore:
 
     def _write_parameters(self, record: ParametersRecord, forgotten: bool) -> None:
         name = record.entry.spec.name
-        row = (
-            convert.entry_to_proto(record.entry).SerializeToString(),
-            record.uploader,
-            record.committed,
-        )
+        row = (convert.entry_to_proto(record.entry).SerializeToString(), record.uploader, record.committed)
         if name in self._known_layouts and not forgotten:
             # A layout never changes, and may be large.
             self._db.execute(
@@ -227,7 +196,7 @@ class SqliteStore:
 def open_store(path: Path | None, run_id: str) -> tuple[Store, str]:
     """The store at ``path`` (None: memory) and the run's name that holds for it."""
     if path is None:
-        return MemoryStore(), run_id
+        return Store(), run_id
     store = SqliteStore(path, run_id)
     return store, store.run_id
 
@@ -270,22 +239,18 @@ def _base(directory: str, digest: bytes, *numbers: int) -> RestorePoint:
 
 def _dataset_row(record: DatasetRecord) -> tuple[str, bytes, str]:
     spec = convert.dataset_to_proto(record.spec).SerializeToString()
-    state = {"free": record.free, "leases": [astuple(lease) for lease in record.leases], "attempts": record.attempts}
-    counts = {"repeated": record.repeated, "failed": record.failed, "given": record.given}
-    return record.spec.name, spec, json.dumps(state | counts, separators=(",", ":"))
+    names = [field.name for field in fields(record)]
+    state = dict(zip(names, astuple(record), strict=True))
+    del state["spec"]
+    return record.spec.name, spec, json.dumps(state, separators=(",", ":"))
 
 
 def _dataset(spec: bytes, text: str) -> DatasetRecord:
     state = json.loads(text)
-    return DatasetRecord(
-        spec=convert.dataset_from_proto(scheduler_pb2.DatasetSpec.FromString(spec)),
-        free=tuple((start, stop) for start, stop in state["free"]),
-        leases=tuple(DataLease(*lease) for lease in state["leases"]),
-        attempts=tuple((place, count) for place, count in state["attempts"]),
-        repeated=state["repeated"],
-        failed=state["failed"],
-        given=state["given"],
-    )
+    stretches = {name: tuple((first, second) for first, second in state[name]) for name in ("free", "attempts")}
+    leases = tuple(DataLease(*lease) for lease in state["leases"])
+    settings = convert.dataset_from_proto(scheduler_pb2.DatasetSpec.FromString(spec))
+    return DatasetRecord(settings, **state | stretches | {"leases": leases})
 
 
 def _member(*row: Any) -> Member:

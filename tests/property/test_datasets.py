@@ -19,7 +19,6 @@ from psdist.data import DistributedSampler, RangeOrder
 from psdist.errors import PsdistError
 from psdist.types import DataPosition, DatasetSpec
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import Member
 from tests.support.scheduler_driver import Driver, caller
@@ -43,7 +42,7 @@ class Leasing:
         self.kept: list[tuple[DataPosition, set[int]]] = []
         self._begin(set(), 0, 0)
         self.worker()
-        assert isinstance(self._ask(da.OpenDataset, self.workers[0], self.spec), da.DatasetStanding)
+        assert isinstance(self._ask(we.OpenDataset, self.workers[0], self.spec), we.DatasetStanding)
 
     def step(self) -> None:
         """One thing happens."""
@@ -104,10 +103,10 @@ class Leasing:
         mine = [lease_id for lease_id, (holder, _, _) in self.out.items() if holder == member]
         lost = mine[-1:] if forgets and not done else []
         known = tuple(lease_id for lease_id in mine if lease_id not in lost)
-        given = self._ask(da.LeaseRange, member, NAME, known if done else (), () if done else known)
+        given = self._ask(we.LeaseRange, member, NAME, known if done else (), () if done else known)
         if done:
             self._finish(known)
-        assert isinstance(given, da.RangeGiven)
+        assert isinstance(given, we.RangeGiven)
         if given.lease is None:
             assert not lost
             assert len(self.over) + len(self.out) == self.spec.places, "the end, with ranges left"
@@ -117,7 +116,7 @@ class Leasing:
             self._given(member, given)
         assert (given.repeated, given.failed) == (self.repeated, self.failed)
 
-    def _given(self, member: Member, given: da.RangeGiven) -> None:
+    def _given(self, member: Member, given: we.RangeGiven) -> None:
         lease = given.lease
         assert lease is not None
         taken = self.over | {place for _, place, _ in self.out.values()}
@@ -142,7 +141,7 @@ class Leasing:
         member, _, attempt = self.out[lease_id]
         done, returned = ((lease_id,), ()) if used else ((), (lease_id,))
         for _ in range(2):  # A report may come twice.
-            assert isinstance(self._ask(da.EndRanges, member, NAME, done, returned), ev.Done)
+            assert isinstance(self._ask(we.EndRanges, member, NAME, done, returned), ev.Done)
         if used:
             self._finish(done)
         else:
@@ -158,7 +157,7 @@ class Leasing:
         lease_id = self.rng.choice([*self.out, *self.ended, max([*self.out, *self.ended]) + 1])
         if lease_id in self.out and self.out[lease_id][0] == member:
             return
-        answer = self._ask(da.EndRanges, member, NAME, (lease_id,))
+        answer = self._ask(we.EndRanges, member, NAME, (lease_id,))
         assert isinstance(answer, ev.Done if lease_id in self.ended else PsdistError)
 
     def speak_for_an_earlier_life(self) -> None:
@@ -167,7 +166,7 @@ class Leasing:
         member, _, _ = self.out[self.rng.choice(sorted(self.out))]
         stale = we.Caller("run", member.member_id, member.incarnation - 1)
         call = self.driver.number()
-        self.driver.on(da.EndRanges(call, stale, NAME, tuple(self.out)))
+        self.driver.on(we.EndRanges(call, stale, NAME, tuple(self.out)))
         assert isinstance(self.driver.state(call), PsdistError)
 
     # --- scheduler and positions --------------------------------------------------------------------------------------
@@ -186,7 +185,7 @@ class Leasing:
         if not self.kept:
             return
         position, over = self.rng.choice(self.kept)
-        assert isinstance(self._ask(da.SetPosition, self.workers[0], NAME, position), ev.Done)
+        assert isinstance(self._ask(we.SetPosition, self.workers[0], NAME, position), ev.Done)
         self.ended += self.out
         self.out.clear()
         self._begin(set(over), position.repeated_ranges, position.failed_ranges)
@@ -200,7 +199,7 @@ class Leasing:
                     self._lose(lease_id, place, attempt)
             self.driver.on(ev.SessionClosed(self.sessions[member.member_id], "its session broke"))
         held = tuple(self.out)
-        while (given := self._ask(da.LeaseRange, self.workers[0], NAME, held)).lease is not None:
+        while (given := self._ask(we.LeaseRange, self.workers[0], NAME, held)).lease is not None:
             self._finish(held)
             self._given(self.workers[0], given)
             held = (given.lease.lease_id,)
@@ -217,11 +216,11 @@ class Leasing:
         self.driver.on(kind(call, caller(member), *values))
         return self.driver.state(call)
 
-    def _standing(self) -> da.DatasetStanding:
+    def _standing(self) -> we.DatasetStanding:
         call = self.driver.number()
-        self.driver.on(da.GetPosition(call, "", NAME))
+        self.driver.on(we.GetPosition(call, "", NAME))
         standing = self.driver.state(call)
-        assert isinstance(standing, da.DatasetStanding)
+        assert isinstance(standing, we.DatasetStanding)
         self._check(standing.position)
         return standing
 

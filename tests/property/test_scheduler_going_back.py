@@ -16,8 +16,8 @@ from psdist.errors import PsdistError
 from psdist.types import DatasetSpec
 from psdist_scheduler.coordination.deferred_losses import PATIENCE_SECONDS
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import Member
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import SnapshotDriver, commit_of
@@ -114,8 +114,8 @@ class Run(RuleBasedStateMachine):
     def use_data(self, rank: int) -> None:
         worker = self.worker(rank)
         if worker is not None and worker.live:
-            self.d.on(da.OpenDataset(self.d.number(), caller(worker), DATA))
-            self.d.on(da.LeaseRange(self.d.number(), caller(worker), "train", (), (), (), (("mlp", 0),)))
+            self.d.on(we.OpenDataset(self.d.number(), caller(worker), DATA))
+            self.d.on(we.LeaseRange(self.d.number(), caller(worker), "train", (), (), (), (("mlp", 0),)))
 
     # --- members ------------------------------------------------------------------------------------------------------
 

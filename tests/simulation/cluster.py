@@ -17,10 +17,11 @@ import numpy as np
 from psdist.client.async_client import AsyncClient
 from psdist.client.parameters import AsyncParameters
 from psdist.errors import DuplicateMemberError, FencedError, PsdistError, ServerLostError
-from psdist.types import ClusterMap, ParametersEntry
+from psdist.types import ParametersEntry
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import status
 from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.events.cluster_events import Effect, Publish
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.scheduler import Scheduler
 from psdist_scheduler.service import Service
@@ -95,13 +96,14 @@ class World:
     async def _schedule(self, node: Node) -> None:
         self.scheduler = scheduler = await self.make_scheduler(DiskStore(self.disk))
         self.counts["scheduler started"] += 1
-        publish = scheduler.calls.maps.set
+        carry_out = scheduler.calls.carry_out
 
-        def publish_and_tell(cluster: ClusterMap) -> None:
-            publish(cluster)
-            self.oracle.published(cluster)
+        def carry_out_and_tell(effect: Effect) -> None:
+            carry_out(effect)
+            if isinstance(effect, Publish):
+                self.oracle.published(effect.map)
 
-        scheduler.calls.maps.set = publish_and_tell
+        scheduler.calls.carry_out = carry_out_and_tell
         rpc.serve(self.network, SCHEDULER, node, Service(scheduler).handler())
         ticks = asyncio.create_task(scheduler.tick())
         await scheduler.run()

@@ -14,8 +14,8 @@ from psdist.optim import SGD
 from psdist_scheduler.coordination import mutual_waits, stops
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.members import barriers as scheduler_barriers
-from psdist_scheduler.placement import parameters
-from psdist_scheduler.snapshots.end_snapshot import EndSnapshot, EndState
+from psdist_scheduler.placement import registry
+from psdist_scheduler.snapshots.schedule import EndSnapshot, EndState
 from psdist_scheduler.snapshots.snapshots import Snapshots
 from tests.simulation import ordinary
 from tests.simulation.ablations import Ablation, Put, noted_in, search
@@ -61,7 +61,7 @@ def _never_resumed(put: Put) -> None:
 
 @_ablation("servers keep the duplicate tables of workers that were lost", **_ASP, **_EXPELLED)
 def _nobody_departed(put: Put) -> None:
-    put(parameters.ParameterSet, "departed", lambda self, members: ())
+    put(registry.ParameterSet, "departed", lambda self, members: ())
 
 
 # --- barriers ---------------------------------------------------------------------------------------------------------

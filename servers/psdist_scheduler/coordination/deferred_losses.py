@@ -16,11 +16,12 @@ Not here: what is in doubt (``catalog``), what follows from a loss (``replica_ma
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 from psdist.errors import DuplicateMemberError
 from psdist.types import Replica
-from psdist_scheduler.events.cluster_events import Close, Effect, LogEvent, Register
+from psdist_scheduler.events.cluster_events import Close, Effect, LogEvent, Register, Wait
 from psdist_scheduler.events.records import Member
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
@@ -34,17 +35,17 @@ PATIENCE_SECONDS: Final = 30.0
 Losses = list[tuple[str, str]]
 
 
+@dataclass(slots=True)
 class DeferredLosses:
     """Servers of one run that are gone and still count as members."""
 
-    def __init__(self, registry: Registry, members: Membership, snapshots: Snapshots) -> None:
-        self._registry = registry
-        self._members = members
-        self._snapshots = snapshots
-        #: By id, the incarnation that is gone, and why.
-        self._deferred: dict[str, tuple[Member, str]] = {}
-        #: When the first was put off since the newest snapshot was known last.
-        self._since: float | None = None
+    _registry: Registry
+    _members: Membership
+    _snapshots: Snapshots
+    #: By id, the incarnation that is gone, and why.
+    _deferred: dict[str, tuple[Member, str]] = field(default_factory=dict)
+    #: When the first was put off since the newest snapshot was known last.
+    _since: float | None = None
 
     @property
     def wait(self) -> str:
@@ -54,13 +55,11 @@ class DeferredLosses:
         who = "; ".join(f"{member} is gone, which held shards alone ({why})" for member, why in self._deferred.values())
         return f"{self._snapshots.doubt}, to go back to the newest: {who}"
 
-    def waits(self) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait."""
+    def waits(self) -> Iterator[Wait]:
         if self._deferred:
             yield "lost shards", [], self.wait
 
     def validate(self) -> None:
-        """Asserts that those put off are members without a session, and only while something is in doubt."""
         assert all(self._is_gone(member) for member, _ in self._deferred.values()), "a server that is there is put off"
         assert not self._deferred or self._snapshots.doubt, "a loss is put off for nothing"
 
@@ -110,8 +109,7 @@ class DeferredLosses:
         return due
 
     def _is_gone(self, member: Member) -> bool:
-        live = self._members.is_live(member.member_id, member.incarnation)
-        return live and not self._members.sessions.of(member.member_id)
+        return self._members.is_live(*member.identity) and not self._members.sessions.of(member.member_id)
 
     def _must_wait(self, now: float) -> bool:
         patient = self._since is None or now - self._since < PATIENCE_SECONDS
@@ -121,8 +119,7 @@ class DeferredLosses:
         """Whether it is a server that has values which nobody else has."""
 
         def is_left(replica: Replica) -> bool:
-            live = self._members.is_live(replica.server_id, replica.incarnation)
-            return live and replica.server_id != member.member_id
+            return self._members.has(replica) and replica.server_id != member.member_id
 
         if member.role != "server":
             return False

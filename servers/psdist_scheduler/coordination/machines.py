@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from psdist_scheduler.coordination.deferred_losses import DeferredLosses
 from psdist_scheduler.coordination.membership_changes import MembershipChanges
 from psdist_scheduler.coordination.mutual_waits import MutualWaits
 from psdist_scheduler.coordination.rollback import Rollback
 from psdist_scheduler.coordination.shutdown import GracefulShutdown
 from psdist_scheduler.coordination.stops import Stops
 from psdist_scheduler.datasets.datasets import Datasets
-from psdist_scheduler.events.cluster_events import Persist
+from psdist_scheduler.events.cluster_events import Persist, Wait
 from psdist_scheduler.events.records import ClusterSettings, StoredState
 from psdist_scheduler.events.snapshot_events import History
+from psdist_scheduler.members.admission import MemberAdmission
 from psdist_scheduler.members.barriers import Barriers
-from psdist_scheduler.members.demand import Demand
-from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.members.rendezvous import Rendezvous
 from psdist_scheduler.placement.creation import Creation
 from psdist_scheduler.placement.join_proposals import Joins
@@ -74,7 +75,7 @@ class Machines:
         demand = Demand(settings, members, stored.servers_wanted)
         registry = Registry(settings, stored.parameters, epoch + 1, resume)
         joins = Joins(registry, members, (epoch + 1) << _COMMANDS_BITS)
-        creation = Creation(settings, registry, members, demand, joins)
+        creation = Creation(settings, registry, resume, members, demand, joins)
         replica_manager = ReplicaManager(settings, registry, members)
         scaling = Scaling(settings, registry, members, demand)
         datasets = Datasets(stored.datasets, resume)
@@ -82,7 +83,10 @@ class Machines:
         rollback = Rollback(registry, joins, members, datasets, snapshots)
         shutdown = GracefulShutdown(settings, registry, members, snapshots, scaling)
         stops = Stops(members, registry, snapshots, epoch << _COMMANDS_BITS)
-        changes = MembershipChanges(settings, members, demand, registry, joins, snapshots, stops, now)
+        admission, deferred = MemberAdmission(settings, members), DeferredLosses(registry, members, snapshots)
+        changes = MembershipChanges(
+            settings, members, demand, registry, joins, snapshots, stops, admission, deferred, now
+        )
         barriers = Barriers(members, demand, stored.barriers)
         mutual_waits = MutualWaits(members, registry, barriers)
         rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, now)
@@ -99,8 +103,7 @@ class Machines:
         self.shutdown.end(call)
         self.mutual_waits.end(call)
 
-    def waits(self, now: float) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait."""
+    def waits(self, now: float) -> Iterator[Wait]:
         yield from self.creation.waits(now)
         yield from self.creation.joins.waits()
         yield from self.barriers.waits()
@@ -137,7 +140,6 @@ class Machines:
         )
 
     def validate(self) -> None:
-        """Asserts the invariants of all machines."""
         self.members.validate()
         self.registry.validate(self.members)
         self.creation.joins.validate()

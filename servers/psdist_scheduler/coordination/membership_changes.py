@@ -9,45 +9,36 @@ run (``rollback``).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses, Losses
 from psdist_scheduler.coordination.stops import Stops
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, Member
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.admission import MemberAdmission
-from psdist_scheduler.members.demand import Demand
-from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.placement.join_proposals import Joins
 from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.snapshots.snapshots import Snapshots
 
 
+@dataclass(slots=True)
 class MembershipChanges:
     """Carries changes of the membership of one run to all who must know."""
 
-    def __init__(
-        self,
-        settings: ClusterSettings,
-        members: Membership,
-        demand: Demand,
-        registry: Registry,
-        joins: Joins,
-        snapshots: Snapshots,
-        stops: Stops,
-        now: float,
-    ) -> None:
-        self._settings = settings
-        self._members = members
-        self._demand = demand
-        self._admission = MemberAdmission(settings, members)
-        self._registry = registry
-        self._joins = joins
-        self._snapshots = snapshots
-        self._stops = stops
-        self.deferred = DeferredLosses(registry, members, snapshots)
-        self._ticked = now
-        #: Until then a session may end because this process itself was silent.
-        self._forgiving_until = now
+    _settings: ClusterSettings
+    _members: Membership
+    _demand: Demand
+    _registry: Registry
+    _joins: Joins
+    _snapshots: Snapshots
+    _stops: Stops
+    _admission: MemberAdmission
+    deferred: DeferredLosses
+    _ticked: float
+    #: Until then a session may end because this process itself was silent.
+    _forgiving_until: float = float("-inf")
 
     def register(self, event: ev.Register, now: float) -> list[ev.Effect]:
         """A server or a worker wants to take part. Raises what ``MemberAdmission.accept`` raises."""
@@ -77,7 +68,6 @@ class MembershipChanges:
         return effects + self._snapshots.runner.on_session(member, epoch, now)
 
     def close_session(self, event: ev.SessionClosed, now: float) -> list[ev.Effect]:
-        """A member's stream ended."""
         member_id = self._members.sessions.get(event.call)
         if not member_id:
             return []

@@ -15,7 +15,7 @@ Not here: other reasons why a run makes no progress, such as a script that never
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from psdist.consistency import BSP, SSP
 from psdist.errors import MutualWaitError
@@ -45,17 +45,17 @@ class WaitFor:
     call: int = 0
 
 
+@dataclass(slots=True)
 class MutualWaits:
     """The activities of workers. A circle among them is reported once."""
 
-    def __init__(self, members: Membership, registry: Registry, barriers: Barriers) -> None:
-        self._members = members
-        self._registry = registry
-        self._barriers = barriers
-        #: Newest, by worker id, with the incarnation that said it.
-        self._activities: dict[str, tuple[int, Activity]] = {}
-        #: By open call, what its worker said with it.
-        self._calls: dict[int, Activity] = {}
+    _members: Membership
+    _registry: Registry
+    _barriers: Barriers
+    #: Newest, by worker id, with the incarnation that said it.
+    _activities: dict[str, tuple[int, Activity]] = field(default_factory=dict)
+    #: By open call, what its worker said with it.
+    _calls: dict[int, Activity] = field(default_factory=dict)
 
     def on_activity(self, worker: Member, activity: Activity | None, call: int = 0) -> None:
         """A worker's word, with ``call`` if that waits for an answer."""
@@ -68,7 +68,6 @@ class MutualWaits:
             self._calls[call] = activity
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
         self._calls.pop(call, None)
 
     def progress(self) -> tuple[list[Effect], list[int]]:
@@ -93,8 +92,6 @@ class MutualWaits:
                     session = self._members.sessions.of(wait.worker.member_id)
                     effects.append(Answer(session, MutualWait(wait.sequence, error)))
         return effects, calls
-
-    # --- inner --------------------------------------------------------------------------------------------------------
 
     def _waits(self) -> Iterator[WaitFor]:
         """All waits for other workers that are known."""

@@ -16,29 +16,28 @@ Not here: loading (``restore_point``), finding snapshots in the storage (``snaps
 
 from __future__ import annotations
 
-from psdist.types import Replica
+from dataclasses import dataclass
+
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events.cluster_events import Broadcast, Close, Effect, LogEvent
+from psdist_scheduler.events.records import group
 from psdist_scheduler.events.snapshot_events import CommitFound, HistoryRead, LoadFailed, RolledBack
 from psdist_scheduler.members.membership import WENT_BACK, Membership
 from psdist_scheduler.placement.join_proposals import Joins
-from psdist_scheduler.placement.parameters import ParameterSet, name_shards
-from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.placement.registry import ParameterSet, Registry, name_shards
 from psdist_scheduler.placement.replicas import after_loss
 from psdist_scheduler.snapshots.snapshots import Snapshots
 
 
+@dataclass(slots=True)
 class Rollback:
     """What has to be done to all parts of a run."""
 
-    def __init__(
-        self, registry: Registry, joins: Joins, members: Membership, datasets: Datasets, snapshots: Snapshots
-    ) -> None:
-        self._registry = registry
-        self._joins = joins
-        self._members = members
-        self._datasets = datasets
-        self._snapshots = snapshots
+    _registry: Registry
+    _joins: Joins
+    _members: Membership
+    _datasets: Datasets
+    _snapshots: Snapshots
 
     def if_lost(self, epoch: int, now: float) -> list[Effect]:
         """Goes back, if there is need and a way. ``epoch``: the one that will show it."""
@@ -56,7 +55,7 @@ class Rollback:
         return found if names <= found.commit.steps.keys() else None
 
     def _is_lost(self, p: ParameterSet) -> bool:
-        shards = [after_loss(shard, self._live) for shard in p.entry.shards]
+        shards = [after_loss(shard, self._members.has) for shard in p.entry.shards]
         return any(shard.lost for shard in shards) and (p.entry.ready or not self._members.staying)
 
     def _roll_back(self, found: CommitFound, epoch: int, now: float, why: str = "") -> list[Effect]:
@@ -87,10 +86,8 @@ class Rollback:
         return effects
 
     def _loss(self, p: ParameterSet) -> str:
-        gone: dict[str, list[int]] = {}
-        for number, shard in enumerate(p.entry.shards):
-            if after_loss(shard, self._live).lost:
-                gone.setdefault(shard.primary.server_id, []).append(number)
+        shards = enumerate(p.entry.shards)
+        gone = group((s.primary.server_id, n) for n, s in shards if after_loss(s, self._members.has).lost)
         return "; ".join(
             f"{server} is gone and held {name_shards(n)} of {p.name!r} alone" for server, n in gone.items()
         )
@@ -131,6 +128,3 @@ class Rollback:
             return effects + self._roll_back(snapshots.catalog.newest, epoch, now, why)
         resume.fail(f"snapshot {restore.directory} cannot be loaded, and there is none before that can be: see the log")
         return effects
-
-    def _live(self, replica: Replica) -> bool:
-        return self._members.is_live(replica.server_id, replica.incarnation)

@@ -9,7 +9,7 @@ Not here: moving shards away (``scaling``). A server is released as soon as noth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from psdist.errors import PsdistError
 from psdist_scheduler.events.cluster_events import Answer, Done, Drain, Effect, Refuse, Stop
@@ -30,25 +30,18 @@ class _Held:
     asked: bool = False
 
 
+@dataclass(slots=True)
 class GracefulShutdown:
     """The members that want to end and may not yet."""
 
-    def __init__(
-        self,
-        settings: ClusterSettings,
-        registry: Registry,
-        members: Membership,
-        snapshots: Snapshots,
-        scaling: Scaling,
-    ) -> None:
-        self._lease = settings.lease_seconds
-        self._registry = registry
-        self._members = members
-        self._snapshots = snapshots
-        self._scaling = scaling
-        self._held: dict[int, _Held] = {}
-        #: Since when no worker is there; None while one is.
-        self._deserted: float | None = None
+    _settings: ClusterSettings
+    _registry: Registry
+    _members: Membership
+    _snapshots: Snapshots
+    _scaling: Scaling
+    _held: dict[int, _Held] = field(default_factory=dict)
+    #: Since when no worker is there; None while one is.
+    _deserted: float | None = None
 
     def hold(self, event: Drain | Stop, now: float) -> list[Effect]:
         """Somebody wants to end. Where others take what a server has, it is drained at once. Raises WrongRunError,
@@ -62,7 +55,6 @@ class GracefulShutdown:
         return []
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
         self._held.pop(call, None)
 
     def ask(self, now: float) -> list[Effect]:
@@ -86,17 +78,15 @@ class GracefulShutdown:
             if held.asked and call not in self._snapshots.waiters:
                 del self._held[call]
                 try:
-                    effects += self._let_go(held.event)
+                    event = held.event
+                    effects += self._scaling.drain(event) if isinstance(event, Drain) else [Answer(call, Done())]
                 except PsdistError as error:
                     effects.append(Refuse(call, error))
         return effects
 
-    def _let_go(self, event: Drain | Stop) -> list[Effect]:
-        return self._scaling.drain(event) if isinstance(event, Drain) else [Answer(event.call, Done())]
-
     def _is_known(self, since: float, now: float) -> bool:
         """Whether it is known what was trained until ``since``."""
-        if not self._snapshots.saves_at_end or now - since > self._lease:
+        if not self._snapshots.saves_at_end or now - since > self._settings.lease_seconds:
             return True
         if self._deserted is not None and self._snapshots.runner.saved_at >= self._deserted:
             return True

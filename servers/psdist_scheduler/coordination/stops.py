@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 from psdist.consistency import BSP
 from psdist.types import ParametersMember
-from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent
+from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Wait
 from psdist_scheduler.events.records import Identity, Member, name_some
 from psdist_scheduler.events.worker_events import StopCommand, StopKind, StopReported
 from psdist_scheduler.members.membership import Membership
@@ -63,8 +63,6 @@ class Stops:
     #: The command that each worker was sent last.
     _sent: dict[Identity, tuple[int, StopKind]] = field(default_factory=dict)
 
-    # --- what workers say ---------------------------------------------------------------------------------------------
-
     def on_report(self, event: StopReported) -> list[Effect]:
         """A worker's word on its end."""
         member = self.members.by_session(event.call)
@@ -81,8 +79,6 @@ class Stops:
         """A worker's session begins. What it was told on the one before may be lost."""
         self._sent.pop(member.identity, None)
 
-    # --- progress -----------------------------------------------------------------------------------------------------
-
     def progress(self, now: float) -> list[Effect]:
         """Goes on as far as all that was said allows."""
         live = {worker.identity for worker in self.members.workers}
@@ -95,15 +91,12 @@ class Stops:
             if self.phase == before:
                 return effects + self._notify()
 
-    def waits(self) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait."""
+    def waits(self) -> Iterator[Wait]:
         match self.phase:
             case "asking" if busy := [worker for worker in self.members.workers if not self._has_answered(worker)]:
                 yield "stop", [], f"for {name_some(busy)} to say whether it is to end, too"
             case "holding" if busy := [worker for worker in self._stopping if self._get(worker).next is None]:
                 yield "stop", [], f"for {name_some(busy)} to say how far it is"
-
-    # --- inner --------------------------------------------------------------------------------------------------------
 
     def _step(self, now: float) -> list[Effect]:
         """One step on the way, if it can be made."""

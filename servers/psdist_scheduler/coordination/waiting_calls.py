@@ -23,14 +23,6 @@ REPEAT_SECONDS = 2.0
 
 
 @dataclass(slots=True)
-class _Told:
-    """What a waiting call was told last."""
-
-    text: str
-    at: float
-
-
-@dataclass(slots=True)
 class _Wait:
     """Something that somebody waits for."""
 
@@ -44,7 +36,8 @@ class WaitingCalls:
 
     def __init__(self) -> None:
         self._owners: dict[int, str] = {}
-        self._told: dict[int, _Told] = {}
+        #: By call, the reason that it was told last, and when.
+        self._told: dict[int, tuple[str, float]] = {}
         self._waits: dict[str, _Wait] = {}
 
     @property
@@ -62,7 +55,6 @@ class WaitingCalls:
         self._owners[call] = member_id
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
         self._owners.pop(call, None)
         self._told.pop(call, None)
 
@@ -79,8 +71,8 @@ class WaitingCalls:
                 case ev.Answer(call) | ev.Refuse(call):
                     self.end(call)
 
-    def report(self, waits: Iterable[tuple[str, list[int], str]], now: float) -> list[ev.Effect]:
-        """Tells the calls that wait why, and notes what has waited for long. waits: key, calls and reason of each."""
+    def report(self, waits: Iterable[ev.Wait], now: float) -> list[ev.Effect]:
+        """Tells the calls that wait why, and notes what has waited for long."""
         effects: list[ev.Effect] = []
         before, self._waits = self._waits, {}
         for key, calls, text in waits:
@@ -90,12 +82,11 @@ class WaitingCalls:
                 wait.reported = text
                 effects.append(ev.LogEvent(f"{key}: waiting {text}, {now - wait.since:.0f} s so far", "wait"))
             for call in calls:
-                told = self._told.get(call)
-                if told is None or told.text != text or now - told.at >= REPEAT_SECONDS:
-                    self._told[call] = _Told(text, now)
+                told, at = self._told.get(call, ("", float("-inf")))
+                if told != text or now - at >= REPEAT_SECONDS:
+                    self._told[call] = text, now
                     effects.append(ev.Answer(call, ev.Waiting(text)))
         return effects
 
     def validate(self) -> None:
-        """Asserts the invariant of the module's text."""
         assert self._told.keys() <= self._owners.keys(), "a call was told to wait that does not wait"

@@ -35,7 +35,7 @@ from psdist.snapshots.format import DatasetState, Manifest
 from psdist.types import DataPosition
 from psdist.wire.limits import DATASETS_MAX, LEASES_MAX
 from psdist_scheduler.datasets.cut import Cut, DataCut
-from psdist_scheduler.events import data_events as da
+from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.cluster_events import Answer, Done, Effect, LogEvent
 from psdist_scheduler.events.records import DataLease, DatasetRecord, Identity, Member
 from psdist_scheduler.placement.restore_point import Resume
@@ -52,8 +52,6 @@ class LeasedDataset:
         self.repeated = record.repeated
         self.failed = record.failed
         self._given = record.given
-
-    # --- questions ----------------------------------------------------------------------------------------------------
 
     @property
     def record(self) -> DatasetRecord:
@@ -91,9 +89,9 @@ class LeasedDataset:
         return DataPosition(data_epoch, done, self.repeated, self.failed)
 
     @property
-    def standing(self) -> da.DatasetStanding:
+    def standing(self) -> we.DatasetStanding:
         """Settings, position and leases that are out."""
-        return da.DatasetStanding(self.spec, self.position, len(self._leases))
+        return we.DatasetStanding(self.spec, self.position, len(self._leases))
 
     @property
     def finished(self) -> bool:
@@ -121,7 +119,6 @@ class LeasedDataset:
                 )
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         bounds = [bound for stretch in self._free for bound in stretch]
         assert all(low < high for low, high in pairwise(bounds)), f"free: {self._free}"
         assert not bounds or (bounds[0] >= 0 and bounds[-1] <= self.spec.places)
@@ -130,8 +127,6 @@ class LeasedDataset:
         assert not any(self._is_free(place) for place in places), "a place is free and leased"
         assert all(self._is_free(place) and count > 0 for place, count in self._attempts.items())
         assert all(1 <= lease_id <= self._given for lease_id in self._leases)
-
-    # --- changes ------------------------------------------------------------------------------------------------------
 
     def acquire(self, worker: Member) -> DataLease | None:
         """Leases the lowest free place; None if there is none."""
@@ -186,8 +181,6 @@ class LeasedDataset:
         self._attempts.clear()
         self.repeated, self.failed = position.repeated_ranges, position.failed_ranges
 
-    # --- inner --------------------------------------------------------------------------------------------------------
-
     def _put_back(self, place: int, attempt: int) -> None:
         if attempt:
             self._attempts[place] = attempt
@@ -218,10 +211,8 @@ class Datasets:
         #: Changed since the cluster last took them.
         self.changed: dict[str, None] = {}
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
     @property
-    def standings(self) -> list[da.DatasetStanding]:
+    def standings(self) -> list[we.DatasetStanding]:
         """Each data set, where it stands, and its leases."""
         return [dataset.standing for dataset in self._all.values()]
 
@@ -252,23 +243,20 @@ class Datasets:
         found = [worker for n, d in self._all.items() for worker in self.cut.undecided(n, d.leases, cut)]
         return list(dict.fromkeys(found))
 
-    def get_position(self, event: da.GetPosition) -> list[Effect]:
+    def get_position(self, event: we.GetPosition) -> list[Effect]:
         """Tells where a data set stands. Raises UnknownDatasetError."""
         return [Answer(event.call, self._get(event.dataset).standing)]
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         for dataset in self._all.values():
             dataset.validate()
-
-    # --- changes ------------------------------------------------------------------------------------------------------
 
     def take_changes(self) -> tuple[DatasetRecord, ...]:
         """What a restart must know of those that changed since this was called last."""
         changed, self.changed = self.changed, {}
         return tuple(self._all[name].record for name in changed)
 
-    def open(self, event: da.OpenDataset) -> list[Effect]:
+    def open(self, event: we.OpenDataset) -> list[Effect]:
         """Makes a data set, or checks that it has these settings. Raises SettingsMismatchError, LimitExceededError,
         StorageError."""
         spec = event.spec
@@ -288,7 +276,7 @@ class Datasets:
             text = f"{text}, goes on from data epoch {state.position.data_epoch} as the snapshot has it"
         return [LogEvent(text), Answer(event.call, dataset.standing)]
 
-    def lease(self, event: da.LeaseRange, worker: Member) -> list[Effect]:
+    def lease(self, event: we.LeaseRange, worker: Member) -> list[Effect]:
         """Ends what is done, and gives another range, or one that was leased in an answer that was lost.
 
         Raises UnknownDatasetError, FencedError, InvalidArgumentError, LimitExceededError.
@@ -308,10 +296,10 @@ class Datasets:
             self.cut.on_given(event.dataset, lease, dict(event.now))
             self.changed[event.dataset] = None
         data_epoch, number = divmod(lease.place, dataset.spec.ranges) if lease else (0, 0)
-        given = da.RangeGiven(lease, data_epoch, number, dataset.repeated, dataset.failed)
+        given = we.RangeGiven(lease, data_epoch, number, dataset.repeated, dataset.failed)
         return [*notes, Answer(event.call, given)]
 
-    def end(self, event: da.EndRanges, worker: Member) -> list[Effect]:
+    def end(self, event: we.EndRanges, worker: Member) -> list[Effect]:
         """Ends leases. Raises UnknownDatasetError, FencedError, InvalidArgumentError."""
         dataset = self._get(event.dataset)
         dataset.check_ends((*event.done, *event.returned), worker)
@@ -323,7 +311,7 @@ class Datasets:
                 self.changed[event.dataset] = None
         return [*notes, Answer(event.call, Done())]
 
-    def set_position(self, event: da.SetPosition, worker: Member) -> list[Effect]:
+    def set_position(self, event: we.SetPosition, worker: Member) -> list[Effect]:
         """A data set goes on from there. Raises UnknownDatasetError, InvalidArgumentError."""
         dataset = self._get(event.dataset)
         dataset.go_to(event.position)
@@ -360,15 +348,13 @@ class Datasets:
                 effects += [LogEvent(text, "warning"), *self._note_end(dataset)]
         return effects
 
-    # --- inner --------------------------------------------------------------------------------------------------------
-
     def _get(self, name: str) -> LeasedDataset:
         dataset = self._all.get(name)
         if dataset is None:
             raise UnknownDatasetError(f"there is no data set {name!r:.80}: open it first", dataset=name)
         return dataset
 
-    def _finish(self, dataset: LeasedDataset, event: da.LeaseRange | da.EndRanges) -> list[Effect]:
+    def _finish(self, dataset: LeasedDataset, event: we.LeaseRange | we.EndRanges) -> list[Effect]:
         finished = []
         for lease_id, at in zip_longest(event.done, event.done_at[: len(event.done)], fillvalue=()):
             assert isinstance(lease_id, int)

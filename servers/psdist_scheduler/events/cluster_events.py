@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from psdist.errors import PsdistError
+from psdist.errors import ClosedError, PsdistError
 from psdist.types import ClusterMap, Layout, ParametersMember, ParametersSpec, Replica
-from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import (
@@ -46,8 +45,6 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """A member's stream begins."""
-
     call: int
     member_id: str
     incarnation: int
@@ -55,8 +52,6 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True)
 class SessionClosed:
-    """A member's stream ended, for whatever reason."""
-
     call: int
     reason: str
 
@@ -79,8 +74,6 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class JoinAnswered:
-    """A server's answer, on its session ``call``, to a JoinProposal."""
-
     call: int
     proposal_id: int
     accepted: bool
@@ -112,8 +105,6 @@ class ReplicaUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A member goes politely."""
-
     call: int
     caller: we.Caller
     reason: str = ""
@@ -134,8 +125,6 @@ class Create:
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """A worker wants to know parameters, once they exist."""
-
     call: int
     caller: we.Caller
     parameters: str
@@ -182,8 +171,6 @@ class EnterRendezvous:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Somebody wants everything moved away from a server."""
-
     call: int
     run_id: str
     server_id: str
@@ -198,8 +185,6 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A number of servers is wanted."""
-
     call: int
     run_id: str
     servers: int
@@ -225,31 +210,11 @@ class Tick:
     """Time has passed. Expected every ``ClusterSettings.tick_seconds``."""
 
 
-Event = (
-    Register
-    | SessionOpened
-    | SessionClosed
-    | Heartbeat
-    | we.Heard
-    | JoinAnswered
-    | ReplicaFilled
-    | ReplicaUnreachable
-    | Leave
-    | Create
-    | Describe
-    | CommitParameters
-    | EnterBarrier
-    | EnterRendezvous
-    | Drain
-    | Stop
-    | we.StopReported
-    | Scale
-    | WatchScale
-    | da.DataEvent
-    | sn.SnapshotEvent
-    | CallEnded
-    | Tick
-)
+MemberEvent = Register | SessionOpened | SessionClosed | Heartbeat | we.Heard | JoinAnswered | Leave | we.StopReported
+ReplicaEvent = ReplicaFilled | ReplicaUnreachable
+#: Calls that may wait.
+CallEvent = Create | Describe | CommitParameters | EnterBarrier | EnterRendezvous | Drain | Stop | Scale | WatchScale
+Event = MemberEvent | ReplicaEvent | CallEvent | we.DataEvent | sn.SnapshotEvent | CallEnded | Tick
 
 # --- answers to calls, and commands on sessions -----------------------------------------------------------------------
 
@@ -351,8 +316,6 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """What follows from a wanted number of servers."""
-
     servers_before: int
     drained: tuple[str, ...]
     missing: int
@@ -391,31 +354,12 @@ class ShardsLost:
 
 
 News = MemberLost | ShardsLost | sn.RolledBack
-Value = (
-    Waiting
-    | Registered
-    | Upload
-    | ParametersReady
-    | Described
-    | Done
-    | Withdrawn
-    | da.DatasetStanding
-    | da.RangeGiven
-    | Formed
-    | JoinProposal
-    | WithdrawJoin
-    | we.MutualWait
-    | we.StopCommand
-    | Draining
-    | Drained
-    | Scaled
-    | ScaleNews
-    | sn.Saving
-    | sn.Saved
-    | sn.StatePlace
-    | sn.StateSource
-    | sn.SnapshotCommand
-)
+#: Answers that others follow upon, and last answers.
+Interim = Waiting | Upload | Draining | ScaleNews | sn.Saving
+Last = Registered | ParametersReady | Described | Done | Withdrawn | Formed | Drained | Scaled | sn.Saved
+DataAnswer = we.DatasetStanding | we.RangeGiven | sn.StatePlace | sn.StateSource
+Command = JoinProposal | WithdrawJoin | we.MutualWait | we.StopCommand | sn.SnapshotCommand
+Value = Interim | Last | DataAnswer | Command
 
 # --- effects ----------------------------------------------------------------------------------------------------------
 
@@ -470,10 +414,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Refuse:
-    """End the call with an error."""
-
     call: int
     error: PsdistError
+
+
+def refuse_older(call: int, who: object) -> Refuse:
+    """Ends the call of one who asks for the same thing again, because that call broke."""
+    return Refuse(call, ClosedError(f"{who} asked again on a newer call, which replaces this one"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,4 +438,6 @@ class LogEvent:
     level: Literal["info", "warning", "wait"] = "info"
 
 
+#: What calls wait for: its name, the calls, and the reason, a sentence that begins with "for".
+Wait = tuple[str, list[int], str]
 Effect = Persist | Publish | Attach | Broadcast | Answer | Refuse | Close | LogEvent | sn.StorageEffect

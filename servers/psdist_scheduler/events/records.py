@@ -6,13 +6,14 @@ here, and nothing that may be lost with the scheduler's process without harm (he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from psdist.snapshots.policy import SavePolicy
-from psdist.types import DatasetSpec, Layout, ParametersEntry, Restore
+from psdist.types import DatasetSpec, Layout, ParametersEntry, Replica, Restore
 
+T = TypeVar("T")
 Role = Literal["server", "worker"]
 MemberState = Literal["live", "left", "lost"]
 #: A member's id and incarnation.
@@ -86,6 +87,11 @@ class Member:
     def identity(self) -> Identity:
         """Its id and incarnation."""
         return self.member_id, self.incarnation
+
+    @property
+    def replica(self) -> Replica:
+        """A server as one that can hold copies of shards."""
+        return Replica(self.member_id, self.incarnation)
 
     @property
     def live(self) -> bool:
@@ -200,6 +206,14 @@ class StoredState:
     servers_wanted: int = 0
     base: RestorePoint = RestorePoint()
     barriers: tuple[BarrierRecord, ...] = ()
+
+
+def group(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
+    """The numbers that each key has, in the order of their first ones."""
+    groups: dict[T, list[int]] = {}
+    for key, number in pairs:
+        groups.setdefault(key, []).append(number)
+    return groups
 
 
 def name_some(items: Sequence[Member] | Sequence[str]) -> str:

@@ -1,4 +1,5 @@
-"""Events and effects about single workers: their calls, waits, resumed pushes and ends. Frozen dataclasses."""
+"""Events, answers and commands about single workers: their calls, waits, resumed pushes, ends, and ranges of data sets.
+Frozen dataclasses, as in ``cluster_events``."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from psdist.errors import PsdistError
+from psdist.types import DataPosition, DatasetSpec
+from psdist_scheduler.events.records import DataLease
 from psdist_scheduler.events.snapshot_events import Numbers
 
 
@@ -87,3 +90,76 @@ class StopCommand:
     number: int
     kind: StopKind
     next: Numbers = ()
+
+
+# --- data sets --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDataset:
+    call: int
+    caller: Caller
+    spec: DatasetSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRange:
+    """A worker has used the leases ``done``, holds ``held``, and wants another range. ``done_at``: for each of
+    ``done``, its next pushes then. ``now``: its next pushes."""
+
+    call: int
+    caller: Caller
+    dataset: str
+    done: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+    done_at: tuple[Numbers, ...] = ()
+    now: Numbers = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EndRanges:
+    """A worker has used the leases ``done``, and gives ``returned`` back unused. The rest as in LeaseRange."""
+
+    call: int
+    caller: Caller
+    dataset: str
+    done: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()
+    done_at: tuple[Numbers, ...] = ()
+    now: Numbers = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GetPosition:
+    call: int
+    run_id: str
+    dataset: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetPosition:
+    call: int
+    caller: Caller
+    dataset: str
+    position: DataPosition
+
+
+DataEvent = OpenDataset | LeaseRange | EndRanges | GetPosition | SetPosition
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetStanding:
+    spec: DatasetSpec
+    position: DataPosition
+    leased: int
+
+
+@dataclass(frozen=True, slots=True)
+class RangeGiven:
+    """The range of this lease, or None: none is left to give."""
+
+    lease: DataLease | None
+    data_epoch: int
+    range: int
+    repeated: int
+    failed: int

@@ -8,6 +8,8 @@ Not here: the members (``membership``), what else follows from a registration (`
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from psdist.errors import (
     DuplicateMemberError,
     InvalidArgumentError,
@@ -21,12 +23,12 @@ from psdist_scheduler.events.records import ClusterSettings, Member
 from psdist_scheduler.members.membership import Membership
 
 
+@dataclass(slots=True)
 class MemberAdmission:
     """Decides on registrations with one run."""
 
-    def __init__(self, settings: ClusterSettings, members: Membership) -> None:
-        self._settings = settings
-        self._members = members
+    _settings: ClusterSettings
+    _members: Membership
 
     def accept(self, event: Register, reserved: frozenset[str]) -> Member:
         """The new incarnation of a member. ``reserved`` has ids of servers that are named as owners of lost shards.

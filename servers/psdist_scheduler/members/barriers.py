@@ -19,13 +19,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from psdist.errors import ClosedError, InvalidArgumentError
+from psdist.errors import InvalidArgumentError
 from psdist.types import check_name
 from psdist.wire.limits import BARRIER_NAMES_MAX, BARRIERS_PASSED_MAX
-from psdist_scheduler.events.cluster_events import Answer, Done, Effect, EnterBarrier, Refuse, Withdrawn
+from psdist_scheduler.events.cluster_events import Answer, Done, Effect, EnterBarrier, Wait, Withdrawn, refuse_older
 from psdist_scheduler.events.records import BarrierRecord, Member, name_some
-from psdist_scheduler.members.demand import Demand
-from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.members.membership import Demand, Membership
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class Barriers:
             return [Answer(event.call, Withdrawn())]
         waiting = self._rounds.get(name, {})
         older = waiting.pop(worker.member_id, None)
-        effects: list[Effect] = [_replaced(older)] if older is not None else []
+        effects: list[Effect] = [refuse_older(older.call, worker.member_id)] if older is not None else []
         if self._has_passed(event, worker):
             effects.append(Answer(event.call, Done()))
         elif event.withdraw:
@@ -95,7 +94,6 @@ class Barriers:
         return known is not None and known.origin == event.origin and known.passed > event.passed
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
         for waiting in self._rounds.values():
             for worker_id in [worker_id for worker_id, arrival in waiting.items() if arrival.call == call]:
                 del waiting[worker_id]
@@ -137,7 +135,6 @@ class Barriers:
                 yield name, arrival
 
     def absent(self, name: str) -> list[Member]:
-        """Live workers that are not at the barrier."""
         there = self._rounds.get(name, {})
         return [worker for worker in self._members.workers if worker.member_id not in there]
 
@@ -149,14 +146,12 @@ class Barriers:
         lacking = needed - len(self._members.ranks)
         return f"for {lacking} of {needed} workers" if lacking > 0 else ""
 
-    def waits(self) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait."""
+    def waits(self) -> Iterator[Wait]:
         for name, waiting in self._rounds.items():
             calls = [arrival.call for arrival in waiting.values()]
             yield f"barrier {name}", calls, f"{self._missing(name)} to reach barrier {name!r}"
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         calls = [arrival.call for _, arrival in self.arrivals]
         assert len(calls) == len(set(calls)), "a call waits at two barriers"
         assert all(self._rounds.values()), "a barrier that nobody waits at is kept"
@@ -165,8 +160,3 @@ class Barriers:
 def _keep_newest(by_name: dict[str, Any]) -> None:
     while len(by_name) > BARRIER_NAMES_MAX:
         del by_name[next(iter(by_name))]
-
-
-def _replaced(arrival: Arrival) -> Refuse:
-    text = f"{arrival.worker.member_id} asked again on a newer call, which replaces this one"
-    return Refuse(arrival.call, ClosedError(text))

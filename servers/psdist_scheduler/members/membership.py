@@ -1,20 +1,21 @@
-"""Membership: who is a member of the run, under which id, rank and incarnation. Pure.
+"""Membership: who is a member of the run, under which id, rank and incarnation, and who is missing. Pure.
 
 A member is live from its registration until it leaves or is lost. Then another incarnation may register under its id.
 
 Invariants: there is at most one live member per id, and one live worker per rank. An incarnation is given once. Exactly
 the live members have a ``Liveness``.
 
-Not here: leases and sessions (``sessions``), which registrations are accepted (``admission``), how many members the
-run needs (``demand``), what follows from a loss (``cluster``).
+Not here: leases and sessions (``sessions``), which registrations are accepted (``admission``), what follows from a loss
+(``membership_changes``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from psdist.errors import FencedError, InvalidArgumentError, WrongRunError
+from psdist.types import Replica
 from psdist_scheduler.events.records import ClusterSettings, Identity, Member, Role
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.sessions import Sessions
@@ -22,6 +23,8 @@ from psdist_scheduler.members.sessions import Sessions
 #: Why workers' incarnations ended when the run rolled back.
 WENT_BACK = "the run went back to a snapshot"
 _TEXT_CHARACTERS = 500
+#: The reason that workers give that leave when their work is done.
+_DONE = ("closed", "done")
 
 
 class Membership:
@@ -44,8 +47,6 @@ class Membership:
         #: When the last worker registered.
         self.last_joined = now
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
     @property
     def all(self) -> tuple[Member, ...]:
         """All members that ever were, each in its newest incarnation."""
@@ -66,13 +67,15 @@ class Membership:
         return self._members.get(member_id)
 
     def by_session(self, call: int) -> Member | None:
-        """The member whose session this call is."""
         return self._members.get(self.sessions.get(call, ""))
 
     def is_live(self, member_id: str, incarnation: int) -> bool:
-        """Whether this incarnation of the member is live."""
         member = self._members.get(member_id)
         return member is not None and member.live and member.incarnation == incarnation
+
+    def has(self, replica: Replica) -> bool:
+        """Whether this incarnation of a server is live."""
+        return self.is_live(replica.server_id, replica.incarnation)
 
     def was_lost(self, member_id: str, incarnation: int) -> bool:
         """Whether this incarnation of the member ended without its having left."""
@@ -109,7 +112,6 @@ class Membership:
             )
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         live = [member for member in self._members.values() if member.live]
         assert sorted(m.member_id for m in live) == sorted(m.member_id for m in (*self.workers, *self.servers))
         assert {member.member_id for member in live} == self.sessions.liveness.keys(), "who is live has a liveness"
@@ -120,8 +122,6 @@ class Membership:
         assert all(member.incarnation >= 1 for member in self._members.values())
         assert all(member.role == "server" for member in self._members.values() if member.draining)
         assert all(bool(member.reason) <= (not member.live) for member in self._members.values())
-
-    # --- changes ------------------------------------------------------------------------------------------------------
 
     def add(self, member: Member, now: float) -> None:
         """A member has registered, under a new incarnation."""
@@ -172,6 +172,57 @@ class Membership:
         live = [member for member in self._members.values() if member.live]
         self.workers = sorted((m for m in live if m.role == "worker"), key=lambda member: member.rank)
         self.servers = sorted((m for m in live if m.role == "server"), key=lambda member: member.member_id)
+
+
+@dataclass(slots=True)
+class Demand:
+    """How many members one run needs, and whom it still waits for. servers_wanted: servers that it shall have; 0 if
+    none was set. Who starts and stops them is not decided here (``scaling``)."""
+
+    _settings: ClusterSettings
+    _members: Membership
+    servers_wanted: int
+    changed: bool = False
+
+    @property
+    def workers_min(self) -> int:
+        """Workers that the run needs: those of the settings, or the largest world that a live worker names."""
+        world = max((worker.world_size for worker in self._members.workers), default=0)
+        return max(self._settings.workers_min, world)
+
+    @property
+    def servers_min(self) -> int:
+        """Servers that the run needs: those of the settings, without those that were drained, or fewer if fewer are
+        wanted by now, and one for each copy of a shard."""
+        least = self._settings.servers_min - sum(member.draining for member in self._members.all)
+        return max(min(least, self.servers_wanted or least), self._settings.replicas)
+
+    @property
+    def workers_in_service(self) -> int:
+        """Workers that live, and those that left when their work was done."""
+        workers = (member for member in self._members.all if member.role == "worker")
+        return sum(worker.live or (worker.state == "left" and worker.reason in _DONE) for worker in workers)
+
+    def shortage(self, begun: bool = False, servers: int | None = None, workers: int | None = None) -> str:
+        """What is missing before anything can begin, as a sentence that begins with "for"; empty if nothing is. Once a
+        run has begun, workers that left when they were done are not missed. ``servers``, ``workers``: so few are
+        enough."""
+        there = self.workers_in_service if begun else len(self._members.workers)
+        servers = self.servers_min if servers is None else servers
+        workers = self.workers_min if workers is None else workers
+        counts = (("server", servers, len(self._members.staying)), ("worker", workers, there))
+        for role, wanted, there in counts:
+            if there < wanted:
+                return f"for {f'{wanted - there} of {wanted} {role}s' if wanted > 1 else f'a {role}'} to register"
+        return ""
+
+    def want_servers(self, servers: int) -> None:
+        self.servers_wanted, self.changed = servers, True
+
+    def take_change(self) -> int | None:
+        """The wanted number of servers, if it changed since this was called last."""
+        changed, self.changed = self.changed, False
+        return self.servers_wanted if changed else None
 
 
 def _fate(member: Member) -> str:

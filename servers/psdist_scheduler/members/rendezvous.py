@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from psdist.errors import ClosedError, InvalidArgumentError, LimitExceededError
+from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.types import check_name
 from psdist.wire.limits import WORLD_MAX
-from psdist_scheduler.events.cluster_events import Answer, Effect, EnterRendezvous, Formed, LogEvent, Refuse
+from psdist_scheduler.events.cluster_events import Answer, Effect, EnterRendezvous, Formed, LogEvent, Wait, refuse_older
 from psdist_scheduler.events.records import Node
 
 
@@ -35,15 +35,13 @@ class Rendezvous:
             return [self._formed(event.call, self._nodes[event.agent_id])]
         self._check(event)
         older = self._waiting.get(event.agent_id)
-        if older is not None:
-            self._waiting[event.agent_id] = event
-            return [_replaced(older.call, event.agent_id)]
         self._waiting[event.agent_id] = event
+        if older is not None:
+            return [refuse_older(older.call, event.agent_id)]
         self._last_arrival = now
         return []
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
         for agent_id in [agent_id for agent_id, event in self._waiting.items() if event.call == call]:
             del self._waiting[agent_id]
 
@@ -56,24 +54,19 @@ class Rendezvous:
         for event in round_:
             self._give_ranks(event, max(self._world_size, ranks_used))
         nodes = [self._nodes[event.agent_id] for event in round_]
-        note = f"rendezvous formed: {len(self._nodes)} nodes, {self._world_size} ranks"
-        return [
-            *(self._formed(event.call, node) for event, node in zip(round_, nodes, strict=True)),
-            LogEvent(note),
-        ]
+        note = LogEvent(f"rendezvous formed: {len(self._nodes)} nodes, {self._world_size} ranks")
+        return [*(self._formed(event.call, node) for event, node in zip(round_, nodes, strict=True)), note]
 
     def take_changes(self) -> tuple[Node, ...]:
         """Nodes that were formed since this was called last."""
         changed, self.changed = self.changed, []
         return tuple(changed)
 
-    def waits(self, now: float) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait."""
+    def waits(self, now: float) -> Iterator[Wait]:
         if self._waiting:
             yield "rendezvous", [event.call for event in self._waiting.values()], self._missing(now)
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         ranks = [
             rank for node in self._nodes.values() for rank in range(node.first_rank, node.first_rank + node.processes)
         ]
@@ -111,28 +104,23 @@ class Rendezvous:
                 f"processes={event.processes}, nodes={event.nodes_min}:{event.nodes_max} make no sense: use 1 or more "
                 "processes, and at least one node with MIN <= MAX"
             )
-        for agent_id, given in self._bounds():
-            if agent_id != event.agent_id and given != (event.nodes_min, event.nodes_max):
+        others = [other for other in self._waiting.values() if other.agent_id != event.agent_id]
+        agents: list[Node | EnterRendezvous] = [*self._nodes.values(), *others]
+        for other in agents:
+            if (other.nodes_min, other.nodes_max) != (event.nodes_min, event.nodes_max):
                 raise InvalidArgumentError(
-                    f"--nnodes {event.nodes_min}:{event.nodes_max} differs from the {given[0]}:{given[1]} of agent "
-                    f"{agent_id!r}: all agents must say the same"
+                    f"--nnodes {event.nodes_min}:{event.nodes_max} differs from the {other.nodes_min}:"
+                    f"{other.nodes_max} of agent {other.agent_id!r}: all agents must say the same"
                 )
-        others = [agent_id for agent_id in self._waiting if agent_id != event.agent_id]
         if len(self._nodes) + len(others) >= event.nodes_max:
             raise LimitExceededError(
                 f"{event.nodes_max} of {event.nodes_max} nodes have joined already: raise --nnodes on all of them to "
                 "admit more",
                 nodes_max=event.nodes_max,
             )
-        world = self._world_size + sum(self._waiting[agent_id].processes for agent_id in others) + event.processes
+        world = self._world_size + sum(other.processes for other in others) + event.processes
         if world > WORLD_MAX:
             raise LimitExceededError(f"a world of {world} workers is larger than the limit of {WORLD_MAX}")
-
-    def _bounds(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        for node in self._nodes.values():
-            yield node.agent_id, (node.nodes_min, node.nodes_max)
-        for event in self._waiting.values():
-            yield event.agent_id, (event.nodes_min, event.nodes_max)
 
     def _give_ranks(self, event: EnterRendezvous, first_rank: int) -> None:
         node = Node(
@@ -149,7 +137,3 @@ class Rendezvous:
 
     def _formed(self, call: int, node: Node) -> Answer:
         return Answer(call, Formed(node, len(self._nodes), self._world_size))
-
-
-def _replaced(call: int, who: str) -> Refuse:
-    return Refuse(call, ClosedError(f"{who} asked again on a newer call, which replaces this one"))

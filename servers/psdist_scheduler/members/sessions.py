@@ -11,7 +11,7 @@ Not here: who is live (``membership``), what follows from a loss (``cluster``), 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from psdist_scheduler.events.cluster_events import Heartbeat
@@ -47,26 +47,17 @@ class Liveness:
         return f"silent for {now - self.seen:.1f} s, and {option} is {self.lease:g} s"
 
 
-class Sessions(Mapping[int, str]):
+class Sessions(dict[int, str]):
     """Ids of members by their open session, and the liveness of all live members."""
 
     def __init__(self, settings: ClusterSettings, restored: Iterable[Member], now: float) -> None:
+        super().__init__()
         self._settings = settings
-        self._members: dict[int, str] = {}
         self.liveness: dict[str, Liveness] = {}
         for member in restored:
             lease = settings.lease_of(member.role)
             deadline = now + max(RESTART_LEASES * settings.lease_seconds, lease)
             self.liveness[member.member_id] = Liveness(member.role, lease, now, deadline, restored=True)
-
-    def __getitem__(self, call: int) -> str:
-        return self._members[call]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._members)
-
-    def __len__(self) -> int:
-        return len(self._members)
 
     def of(self, member_id: str) -> int:
         """The call that is the member's session; 0 if it has none."""
@@ -83,9 +74,9 @@ class Sessions(Mapping[int, str]):
         """Makes ``call`` the member's session. Returns the session that it replaces; 0 for none."""
         liveness = self.liveness[member_id]
         replaced = liveness.session
-        self._members.pop(replaced, None)
+        self.pop(replaced, None)
         liveness.session = call
-        self._members[call] = member_id
+        self[call] = member_id
         self.refresh(member_id, now)
         return replaced
 
@@ -95,7 +86,6 @@ class Sessions(Mapping[int, str]):
         liveness.restored, liveness.seen, liveness.deadline = False, now, now + liveness.lease
 
     def on_heartbeat(self, event: Heartbeat, member_id: str, now: float) -> None:
-        """A member sends a heartbeat on its session."""
         self.refresh(member_id, now)
         liveness = self.liveness[member_id]
         liveness.epoch = event.epoch
@@ -103,14 +93,14 @@ class Sessions(Mapping[int, str]):
 
     def detach(self, call: int, now: float) -> None:
         """A session ended by no fault of its member's, which has a lease's time to open another."""
-        liveness = self.liveness[self._members.pop(call)]
+        liveness = self.liveness[self.pop(call)]
         liveness.session = 0
         liveness.deadline = max(liveness.deadline, now + liveness.lease)
 
     def end(self, member_id: str) -> int:
         """The member is not live any more. Returns the session that it had; 0 for none."""
         session = self.liveness.pop(member_id).session
-        self._members.pop(session, None)
+        self.pop(session, None)
         return session
 
     def expired(self, now: float) -> list[tuple[str, str]]:
@@ -124,6 +114,5 @@ class Sessions(Mapping[int, str]):
             liveness.deadline = max(liveness.deadline, fresh)
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         held = {liveness.session: id_ for id_, liveness in self.liveness.items() if liveness.session}
-        assert held == self._members, "sessions and members disagree"
+        assert held == self, "sessions and members disagree"

@@ -18,34 +18,30 @@ Not here: which server gets a shard (``placement``), who holds it later (``repli
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from psdist.errors import NotMemberError, PsdistError, ServerLostError, StaleEpochError, UnknownParametersError
 from psdist.types import ParametersEntry, ParametersMember, Replica, Shard, check_name
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, Member, ParametersRecord, name_some
 from psdist_scheduler.events.snapshot_events import Loaded
-from psdist_scheduler.members.demand import Demand
-from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.placement import placement
 from psdist_scheduler.placement.join_proposals import Joins
-from psdist_scheduler.placement.parameters import REMEDY, ParameterSet, name_shards
-from psdist_scheduler.placement.registry import Registry
-from psdist_scheduler.placement.restore_point import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS
+from psdist_scheduler.placement.registry import REMEDY, ParameterSet, Registry, name_shards
+from psdist_scheduler.placement.restore_point import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS, Resume
 
 
+@dataclass(slots=True)
 class Creation:
     """Workers' requests for parameter sets of one run."""
 
-    def __init__(
-        self, settings: ClusterSettings, registry: Registry, members: Membership, demand: Demand, joins: Joins
-    ) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._resume = registry.resume
-        self._members = members
-        self._demand = demand
-        self.joins = joins
+    _settings: ClusterSettings
+    _registry: Registry
+    _resume: Resume
+    _members: Membership
+    _demand: Demand
+    joins: Joins
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -88,7 +84,6 @@ class Creation:
         return [done, ev.LogEvent(f"{worker} uploaded the values of {name!r}")]
 
     def on_loaded(self, event: Loaded) -> list[ev.Effect]:
-        """A server has loaded shards from the snapshot."""
         p, server = self._registry.get(event.parameters), self._members.sessions.get(event.call, "")
         if p is None or p.record is None or p.record.committed or not self._resume.on_loaded(event, server, p.entry):
             return []
@@ -117,8 +112,7 @@ class Creation:
                     effects += self._prepare(p)
         return effects
 
-    def waits(self, now: float) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait."""
+    def waits(self, now: float) -> Iterator[ev.Wait]:
         for p in self._registry.all:
             key, calls = f"parameters {p.name}", [*p.creators, *p.describers]
             others = [call for call in calls if call != p.upload_call]
@@ -170,7 +164,6 @@ class Creation:
         return self._demand.shortage(begun=True, servers=servers, workers=workers)
 
     def _gather(self, p: ParameterSet, epoch: int) -> list[ev.Effect]:
-        """Places a parameter set."""
         assert p.spec is not None and p.layout is not None
         try:  # It may be another snapshot than when they asked, or none was known.
             self._resume.check(p.spec, p.layout)

@@ -24,12 +24,19 @@ from dataclasses import dataclass, field
 
 from psdist.consistency import ASP, BSP
 from psdist.types import ParametersEntry, ParametersMember, Replica
-from psdist_scheduler.events.cluster_events import Answer, Effect, JoinAnswered, JoinProposal, LogEvent, WithdrawJoin
+from psdist_scheduler.events.cluster_events import (
+    Answer,
+    Effect,
+    JoinAnswered,
+    JoinProposal,
+    LogEvent,
+    Wait,
+    WithdrawJoin,
+)
 from psdist_scheduler.events.records import Member, name_some
 from psdist_scheduler.events.worker_events import ResumePush
 from psdist_scheduler.members.membership import Membership
-from psdist_scheduler.placement.parameters import ParameterSet
-from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.placement.registry import ParameterSet, Registry
 
 #: Primary and term of each shard.
 Route = tuple[tuple[Replica, int], ...]
@@ -71,12 +78,7 @@ class Join:
 
     @property
     def missing(self) -> list[str]:
-        """Servers that have not accepted."""
         return [server for server in self.servers if server not in self.accepted]
-
-    def propose(self, members: Membership) -> list[Effect]:
-        """Asks every server that has a session; the others are asked when theirs opens."""
-        return [effect for server in self.servers for effect in self.ask(server, members)]
 
     def ask(self, server: str, members: Membership) -> list[Effect]:
         """Asks one server, unless it has accepted or has no session."""
@@ -92,23 +94,21 @@ class Join:
         return [Answer(session, news) for session in sessions if session]
 
 
+@dataclass(slots=True)
 class Joins:
     """All joins in progress. They are numbered from ``first_proposal_id`` on."""
 
-    def __init__(self, registry: Registry, members: Membership, first_proposal_id: int) -> None:
-        self._registry = registry
-        self._members = members
-        self._next_id = first_proposal_id
-        self._by_worker: dict[tuple[str, str], Join] = {}
+    _registry: Registry
+    _members: Membership
+    _next_id: int
+    _by_worker: dict[tuple[str, str], Join] = field(default_factory=dict)
 
     def validate(self) -> None:
-        """Asserts that joins are of live workers, and not over."""
         for join in self._by_worker.values():
             assert self._members.is_live(*join.worker.identity), "a dead worker joins"
             assert self._get(join).entry.ready and join.missing, "a join that is over"
 
-    def waits(self) -> Iterator[tuple[str, list[int], str]]:
-        """Key, calls and reason of each wait."""
+    def waits(self) -> Iterator[Wait]:
         for join in self._by_worker.values():
             calls = [call for call, worker in self._get(join).creators.items() if worker == join.worker]
             reason = f"for {name_some(join.missing)} to agree on step {join.proposed_step} of {join.parameters!r}"
@@ -193,7 +193,8 @@ class Joins:
         self._next_id += 1
         join.proposal_id = self._next_id
         join.accepted.clear()
-        return join.propose(self._members)
+        # Servers without a session are asked when theirs opens.
+        return [effect for server in join.servers for effect in join.ask(server, self._members)]
 
     def _get(self, join: Join) -> ParameterSet:
         p = self._registry.get(join.parameters)

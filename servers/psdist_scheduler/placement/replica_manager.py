@@ -9,52 +9,52 @@ Not here: which change is due (``replicas``), who is live (``membership``), epoc
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from psdist.types import Replica, Shard
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.events.records import ClusterSettings, group
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import replicas
-from psdist_scheduler.placement.parameters import REMEDY, ParameterSet, name_shards
-from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.placement.registry import REMEDY, ParameterSet, Registry, name_shards
 
 #: A server's place as a replica: parameter set, shard, and the server's incarnation.
 _Place = tuple[str, int, Replica]
 
 
+@dataclass(slots=True)
 class ReplicaManager:
     """Who holds which shard, from now on."""
 
-    def __init__(self, settings: ClusterSettings, registry: Registry, members: Membership) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._members = members
-        #: Where a primary could not reach a replica, and until when that server is not tried again in this place.
-        self._unreachable: dict[_Place, float] = {}
-        #: Backups that their primary cannot reach, with its term and its reason.
-        self._doubted: dict[_Place, tuple[int, str]] = {}
-        #: Shards that servers must know as the next epoch shows them, before more becomes of them.
-        self._fresh: set[tuple[str, int]] = set()
-        #: Those that were fresh, and the epoch that showed them; the others were shown by the first epoch of this
-        #: scheduler.
-        self._shown: dict[tuple[str, int], int] = {}
-        self._first_epoch = 0
-        #: The epoch of the map that each server confirmed.
-        self._confirmed: dict[str, int] = {}
-        #: Whether something may be due though nothing changes: after a restart, or after what was ``fresh``.
-        self._due = True
-        #: Whether something is due as soon as servers know what was shown.
-        self._held_up = False
+    _settings: ClusterSettings
+    _registry: Registry
+    _members: Membership
+    #: Where a primary could not reach a replica, and until when that server is not tried again in this place.
+    _unreachable: dict[_Place, float] = field(default_factory=dict)
+    #: Backups that their primary cannot reach, with its term and its reason.
+    _doubted: dict[_Place, tuple[int, str]] = field(default_factory=dict)
+    #: Shards that servers must know as the next epoch shows them, before more becomes of them.
+    _fresh: set[tuple[str, int]] = field(default_factory=set)
+    #: Those that were fresh, and the epoch that showed them; the others were shown by the first epoch of this
+    #: scheduler.
+    _shown: dict[tuple[str, int], int] = field(default_factory=dict)
+    _first_epoch: int = 0
+    #: The epoch of the map that each server confirmed.
+    _confirmed: dict[str, int] = field(default_factory=dict)
+    #: Whether something may be due though nothing changes: after a restart, or after what was ``fresh``.
+    _due: bool = True
+    #: Whether something is due as soon as servers know what was shown.
+    _held_up: bool = False
 
     def lose(self, epoch: int) -> list[ev.Effect]:
         """Shards go on without the servers that are gone, or are lost with them. ``epoch`` is the one that shows it."""
         if not self._members.changed:
             return []
-        self._unreachable = {place: t for place, t in self._unreachable.items() if self._live(place[2])}
+        self._unreachable = {place: t for place, t in self._unreachable.items() if self._members.has(place[2])}
         effects: list[ev.Effect] = []
         for p in self._placed():
             before = p.entry.shards
-            after = tuple(replicas.after_loss(shard, self._live) for shard in before)
+            after = tuple(replicas.after_loss(shard, self._members.has) for shard in before)
             if after == before:
                 continue
             if self._needs_values(p, after):
@@ -108,14 +108,9 @@ class ReplicaManager:
         effects = self._drop_unreachable(now)
         placed = {p.name: p for p in self._placed()}
         plan = replicas.PlacementPlan(
-            [p.entry for p in placed.values()],
-            [
-                replicas.Holder(Replica(server.member_id, server.incarnation), server.host, server.draining)
-                for server in self._members.servers
-            ],
+            [p.placed for p in placed.values()],
+            self._members.servers,
             self._settings.replicas,
-            installed=lambda name: placed[name].placed.committed,
-            ready=lambda name: placed[name].entry.ready,
             knows=self._knows,
             refused=lambda *place: self._unreachable.get(place, now) > now,
             tried=lambda *place: place in self._unreachable,
@@ -148,15 +143,10 @@ class ReplicaManager:
         what = f"being copied to {targets}" if targets else "waiting for a server that can hold the next"
         return f"{count} of {shards} shards have fewer than {wanted} copies: {what}"
 
-    # --- inner --------------------------------------------------------------------------------------------------------
-
-    def _live(self, replica: Replica) -> bool:
-        return self._members.is_live(replica.server_id, replica.incarnation)
-
     def _knows(self, name: str, number: int, replica: Replica) -> bool:
         """Whether a server has confirmed the map that shows the shard as it is."""
         presence = self._members.sessions.liveness.get(replica.server_id)
-        if presence is None or (name, number) in self._fresh or not self._live(replica):
+        if presence is None or (name, number) in self._fresh or not self._members.has(replica):
             return False
         return presence.epoch >= self._shown.get((name, number), self._first_epoch) > 0
 
@@ -200,8 +190,7 @@ class ReplicaManager:
         if server is None or p is None or p.record is None or not 0 <= event.shard < len(p.entry.shards):
             return None
         shard = p.entry.shards[event.shard]
-        sender = Replica(server.member_id, server.incarnation)
-        return shard if sender == shard.primary and event.term == shard.term and not shard.lost else None
+        return shard if server.replica == shard.primary and event.term == shard.term and not shard.lost else None
 
     def _needs_values(self, p: ParameterSet, after: tuple[Shard, ...]) -> bool:
         """Whether values are gone that nobody has trained yet, so that their uploader still has them."""
@@ -216,14 +205,12 @@ class ReplicaManager:
         for shard in p.entry.shards:
             counts = [s.primary.server_id for s in shards]
             spare = min(self._members.staying, key=lambda server: (counts.count(server.member_id), server.member_id))
-            shards.append(replicas.placed_anew(shard, self._live, Replica(spare.member_id, spare.incarnation)))
+            shards.append(replicas.placed_anew(shard, self._members.has, spare.replica))
         return tuple(shards)
 
     def _losses(self, p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[ev.Effect]:
-        lost: dict[str, list[int]] = {}
-        for number, (old, new) in enumerate(zip(before, after, strict=True)):
-            if new.lost and not old.lost:
-                lost.setdefault(new.primary.server_id, []).append(number)
+        changes = enumerate(zip(before, after, strict=True))
+        lost = group((new.primary.server_id, number) for number, (old, new) in changes if new.lost and not old.lost)
         effects: list[ev.Effect] = []
         for server, numbers in lost.items():
             held = f"{server} is gone and held {name_shards(numbers)} of {p.name!r} alone"
@@ -237,10 +224,8 @@ class ReplicaManager:
 
 
 def _promotions(name: str, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[ev.Effect]:
-    promoted: dict[tuple[Replica, Replica], list[int]] = {}
-    for number, (old, new) in enumerate(zip(before, after, strict=True)):
-        if new.term != old.term:
-            promoted.setdefault((old.primary, new.primary), []).append(number)
+    changes = enumerate(zip(before, after, strict=True))
+    promoted = group(((old.primary, new.primary), number) for number, (old, new) in changes if new.term != old.term)
     return [
         ev.LogEvent(f"{new} is now the primary of {name_shards(numbers)} of {name!r}, which was {old}")
         for (old, new), numbers in promoted.items()
@@ -249,16 +234,9 @@ def _promotions(name: str, before: tuple[Shard, ...], after: tuple[Shard, ...]) 
 
 def _fills(p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[ev.Effect]:
     """Notes on copies that begin. Those that belong to a creation are no news."""
-    begun: dict[Replica, list[int]] = {}
-    for number, (old, new) in enumerate(zip(before, after, strict=True)):
-        for replica in new.filling if p.entry.ready else ():
-            if replica not in old.filling:
-                begun.setdefault(replica, []).append(number)
+    changes = enumerate(zip(before, after, strict=True)) if p.entry.ready else ()
+    begun = group((r, number) for number, (old, new) in changes for r in new.filling if r not in old.filling)
     return [
-        ev.LogEvent(
-            f"{name_shards(numbers)} of {p.name!r} is being copied to {replica}"
-            if not numbers[1:]
-            else f"{name_shards(numbers)} of {p.name!r} are being copied to {replica}"
-        )
-        for replica, numbers in begun.items()
+        ev.LogEvent(f"{name_shards(n)} of {p.name!r} {'are' if n[1:] else 'is'} being copied to {replica}")
+        for replica, n in begun.items()
     ]

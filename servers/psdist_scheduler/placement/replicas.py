@@ -20,26 +20,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from psdist.types import ParametersEntry, Replica, Shard
+from psdist.types import Replica, Shard
+from psdist_scheduler.events.records import Member, ParametersRecord
 from psdist_scheduler.placement.placement import shard_elements
 
 #: Copies that one primary fills at a time.
 FILLS_PER_SOURCE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A live server, as far as it concerns who holds what."""
-
-    replica: Replica
-    host: str = ""
-    #: Everything is to be moved away from it.
-    draining: bool = False
-
-    @property
-    def id(self) -> str:
-        """Its id."""
-        return self.replica.server_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,43 +90,44 @@ def _dropped(shard: Shard, replica: Replica) -> Iterator[Shard]:
 
 
 class PlacementPlan:
-    """What is due, given the live servers and where shards lie.
+    """What is due, given the placed parameter sets, and the live servers by id.
 
     wanted: copies of each shard.
     knows: whether this server has confirmed the map that shows this shard of that parameter set with its copies.
         Before it is shown nobody knows it, so who is promoted was a backup in the epoch before.
     refused: whether this server cannot be used for that shard of that parameter set now.
     tried: whether it failed as a replica of it earlier, so that any other is to be preferred.
-    installed: whether the initial values of this parameter set are on the primaries; nothing is copied before.
-    ready: whether this parameter set is in use; before, copies need not be spared.
     """
 
     def __init__(
         self,
-        entries: Sequence[ParametersEntry],
-        holders: Sequence[Holder],
+        records: Sequence[ParametersRecord],
+        servers: Sequence[Member],
         wanted: int,
         *,
-        installed: Callable[[str], bool],
-        ready: Callable[[str], bool],
         knows: Callable[[str, int, Replica], bool],
         refused: Callable[[str, int, Replica], bool],
         tried: Callable[[str, int, Replica], bool],
     ) -> None:
-        self._now = {entry.spec.name: list(entry.shards) for entry in entries}
+        self._now = {record.entry.spec.name: list(record.entry.shards) for record in records}
         self._sizes = {
-            entry.spec.name: shard_elements(entry.slicing, len(entry.shards)) for entry in entries if entry.shards
+            record.entry.spec.name: shard_elements(record.entry.slicing, len(record.entry.shards))
+            for record in records
+            if record.entry.shards
         }
-        self._holders = {holder.id: holder for holder in sorted(holders, key=lambda holder: holder.id)}
-        self._usable = [holder for holder in self._holders.values() if not holder.draining]
+        #: Parameter sets whose initial values are on the primaries; of others nothing is copied.
+        self._installed = {record.entry.spec.name for record in records if record.committed}
+        #: Parameter sets that are in use; of others copies need not be spared.
+        self._ready = {record.entry.spec.name for record in records if record.entry.ready}
+        self._servers = {server.member_id: server for server in servers}
+        self._usable = [server for server in servers if not server.draining]
         self._wanted = wanted
-        self._installed, self._ready, self._knows = installed, ready, knows
-        self._refused, self._tried = refused, tried
+        self._knows, self._refused, self._tried = knows, refused, tried
         #: Something is due as soon as a server confirms the map.
         self.held_up = False
-        self._primary = dict.fromkeys(self._holders, 0)
-        self._held = dict.fromkeys(self._holders, 0)
-        self._fills = dict.fromkeys(self._holders, 0)
+        self._primary = dict.fromkeys(self._servers, 0)
+        self._held = dict.fromkeys(self._servers, 0)
+        self._fills = dict.fromkeys(self._servers, 0)
         for name, number, shard in self._shards():
             self._count(name, number, shard, 1)
 
@@ -159,8 +146,6 @@ class PlacementPlan:
             self._set(move.parameters, move.number, move.shard)
             changed[move.parameters] = None
         return {name: tuple(self._now[name]) for name in changed}
-
-    # --- inner --------------------------------------------------------------------------------------------------------
 
     def _shards(self) -> Iterator[tuple[str, int, Shard]]:
         for name, shards in self._now.items():
@@ -191,8 +176,8 @@ class PlacementPlan:
         return not shard.filling and len(complete(shard)) == self._wanted
 
     def _stays(self, replica: Replica) -> bool:
-        holder = self._holders.get(replica.server_id)
-        return holder is not None and holder.replica == replica and not holder.draining
+        server = self._servers.get(replica.server_id)
+        return server is not None and server.replica == replica and not server.draining
 
     def _without_leaving(self, name: str, number: int, shard: Shard) -> Shard | None:
         """The shard without what is superfluous; None if nothing is."""
@@ -219,28 +204,29 @@ class PlacementPlan:
     def _with_more(self, name: str, number: int, shard: Shard) -> Shard | None:
         """The shard with one more that is filled; None if it has enough, or must wait."""
         staying = [replica for replica in (*complete(shard), *shard.filling) if self._stays(replica)]
-        if len(staying) >= self._wanted:
+        if len(staying) >= self._wanted or name not in self._installed:
             return None
-        if not self._installed(name):
-            return None
-        if self._ready(name) and self._fills.get(shard.primary.server_id, 0) >= FILLS_PER_SOURCE:
+        if name in self._ready and self._fills.get(shard.primary.server_id, 0) >= FILLS_PER_SOURCE:
             return None
         holding = {replica.server_id for replica in shard.replicas}
-        hosts = {self._holders[replica.server_id].host for replica in staying}
+        hosts = {self._servers[replica.server_id].host for replica in staying}
         targets = [
-            holder
-            for holder in self._usable
-            if holder.id not in holding and not self._refused(name, number, holder.replica)
+            server
+            for server in self._usable
+            if server.member_id not in holding and not self._refused(name, number, server.replica)
         ]
         if not targets:
             return None
         target = min(
             targets,
-            key=lambda h: (self._tried(name, number, h.replica), h.host in hosts, self._held[h.id], h.id),
+            key=lambda server: (
+                self._tried(name, number, server.replica),
+                server.host in hosts,
+                self._held[server.member_id],
+                server.member_id,
+            ),
         )
         return replace(shard, filling=(*shard.filling, target.replica))
-
-    # --- inner: balance -----------------------------------------------------------------------------------------------
 
     def _imbalance(self, name: str, number: int, before: Shard, after: Shard) -> tuple[int, int, int]:
         """What would become worse or better with ``after``: hosts shared by copies, then load, then memory."""
@@ -250,8 +236,8 @@ class PlacementPlan:
         memory = sum(elements**2 for elements in self._held.values())
         self._count(name, number, after, -1)
         self._count(name, number, before, 1)
-        hosts = [self._holders[r.server_id].host for r in complete(after) if r.server_id in self._holders]
-        distinct = len({holder.host for holder in self._usable})
+        hosts = [self._servers[r.server_id].host for r in complete(after) if r.server_id in self._servers]
+        distinct = len({server.host for server in self._usable})
         return max(0, min(len(hosts), distinct) - len(set(hosts))), load, memory
 
     def _move(self) -> ShardChange | None:
@@ -272,7 +258,7 @@ class PlacementPlan:
 
     def _crowded(self) -> Iterator[ShardChange]:
         """Shards with copies on fewer hosts than there could be."""
-        if len({holder.host for holder in self._usable}) > 1:
+        if len({server.host for server in self._usable}) > 1:
             for name, number, shard in self._shards():
                 if self._imbalance(name, number, shard, shard)[0]:
                     for target in self._usable:
@@ -282,7 +268,7 @@ class PlacementPlan:
         """Shards of the fullest server, for the emptiest, where the two differ by more than a shard's worth. ``roles``
         are so many of the first complete copies that may be taken from the fullest."""
         fullest = max(load, key=lambda id_: load[id_], default="")
-        emptiest = min((holder.id for holder in self._usable), key=lambda id_: load[id_], default="")
+        emptiest = min((server.member_id for server in self._usable), key=lambda id_: load[id_], default="")
         worth = max((size for sizes in self._sizes.values() for size in sizes), default=0)
         if not emptiest or load[fullest] - load[emptiest] <= worth:
             return
@@ -290,14 +276,14 @@ class PlacementPlan:
             if fullest not in [replica.server_id for replica in complete(shard)[:roles]]:
                 continue
             holding = [replica.server_id for replica in shard.replicas]
-            others = sorted(self._usable, key=lambda holder: (self._held[holder.id], holder.id))
+            others = sorted(self._usable, key=lambda server: (self._held[server.member_id], server.member_id))
             # A backup on the emptiest can take over, once somebody else is filled in its place.
-            for target in others if emptiest in holding else [self._holders[emptiest]]:
+            for target in others if emptiest in holding else [self._servers[emptiest]]:
                 yield from self._begun(name, number, shard, target)
 
-    def _begun(self, name: str, number: int, shard: Shard, target: Holder) -> Iterator[ShardChange]:
+    def _begun(self, name: str, number: int, shard: Shard, target: Member) -> Iterator[ShardChange]:
         """The shard with ``target`` being filled, if it may be."""
-        unfit = target.id in [replica.server_id for replica in shard.replicas]
-        unfit = unfit or not self._ready(name) or self._tried(name, number, target.replica)
+        unfit = target.member_id in [replica.server_id for replica in shard.replicas]
+        unfit = unfit or name not in self._ready or self._tried(name, number, target.replica)
         if not unfit and not self._refused(name, number, target.replica):
             yield ShardChange(name, number, replace(shard, filling=(target.replica,)))

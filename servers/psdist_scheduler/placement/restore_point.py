@@ -23,7 +23,7 @@ from psdist.consistency import BSP
 from psdist.errors import LayoutMismatchError, SettingsMismatchError, SnapshotCorruptError, StorageError
 from psdist.snapshots.format import DatasetState, ParametersState
 from psdist.types import DatasetSpec, Layout, ParametersEntry, ParametersSpec, Restore
-from psdist_scheduler.events.records import RestorePoint
+from psdist_scheduler.events.records import RestorePoint, group
 from psdist_scheduler.events.snapshot_events import CommitFound, Loaded
 
 #: After the run went back to a snapshot, it waits so long, in seconds, for as many servers as there were.
@@ -48,8 +48,6 @@ class Resume:
         #: Why nothing can be created any more; empty if it can.
         self.failed = ""
         self._loaded: dict[str, dict[tuple[int, int], None]] = {}
-
-    # --- questions ----------------------------------------------------------------------------------------------------
 
     @property
     def unread(self) -> bool:
@@ -133,13 +131,8 @@ class Resume:
     def missing(self, entry: ParametersEntry) -> dict[str, list[int]]:
         """Shards that are not loaded, by the server that is to load them."""
         loaded = self._loaded.get(entry.spec.name, {})
-        missing: dict[str, list[int]] = {}
-        for number, shard in enumerate(entry.shards):
-            if (number, shard.term) not in loaded:
-                missing.setdefault(shard.primary.server_id, []).append(number)
-        return missing
-
-    # --- changes ------------------------------------------------------------------------------------------------------
+        shards = enumerate(entry.shards)
+        return group((shard.primary.server_id, n) for n, shard in shards if (n, shard.term) not in loaded)
 
     def on_loaded(self, event: Loaded, server: str, entry: ParametersEntry) -> bool:
         """A server has loaded shards. Whether all are loaded now."""

@@ -9,15 +9,14 @@ Not here: who starts and stops servers (launchers do), which shard moves where (
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from psdist.errors import InvalidArgumentError, LimitExceededError, ServerLostError
 from psdist.types import Replica, Shard
 from psdist.wire.limits import MEMBERS_MAX
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, Member, name_some
-from psdist_scheduler.members.demand import Demand
-from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.placement.registry import Registry
 
 #: A drain in progress is reported again after so long, so that a wait differs from a dead connection.
@@ -34,19 +33,17 @@ class _Drain:
     told_at: float = 0.0
 
 
+@dataclass(slots=True)
 class Scaling:
     """Drains in progress, and those who watch."""
 
-    def __init__(self, settings: ClusterSettings, registry: Registry, members: Membership, demand: Demand) -> None:
-        self._demand = demand
-        self._settings = settings
-        self._registry = registry
-        self._members = members
-        self._drains: dict[int, _Drain] = {}
-        #: What each watching call was sent last.
-        self._watchers: dict[int, ev.ScaleNews | None] = {}
-
-    # --- requests -----------------------------------------------------------------------------------------------------
+    _settings: ClusterSettings
+    _registry: Registry
+    _members: Membership
+    _demand: Demand
+    _drains: dict[int, _Drain] = field(default_factory=dict)
+    #: What each watching call was sent last.
+    _watchers: dict[int, ev.ScaleNews | None] = field(default_factory=dict)
 
     def drain(self, event: ev.Drain) -> list[ev.Effect]:
         """Everything is to be moved away from a server. Raises WrongRunError, InvalidArgumentError."""
@@ -62,7 +59,7 @@ class Scaling:
                 server_id=member.member_id,
             )
         # One that holds nothing is marked too: nothing is to be placed on what is about to be stopped.
-        self._drains[event.call] = _Drain(Replica(member.member_id, member.incarnation), held)
+        self._drains[event.call] = _Drain(member.replica, held)
         return self._mark([member])
 
     def scale(self, event: ev.Scale) -> list[ev.Effect]:
@@ -95,32 +92,28 @@ class Scaling:
         return []
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
         self._drains.pop(call, None)
         self._watchers.pop(call, None)
-
-    # --- progress -----------------------------------------------------------------------------------------------------
 
     def progress(self, now: float) -> list[ev.Effect]:
         """Tells those who wait and watch what became of it."""
         effects: list[ev.Effect] = []
         for call, drain in list(self._drains.items()):
             effects += self._go_on(call, drain, now)
-        draining = tuple(server.member_id for server in self._members.servers if server.draining)
-        news = ev.ScaleNews(self._demand.servers_wanted, draining, self._to_stop(), self._registry.lost_text)
+        draining = {server.member_id: self._held(server) for server in self._members.servers if server.draining}
+        stop = tuple(server for server, held in draining.items() if not held)
+        news = ev.ScaleNews(self._demand.servers_wanted, tuple(draining), stop, self._registry.lost_text)
         for call, told in self._watchers.items():
             if told != news:
                 self._watchers[call] = news
                 effects.append(ev.Answer(call, news))
         return effects
 
-    def waits(self) -> Iterator[tuple[str, list[int], str]]:
+    def waits(self) -> Iterator[ev.Wait]:
         """Key, calls and reason of each wait. Those who wait for a drain are notified by ``progress``."""
         for server in self._members.servers:
             if server.draining and (left := len(self._held(server))):
                 yield f"drain {server}", [], self._text(server, left)
-
-    # --- inner --------------------------------------------------------------------------------------------------------
 
     def _mark(self, servers: list[Member]) -> list[ev.Effect]:
         fresh = [server for server in servers if not server.draining]
@@ -130,9 +123,9 @@ class Scaling:
 
     def _go_on(self, call: int, drain: _Drain, now: float) -> list[ev.Effect]:
         server = self._members.get(drain.server.server_id)
-        if server is None or not self._members.is_live(drain.server.server_id, drain.server.incarnation):
+        if server is None or not self._members.has(drain.server):
             del self._drains[call]
-            if self._has_lost(drain.server):
+            if any(s.lost and s.primary == drain.server for entry in self._registry.entries for s in entry.shards):
                 return [ev.Refuse(call, ServerLostError(f"{drain.server} was lost before all was moved away from it"))]
             return [ev.Answer(call, ev.Drained(drain.total))]
         left = len(self._held(server, worth=True))
@@ -150,22 +143,15 @@ class Scaling:
             return f"for another server to register, which can take {left} shards of {server}"
         return f"for {left} shards to be moved from {server} to other servers"
 
-    def _to_stop(self) -> tuple[str, ...]:
-        return tuple(s.member_id for s in self._members.servers if s.draining and not self._held(s))
-
     def _held(self, server: Member, worth: bool = False) -> list[Shard]:
         """Shards that a server has or gets a copy of. ``worth``: without values that nobody is left to upload."""
-        replica = Replica(server.member_id, server.incarnation)
         return [
             shard
             for entry in self._registry.entries
             if not worth or entry.ready or self._members.workers
             for shard in entry.shards
-            if not shard.lost and replica in shard.replicas
+            if not shard.lost and server.replica in shard.replicas
         ]
-
-    def _has_lost(self, replica: Replica) -> bool:
-        return any(s.lost and s.primary == replica for entry in self._registry.entries for s in entry.shards)
 
 
 def _by_number(server: Member) -> tuple[int, str]:

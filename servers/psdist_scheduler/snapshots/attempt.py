@@ -62,8 +62,6 @@ class Attempt:
         self.moved = self.began
         self.servers = dict.fromkeys(self.cut.servers)
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
     @property
     def reached(self) -> bool:
         """Whether some of the snapshot was seen at the cut, so that no more pushes are needed for it, or nearly."""
@@ -103,7 +101,6 @@ class Attempt:
 
     @property
     def workers(self) -> dict[Identity, None]:
-        """Those that are asked, each once."""
         return dict.fromkeys((*self.cut.marks, *self.kept.answers))
 
     @property
@@ -134,16 +131,12 @@ class Attempt:
         return f"for {name_some(list(late))} to write"
 
     def validate(self) -> None:
-        """Asserts that the phase fits what is known."""
         assert self.phase is AttemptPhase.COMMITTING or not self.cut.changed
         assert (None in self.servers.values()) <= (self.phase is AttemptPhase.PREPARING)
         assert self.phase <= AttemptPhase.MARKING or None not in self.cut.marks.values()
         assert bool(self.missing) <= (self.phase < AttemptPhase.COMMITTING)
 
-    # --- what members report ------------------------------------------------------------------------------------------
-
     def touch(self, now: float) -> None:
-        """A member reported on it."""
         self.moved = now
 
     def awaits(self, server: str) -> bool:
@@ -151,7 +144,6 @@ class Attempt:
         return self.phase is AttemptPhase.PREPARING and self.servers.get(server, False) is None
 
     def on_prepared(self, event: sn.Prepared, server: str) -> None:
-        """A server that was asked has answered."""
         self.servers[server] = event.accepted
 
     def on_marked(self, event: sn.Marked, worker: Identity) -> dict[str, int]:
@@ -178,8 +170,6 @@ class Attempt:
         self.whole_at = now if self.whole_at is None else self.whole_at
         self.undecided = undecided
         return now - self.whole_at
-
-    # --- commands -----------------------------------------------------------------------------------------------------
 
     def prepare(self, servers: Iterable[str], members: Membership) -> list[Effect]:
         """Asks those servers that have a session."""

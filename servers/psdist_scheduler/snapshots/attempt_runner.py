@@ -1,7 +1,7 @@
 """Runs one attempt at a snapshot after another: begins it, follows it, and ends it. Pure.
 
 An attempt is given up when its cut has become impossible, because slices have passed it, or because primaries or, with
-marked pushes, members changed. Then the next one asks for a later cut at once (``tries``). If a server or the storage
+marked pushes, members changed. Then the next one asks for a later cut at once (``Tries``). If a server or the storage
 fails, the attempt has failed, and the next one comes at the next interval or request.
 
 Invariants: there is one attempt at a time. Numbers of attempts grow, over restarts too: they begin with the epoch. What
@@ -22,13 +22,11 @@ from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent
 from psdist_scheduler.events.records import ClusterSettings, Member
 from psdist_scheduler.members.membership import Membership
-from psdist_scheduler.placement.parameters import ParameterSet
+from psdist_scheduler.placement.registry import ParameterSet
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 from psdist_scheduler.snapshots.catalog import Catalog
 from psdist_scheduler.snapshots.cut import AgreedCut
-from psdist_scheduler.snapshots.end_snapshot import EndSnapshot
-from psdist_scheduler.snapshots.schedule import DueSnapshot, SnapshotSchedule
-from psdist_scheduler.snapshots.tries import REFUSALS_MAX
+from psdist_scheduler.snapshots.schedule import REFUSALS_MAX, DueSnapshot, EndSnapshot, SnapshotSchedule
 from psdist_scheduler.snapshots.waiters import SnapshotWaiters, is_as_saved
 from psdist_scheduler.snapshots.worker_states import WorkerStateRegistry, WorkerStateUploads
 
@@ -47,39 +45,28 @@ class SnapshotFailures:
     at: float = 0.0
 
 
+@dataclass(slots=True)
 class AttemptRunner:
     """The attempt under way, if there is one, and what became of those before it."""
 
-    def __init__(
-        self,
-        settings: ClusterSettings,
-        members: Membership,
-        datasets: Datasets,
-        catalog: Catalog,
-        schedule: SnapshotSchedule,
-        waiters: SnapshotWaiters,
-        end_snapshot: EndSnapshot,
-    ) -> None:
-        self._settings = settings
-        self._members = members
-        self._datasets = datasets
-        self._catalog = catalog
-        self._schedule = schedule
-        self._waiters = waiters
-        self._end_snapshot = end_snapshot
-        self.states = WorkerStateRegistry(members)
-        self.attempt: Attempt | None = None
-        self.failures = SnapshotFailures()
-        #: When the attempt was begun whose snapshot was the last to have everything.
-        self.saved_at = float("-inf")
-        self._number = 0
+    _settings: ClusterSettings
+    _members: Membership
+    _datasets: Datasets
+    _catalog: Catalog
+    _schedule: SnapshotSchedule
+    _waiters: SnapshotWaiters
+    _end_snapshot: EndSnapshot
+    states: WorkerStateRegistry
+    attempt: Attempt | None = None
+    failures: SnapshotFailures = SnapshotFailures()
+    #: When the attempt was begun whose snapshot was the last to have everything.
+    saved_at: float = float("-inf")
+    _number: int = 0
 
     def is_current(self, attempt: int) -> bool:
-        """Whether this attempt is under way."""
         return self.attempt is not None and self.attempt.number == attempt
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         if self.attempt is not None:
             self.attempt.validate()
             assert self.attempt.number == self._number
@@ -100,8 +87,6 @@ class AttemptRunner:
         self.attempt = Attempt(self._number, directory, due.reason, due.ahead, cut, kept, now)
         self._waiters.assign(self._number)
         return self.attempt.prepare(self.attempt.servers, self._members)
-
-    # --- what members report ------------------------------------------------------------------------------------------
 
     def on(self, event: sn.Prepared | sn.Marked | sn.Written | sn.PartFailed, now: float) -> list[Effect]:
         """A member reports on the attempt."""
@@ -175,8 +160,6 @@ class AttemptRunner:
     def _take_cut(self, attempt: Attempt) -> list[Effect]:
         return attempt.take_cut(self._members, self._schedule.tries.known)
 
-    # --- progress -----------------------------------------------------------------------------------------------------
-
     def progress(self, ready: list[ParameterSet], epoch: int, now: float) -> list[Effect]:
         """Gives up what cannot be had any more, and commits what is whole."""
         effects = self._check(self.attempt, ready, now) if self.attempt is not None else []
@@ -248,8 +231,6 @@ class AttemptRunner:
         attempt.commit()
         self._catalog.begin(attempt.directory)
         return [sn.WriteCommit(attempt.number, self._catalog.highest + 1, manifest, now - attempt.began)]
-
-    # --- ends ---------------------------------------------------------------------------------------------------------
 
     def committed(self, commit: CommitRecord, now: float) -> list[Effect]:
         """The attempt's snapshot exists."""

@@ -61,7 +61,6 @@ class Catalog:
         return f"for the storage to say whether snapshot {directory} was committed" if directory else ""
 
     def validate(self) -> None:
-        """Asserts the invariants of the module's text."""
         numbers = [commit.sequence for commit in self.commits]
         assert numbers == sorted(set(numbers), reverse=True) and max(numbers, default=0) <= self.highest
 
@@ -79,8 +78,6 @@ class Catalog:
             f"{missing[0]!r}, which the snapshot before has, was not created in this run: who goes on from a snapshot "
             "without it begins it anew. Have a worker create it, also where it is not trained any more"
         )
-
-    # --- commits ------------------------------------------------------------------------------------------------------
 
     def begin(self, directory: str) -> None:
         """A commit is sent to the storage."""
@@ -104,8 +101,6 @@ class Catalog:
         if event.replaced:
             self.replaced = f"{event.text}: this scheduler saves no more"
 
-    # --- what is deleted ----------------------------------------------------------------------------------------------
-
     def remove_directory(self, directory: str) -> sn.RemoveDirectory:
         """Removes what an attempt may have written that was given up."""
         self._is_untidy = True
@@ -118,13 +113,10 @@ class Catalog:
         return [sn.Prune(old, untidy)] if old or untidy else []
 
     def on_pruned(self, event: sn.Pruned) -> list[Effect]:
-        """Surplus snapshots are deleted."""
         self.commits = tuple(commit for commit in self.commits if commit.sequence not in event.sequences)
         if not event.error:
             return []
         return [LogEvent(f"snapshots that are not kept any more could not be deleted: {event.error}", "warning")]
-
-    # --- reading ------------------------------------------------------------------------------------------------------
 
     def on_read(self, history: sn.History | None) -> None:
         """What the storage holds; None where it could not be read."""

@@ -16,7 +16,7 @@ from psdist.errors import SnapshotFailedError
 from psdist.snapshots.format import ParametersState
 from psdist_scheduler.events.records import Identity, name_some
 from psdist_scheduler.events.snapshot_events import Producers, Written
-from psdist_scheduler.placement.parameters import ParameterSet
+from psdist_scheduler.placement.registry import ParameterSet
 
 
 @dataclass(slots=True)
@@ -36,7 +36,6 @@ class AgreedCut:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the parameter sets."""
         return tuple(p.name for p in self.parameters)
 
     @property

@@ -11,17 +11,155 @@ Not here: what is missing for a snapshot (``snapshots``), the attempts at it (``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Final
 
+from psdist.snapshots.format import CommitRecord
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.events.snapshot_events import AT_THE_END
-from psdist_scheduler.placement.parameters import ParameterSet
-from psdist_scheduler.snapshots.attempt import Attempt
+from psdist_scheduler.placement.registry import ParameterSet
+from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 from psdist_scheduler.snapshots.cut import is_stepped
-from psdist_scheduler.snapshots.end_snapshot import EndSnapshot, EndState
-from psdist_scheduler.snapshots.tries import Tries
-from psdist_scheduler.snapshots.waiters import SnapshotWaiters
+from psdist_scheduler.snapshots.waiters import SnapshotWaiters, stand_still
+
+#: Cuts that may be refused, one upon the other.
+REFUSALS_MAX: Final = 64
+#: Attempts that may be begun anew, one upon the other, because the cluster changed.
+RETRIES_MAX: Final = 64
+#: Attempts that pushes may wait for in vain, one upon the other, each for a lease.
+HELD_MAX: Final = 3
+#: How far ahead a cut is chosen, at most, in steps.
+_DISTANCE_MAX: Final = 1024
+
+
+@dataclass(slots=True)
+class Tries:
+    """The attempts at one snapshot until one is committed or has failed: what they have learned, and their limits.
+
+    A cut that is too early is refused, as slices have passed it. One that is too late makes everybody wait. So the
+    first attempts choose a near step, and each later one looks twice as far ahead as the one before.
+
+    refused: cuts. retries: attempts begun anew. held: attempts that pushes waited for in vain.
+    """
+
+    refused: int = 0
+    retries: int = 0
+    held: int = 0
+    #: Cut each parameter set where it stands, because the expected pushes did not come.
+    exact: bool = False
+    #: By parameter set, the step that a server named as not passed.
+    known: dict[str, int] = field(default_factory=dict)
+
+    def version(self, p: ParameterSet) -> int:
+        return max(p.version, self.known.get(p.name, 0))
+
+    def soonest(self, ready: Iterable[ParameterSet], waiting: Iterable[Mapping[str, int]]) -> dict[str, int]:
+        """The cut that can be had soonest, as far as is known. ``waiting``: next pushes of workers that wait for it."""
+        waiting, stepped = list(waiting), [p for p in ready if is_stepped(p)]
+        steps = {p.name: max(self.version(p), *(next.get(p.name, 0) for next in waiting), 0) for p in stepped}
+        if self.exact or not any(p.entry.members for p in stepped):
+            return steps
+        distance = 0 if self.refused < 2 else min(1 << min(self.refused - 2, 10), _DISTANCE_MAX)
+        later = {p.name: steps[p.name] + (0 if stand_still(p, waiting) else distance) for p in stepped}
+        return later if waiting else _common(later)
+
+    def learn(self, steps: Iterable[tuple[str, int]]) -> None:
+        """No slice of these parameter sets has passed these steps, but one may be there."""
+        for name, step in steps:
+            self.known[name] = max(self.known.get(name, 0), step)
+
+    def refuse(self) -> bool:
+        """A cut was refused. Whether another may be tried."""
+        self.refused += 1
+        return self.refused <= REFUSALS_MAX
+
+    def retry(self) -> bool:
+        """An attempt was given up because the cluster changed. Whether another may be tried."""
+        self.retries += 1
+        return self.retries <= RETRIES_MAX
+
+    def hold(self) -> bool:
+        """Pushes waited for an attempt in vain. Whether another may be tried."""
+        self.held += 1
+        return self.held < HELD_MAX
+
+    def aim_near(self) -> None:
+        """A snapshot is wanted now, and not at a step far ahead."""
+        self.refused = 0
+
+    def aim_exactly(self) -> None:
+        """Training stands still: cuts are where it stands."""
+        self.exact = True
+
+
+class EndState(Enum):
+    """Where the last snapshot of a run is."""
+
+    NONE = auto()
+    WANTED = auto()
+    TAKEN = auto()
+    FAILED = auto()
+
+
+class EndSnapshot:
+    """The last snapshot of a run whose workers end together: wanted, taken, or failed.
+
+    When it is wanted, all workers have stopped pushing, at steps that no slice can pass meanwhile. When the servers
+    have agreed to its cut, the workers leave, one after another (``stops``). Their leaving may close steps that were
+    begun, and these must not be saved. So this snapshot stays the last until somebody trains again. If it fails, no
+    later step is saved.
+
+    steps: at which the workers ended, by BSP parameter set. attempt: that takes it; 0 for none. commit: that it was
+    taken as; None before.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def want(self, steps: Mapping[str, int]) -> None:
+        """The last snapshot is to be taken at ``steps``."""
+        self._set(EndState.WANTED, steps)
+
+    def forget(self) -> None:
+        """Somebody trains again, or the run goes back."""
+        self._set(EndState.NONE, {})
+
+    def be(self, commit: CommitRecord) -> None:
+        """A snapshot that is there has all of it."""
+        self._set(EndState.TAKEN, {}, commit)
+
+    def try_by(self, attempt: int) -> None:
+        """This attempt takes it."""
+        self.attempt = attempt
+
+    def ended(self, attempt: int, commit: CommitRecord | None) -> None:
+        """An attempt has ended for good: with a commit, or without."""
+        if attempt == self.attempt != 0:
+            self._set(EndState.TAKEN if commit else EndState.FAILED, self.steps, commit)
+
+    def check(self, steps: Mapping[str, int]) -> str:
+        """Why no snapshot may be taken at ``steps``, in which case this one has failed; empty if one may."""
+        for name, agreed in self.steps.items():
+            if steps.get(name, agreed) > agreed:
+                self._set(EndState.FAILED, self.steps)
+                return (
+                    f"the workers ended together at step {agreed} of {name!r}, which is at step {steps[name]} now: "
+                    "what follows is of some of them. The newest snapshot before that stays the last"
+                )
+        return ""
+
+    def is_safe(self, attempt: Attempt | None) -> bool:
+        """Whether nothing that workers do can change it any more."""
+        if self.state is not EndState.WANTED:
+            return True
+        if attempt is None or attempt.number != self.attempt:
+            return False
+        return attempt.phase >= AttemptPhase.CUTTING and not attempt.kept.missing
+
+    def _set(self, state: EndState, steps: Mapping[str, int], commit: CommitRecord | None = None) -> None:
+        self.state, self.steps, self.commit, self.attempt = state, dict(steps), commit, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +230,12 @@ class SnapshotSchedule:
         if high < _next_multiple(self._ended_version, interval):
             return None
         return DueSnapshot(soonest, self._policy.every)
+
+
+def _common(steps: Mapping[str, int]) -> dict[str, int]:
+    """Steps that differ by one at most become the same, the higher: such parameter sets are trained together."""
+    high = max(steps.values(), default=0)
+    return dict.fromkeys(steps, high) if steps and high - min(steps.values()) <= 1 else dict(steps)
 
 
 def _next_multiple(step: int, interval: int) -> int:

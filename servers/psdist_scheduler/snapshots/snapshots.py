@@ -19,19 +19,18 @@ from typing import Final
 from psdist.errors import NoStorageError, SnapshotFailedError
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events.cluster_events import Effect, LogEvent
+from psdist_scheduler.events.cluster_events import Effect, LogEvent, Wait
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.membership import Membership
-from psdist_scheduler.placement.parameters import ParameterSet
-from psdist_scheduler.placement.registry import Registry
+from psdist_scheduler.placement.registry import ParameterSet, Registry
 from psdist_scheduler.snapshots import waiters
 from psdist_scheduler.snapshots.attempt_runner import AttemptRunner
 from psdist_scheduler.snapshots.catalog import Catalog
 from psdist_scheduler.snapshots.cut import floor, is_stepped
-from psdist_scheduler.snapshots.end_snapshot import EndSnapshot, EndState
-from psdist_scheduler.snapshots.schedule import SnapshotSchedule
+from psdist_scheduler.snapshots.schedule import EndSnapshot, EndState, SnapshotSchedule
 from psdist_scheduler.snapshots.waiters import SnapshotWaiter, SnapshotWaiters
+from psdist_scheduler.snapshots.worker_states import WorkerStateRegistry
 
 _REASON_CHARACTERS: Final = 200
 
@@ -56,15 +55,11 @@ class Snapshots:
         self.schedule = SnapshotSchedule(settings.policy, now)
         self.waiters = SnapshotWaiters()
         self.end_snapshot = EndSnapshot()
-        self.runner = AttemptRunner(
-            settings, members, datasets, self.catalog, self.schedule, self.waiters, self.end_snapshot
-        )
-
-    # --- questions ----------------------------------------------------------------------------------------------------
+        parts = (self.catalog, self.schedule, self.waiters, self.end_snapshot, WorkerStateRegistry(members))
+        self.runner = AttemptRunner(settings, members, datasets, *parts)
 
     @property
     def enabled(self) -> bool:
-        """Whether the run has a storage."""
         return bool(self._settings.storage)
 
     @property
@@ -84,7 +79,7 @@ class Snapshots:
         able = self.enabled and self.catalog.known and self._settings.policy.at_end and not self.catalog.replaced
         return able and not self._lacking and not self._registry.lost_text
 
-    def waits(self) -> Iterator[tuple[str, list[int], str]]:
+    def waits(self) -> Iterator[Wait]:
         """Key, calls and reason of each wait. The calls are notified by ``progress``."""
         attempt = self.runner.attempt
         if attempt is not None and (not attempt.ahead or attempt.reached):
@@ -93,12 +88,9 @@ class Snapshots:
             yield "snapshot", [], self._obstacle
 
     def validate(self) -> None:
-        """Asserts the invariants of all parts."""
         assert all(w.worker is None or self._members.is_live(*w.worker.identity) for w in self.waiters)
         self.catalog.validate()
         self.runner.validate()
-
-    # --- requests -----------------------------------------------------------------------------------------------------
 
     def save(self, event: sn.Save, now: float) -> list[Effect]:
         """Somebody wants a snapshot. Raises WrongRunError, FencedError, NoStorageError, SnapshotFailedError."""
@@ -156,8 +148,6 @@ class Snapshots:
         self.schedule.tries.aim_near()
         return self.runner.give_up("another is wanted now", now)
 
-    # --- what became of work on the storage ---------------------------------------------------------------------------
-
     def on_committed(self, event: sn.Committed, now: float) -> tuple[list[Effect], sn.CommitFound | None]:
         """A snapshot exists. Returns also the one that the run must roll back to: this one, where it belongs to a
         history that was given up while the storage stood still, and nothing is placed yet."""
@@ -192,8 +182,6 @@ class Snapshots:
         if self.runner.is_current(attempt):
             effects += self.runner.committed(commit, now)
         return effects + self.catalog.prune(self._settings.policy, {self._registry.base_in_use})
-
-    # --- progress -----------------------------------------------------------------------------------------------------
 
     def progress(self, epoch: int, now: float) -> list[Effect]:
         """Whatever is due by now."""
@@ -235,8 +223,6 @@ class Snapshots:
             elif hopeless is not None:
                 effects += self.waiters.refuse(waiter, hopeless)
         return effects
-
-    # --- what a snapshot needs ----------------------------------------------------------------------------------------
 
     @property
     def _ready(self) -> list[ParameterSet]:

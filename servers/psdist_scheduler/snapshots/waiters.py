@@ -20,7 +20,7 @@ from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events.cluster_events import Answer, Draining, Effect, Refuse
 from psdist_scheduler.events.records import Member
 from psdist_scheduler.events.snapshot_events import CommitFound, Saved, Saving
-from psdist_scheduler.placement.parameters import ParameterSet
+from psdist_scheduler.placement.registry import ParameterSet
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 
 #: A caller that waits is notified again after so long, so that a wait differs from a dead connection; at most every
@@ -73,7 +73,6 @@ class SnapshotWaiters:
         self._all[waiter.call] = waiter
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
         self._all.pop(call, None)
 
     def assign(self, attempt: int) -> None:

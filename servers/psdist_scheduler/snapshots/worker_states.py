@@ -7,7 +7,7 @@ when all of them are there. An attempt does not wait for a worker that is lost m
 Invariants: there is at most one file for each parameter set and rank. A state that is accepted was asked for, comes
 from the incarnation that was asked, and is from before the push that the cut names.
 
-Not here: the files (``worker_state_io``).
+Not here: the files (``snapshot_io``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from psdist_scheduler.events.cluster_events import Answer, Effect
 from psdist_scheduler.events.records import Identity, Member, name_some
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.membership import Membership
-from psdist_scheduler.placement.parameters import ParameterSet
+from psdist_scheduler.placement.registry import ParameterSet
 
 if TYPE_CHECKING:
     from psdist_scheduler.snapshots.attempt import Attempt
@@ -45,7 +45,6 @@ class WorkerStateUploads:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Those who are asked."""
         return tuple(worker for worker, _ in self.answers)
 
     @property
@@ -104,18 +103,17 @@ class WorkerStateUploads:
         return sn.StatePlace(directory, "" if key in self._taken else file, worker.rank)
 
     def on_handed_in(self, event: sn.HandedIn) -> None:
-        """A file is durable."""
         key = event.worker, event.state.parameters
         if self._wanted.get(key) == event.state.next:
             self._taken.setdefault(key, event.state)
 
 
+@dataclass(slots=True)
 class WorkerStateRegistry:
     """The workers that keep states, and of which parameter sets."""
 
-    def __init__(self, members: Membership) -> None:
-        self._members = members
-        self._names: dict[Identity, tuple[str, ...]] = {}
+    _members: Membership
+    _names: dict[Identity, tuple[str, ...]] = field(default_factory=dict)
 
     def of(self, parameters: Iterable[ParameterSet]) -> list[Identity]:
         """Live members of these parameter sets that keep states of them."""

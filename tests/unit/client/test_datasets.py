@@ -19,11 +19,11 @@ from psdist import errors
 from psdist.client.datasets import AsyncDataset
 from psdist.types import DataPosition
 from psdist.v1 import scheduler_pb2 as pb
+from psdist.v1.common_pb2 import ClusterMap
 from psdist.wire import convert, status
 from psdist_scheduler import messages
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import Member, RestorePoint
 from psdist_scheduler.placement.restore_point import Resume
@@ -55,7 +55,7 @@ class DataScheduler(FakeScheduler):
         if self.deaf:
             self.deaf -= 1
             await status.abort(context, errors.ServerUnreachableError("the request was lost"))
-        who = messages.caller(request)
+        who = we.Caller(request.run_id, request.worker_id, request.incarnation)
         try:
             effects = what(who, Member(who.member_id, "worker", who.incarnation))
         except errors.PsdistError as error:
@@ -67,20 +67,20 @@ class DataScheduler(FakeScheduler):
 
     async def OpenDataset(self, request: Any, context: Any) -> Any:
         spec = convert.dataset_from_proto(request.spec)
-        value = await self._ask(request, context, lambda who, _: self.data.open(da.OpenDataset(1, who, spec)))
+        value = await self._ask(request, context, lambda who, _: self.data.open(we.OpenDataset(1, who, spec)))
         return pb.OpenDatasetResponse(spec=request.spec, position=messages.dataset(value).position)
 
     async def LeaseRange(self, request: Any, context: Any) -> AsyncIterator[Any]:
         ids = tuple(request.done), tuple(request.held)
         value = await self._ask(
-            request, context, lambda who, mine: self.data.lease(da.LeaseRange(1, who, request.dataset, *ids), mine)
+            request, context, lambda who, mine: self.data.lease(we.LeaseRange(1, who, request.dataset, *ids), mine)
         )
-        yield messages.range_given(value, messages.MapCache())[0]
+        yield messages.response(pb.LeaseRangeResponse, value, ClusterMap())[0]
 
     async def EndRanges(self, request: Any, context: Any) -> Any:
         ids = tuple(request.done), tuple(request.returned)
         await self._ask(
-            request, context, lambda who, mine: self.data.end(da.EndRanges(1, who, request.dataset, *ids), mine)
+            request, context, lambda who, mine: self.data.end(we.EndRanges(1, who, request.dataset, *ids), mine)
         )
         return pb.EndRangesResponse()
 

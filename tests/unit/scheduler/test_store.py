@@ -26,7 +26,7 @@ from psdist.wire.limits import BARRIERS_PASSED_MAX
 from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.events.records import BarrierRecord, Member, Node, ParametersRecord, RestorePoint, StoredState
 from psdist_scheduler.scheduler import merge
-from psdist_scheduler.store import MemoryStore, SqliteStore, open_store
+from psdist_scheduler.store import SqliteStore, Store, open_store
 
 LAYOUT = Layout((TensorSpec("w", (3, 4), "float16"), TensorSpec("b", ())))
 ENTRY = ParametersEntry(
@@ -196,7 +196,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 
 def test_without_a_path_nothing_is_kept() -> None:
     store, run_id = open_store(None, "run")
-    assert isinstance(store, MemoryStore)
+    assert type(store) is Store
     assert run_id == "run"
     store.write(Persist(1, (MEMBER,)))
     assert store.load() is None

@@ -111,14 +111,19 @@ NEXT = {str(number): number for number in range(limits.PARAMETERS_MAX)}
 TOO_MANY = NEXT | {"more": 0}
 
 
+def on_session(**said: Any) -> Any:
+    """The event of what a member says on its session."""
+    return messages.session_event(1, pb.SessionRequest(**said))
+
+
 def reports(numbers: dict[str, int]) -> list[Any]:
     """What is made of each message in which a worker says how far it is."""
     told = pb.Activity(sequence=1, next=numbers, call=True)
     return [
-        lambda: messages.heartbeat_event(1, pb.SessionRequest.Heartbeat(activity=told)),
-        lambda: messages.barrier_event(1, pb.BarrierRequest(name="b", activity=told)),
-        lambda: messages.activity(pb.CreateParametersRequest(activity=told)),
-        lambda: messages.stop_reported(1, pb.StopReport(number=1, holding=True, next=numbers)),
+        lambda: on_session(heartbeat=pb.SessionRequest.Heartbeat(activity=told)),
+        lambda: messages.REQUESTS["Barrier"](1, pb.BarrierRequest(name="b", activity=told)),
+        lambda: messages.make_event(ev.Create, 1, pb.CreateParametersRequest(activity=told), spec=0, layout=0),
+        lambda: on_session(stop=pb.StopReport(number=1, holding=True, next=numbers)),
     ]
 
 
@@ -128,7 +133,7 @@ def test_next_pushes() -> None:
         with pytest.raises(errors.LimitExceededError, match=f"{limits.PARAMETERS_MAX + 1} parameters .* limit of"):
             refused()
     # Where it does not hold, nobody reads it.
-    assert messages.stop_reported(1, pb.StopReport(stopping=True, next=TOO_MANY)).next is None
+    assert on_session(stop=pb.StopReport(stopping=True, next=TOO_MANY)).next is None
 
 
 def test_workers_that_a_server_hears() -> None:
@@ -136,7 +141,7 @@ def test_workers_that_a_server_hears() -> None:
     heard = [
         common_pb2.WorkerIncarnation(worker_id=f"w{number}", incarnation=1) for number in range(limits.MEMBERS_MAX + 1)
     ]
-    event = messages.heartbeat_event(1, pb.SessionRequest.Heartbeat(heard=heard))
+    event = on_session(heartbeat=pb.SessionRequest.Heartbeat(heard=heard))
     assert event.heard == tuple((one.worker_id, one.incarnation) for one in heard[:-1])
 
 
@@ -190,9 +195,9 @@ def test_numbers_of_arrivals(numbers: dict[str, Any], tmp_path: Path) -> None:
 def test_names_in_activities(activity: pb.Activity) -> None:
     """They are kept as long as the worker lives."""
     with pytest.raises((errors.InvalidNameError, errors.InvalidArgumentError)):
-        messages.heartbeat_event(1, pb.SessionRequest.Heartbeat(activity=activity))
+        on_session(heartbeat=pb.SessionRequest.Heartbeat(activity=activity))
     with pytest.raises((errors.InvalidNameError, errors.InvalidArgumentError)):
-        messages.barrier_event(1, pb.BarrierRequest(name="b", activity=activity))
+        messages.REQUESTS["Barrier"](1, pb.BarrierRequest(name="b", activity=activity))
 
 
 def test_barriers_that_are_kept(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from psdist.errors import PsdistError
 from psdist.snapshots.policy import SavePolicy
 from psdist.types import DataPosition, DatasetSpec, Layout, TensorSpec
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events import data_events as da
 from psdist_scheduler.events import snapshot_events as sn
+from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import Member, RestorePoint
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import SnapshotDriver, history_of
@@ -211,7 +211,7 @@ def test_a_scheduler_without_its_storage_makes_nothing_anew() -> None:
     call = again.create(worker)
     assert again.state(call).text == "for the storage to be read"
     dataset = again.number()
-    again.on(da.OpenDataset(dataset, caller(worker), DATA))
+    again.on(we.OpenDataset(dataset, caller(worker), DATA))
     assert isinstance(again.errors[dataset], errors.StorageError)
     again.storing = True
     again.go_on()
@@ -414,13 +414,13 @@ def test_a_storage_that_does_not_answer_a_server_is_no_corrupt_snapshot() -> Non
 # --- data sets --------------------------------------------------------------------------------------------------------
 
 
-def lease(d: SnapshotDriver, worker: Member, now: int, done: dict[int, int] | None = None) -> da.RangeGiven:
+def lease(d: SnapshotDriver, worker: Member, now: int, done: dict[int, int] | None = None) -> we.RangeGiven:
     """Asks for a range; ``done`` has the next push at which each lease was done."""
     done = done or {}
     at = tuple((("mlp", number),) for number in done.values())
     call = d.number()
-    d.on(da.LeaseRange(call, caller(worker), "train", tuple(done), (), at, (("mlp", now),)))
-    answer: da.RangeGiven = d.state(call)
+    d.on(we.LeaseRange(call, caller(worker), "train", tuple(done), (), at, (("mlp", now),)))
+    answer: we.RangeGiven = d.state(call)
     return answer
 
 
@@ -438,7 +438,7 @@ def reading_run(workers: int = 1, **settings: Any) -> tuple[SnapshotDriver, list
     members = d.begin(2, workers)
     d.go_on()
     for worker in members:
-        d.on(da.OpenDataset(d.number(), caller(worker), DATA))
+        d.on(we.OpenDataset(d.number(), caller(worker), DATA))
     return d, members
 
 
@@ -525,12 +525,12 @@ def test_a_resumed_data_set_goes_on_from_the_snapshot() -> None:
     (worker,) = again.begin()
     again.go_on()
     other = again.number()
-    again.on(da.OpenDataset(other, caller(worker), replace(DATA, seed=5)))
+    again.on(we.OpenDataset(other, caller(worker), replace(DATA, seed=5)))
     assert isinstance(again.errors[other], errors.SettingsMismatchError) and "seed is 5" in str(again.errors[other])
     again.train(3)
     again.saved(again.save())
     assert position(again).done == ((0, 1),), "a data set that nobody opened yet is where it was"
-    again.on(da.OpenDataset(again.number(), caller(worker), DATA))
+    again.on(we.OpenDataset(again.number(), caller(worker), DATA))
     assert lease(again, worker, 3).range == 1
 
 
@@ -547,7 +547,7 @@ def test_a_run_that_goes_back_takes_its_data_back() -> None:
         held = lease(d, worker, step, {held.lease.lease_id: step})
     lose(d, "server-1")
     (worker,) = rejoin(d)
-    d.on(da.OpenDataset(d.number(), caller(worker), DATA))
+    d.on(we.OpenDataset(d.number(), caller(worker), DATA))
     assert lease(d, worker, 1).range == 1
 
 

@@ -12,7 +12,7 @@ from psdist.errors import InvalidArgumentError, SnapshotCorruptError
 from psdist.snapshots.format import Manifest, WorkerState
 from psdist.snapshots.opening import open_storage
 from psdist.v1 import scheduler_pb2 as pb
-from psdist_scheduler import worker_state_io
+from psdist_scheduler import snapshot_io
 from psdist_scheduler.events.snapshot_events import StatePlace, StateSource
 
 pytestmark = pytest.mark.asyncio
@@ -41,29 +41,29 @@ def source_of(state: WorkerState) -> StateSource:
 
 async def test_a_file_comes_back_as_it_was_handed_in(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
-    state = await worker_state_io.write(storage, PLACE, header_of(DATA), parts(DATA[:1000], b"", DATA[1000:]))
+    state = await snapshot_io.write_state(storage, PLACE, header_of(DATA), parts(DATA[:1000], b"", DATA[1000:]))
     assert state == WorkerState("p", 1, 5, PLACE.file, len(DATA), xxhash.xxh3_128_hexdigest(DATA))
-    first, *others = [message async for message in worker_state_io.read(storage, source_of(state))]
+    first, *others = [message async for message in snapshot_io.read_state(storage, source_of(state))]
     assert (first.length, first.next, first.digest.hex()) == (len(DATA), 5, state.digest)
     assert b"".join(message.part for message in others) == DATA and len(others) == 3
-    assert [message async for message in worker_state_io.read(None, StateSource())] == [pb.GetStateResponse()]
+    assert [message async for message in snapshot_io.read_state(None, StateSource())] == [pb.GetStateResponse()]
 
 
 @pytest.mark.parametrize("given", [DATA[:-1], DATA + b"x", b"x" + DATA[1:], b""])
 async def test_nothing_stays_of_another_file(tmp_path: Path, given: bytes) -> None:
     with pytest.raises(InvalidArgumentError, match="the state of 'p' that came is not the one that was announced"):
-        await worker_state_io.write(open_storage(str(tmp_path)), PLACE, header_of(DATA), parts(given))
+        await snapshot_io.write_state(open_storage(str(tmp_path)), PLACE, header_of(DATA), parts(given))
     assert not files(tmp_path)
 
 
 @pytest.mark.parametrize("spoiled", [DATA[:-1], b"x" + DATA[1:], None])
 async def test_a_spoiled_file_is_told_by_its_name(tmp_path: Path, spoiled: bytes | None) -> None:
     storage = open_storage(str(tmp_path))
-    state = await worker_state_io.write(storage, PLACE, header_of(DATA), parts(DATA))
+    state = await snapshot_io.write_state(storage, PLACE, header_of(DATA), parts(DATA))
     [path] = files(tmp_path)
     if spoiled is None:
         path.unlink()
     else:
         path.write_bytes(spoiled)
     with pytest.raises(SnapshotCorruptError, match=PLACE.file):
-        _ = [message async for message in worker_state_io.read(storage, source_of(state))]
+        _ = [message async for message in snapshot_io.read_state(storage, source_of(state))]
