@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from psdist import BSP, optim
 from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
-from psdist_server.kernels import kernels, reference
+from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import DenseParameters, Update
 from psdist_server.kernels.optimizers import clip_factor
+from tests.support import reference
 
 #: One for each kernel; the first groups of two have hyperparameters of their own.
 SPECS: list[optim.Optimizer] = [

@@ -253,24 +253,19 @@ class DenseParameters:
         self, jobs: Sequence[tuple[int, Update, _Segment]], scalars: tuple[np.float32, ...]
     ) -> list[tuple[int, list[int]]]:
         """Runs the kernel on segments with the same scalars; rows of those that had bad parts, and the parts."""
-        counts = [len(update.parts) for _, update, _ in jobs]
-        most = max(counts)
+        most = max(len(update.parts) for _, update, _ in jobs)
         parts, codes = np.zeros((len(jobs), most), np.uintp), np.zeros((len(jobs), most), np.int64)
         for row, (_, update, _) in enumerate(jobs):
             for column, part in enumerate(update.parts):
                 parts[row, column] = kernels.address_of(part)
                 codes[row, column] = kernels.CODES[part.dtype]
-        divisions = [_division(update) for _, update, _ in jobs]
         bad = np.zeros((len(jobs), most), np.uint8)
         self.rule.fused(
             np.array([segment.addresses for _, _, segment in jobs], np.uintp),
-            np.array([segment.size for _, _, segment in jobs], np.int64),
-            np.array([segment.start for _, _, segment in jobs], np.int64),
+            np.array([(segment.size, segment.start, len(update.parts)) for _, update, segment in jobs], np.int64),
             parts,
             codes,
-            np.array(counts, np.int64),
-            np.array([divisor for divisor, _ in divisions], np.float32),
-            np.array([factor for _, factor in divisions], np.float32),
+            np.array([_division(update) for _, update, _ in jobs], np.float32),
             self._memory(),
             bad,
             scalars,
