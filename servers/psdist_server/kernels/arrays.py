@@ -97,11 +97,6 @@ class DenseParameters:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     @property
-    def total(self) -> int:
-        """Elements held."""
-        return sum(self.slicing.size(index) for index in self.indices)
-
-    @property
     def array_count(self) -> int:
         """How many arrays a slice has: its weights, and its optimizer state."""
         return 1 + len(self.states)

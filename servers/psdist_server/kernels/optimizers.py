@@ -99,33 +99,15 @@ def clip_factor(total_norm: float, max_norm: float) -> float:
     return 1.0 if factor > 1.0 else factor
 
 
-# --- which kernel -----------------------------------------------------------------------------------------------------
-
-
 def _kernel_of(spec: Optimizer) -> Kernel:
     """The kernel of this optimizer, which takes the state in the order of ``spec.state_names``."""
-    values = spec.values()
-    if spec.kind == "sgd" and values["momentum"]:
-        return fused.sgd_nesterov if values["nesterov"] else fused.sgd_momentum
-    if spec.kind == "rmsprop":
-        return _RMSPROP[bool(values["centered"]), bool(values["momentum"])]
-    return _KERNELS[spec.kind]
-
-
-_KERNELS: dict[str, Kernel] = {
-    "sgd": fused.sgd,
-    "adam": fused.adam,
-    "adamw": fused.adamw,
-    "adagrad": fused.adagrad,
-    "lion": fused.lion,
-    "ftrl": fused.ftrl,
-}
-_RMSPROP: dict[tuple[bool, bool], Kernel] = {  # by (centered, momentum)
-    (False, False): fused.rmsprop,
-    (False, True): fused.rmsprop_momentum,
-    (True, False): fused.rmsprop_centered,
-    (True, True): fused.rmsprop_centered_momentum,
-}
+    values, name = spec.values(), spec.kind
+    if values.get("centered"):
+        name += "_centered"
+    if values.get("momentum"):
+        name += "_nesterov" if values.get("nesterov") else "_momentum"
+    kernel: Kernel = vars(fused)[name]
+    return kernel
 
 
 # --- the scalars of a step, in the order of the kernel's arguments ----------------------------------------------------

@@ -24,8 +24,8 @@ from psdist.types import ParametersEntry
 from psdist_server.core.events import Aggregate, Apply
 from psdist_server.core.records import ReplicaUpdate, SliceRecord
 from psdist_server.kernels.arrays import Array, Bad, DenseParameters, Gradient, Update
-from psdist_server.kernels.launcher import KernelLauncher
 from psdist_server.kernels.optimizers import clip_factor
+from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.copy_on_write import CopyTarget, UpdateGate
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.replicator import Replicator

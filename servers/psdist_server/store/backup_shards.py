@@ -25,7 +25,7 @@ from psdist.wire.frames import Frame
 from psdist_server.core.records import Producer, ReplicaUpdate, SliceRecord
 from psdist_server.core.replication import BackupReplication, stale_term
 from psdist_server.kernels.arrays import Array, DenseParameters, Gradient, Update, gradient_of
-from psdist_server.kernels.launcher import KernelLauncher
+from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.statistics import Counters
 

@@ -17,21 +17,18 @@ from psdist.v1 import server_pb2
 from psdist_server.core.events import Aggregate, Apply, NormKnown, SliceAggregated, SliceApplied, SliceLoaded
 from psdist_server.core.records import SliceRecord
 from psdist_server.kernels.arrays import Array, DenseParameters, gradient_of
-from psdist_server.kernels.launcher import KernelLauncher
-from psdist_server.kernels.pool import KernelPool
+from psdist_server.kernels.pool import KernelLauncher, KernelPool
 from psdist_server.store.applier import Applier, Outcome
 from psdist_server.store.backup_shards import BackupShards
 from psdist_server.store.cut_controller import CutController
-from psdist_server.store.effect_runner import EffectRunner
 from psdist_server.store.global_norm import Aggregation, NormBoard
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.replica_roles import ReplicaRoles
 from psdist_server.store.replica_stream import now
 from psdist_server.store.replicator import ReplicaNetwork, Replicator
 from psdist_server.store.rpc_call import Call, CallTable
-from psdist_server.store.shard_router import ShardRouter
-from psdist_server.store.shm_readers import ShmReaders
-from psdist_server.store.slice_reads import SliceReads
+from psdist_server.store.shard_router import EffectRunner, ShardRouter
+from psdist_server.store.slice_reads import ShmReaders, SliceReads
 from psdist_server.store.statistics import Counters, replica_statistics
 
 _log = structlog.get_logger("psdist.server")

@@ -20,9 +20,9 @@ from psdist.types import ParametersEntry, Replica
 from psdist_server.core import role_changes
 from psdist_server.core.events import MembersChanged
 from psdist_server.core.replication import BackupReplication
-from psdist_server.core.shards import make_shard
+from psdist_server.core.role_changes import make_shard
 from psdist_server.kernels.arrays import DenseParameters
-from psdist_server.kernels.launcher import KernelLauncher
+from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.applier import Applier
 from psdist_server.store.backup_shards import BackupShards
 from psdist_server.store.cut_controller import CutController
@@ -30,8 +30,7 @@ from psdist_server.store.global_norm import Aggregation
 from psdist_server.store.replica_stream import not_primary
 from psdist_server.store.replicator import Replicator, Source
 from psdist_server.store.shard_router import ShardRouter
-from psdist_server.store.shm_readers import ShmReaders
-from psdist_server.store.slice_reads import SliceReads
+from psdist_server.store.slice_reads import ShmReaders, SliceReads
 
 _log = structlog.get_logger("psdist.server")
 
