@@ -18,9 +18,9 @@ import grpc.aio
 from psdist.errors import InternalError, InvalidArgumentError, PsdistError
 from psdist.types import Identity, Replica
 from psdist.v1 import server_pb2
-from psdist.wire import convert, frames, status
+from psdist.wire import convert, fd_passing, frames, status
 from psdist_server.server import ParameterServer
-from psdist_server.shm_service import ShareService
+from psdist_server.shm_service import serve_share
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call, SliceAnswer
 
@@ -45,6 +45,7 @@ class ServerService:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a grpc server is given."""
+        fd_passing.sweep()
         pb = server_pb2
         unary_answers = {
             "GetStatistics": grpc.unary_unary_rpc_method_handler(
@@ -56,7 +57,7 @@ class ServerService:
             "PushPull": grpc.stream_stream_rpc_method_handler(partial(self._push, pb.PushPullRequest)),
             "Push": grpc.stream_stream_rpc_method_handler(partial(self._push, pb.PushRequest)),
             "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
-            "Share": grpc.stream_stream_rpc_method_handler(ShareService(self._server).serve),
+            "Share": grpc.stream_stream_rpc_method_handler(partial(serve_share, self._server)),
             "Replicate": grpc.stream_stream_rpc_method_handler(self._replicate),
             "FetchNorms": grpc.unary_stream_rpc_method_handler(
                 self._fetch_norms, None, pb.FetchNormsResponse.SerializeToString

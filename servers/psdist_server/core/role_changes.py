@@ -41,11 +41,6 @@ def is_primary(shard: Shard, me: Replica) -> bool:
     return shard.primary == me and not shard.lost
 
 
-def has_copy(shard: Shard, me: Replica) -> bool:
-    """Whether it holds a copy for another."""
-    return shard.primary != me and (me in shard.backups or me in shard.filling)
-
-
 def changes(entry: ParametersEntry, me: Replica, terms: Mapping[int, int], copies: Collection[int]) -> RoleChanges:
     """What ``entry`` changes for a server that is primary of the shards in ``terms``, under these terms, and holds
     copies of the shards in ``copies``."""
@@ -59,7 +54,7 @@ def changes(entry: ParametersEntry, me: Replica, terms: Mapping[int, int], copie
                 found.promoted.append(number)
             elif not stays:
                 found.created.append(number)
-        elif has_copy(shard, me):
+        elif shard.primary != me and (me in shard.backups or me in shard.filling):
             if number not in copies:
                 found.added.append(number)
         elif number in copies:

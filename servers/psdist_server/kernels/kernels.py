@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import ml_dtypes
 import numba
 import numpy as np
 from numba import carray, types
@@ -30,24 +29,21 @@ from numpy.typing import NDArray
 from psdist.compression import casts
 from psdist.compression.casts import INFINITY, check_output, check_vector, narrow, widen_brain_one, widen_half_one
 from psdist.compression.compiled import FLOAT, IN, IN_BITS16, IN_BITS32, OUT, kernel
+from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 
 Floats = NDArray[np.float32]
 AnyArray = NDArray[Any]
 
 #: Element types that contributions and pulled weights may have, by name.
-DTYPES: Final[dict[str, np.dtype[Any]]] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
+DTYPES: Final = {name: NUMPY_DTYPES[name] for name in ("float32", "float16", "bfloat16")}
 
 #: ``sum_squares`` adds in this many lanes, element i in lane i % SUM_LANES.
 SUM_LANES: Final = 256
 
 BLOCK = 4096  # elements; 16 KiB of float32 stay in the first-level cache while contributions are added to them
 _FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
-CODES = {DTYPES["float32"]: _FLOAT32, DTYPES["float16"]: _FLOAT16, DTYPES["bfloat16"]: _BFLOAT16}
+CODES = dict(zip(DTYPES.values(), (_FLOAT32, _FLOAT16, _BFLOAT16), strict=True))
 
 _U = np.uint32
 

@@ -109,7 +109,7 @@ class Applier:
         values = self._gradients.values(effect.parts)
         if isinstance(effect, Aggregate):
             job = _Job(effect, Update(index, effect.step, values))
-            self._kernels.submit(index, self._combine, job, self._aggregated)
+            self._kernels.submit(index, self._combine, job, self._combined)
         elif index in self._means:
             mean, square = self._means.pop(index)
             kept = [mean] if mean is not None else []
@@ -217,17 +217,16 @@ class Applier:
         seconds = (time.perf_counter() - started) / len(works)
         return [Outcome(seconds, bad) for bad in left_out]
 
-    def _aggregated(self, job: _Job, outcome: Outcome) -> None:
-        self._means[job.effect.index] = (outcome.mean, outcome.square)
-        self._gradients.used(job.effect.index, job.effect.parts, outcome.bad)
-        self._done(job.effect, outcome)
-
     def _combined(self, job: _Job, outcome: Outcome) -> None:
-        assert isinstance(job.effect, Apply)
-        self._gradients.used(job.effect.index, job.effect.parts, outcome.bad)
+        effect = job.effect
+        self._gradients.used(effect.index, effect.parts, outcome.bad)
+        if isinstance(effect, Aggregate):
+            self._means[effect.index] = (outcome.mean, outcome.square)
+            self._done(effect, outcome)
+            return
         kept = [outcome.mean] if outcome.mean is not None else []
-        update = Update(job.effect.index, job.effect.step, kept, job.effect.lr_scale, job.update.factor)
-        self._deliver(_Job(job.effect, update, False), 0.0)
+        update = Update(effect.index, effect.step, kept, effect.lr_scale, job.update.factor)
+        self._deliver(_Job(effect, update, False), 0.0)
 
     def _applied(self, job: _Job, outcome: Outcome) -> None:
         """An update that no replica has the slice for is in the arrays."""

@@ -99,13 +99,10 @@ class BackupShards:
             self._queues.pop(index, None)
 
     def follow(self, shards: Sequence[Shard]) -> None:
-        """The primaries of a new map."""
+        """Follows a new map: its primaries; whether there is memory for its shards is found out anew."""
+        self._no_room.clear()
         for number, machine in self.machines.items():
             machine.follow(shards[number])
-
-    def forget_refusals(self) -> None:
-        """A new map: whether there is memory for its shards is found out anew."""
-        self._no_room.clear()
 
     def retain(self, producers: Collection[Producer]) -> None:
         """Forgets what is known of other producers. Entries that a primary with an older map still sends go at the next
@@ -252,7 +249,8 @@ class BackupShards:
     def _acknowledge(self, machine: BackupReplication, sender: Replica, term: int, lsn: int) -> None:
         """Acknowledges an update, unless there is another term, under which its number means something else."""
         if term == machine.term:
-            self._answers[sender.server_id](_ack(machine.number, term, machine.applied(term, lsn)))
+            ack = pb.ReplicateResponse.Ack(shard=machine.number, term=term, lsn=machine.applied(term, lsn))
+            self._answers[sender.server_id](pb.ReplicateResponse(ack=ack))
 
     def _update(
         self, machine: BackupReplication, message: pb.ReplicateRequest.Update, payload: memoryview
@@ -318,10 +316,6 @@ class BackupShards:
 def _dense_update(update: ReplicaUpdate[Gradient]) -> Update:
     parts = [update.gradient] if update.gradient is not None else []
     return Update(update.index, update.version, parts, update.lr_scale, update.factor)
-
-
-def _ack(number: int, term: int, lsn: int) -> pb.ReplicateResponse:
-    return pb.ReplicateResponse(ack=pb.ReplicateResponse.Ack(shard=number, term=term, lsn=lsn))
 
 
 def _refused(number: int, term: int, error: PsdistError) -> pb.ReplicateResponse:

@@ -75,12 +75,11 @@ class ReplicaRoles:
         for number in changes.ended:
             await self.kernels.settled(number)
         self._release([*changes.demoted, *changes.discarded], epoch)
-        self.backups.forget_refusals()
+        self.backups.follow(entry.shards)
         for number in changes.added:
             self.backups.add(number, self.router.slices_of(number), entry.shards[number])
         for number in (*changes.created, *changes.promoted):
             self._become_primary(number, copies.get(number), entry, epoch)
-        self.backups.follow(entry.shards)
         self.router.unfence()
         self.replicator.follow(entry)
         if changes.promoted:
