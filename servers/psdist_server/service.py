@@ -65,8 +65,6 @@ class ServerService:
         }
         return grpc.method_handlers_generic_handler(SERVICE, unary_answers | streamed_answers)
 
-    # --- pushing ------------------------------------------------------------------------------------------------------
-
     async def _push(
         self, message_type: PushMessage, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
@@ -122,8 +120,6 @@ class ServerService:
         store.gradients.check_norm(call)
         return store
 
-    # --- pulling ------------------------------------------------------------------------------------------------------
-
     async def _pull(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         call: Call | None = None
         try:
@@ -167,8 +163,6 @@ class ServerService:
                 return
             yield answer
 
-    # --- the rest -----------------------------------------------------------------------------------------------------
-
     async def _install(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> server_pb2.InstallResponse:
@@ -203,8 +197,6 @@ class ServerService:
         for start in range(0, len(squares), _NORMS_PER_MESSAGE):
             part = squares[start : start + _NORMS_PER_MESSAGE]
             yield server_pb2.FetchNormsResponse(slices=[i for i, _ in part], squares=[value for _, value in part])
-
-    # --- copies for another primary -----------------------------------------------------------------------------------
 
     async def _replicate(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext

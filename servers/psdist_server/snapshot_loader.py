@@ -134,8 +134,6 @@ class SnapshotLoader:
         if load.task is not None:
             load.task.cancel()
 
-    # --- loading ------------------------------------------------------------------------------------------------------
-
     @staticmethod
     def _missing(load: _Load) -> list[tuple[int, BspShard | AsyncShard]]:
         return [(number, load.store.router.machines[number]) for number in sorted(load.store.roles.unloaded)]

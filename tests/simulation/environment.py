@@ -234,7 +234,7 @@ def _watch_reply(reply: Any) -> Any:
     """``EffectRunner._reply``, of which the oracle hears."""
 
     def watched(self: Any, effect: Any) -> None:
-        store = self.replicator._source
+        store = self.replicator._store
         number, me = store.router.shard_of(effect.index), store.roles.me
         machine = store.replicator.machines.get(number)
         if machine is not None:

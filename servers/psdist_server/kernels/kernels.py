@@ -63,9 +63,6 @@ def cast(values: Floats, dtype: str) -> AnyArray:
     return out
 
 
-# --- contributions ----------------------------------------------------------------------------------------------------
-
-
 def _type_pointer(_context: Any, _address: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
@@ -207,9 +204,6 @@ def division_by(count: int) -> tuple[np.float32, np.float32]:
     if count & (count - 1) == 0 and count < 1 << 64:
         return np.float32(0.0), np.float32(1.0 / count)
     return np.float32(count), np.float32(0.0)
-
-
-# --- sums, checks -----------------------------------------------------------------------------------------------------
 
 
 @kernel(IN, result=types.float64)

@@ -170,14 +170,14 @@ class Applier:
         self._write(_Job(effect, shipment.update, False), self._shipped)
 
     def replicated(self, index: int, lsn: int) -> None:
-        """See Updates."""
+        """All replicas that must have update ``lsn`` of slice ``index`` have it."""
         shipment = self._shipments.get(index)
         if shipment is not None and shipment.lsn == lsn:
             shipment.is_replicated = True
             self._end_if_done(shipment)
 
     def ship_waiting(self) -> None:
-        """See Updates."""
+        """There may be room for updates that wait."""
         while self._waiting and self._replicator.has_room():
             shipment = self._waiting.popleft()
             if self.gate.blocks(shipment.effect.index):
@@ -257,7 +257,8 @@ class Applier:
     # --- quiescence ---------------------------------------------------------------------------------------------------
 
     def when_quiescent(self, index: int, callback: Callable[[], None]) -> None:
-        """See Updates."""
+        """Calls ``callback`` as soon as slice ``index`` has its content and no kernel writes it: now, or when the one
+        that does has ended."""
         is_missing = index in self._dense.held and index not in self._dense.installed
         if is_missing or index in self._writing:
             self._quiescence_callbacks.setdefault(index, []).append(callback)

@@ -150,17 +150,13 @@ class ParameterStore:
         self.router.calls.fail_permanently(InternalError(f"{what} of {self.entry.spec.name!r} failed: {error!r}"))
 
     def fail_permanently(self, error: PsdistError) -> None:
-        """See Source. Nothing of the parameter set can be trusted here any more: all calls end with ``error``."""
+        """Nothing of the parameter set can be trusted here any more: all calls end with ``error``."""
         _log.error("stopped", parameters=self.entry.spec.name, reason=str(error))
         self.router.calls.fail_permanently(error)
 
     def record(self, index: int) -> SliceRecord:
-        """See Source."""
+        """What is in the arrays of a quiescent slice that is served here."""
         return self.applier.record(index, self.router.of(index).record(index))
-
-    def fence_shard(self, number: int) -> None:
-        """See Source."""
-        self.router.fence_shard(number)
 
     def waiting_for(self, call: Call) -> str:
         """Why the call's oldest slice is not answered yet."""

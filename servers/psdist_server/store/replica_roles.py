@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -28,9 +29,12 @@ from psdist_server.store.backup_shards import BackupShards
 from psdist_server.store.cut_controller import CutController
 from psdist_server.store.global_norm import Aggregation
 from psdist_server.store.replica_stream import not_primary
-from psdist_server.store.replicator import Replicator, Source
+from psdist_server.store.replicator import Replicator
 from psdist_server.store.shard_router import ShardRouter
 from psdist_server.store.slice_reads import ShmReaders, SliceReads
+
+if TYPE_CHECKING:
+    from psdist_server.store.parameter_store import ParameterStore
 
 _log = structlog.get_logger("psdist.server")
 
@@ -40,7 +44,7 @@ class ReplicaRoles:
     """Takes and leaves the roles of ``me``. unloaded: shards that are to be loaded from a snapshot and are not yet."""
 
     me: Replica
-    source: Source
+    store: ParameterStore
     router: ShardRouter
     replicator: Replicator
     backups: BackupShards
@@ -122,13 +126,13 @@ class ReplicaRoles:
         try:
             self.dense.hold(indices)
         except LimitExceededError as error:  # Of a new shard: what is promoted is held already.
-            self.source.fail_permanently(error)
+            self.store.fail_permanently(error)
         records, base = None, (0, 0)
         # Before the parameter set is ready a copy that was being filled may be promoted: all values are uploaded again.
         if copy is not None and (copy.complete or entry.ready):
             records, base = copy.records, copy.base
             if not copy.complete:
-                self.source.fail_permanently(
+                self.store.fail_permanently(
                     InternalError(f"shard {number} of {spec.name!r} was promoted before its copy was complete")
                 )
                 records = {}

@@ -70,8 +70,6 @@ class ShardRouter:
         self._fenced: set[int] = set()
         self._indices: tuple[int, ...] | None = ()
 
-    # --- shards -------------------------------------------------------------------------------------------------------
-
     def follow(self, epoch: int, assigned: Collection[int]) -> None:
         """A new map, by which this server is the primary of the ``assigned`` shards."""
         self._epoch, self._assigned = epoch, assigned
@@ -136,8 +134,6 @@ class ShardRouter:
             )
         raise not_primary(number)
 
-    # --- events -------------------------------------------------------------------------------------------------------
-
     def dispatch(self, index: int, event: Event) -> None:
         """Passes an event about a slice that is served here to its machine, and carries out what follows."""
         self.run(self.machines[index % self._shard_count].on(event))
@@ -183,8 +179,6 @@ class ShardRouter:
             if self.get(index) is not None:
                 self.dispatch(index, Cancelled(token, index))
         call.outstanding.clear()
-
-    # --- joins --------------------------------------------------------------------------------------------------------
 
     def propose(self, member: ParametersMember) -> bool:
         """Whether ``member`` may join at its first step. If so, its contributions are waited for from now on."""
