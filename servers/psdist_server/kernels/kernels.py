@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from psdist.compression import casts
 from psdist.compression.casts import INFINITY, check_output, check_vector, narrow, widen_brain_one, widen_half_one
-from psdist.compression.compiled import FLOAT, IN, IN_BITS16, IN_BITS32, OUT, kernel
+from psdist.compression.compiled import FLOAT, IN, IN_BITS16, IN_BITS32, OUT, Kernel, kernel
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 
@@ -235,28 +235,19 @@ def sum_squares(values: Floats) -> float:
     return float(_sum_squares(values))
 
 
-@kernel(IN_BITS32, types.uint32, result=types.boolean)
-def _all_finite32(bits: Any, exponent: Any) -> Any:
+def _all_finite(bits: Any, exponent: Any) -> Any:
     for start in range(0, bits.size, BLOCK):
         block = bits[start : start + BLOCK]
-        bad = _U(0)
+        bad = bits.dtype.type(0)
         for i in range(block.size):
-            bad |= _U(_U(block[i] & exponent) == exponent)
+            bad |= bits.dtype.type(bits.dtype.type(block[i] & exponent) == exponent)
         if bad:
             return False
     return True
 
 
-@kernel(IN_BITS16, types.uint16, result=types.boolean)
-def _all_finite16(bits: Any, exponent: Any) -> Any:
-    for start in range(0, bits.size, BLOCK):
-        block = bits[start : start + BLOCK]
-        bad = np.uint16(0)
-        for i in range(block.size):
-            bad |= np.uint16(np.uint16(block[i] & exponent) == exponent)
-        if bad:
-            return False
-    return True
+_all_finite16 = Kernel(_all_finite, (IN_BITS16, types.uint16), types.boolean)
+_all_finite32 = Kernel(_all_finite, (IN_BITS32, types.uint32), types.boolean)
 
 
 def all_finite(values: AnyArray) -> bool:

@@ -65,10 +65,8 @@ class Primary:
 
     def __init__(self) -> None:
         self.network, self.told = Network(), Told()
-        dense = cast(DenseParameters, None)
-        self.replicator = Replicator(
-            ENTRY, self.network, cast(ParameterStore, SimpleNamespace(router=self.told)), dense, NormBoard()
-        )
+        dense, store = cast(DenseParameters, None), cast(ParameterStore, SimpleNamespace(router=self.told))
+        self.replicator = Replicator(ENTRY, self.network, store, dense, NormBoard())
         self.replicator.subscribe(cast(Applier, self.told))
         for number in range(2):
             self.replicator.add(number, 3, [number])
