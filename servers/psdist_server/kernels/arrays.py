@@ -2,7 +2,7 @@
 
 Weights and optimizer state are one float32 array each, virtual over the whole vector: slice i lies at its own
 ``slicing.bounds(i)``. Only slices that are held have memory. So P parameters with Adam cost 12 x P bytes, and shards
-come and go without moving anything. Workers on this host may read the weights in place (``weights``). The shard
+come and go without moving anything. Workers on this host may read the weights in place (``memory``). The shard
 machines decide which update runs when. Methods that compute (``combine``, ``apply``, ``digest``) release the GIL and
 may run in kernel threads, at most one per slice at a time. ``hold`` and ``release`` may run at the same time for other
 slices.
@@ -28,9 +28,8 @@ from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InternalError, InvalidArgumentError
 from psdist.types import GroupRange, ParametersEntry, Slicing
 from psdist_server.kernels import kernels
-from psdist_server.kernels.memory import AnonymousMemory, release_compiler
+from psdist_server.kernels.memory import AnonymousMemory, WeightsMemory, release_compiler
 from psdist_server.kernels.optimizers import Rule
-from psdist_server.kernels.weights import WeightsMemory
 
 Array = NDArray[np.float32]
 #: A contribution as it came: float32, float16 or bfloat16, aligned, perhaps read-only.

@@ -42,13 +42,12 @@ class Outcome(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """What a kernel works on."""
+    """What a kernel works on. is_raw: the update's parts are the contributions, not their mean. target: where the slice
+    is copied to before it is updated."""
 
     effect: Apply | Aggregate
     update: Update
-    #: The update's parts are the contributions, not their mean.
     is_raw: bool = True
-    #: Where the slice is copied to before it is updated.
     target: CopyTarget | None = None
 
 

@@ -1,8 +1,5 @@
 """Routes what calls ask about slices to the machines of their shards, as events, and carries out the effects.
 
-Contributions in messages (``push``) are checked for NaN and Inf when they arrive. Contributions in shared memory
-(``push_shared``) are checked when their kernel reads them, because they could change in between.
-
 Invariants: a call for a slice that is not served here is refused, and nothing was changed: its sender routes it anew. A
 call that waits for a slice ends when the slice's shard goes to another server.
 """
