@@ -197,8 +197,6 @@ class _Stream:
         """The map by which the last call was made: the worker reads no slice that was moved before that map."""
         return self._admitted.epoch
 
-    # --- requests -----------------------------------------------------------------------------------------------------
-
     def _on_request(self, data: bytes) -> None:
         """Handles a request. Raises InvalidArgumentError for one that names no call that could fail with it."""
         request = frames.parse(server_pb2.ShareRequest, data)
@@ -328,8 +326,6 @@ class _Stream:
         self._named += call.named
         return slices
 
-    # --- answers ------------------------------------------------------------------------------------------------------
-
     def call_ended(self, call: _SharedCall) -> None:
         """Sends the answers, or the error, of a call that ended."""
         if call.call_id in self._calls:
@@ -357,8 +353,6 @@ class _Stream:
                 report = server_pb2.ShareResponse(call_id=call.call_id, waiting_for=reason)
                 self._socket.send(report.SerializeToString())
         self._report_later(call)
-
-    # --- ending -------------------------------------------------------------------------------------------------------
 
     def _end_call(self, call: _SharedCall) -> None:
         """Nothing answers ``call`` any more."""

@@ -73,9 +73,8 @@ def make_shard(
 ) -> BspShard | AsyncShard:
     """The machine for one shard of parameters with this consistency.
 
-    clipping: BSP only: a step is aggregated first and applied when its global norm is known.
-    reference_workers: BSP only: what ``BSP.resize_lr`` compares with.
-    departed: SSP and ASP: workers that were lost and may continue their pushes.
+    clipping, reference_workers: BSP only: a step is aggregated first and applied when its global norm is known; what
+        ``BSP.resize_lr`` compares with. departed: SSP and ASP: workers that were lost and may continue their pushes.
     records: what is known of each slice, where the shard was another's before; else all slices are new.
     """
     if isinstance(consistency, BSP):

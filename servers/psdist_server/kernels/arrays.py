@@ -93,8 +93,6 @@ class DenseParameters:
         self.rule.warm_up()
         release_compiler()
 
-    # --- memory -------------------------------------------------------------------------------------------------------
-
     @property
     def array_count(self) -> int:
         """How many arrays a slice has: its weights, and its optimizer state."""
@@ -141,8 +139,6 @@ class DenseParameters:
     def close(self) -> None:
         """Gives the arena back; workers that have it mapped keep their view."""
         self.weights.close()
-
-    # --- content ------------------------------------------------------------------------------------------------------
 
     def install(self, index: int, values: Gradient, version: int = 0) -> None:
         """Sets the weights of a slice, which are those of ``version``, and the state that an optimizer begins with at
@@ -199,8 +195,6 @@ class DenseParameters:
     def read(self, index: int, dtype: str) -> memoryview:
         """The weights of a slice as payload bytes; a view of the live weights where ``dtype`` is float32."""
         return kernels.cast(self.export(index)[0], dtype).view(np.uint8).data
-
-    # --- updates ------------------------------------------------------------------------------------------------------
 
     def combine(self, index: int, parts: Sequence[Gradient]) -> tuple[Array | None, float, Bad]:
         """The mean of the parts, by which ``apply`` does what it does by the parts themselves; its sum of squares where

@@ -100,8 +100,6 @@ class Applier:
         self._quiescence_callbacks: dict[int, list[Callable[[], None]]] = {}
         replicator.subscribe(self)
 
-    # --- effects ------------------------------------------------------------------------------------------------------
-
     def start(self, effect: Apply | Aggregate) -> None:
         """Begins to carry ``effect`` out."""
         index = effect.index
@@ -154,8 +152,6 @@ class Applier:
             job = job._replace(target=target)
         self._kernels.submit(index, self._apply, job, done)
 
-    # --- replicas -----------------------------------------------------------------------------------------------------
-
     def _ship(self, shipment: _Shipment) -> None:
         """Sends an update to the replicas and applies it meanwhile."""
         effect, index = shipment.effect, shipment.effect.index
@@ -194,8 +190,6 @@ class Applier:
     def _end(self, effect: Apply, outcome: Outcome) -> None:
         self._ahead.pop(effect.index, None)
         self._done(effect, outcome)
-
-    # --- kernels and their results ------------------------------------------------------------------------------------
 
     def _combine(self, works: Sequence[tuple[int, _Job]]) -> list[Outcome]:
         """Runs in a kernel thread, or on the loop."""
@@ -252,8 +246,6 @@ class Applier:
         if target is not None:
             target.copied()
         self._notify_quiescence(effect.index)
-
-    # --- quiescence ---------------------------------------------------------------------------------------------------
 
     def when_quiescent(self, index: int, callback: Callable[[], None]) -> None:
         """Calls ``callback`` as soon as slice ``index`` has its content and no kernel writes it: now, or when the one

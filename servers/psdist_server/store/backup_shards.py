@@ -74,8 +74,6 @@ class BackupShards:
         #: Where each server reads answers, by its id: on its newest stream.
         self._answers: dict[str, Answer] = {}
 
-    # --- the map ------------------------------------------------------------------------------------------------------
-
     def add(self, number: int, indices: Iterable[int], shard: Shard) -> None:
         """Holds one more shard from now on. Where there is no memory for it, its primary is refused until the next
         map."""
@@ -109,8 +107,6 @@ class BackupShards:
         change: no primary has a newer map, as its streams wait for that (``Admission.admit_primary``)."""
         for machine in self.machines.values():
             machine.retain(producers)
-
-    # --- messages -----------------------------------------------------------------------------------------------------
 
     def open_stream(self, sender: Replica, answer: Answer) -> pb.ReplicateResponse:
         """What is here of the sender's shards. From now on only messages on the stream of ``answer`` count."""
@@ -185,8 +181,6 @@ class BackupShards:
             case kind:
                 raise InvalidArgumentError(f"a message of kind {kind} is unknown here")
 
-    # --- copies -------------------------------------------------------------------------------------------------------
-
     def _on_state(self, machine: BackupReplication, state: pb.ReplicateRequest.SliceState, payload: memoryview) -> None:
         index = state.slice
         self._check_slice(machine, index)
@@ -232,8 +226,6 @@ class BackupShards:
 
         if index not in machine.awaited:
             self._enqueue(index, compare)
-
-    # --- updates ------------------------------------------------------------------------------------------------------
 
     def _on_update(
         self, machine: BackupReplication, sender: Replica, message: pb.ReplicateRequest, payload: memoryview
