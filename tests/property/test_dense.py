@@ -49,7 +49,8 @@ def make(spec: optim.Optimizer, since: int = 0) -> tuple[DenseParameters, tuple[
         ready=True,
         state_since=since,
     )
-    dense = DenseParameters(entry, "server-0")
+    dense = DenseParameters(entry)
+    dense.hold(range(dense.slicing.count))
     for index in dense.indices:
         start, stop = dense.slicing.bounds(index)
         dense.install(index, np.linspace(-1, 1, TOTAL, dtype=np.float32)[start:stop], since)

@@ -65,10 +65,9 @@ class _Segment:
 
 
 class DenseParameters:
-    """The slices of ``entry`` that this server holds a copy of; with ``server_id``, at first those that it is the
-    primary of."""
+    """The slices of ``entry`` that this server holds a copy of; none at first."""
 
-    def __init__(self, entry: ParametersEntry, server_id: str | None = None) -> None:
+    def __init__(self, entry: ParametersEntry) -> None:
         self.slicing = entry.slicing
         self.held: set[int] = set()
         #: The same, ascending.
@@ -85,8 +84,6 @@ class DenseParameters:
         self.states = tuple(state.array for state in self._states)
         self._arrived: dict[int, set[int]] = {}
         self._thread = threading.local()
-        if server_id is not None:
-            self.hold(entry.slices_of(server_id))
 
     def compile(self) -> None:
         """Compiles the update kernel, or loads it from the cache. In a thread."""

@@ -60,9 +60,7 @@ class ParameterStore:
         self.replicator = Replicator(entry, network, self, dense, self.norms)
         self.applier = Applier(entry, dense, kernels, self.gradients, self.replicator, self._carried_out)
         calls = CallTable()
-        effects = EffectRunner(
-            calls, self.gradients, self.applier, self.replicator, self.counters, max(1, len(entry.shards))
-        )
+        effects = EffectRunner(calls, self.gradients, self.applier, self.replicator, self.counters)
         self.router = ShardRouter(entry, calls, self.gradients, self.counters, effects.run)
         self.aggregation = Aggregation(self.norms, self.router.version, lambda step: on_aggregated(self, step))
         self.reads = SliceReads(self.router, dense, self.counters)

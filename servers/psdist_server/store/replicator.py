@@ -103,8 +103,6 @@ class Replicator:
         """Names what carries out updates; once, before the first map."""
         self.updates = updates
 
-    # --- the map ------------------------------------------------------------------------------------------------------
-
     def add(self, number: int, term: int, slices: Iterable[int], base: tuple[int, int] = (0, 0)) -> None:
         """This server is the primary of a shard from now on; ``follow`` comes next."""
         self.machines[number] = PrimaryReplication(number, term, slices, base)
@@ -150,8 +148,6 @@ class Replicator:
             if machine is not None and peer.is_open and index not in peer.missing:
                 self._carry_out(machine, machine.copy_again(replica, index))
 
-    # --- updates ------------------------------------------------------------------------------------------------------
-
     def _machine(self, index: int) -> Machine | None:
         return self.machines.get(index % self._shard_count)
 
@@ -175,14 +171,15 @@ class Replicator:
         assert machine is not None
         self._carry_out(machine, machine.update(update, now()))
 
-    def is_caught_up(self, number: int) -> bool:
-        """Whether workers may be answered by what this server began with as the primary of a shard."""
-        machine = self.machines.get(number)
+    def is_caught_up(self, index: int) -> bool:
+        """Whether workers may be answered by what this server began with as the primary of the slice's shard."""
+        machine = self._machine(index)
         return machine is None or machine.is_caught_up
 
-    def when_caught_up(self, number: int, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` once a shard that is not caught up is; never where another primary comes first."""
-        self._caught_up.setdefault(number, []).append(callback)
+    def when_caught_up(self, index: int, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once the slice's shard, which is not caught up, is; never where another primary comes
+        first."""
+        self._caught_up.setdefault(index % self._shard_count, []).append(callback)
 
     def applied(self, index: int) -> None:
         """An update is done and the slice's next one has not begun: compares its bytes every DIGEST_EVERY-th time."""
@@ -216,8 +213,6 @@ class Replicator:
         if machine.is_caught_up:
             for callback in self._caught_up.pop(machine.number, ()):
                 callback()
-
-    # --- streams ------------------------------------------------------------------------------------------------------
 
     def opened(self, link: Link, machine: Machine, held: ReplicaState | None) -> None:
         """The stream of ``link`` is open, and its replica has ``held`` of the shard."""
@@ -277,8 +272,6 @@ class Replicator:
         machine = self.machines.get(number)
         return machine if machine is not None and machine.term == term else None
 
-    # --- reading ------------------------------------------------------------------------------------------------------
-
     def needs_confirm(self, indices: Iterable[int]) -> bool:
         """Whether backups must be asked before these slices are read."""
         return any(
@@ -297,8 +290,6 @@ class Replicator:
                     by_link.setdefault(replica, []).append(machine)
         links = [(self._links[replica], machines) for replica, machines in by_link.items()]
         await asyncio.gather(*(link.confirm(machines) for link, machines in links))
-
-    # --- reports ------------------------------------------------------------------------------------------------------
 
     def reports(self, entry: ParametersEntry) -> list[ReplicaReport]:
         """What is so now and not yet in the map."""

@@ -212,7 +212,6 @@ class EffectRunner:
     applier: Applier
     replicator: Replicator
     counters: Counters
-    shard_count: int
     _effects: deque[Effect] = field(default_factory=deque)
     _is_running: bool = False
 
@@ -244,9 +243,8 @@ class EffectRunner:
                     call.fail(error)
 
     def _reply(self, effect: Reply) -> None:
-        number = effect.index % self.shard_count
-        if not self.replicator.is_caught_up(number):
-            self.replicator.when_caught_up(number, partial(self._reply, effect))
+        if not self.replicator.is_caught_up(effect.index):
+            self.replicator.when_caught_up(effect.index, partial(self._reply, effect))
             return
         call = self.calls.pop(effect.token)
         if call is None:
