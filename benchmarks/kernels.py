@@ -1,11 +1,11 @@
 """Update kernels beside numpy and torch, one thread: ``python -m benchmarks.kernels``.
 
-What it is: for each optimizer, the time of one update of a flat float32 vector by the fused kernel as the server calls
-it (``Rule.apply``), by two numpy versions and by torch.optim where it has the optimizer. What it is not: a test; it
-asserts nothing, and its figures are those of this machine at this moment.
+What it is: for each optimizer, the time of one update of a flat float32 vector by the kernel that the server calls
+(``psdist_server.kernels.fused``), by two numpy versions and by torch.optim where it has the optimizer. What it is not:
+a test; it asserts nothing, and its figures are those of this machine at this moment.
 
 - numpy: what one writes by hand, in place where that is natural, with temporaries where not (Adam only);
-- reference: psdist_server.kernels.reference, plain numpy whose bytes the kernel gives;
+- reference: tests/support/reference.py, plain numpy whose bytes the kernel gives;
 - torch: ``fused=True`` where torch has it, else ``foreach=True``.
 
 All take turns, round by round, so that a noisy moment hits all alike; medians are compared. GB/s counts each array once
@@ -31,8 +31,8 @@ import torch  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
 from psdist import optim  # noqa: E402
-from psdist_server.kernels import reference  # noqa: E402
 from psdist_server.kernels.optimizers import Rule  # noqa: E402
+from tests.support import fused_update, reference  # noqa: E402
 
 Floats = NDArray[np.float32]
 Update = Callable[[], object]
@@ -93,12 +93,12 @@ def contenders(title: str, gradient: Floats) -> tuple[dict[str, Update], int]:
 
     def state() -> tuple[Floats, tuple[Floats, ...]]:
         weights, states = np.ones(size, np.float32), tuple(np.empty(size, np.float32) for _ in rule.state_names)
-        rule.initialize(weights, states)
+        rule.initialize(weights, states, [(0, size, 0)])
         return weights, states
 
     mine, plain = state(), state()
     updates: dict[str, Update] = {
-        "psdist": lambda: rule.apply(*mine, gradient, 7),
+        "psdist": lambda: fused_update.update(rule, *mine, gradient, 7),
         "reference": lambda: reference.update(spec, spec.values(), *plain, gradient, 7),
     }
     if isinstance(spec, optim.Adam):

@@ -23,6 +23,7 @@ from grpc_health.v1.health import aio as health
 
 from psdist import logs
 from psdist.errors import PsdistError
+from psdist.settings import exit_codes
 from psdist.settings.config import parse_address
 from psdist.settings.programs import ServerSettings
 from psdist.types import ClusterMap
@@ -33,8 +34,6 @@ from psdist_server.service import SERVICE, ServerService
 
 _log = structlog.get_logger("psdist.server")
 
-EXIT_UNAVAILABLE: Final = 69
-EXIT_FENCED: Final = 70
 _GRACE_SECONDS: Final = 1.0
 
 T = TypeVar("T")
@@ -50,7 +49,7 @@ def main(settings: ServerSettings) -> int:
         return code
     except PsdistError as error:
         print(f"psdist-server: {error}", file=sys.stderr)
-        return EXIT_UNAVAILABLE
+        return exit_codes.UNAVAILABLE
 
 
 def default_kernel_threads(cluster: ClusterMap, advertise: str) -> int:
@@ -115,7 +114,7 @@ async def _until_stopped(
     code = 0
     if session.done() and (error := session.exception()):
         _log.error("the scheduler does not know this server any more", reason=str(error))
-        code = EXIT_FENCED
+        code = exit_codes.INFRASTRUCTURE
     if code == 0:
         draining = asyncio.create_task(link.drain(drain_timeout_seconds))
         await asyncio.wait({draining, session}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,18 +1,26 @@
-"""The other servers of the newest map, and how they are called."""
+"""The other servers of the newest map, how they are called, and the global gradient norm that is asked of them."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, Final
 
 import grpc.aio
+import structlog
 
-from psdist.errors import ServerUnreachableError
+from psdist.errors import PsdistError, ServerUnreachableError
 from psdist.types import ClusterMap, Replica
 from psdist.v1 import server_pb2, server_pb2_grpc
 from psdist.wire import auth, channels
+from psdist_server.store.global_norm import global_norm
+from psdist_server.store.parameter_store import ParameterStore
+
+_log = structlog.get_logger("psdist.server")
+
+_RETRY_SECONDS: Final = 0.05
 
 
 class PeerServers:
@@ -76,3 +84,75 @@ class PeerServers:
         """Closes the channels."""
         for channel in self._channels.values():
             await channel.close()
+
+
+class NormExchange:
+    """Finds the global gradient norms of steps that are aggregated here (BSP), by asking the other servers of the
+    parameter set for the squares of their slices.
+
+    followed: the map that all stores have followed.
+    """
+
+    def __init__(self, peers: PeerServers, followed: Callable[[], ClusterMap]) -> None:
+        self._peers = peers
+        self._followed = followed
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+
+    def find(self, store: ParameterStore, step: int) -> None:
+        """All slices that ``store`` serves are aggregated for ``step``: it learns the norm once all servers' are."""
+        key = (store.entry.spec.name, step)
+
+        def done(task: asyncio.Task[None]) -> None:
+            if self._tasks.get(key) is task:
+                del self._tasks[key]
+            if not task.cancelled() and (error := task.exception()):
+                store.fail(f"the gradient norm of step {step}", error)
+
+        if key not in self._tasks:
+            task = self._tasks[key] = asyncio.get_running_loop().create_task(self._find(store, step))
+            task.add_done_callback(done)
+
+    def cancel(self, parameters: str | None = None) -> None:
+        """Nothing of this parameter set, or of all, is to be found any more."""
+        for key in [key for key in self._tasks if parameters in (None, key[0])]:
+            self._tasks.pop(key).cancel()
+
+    async def _find(self, store: ParameterStore, step: int) -> None:
+        while set(range(store.dense.slicing.count)) - store.norms.known(step).keys():
+            await self._gather_squares(store, step)
+        # A slice that is aggregated again from here on, after a promotion, asks anew.
+        self._tasks.pop((store.entry.spec.name, step), None)
+        store.norm_known(step, global_norm(store.norms.known(step)))
+
+    async def _gather_squares(self, store: ParameterStore, step: int) -> None:
+        """Asks all other servers that have replicas, once, unless there is another map meanwhile."""
+        shards = store.entry.shards
+        others = sorted({replica for shard in shards for replica in shard.replicas} - {self._peers.me}, key=str)
+        asking = asyncio.gather(*(self._fetch_squares(other, store, step) for other in others))
+        changed = asyncio.ensure_future(store.norms.wait())
+        try:
+            waits: set[asyncio.Future[Any]] = {asking, changed}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                asking.result()
+                await asyncio.sleep(0)
+        finally:
+            for waiting in (asking, changed):
+                waiting.cancel()
+            await asyncio.gather(asking, changed, return_exceptions=True)
+
+    async def _fetch_squares(self, server: Replica, store: ParameterStore, step: int) -> None:
+        """Asks until the server answers. Shows as a wait of the workers."""
+        name, logged = store.entry.spec.name, ""
+        while True:
+            known = self._followed()
+            request = server_pb2.FetchNormsRequest(run_id=known.run_id, epoch=known.epoch, parameters=name, step=step)
+            try:
+                async for part in self._peers.fetch_norms(server, request):
+                    store.norms.merge(step, dict(zip(part.slices, part.squares, strict=True)))
+                return
+            except (grpc.aio.AioRpcError, PsdistError) as error:
+                if logged != str(error):
+                    logged = str(error)
+                    _log.warning("no norms yet", server=str(server), parameters=name, step=step, reason=logged)
+                await asyncio.sleep(_RETRY_SECONDS)

@@ -23,8 +23,7 @@ from psdist.v1 import scheduler_pb2, server_pb2
 from psdist_server.admission import Admission
 from psdist_server.kernels import kernels, memory
 from psdist_server.kernels.pool import KernelPool
-from psdist_server.norm_exchange import NormExchange
-from psdist_server.peers import PeerServers
+from psdist_server.peers import NormExchange, PeerServers
 from psdist_server.snapshot_loader import LoadReport, SnapshotLoader
 from psdist_server.snapshot_writer import SnapshotWriter
 from psdist_server.store.parameter_store import ParameterStore
@@ -75,7 +74,7 @@ class ParameterServer:
         self._stores: dict[str, ParameterStore] = {}
         self.peers = PeerServers(self.me, run_id, token, rng, registration.lease_seconds, lambda: self._report())
         self.admission = Admission(run_id, self._stores, self.peers, self._pool.prepare(compile_kernels))
-        self._norm_exchange = NormExchange(self.peers, self.admission)
+        self._norm_exchange = NormExchange(self.peers, lambda: self.admission.map)
         opened = _opened_once(registration.storage, opener)
         self.snapshot_writer = SnapshotWriter(self._stores.get, opened, lambda report: self._report_snapshot(report))
         self.loader = SnapshotLoader(opened, lambda: self._report(), rng)

@@ -8,7 +8,8 @@ registered without protobuf's serializers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Final
 
 import grpc
@@ -17,9 +18,9 @@ import grpc.aio
 from psdist.errors import InternalError, InvalidArgumentError, PsdistError
 from psdist.types import Identity, Replica
 from psdist.v1 import server_pb2
-from psdist.wire import convert, frames, status
+from psdist.wire import convert, fd_passing, frames, status
 from psdist_server.server import ParameterServer
-from psdist_server.shm_service import ShareService
+from psdist_server.shm_service import serve_share
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call, SliceAnswer
 
@@ -28,6 +29,7 @@ _NORMS_PER_MESSAGE: Final = 1 << 17
 #: The sender of a call until its first message is read.
 _NOBODY: Final = Identity(run_id="", worker_id="", incarnation=0, epoch=0, parameters="")
 
+PushMessage = type[server_pb2.PushPullRequest] | type[server_pb2.PushRequest]
 #: What a stream of updates is answered with; None ends it.
 _Answers = asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None]
 
@@ -43,6 +45,7 @@ class ServerService:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a grpc server is given."""
+        fd_passing.sweep()
         pb = server_pb2
         unary_answers = {
             "GetStatistics": grpc.unary_unary_rpc_method_handler(
@@ -51,10 +54,10 @@ class ServerService:
             "Install": grpc.stream_unary_rpc_method_handler(self._install, None, pb.InstallResponse.SerializeToString),
         }
         streamed_answers = {
-            "PushPull": grpc.stream_stream_rpc_method_handler(self._push_pull),
-            "Push": grpc.stream_stream_rpc_method_handler(self._push),
+            "PushPull": grpc.stream_stream_rpc_method_handler(partial(self._push, pb.PushPullRequest)),
+            "Push": grpc.stream_stream_rpc_method_handler(partial(self._push, pb.PushRequest)),
             "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
-            "Share": grpc.stream_stream_rpc_method_handler(ShareService(self._server).serve),
+            "Share": grpc.stream_stream_rpc_method_handler(partial(serve_share, self._server)),
             "Replicate": grpc.stream_stream_rpc_method_handler(self._replicate),
             "FetchNorms": grpc.unary_stream_rpc_method_handler(
                 self._fetch_norms, None, pb.FetchNormsResponse.SerializeToString
@@ -62,65 +65,38 @@ class ServerService:
         }
         return grpc.method_handlers_generic_handler(SERVICE, unary_answers | streamed_answers)
 
-    # --- pushing ------------------------------------------------------------------------------------------------------
-
-    async def _push_pull(
-        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    async def _push(
+        self, message_type: PushMessage, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        call = Call(_NOBODY, is_push=True, wants_weights=True)
-
-        async def weights(answer: SliceAnswer, store: ParameterStore) -> bytes:
-            return await store.reads.encode(answer, call)
-
-        async for message in self._serve_push(call, server_pb2.PushPullRequest, requests, context, weights):
-            yield message
-
-    async def _push(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        async def acknowledgement(answer: SliceAnswer, store: ParameterStore) -> bytes:
-            return server_pb2.PushResponse(
-                slice=answer.index, version=answer.version, ignored=answer.ignored, staleness=answer.staleness
-            ).SerializeToString()
-
-        call = Call(_NOBODY, is_push=True, wants_weights=False)
-        async for message in self._serve_push(call, server_pb2.PushRequest, requests, context, acknowledgement):
-            yield message
-
-    async def _serve_push(
-        self,
-        call: Call,
-        cls: type[server_pb2.PushPullRequest] | type[server_pb2.PushRequest],
-        requests: AsyncIterator[bytes],
-        context: grpc.aio.ServicerContext,
-        encode: Callable[[SliceAnswer, ParameterStore], Awaitable[bytes]],
-    ) -> AsyncIterator[bytes]:
-        """Reads slices in a task of its own while answers are written: both directions are busy at once."""
-        reader = asyncio.create_task(self._read_pushes(call, cls, requests))
+        """PushPull, or Push, by the type of its requests. Reads slices in a task of its own while answers are written:
+        both directions are busy at once."""
+        call = Call(_NOBODY, is_push=True, wants_weights=message_type is server_pb2.PushPullRequest)
+        reader = asyncio.create_task(self._read_pushes(call, message_type, requests))
         store: ParameterStore | None = None
         try:
             async for answer in self._answers(call):
                 if isinstance(answer, str):
                     yield server_pb2.PushPullResponse(waiting_for=answer).SerializeToString()
-                    continue
-                store = store or self._admission.store(call.identity.parameters)
-                yield await encode(answer, store)
+                elif call.wants_weights:
+                    store = store or self._admission.store(call.identity.parameters)
+                    yield await store.reads.encode(answer, call)
+                else:
+                    yield server_pb2.PushResponse(
+                        slice=answer.index, version=answer.version, ignored=answer.ignored, staleness=answer.staleness
+                    ).SerializeToString()
         except PsdistError as error:
             await status.abort(context, error)
         finally:
             reader.cancel()
             self._server.cancel_call(call)
 
-    async def _read_pushes(
-        self,
-        call: Call,
-        cls: type[server_pb2.PushPullRequest] | type[server_pb2.PushRequest],
-        requests: AsyncIterator[bytes],
-    ) -> None:
+    async def _read_pushes(self, call: Call, message_type: PushMessage, requests: AsyncIterator[bytes]) -> None:
         try:
             store: ParameterStore | None = None
             last = -1
             await call.slots.acquire()
             async for data in requests:
-                frame = frames.unpack(cls, data)
+                frame = frames.unpack(message_type, data)
                 if store is None:
                     store = await self._open_push(call, frame.header)
                 self._admission.heard(call.identity)
@@ -143,8 +119,6 @@ class ServerService:
         call.read_header(message.header)
         store.gradients.check_norm(call)
         return store
-
-    # --- pulling ------------------------------------------------------------------------------------------------------
 
     async def _pull(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         call: Call | None = None
@@ -189,8 +163,6 @@ class ServerService:
                 return
             yield answer
 
-    # --- the rest -----------------------------------------------------------------------------------------------------
-
     async def _install(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> server_pb2.InstallResponse:
@@ -226,8 +198,6 @@ class ServerService:
             part = squares[start : start + _NORMS_PER_MESSAGE]
             yield server_pb2.FetchNormsResponse(slices=[i for i, _ in part], squares=[value for _, value in part])
 
-    # --- copies for another primary -----------------------------------------------------------------------------------
-
     async def _replicate(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
@@ -249,11 +219,7 @@ class ServerService:
         for answers in self._replicate_answers.values():
             answers.put_nowait(None)
 
-    async def _read_updates(
-        self,
-        requests: AsyncIterator[bytes],
-        answers: _Answers,
-    ) -> None:
+    async def _read_updates(self, requests: AsyncIterator[bytes], answers: _Answers) -> None:
         sender: Replica | None = None
         store: ParameterStore | None = None
         try:

@@ -42,27 +42,22 @@ from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call, CallState, SliceAnswer
 
 
-class ShareService:
-    """Serves the Share streams of ``server``."""
-
-    def __init__(self, server: ParameterServer) -> None:
-        self._server = server
-        fd_passing.sweep()
-
-    async def serve(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        """Serves one stream until it ends."""
-        stream: _Stream | None = None
-        try:
-            async for data in requests:
-                stream, attached = await _attach(self._server, data)
-                await context.write(attached)
-                await _until_over(stream, requests)
-                break
-        except PsdistError as error:
-            await status.abort(context, error)
-        finally:
-            if stream is not None:
-                stream.end()
+async def serve_share(
+    server: ParameterServer, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+) -> None:
+    """Serves one Share stream until it ends."""
+    stream: _Stream | None = None
+    try:
+        async for data in requests:
+            stream, attached = await _attach(server, data)
+            await context.write(attached)
+            await _until_over(stream, requests)
+            break
+    except PsdistError as error:
+        await status.abort(context, error)
+    finally:
+        if stream is not None:
+            stream.end()
 
 
 async def _until_over(stream: _Stream, requests: AsyncIterator[bytes]) -> None:
@@ -181,9 +176,9 @@ class _Stream:
     def __init__(self, server: ParameterServer, attachment: _Attachment) -> None:
         self._server = server
         self._attachment = attachment
-        self._socket = FramedSocket(self._on_request, self._socket_ended, waits_for_reader=True)
         #: Done when the socket ended, with the error if one ended it.
         self.over: asyncio.Future[PsdistError | None] = asyncio.get_running_loop().create_future()
+        self._socket = FramedSocket(self._on_request, self.over.set_result, waits_for_reader=True)
         self._calls: dict[int, _SharedCall] = {}
         self._last_id = 0
         self._named = 0
@@ -201,8 +196,6 @@ class _Stream:
     def epoch(self) -> int:
         """The map by which the last call was made: the worker reads no slice that was moved before that map."""
         return self._admitted.epoch
-
-    # --- requests -----------------------------------------------------------------------------------------------------
 
     def _on_request(self, data: bytes) -> None:
         """Handles a request. Raises InvalidArgumentError for one that names no call that could fail with it."""
@@ -333,8 +326,6 @@ class _Stream:
         self._named += call.named
         return slices
 
-    # --- answers ------------------------------------------------------------------------------------------------------
-
     def call_ended(self, call: _SharedCall) -> None:
         """Sends the answers, or the error, of a call that ended."""
         if call.call_id in self._calls:
@@ -363,8 +354,6 @@ class _Stream:
                 self._socket.send(report.SerializeToString())
         self._report_later(call)
 
-    # --- ending -------------------------------------------------------------------------------------------------------
-
     def _end_call(self, call: _SharedCall) -> None:
         """Nothing answers ``call`` any more."""
         del self._calls[call.call_id]
@@ -373,9 +362,6 @@ class _Stream:
             call.timer.cancel()
         if call.outstanding:
             self._server.cancel_call(call)
-
-    def _socket_ended(self, error: PsdistError | None) -> None:
-        self.over.set_result(error)
 
     def end(self) -> None:
         """Ends the attachment and its calls."""

@@ -26,8 +26,8 @@ from psdist.types import Restore
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
+from psdist_server.snapshot_writer import together
 from psdist_server.store.parameter_store import ParameterStore
-from psdist_server.together import together
 
 _log = structlog.get_logger("psdist.server")
 
@@ -133,8 +133,6 @@ class SnapshotLoader:
     def _end(load: _Load) -> None:
         if load.task is not None:
             load.task.cancel()
-
-    # --- loading ------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _missing(load: _Load) -> list[tuple[int, BspShard | AsyncShard]]:

@@ -11,11 +11,11 @@ Not here: when snapshots are taken, and what makes one exist (the scheduler); th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import structlog
@@ -31,7 +31,6 @@ from psdist_server.core.cut import CopyBudget, CutState
 from psdist_server.kernels.arrays import Array
 from psdist_server.store.copy_on_write import SliceCopies
 from psdist_server.store.parameter_store import ParameterStore
-from psdist_server.together import together
 
 _log = structlog.get_logger("psdist.server")
 
@@ -90,8 +89,6 @@ class SnapshotWriter:
         self._thread = ThreadPoolExecutor(1, "snapshot")
         #: Writers of discarded attempts that have not ended yet.
         self._ending: set[asyncio.Task[None]] = set()
-
-    # --- commands -----------------------------------------------------------------------------------------------------
 
     def command(self, command: pb.SnapshotCommand) -> None:
         """Carries out a command of the scheduler."""
@@ -183,8 +180,6 @@ class SnapshotWriter:
         report.attempt = number
         self._send(report)
 
-    # --- progress -----------------------------------------------------------------------------------------------------
-
     def progress(self) -> pb.SnapshotProgress | None:
         """How far the attempt is; None where there is none."""
         attempt = self._attempt
@@ -220,8 +215,6 @@ class SnapshotWriter:
         self._discard()
         await asyncio.gather(*self._ending, return_exceptions=True)
         self._thread.shutdown(wait=False)
-
-    # --- writing ------------------------------------------------------------------------------------------------------
 
     async def _write(self, attempt: _Attempt, part: _Part) -> None:
         """Writes the files of all shards of a parameter set, some at a time: while one is made durable the next one is
@@ -280,6 +273,18 @@ class SnapshotWriter:
         hashing = asyncio.get_running_loop().run_in_executor(self._thread, hashes.add, arrays)
         whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
         await together((file.write(whole.data.cast("B")), _done(hashing)))
+
+
+async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Runs them all at a time; returns when all have ended. Where one raises, or the caller is cancelled, the others
+    are cancelled and waited for before that is passed on."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _failed(error: PsdistError) -> pb.SnapshotReport:

@@ -15,8 +15,8 @@ from psdist import AsyncClient, AsyncParameters, optim
 from psdist.consistency import BSP
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
-from psdist_server.kernels import reference
 from psdist_server.kernels.optimizers import Rule, clip_factor
+from tests.support import reference
 
 STEPS = 5
 SLICE = 4096

@@ -22,9 +22,9 @@ from psdist.consistency import ASP, BSP, Consistency
 from psdist.errors import SettingsMismatchError
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
-from psdist_server.kernels import reference
 from psdist_server.kernels.optimizers import Rule, clip_factor
 from tests.integration.test_exact import SLICE, TOTAL, gradient, group_ranges, initial, joined, split
+from tests.support import reference
 
 WORKERS = 2
 RUN_ID = "changed"

@@ -176,7 +176,7 @@ if run.rank == 0:
 
 
 def _expected(steps: int) -> np.ndarray:
-    from psdist_server.kernels import reference
+    from tests.support import reference
 
     spec = optim.Adam(lr=0.01)
     weights, mean = np.zeros(20_000, np.float32), np.empty(20_000, np.float32)

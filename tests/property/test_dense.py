@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from psdist import BSP, optim
 from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
-from psdist_server.kernels import kernels, reference
+from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import DenseParameters, Update
 from psdist_server.kernels.optimizers import clip_factor
+from tests.support import reference
 
 #: One for each kernel; the first groups of two have hyperparameters of their own.
 SPECS: list[optim.Optimizer] = [
@@ -48,7 +49,8 @@ def make(spec: optim.Optimizer, since: int = 0) -> tuple[DenseParameters, tuple[
         ready=True,
         state_since=since,
     )
-    dense = DenseParameters(entry, "server-0")
+    dense = DenseParameters(entry)
+    dense.hold(range(dense.slicing.count))
     for index in dense.indices:
         start, stop = dense.slicing.bounds(index)
         dense.install(index, np.linspace(-1, 1, TOTAL, dtype=np.float32)[start:stop], since)

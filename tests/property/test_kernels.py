@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from psdist import optim
 from psdist.compression import casts
 from psdist.compression.compiled import Kernel
-from psdist_server.kernels import kernels, reference
+from psdist_server.kernels import fused, kernels
 from psdist_server.kernels.optimizers import Rule, Run
+from tests.support import reference
+from tests.support.fused_update import update
 
 Array = NDArray[Any]
 
@@ -124,7 +126,7 @@ def test_cast_rounds_ties_to_even(dtype: str, shift: int) -> None:
     assert_same(kernels.cast(floats, dtype), reference.cast(floats, dtype))
 
 
-# --- sums, scaling, checks --------------------------------------------------------------------------------------------
+# --- sums, checks -----------------------------------------------------------------------------------------------------
 
 
 @given(lengths, seeds, kinds)
@@ -132,14 +134,6 @@ def test_sum_squares(size: int, seed: int, kind: str) -> None:
     values = draw(size, seed, kind)
     assert kernels.sum_squares(values) == reference.sum_squares(values)
     assert kernels.sum_squares(misaligned(values)) == pytest.approx(float((values.astype(np.float64) ** 2).sum()))
-
-
-@given(lengths, seeds, kinds, st.floats(0, 2, width=32))
-def test_scale(size: int, seed: int, kind: str, factor: float) -> None:
-    ours, theirs = draw(size, seed, kind), draw(size, seed, kind)
-    kernels.scale(ours, factor)
-    reference.scale(theirs, factor)
-    assert_same(ours, theirs)
 
 
 @given(lengths, seeds, dtypes, st.data())
@@ -193,10 +187,10 @@ def test_update(
     pieces, piece_states = weights.copy(), tuple(state.copy() for state in states)
     for step in range(since, since + 6):
         gradient = draw(size, seed + 1 + step, kind if step % 2 else other)
-        rule.apply(weights, states, misaligned(gradient), step, scale, runs)
+        update(rule, weights, states, gradient, step, scale, runs)
         for start, stop in ((middle, size), (0, middle)):
             parts = tuple(state[start:stop] for state in piece_states)
-            rule.apply(pieces[start:stop], parts, gradient[start:stop], step, scale, cut(runs, start, stop))
+            update(rule, pieces[start:stop], parts, gradient[start:stop], step, scale, cut(runs, start, stop))
         for start, stop, group in runs:
             parts = tuple(state[start:stop] for state in expected_states)
             values = spec.group_values(group)
@@ -208,8 +202,8 @@ def test_update(
 
 
 def test_every_kernel_is_tested() -> None:
-    tested = {Rule(spec)._kernel for spec in SPECS}
-    private = ("_combine", "_sum_squares", "_scale", "_all_finite32", "_all_finite16")
+    assert {Rule(spec).fused for spec in SPECS} == {one for one in vars(fused).values() if isinstance(one, Kernel)}
+    private = ("_combine", "_sum_squares", "_all_finite32", "_all_finite16")
     all_kernels = {kernel for kernel in vars(kernels).values() if isinstance(kernel, Kernel)}
-    assert all_kernels - tested == {getattr(kernels, name) for name in private}
+    assert all_kernels == {getattr(kernels, name) for name in private}
     assert {spec.kind for spec in SPECS} == set(optim.OPTIMIZERS)

@@ -6,6 +6,7 @@ moment. Gradient k of a slice is the number k, and applying it appends it, so th
 from __future__ import annotations
 
 from collections import deque
+from copy import deepcopy
 from typing import Any
 
 from hypothesis import settings
@@ -110,7 +111,7 @@ class Replication(RuleBasedStateMachine):
             stream.has_ended = True
             self.machine.ended(replica, 0.0)
             return
-        stream.down.append(("state", index, self.records[index].copy(), list(self.content[index])))
+        stream.down.append(("state", index, deepcopy(self.records[index]), list(self.content[index])))
         self.machine.copied(replica, index)
 
     # --- streams ------------------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ class Replication(RuleBasedStateMachine):
         self.lives += 1
         others = tuple(replica for replica in self.shard.backups if replica != successor)
         old = Replica(self.shard.primary.server_id, self.lives)
-        self.records = {index: record.copy() for index, record in backup.records.items()}
+        self.records = deepcopy(backup.records)
         self.busy.clear()
         self.streams.clear()
         term = self.shard.term + 1

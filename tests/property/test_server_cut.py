@@ -17,7 +17,7 @@ from psdist.consistency import ASP
 from psdist.types import ParametersMember
 from psdist_server.core.cut import CopyBudget, CutState
 from psdist_server.core.events import Apply, CutArmed, CutEnded, Effect, Reply, SliceApplied, SliceCut, SlicePushed
-from psdist_server.core.shards import make_shard
+from psdist_server.core.role_changes import make_shard
 
 SLICES, WORKERS = 2, 2
 #: A push of a worker.

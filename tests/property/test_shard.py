@@ -8,6 +8,7 @@ A copy that learns of each update what a replica does has the machine's own reco
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 from itertools import count
 
@@ -30,7 +31,7 @@ from psdist_server.core.events import (
     SlicePushed,
 )
 from psdist_server.core.records import SliceRecord
-from psdist_server.core.shards import make_shard
+from psdist_server.core.role_changes import make_shard
 
 SLICES = 3
 WORKERS = 3
@@ -181,7 +182,7 @@ class Cluster(RuleBasedStateMachine):
     def a_copy_has_the_same_record(self) -> None:
         producers = {member.producer for member in self.members.values()}
         for index in self.copy.keys() - self.applying.keys():
-            known = self.copy[index].copy()
+            known = deepcopy(self.copy[index])
             known.producers = {key: number for key, number in known.producers.items() if key in producers}
             assert self.shard.record(index) == known
 

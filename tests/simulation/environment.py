@@ -38,9 +38,9 @@ from psdist_server.core.bsp_shard import BspShard
 from psdist_server.core.events import Forget, SlicePushed
 from psdist_server.core.replication import BackupReplication, PrimaryReplication
 from psdist_server.kernels.pool import KernelPool
-from psdist_server.store.effect_runner import EffectRunner
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.replica_roles import ReplicaRoles
+from psdist_server.store.shard_router import EffectRunner
 from tests.simulation.loop import SimLoop
 from tests.simulation.network import Network
 from tests.simulation.oracle import Oracle
@@ -234,7 +234,7 @@ def _watch_reply(reply: Any) -> Any:
     """``EffectRunner._reply``, of which the oracle hears."""
 
     def watched(self: Any, effect: Any) -> None:
-        store = self._replicator._source
+        store = self.replicator._store
         number, me = store.router.shard_of(effect.index), store.roles.me
         machine = store.replicator.machines.get(number)
         if machine is not None:

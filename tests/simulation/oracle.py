@@ -24,7 +24,7 @@ from psdist import BSP, SSP
 from psdist.consistency import Consistency
 from psdist.optim import Optimizer
 from psdist.types import ClusterMap, ParametersMember, Slicing
-from psdist_server.kernels import reference
+from tests.support import reference
 
 Array = NDArray[np.float32]
 #: Elements of a slice that are not slots.

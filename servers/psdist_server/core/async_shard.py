@@ -1,7 +1,4 @@
-"""The shard machine of SSP and ASP: each push is applied on arrival. Pure.
-
-While a snapshot is cut, pushes that are marked as not in it are held back. They are in the duplicate table, so repeats
-are recognized, but no update uses them before their slice is cut.
+"""The shard machine of SSP and ASP. Pure.
 
 Invariant: the pushes of one producer are applied once each, in the order of their sequence numbers.
 """
@@ -80,8 +77,8 @@ class _AsyncSlice(SliceBase):
 class AsyncShard(ShardMachine[_AsyncSlice]):
     """SSP (``staleness`` is the bound) and ASP (None): each push is applied on arrival.
 
-    While a snapshot is cut, pushes that are marked as not in it are held: they were taken, so that repeats of them are
-    known, but no update has them before their slice is cut.
+    While a snapshot is cut, pushes that are marked as not in it are held. They are in the duplicate table, so repeats
+    are recognized, but no update uses them before their slice is cut.
     """
 
     def __init__(

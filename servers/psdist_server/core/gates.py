@@ -33,15 +33,10 @@ def bsp_apply(
         it left counts.
     final_step: the step that a snapshot wants where nobody is left who could push a lower one; else 0.
     """
-    asked = [member for member in members if member.first_step <= step]
-    missing = _missing(asked, contributed)
-    if not contributed:
-        if _is_empty(step, members, final_step):
-            return ""
-        return f"for {name_members(missing) or 'a worker'} to push step {step}"
-    if len(missing) <= backup_workers:
+    if bsp_complete(step, members, contributed, backup_workers, final_step):
         return ""
-    return f"for {name_members(missing)} to push step {step}"
+    missing = _missing([member for member in members if member.first_step <= step], contributed)
+    return f"for {name_members(missing) or 'a worker'} to push step {step}"
 
 
 def bsp_complete(
@@ -52,17 +47,12 @@ def bsp_complete(
     final_step: int = 0,
 ) -> bool:
     """Whether ``bsp_apply`` has no reason, without the time to write one: this is asked for every contribution."""
-    if not contributed:
-        return _is_empty(step, members, final_step)
+    if not contributed:  # No worker can contribute to this step any more, and a later one is awaited.
+        return (bool(members) or step < final_step) and all(member.first_step > step for member in members)
     asked = [member for member in members if member.first_step <= step]
     if len(asked) - len(contributed) > backup_workers:
         return False
     return len(_missing(asked, contributed)) <= backup_workers
-
-
-def _is_empty(step: int, members: Collection[ParametersMember], final_step: int) -> bool:
-    """Whether no worker can contribute to this step any more, and a later one is awaited."""
-    return (bool(members) or step < final_step) and all(member.first_step > step for member in members)
 
 
 def _missing(asked: Collection[ParametersMember], contributed: Collection[tuple[str, int]]) -> list[ParametersMember]:

@@ -42,10 +42,6 @@ class SliceRecord:
         """Only these may still push."""
         self.producers = {known: following for known, following in self.producers.items() if known in producers}
 
-    def copy(self) -> SliceRecord:
-        """A record that goes its own way."""
-        return SliceRecord(self.version, self.contributors, dict(self.producers))
-
 
 Records = Mapping[int, SliceRecord]
 

@@ -176,8 +176,6 @@ class PrimaryReplication(Generic[G]):
         """Whether an update of slice ``index`` is sent with its gradient to any replica."""
         return any(peer.has(index) for peer in self.peers.values())
 
-    # --- the map ------------------------------------------------------------------------------------------------------
-
     def follow(self, shard: Shard, now: float) -> list[ReplicationEffect[G]]:
         """Follows a new map, which names the replicas."""
         self.fenced = False
@@ -190,8 +188,6 @@ class PrimaryReplication(Generic[G]):
                 known = self.peers[replica] = Peer(replica, in_sync, waiting_since=now)
             known.in_sync = in_sync
         return self._settle()
-
-    # --- streams ------------------------------------------------------------------------------------------------------
 
     def opened(self, replica: Replica, held: ReplicaState | None, now: float) -> list[ReplicationEffect[G]]:
         """A stream to ``replica`` is open, which has ``held`` of the shard."""
@@ -231,8 +227,6 @@ class PrimaryReplication(Generic[G]):
                 peer.waiting_since = now
             self._trim()
 
-    # --- copies -------------------------------------------------------------------------------------------------------
-
     def next_copy(self, replica: Replica) -> int | None:
         """The slice to copy next to ``replica``; None where all were."""
         peer = self.peers.get(replica)
@@ -262,8 +256,6 @@ class PrimaryReplication(Generic[G]):
         peer.complete_copy(self.lsn)
         peer.waiting_since = now if peer.acked < self.lsn else None
         return self._settle()
-
-    # --- updates ------------------------------------------------------------------------------------------------------
 
     def update(self, update: ReplicaUpdate[G], now: float) -> list[ReplicationEffect[G]]:
         """Numbers an update (its ``lsn`` must be ``self.lsn + 1``) and sends it to all replicas."""
@@ -303,8 +295,6 @@ class PrimaryReplication(Generic[G]):
         reached = min(needed, default=self.lsn)
         for lsn in [lsn for lsn in self._log if lsn <= reached]:
             del self._log[lsn]
-
-    # --- failures -----------------------------------------------------------------------------------------------------
 
     def refused_copy(self, replica: Replica, reason: str) -> bool:
         """``replica`` cannot hold the shard; whether it has a role in it."""

@@ -2,7 +2,7 @@
 
 Weights and optimizer state are one float32 array each, virtual over the whole vector: slice i lies at its own
 ``slicing.bounds(i)``. Only slices that are held have memory. So P parameters with Adam cost 12 x P bytes, and shards
-come and go without moving anything. Workers on this host may read the weights in place (``weights``). The shard
+come and go without moving anything. Workers on this host may read the weights in place (``memory``). The shard
 machines decide which update runs when. Methods that compute (``combine``, ``apply``, ``digest``) release the GIL and
 may run in kernel threads, at most one per slice at a time. ``hold`` and ``release`` may run at the same time for other
 slices.
@@ -28,9 +28,8 @@ from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InternalError, InvalidArgumentError
 from psdist.types import GroupRange, ParametersEntry, Slicing
 from psdist_server.kernels import kernels
-from psdist_server.kernels.memory import AnonymousMemory, release_compiler
+from psdist_server.kernels.memory import AnonymousMemory, WeightsMemory, release_compiler
 from psdist_server.kernels.optimizers import Rule
-from psdist_server.kernels.weights import WeightsMemory
 
 Array = NDArray[np.float32]
 #: A contribution as it came: float32, float16 or bfloat16, aligned, perhaps read-only.
@@ -66,10 +65,9 @@ class _Segment:
 
 
 class DenseParameters:
-    """The slices of ``entry`` that this server holds a copy of; with ``server_id``, at first those that it is the
-    primary of."""
+    """The slices of ``entry`` that this server holds a copy of; none at first."""
 
-    def __init__(self, entry: ParametersEntry, server_id: str | None = None) -> None:
+    def __init__(self, entry: ParametersEntry) -> None:
         self.slicing = entry.slicing
         self.held: set[int] = set()
         #: The same, ascending.
@@ -86,20 +84,11 @@ class DenseParameters:
         self.states = tuple(state.array for state in self._states)
         self._arrived: dict[int, set[int]] = {}
         self._thread = threading.local()
-        if server_id is not None:
-            self.hold(entry.slices_of(server_id))
 
     def compile(self) -> None:
         """Compiles the update kernel, or loads it from the cache. In a thread."""
         self.rule.warm_up()
         release_compiler()
-
-    # --- memory -------------------------------------------------------------------------------------------------------
-
-    @property
-    def total(self) -> int:
-        """Elements held."""
-        return sum(self.slicing.size(index) for index in self.indices)
 
     @property
     def array_count(self) -> int:
@@ -147,8 +136,6 @@ class DenseParameters:
     def close(self) -> None:
         """Gives the arena back; workers that have it mapped keep their view."""
         self.weights.close()
-
-    # --- content ------------------------------------------------------------------------------------------------------
 
     def install(self, index: int, values: Gradient, version: int = 0) -> None:
         """Sets the weights of a slice, which are those of ``version``, and the state that an optimizer begins with at
@@ -206,8 +193,6 @@ class DenseParameters:
         """The weights of a slice as payload bytes; a view of the live weights where ``dtype`` is float32."""
         return kernels.cast(self.export(index)[0], dtype).view(np.uint8).data
 
-    # --- updates ------------------------------------------------------------------------------------------------------
-
     def combine(self, index: int, parts: Sequence[Gradient]) -> tuple[Array | None, float, Bad]:
         """The mean of the parts, by which ``apply`` does what it does by the parts themselves; its sum of squares where
         the optimizer clips by the global norm, else 0; and the positions of parts that were left out, where slices are
@@ -253,24 +238,19 @@ class DenseParameters:
         self, jobs: Sequence[tuple[int, Update, _Segment]], scalars: tuple[np.float32, ...]
     ) -> list[tuple[int, list[int]]]:
         """Runs the kernel on segments with the same scalars; rows of those that had bad parts, and the parts."""
-        counts = [len(update.parts) for _, update, _ in jobs]
-        most = max(counts)
+        most = max(len(update.parts) for _, update, _ in jobs)
         parts, codes = np.zeros((len(jobs), most), np.uintp), np.zeros((len(jobs), most), np.int64)
         for row, (_, update, _) in enumerate(jobs):
             for column, part in enumerate(update.parts):
                 parts[row, column] = kernels.address_of(part)
                 codes[row, column] = kernels.CODES[part.dtype]
-        divisions = [_division(update) for _, update, _ in jobs]
         bad = np.zeros((len(jobs), most), np.uint8)
         self.rule.fused(
             np.array([segment.addresses for _, _, segment in jobs], np.uintp),
-            np.array([segment.size for _, _, segment in jobs], np.int64),
-            np.array([segment.start for _, _, segment in jobs], np.int64),
+            np.array([(segment.size, segment.start, len(update.parts)) for _, update, segment in jobs], np.int64),
             parts,
             codes,
-            np.array(counts, np.int64),
-            np.array([divisor for divisor, _ in divisions], np.float32),
-            np.array([factor for _, factor in divisions], np.float32),
+            np.array([_division(update) for _, update, _ in jobs], np.float32),
             self._memory(),
             bad,
             scalars,

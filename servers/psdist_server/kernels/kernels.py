@@ -1,7 +1,7 @@
-"""The arithmetic of the servers: fused functions on flat float32 arrays, compiled by numba.
+"""The arithmetic of the servers beside updates: functions on flat float32 arrays, compiled by numba.
 
-These free functions read and write memory once. They do not know slices, steps or schedules. What a step means is in
-``psdist_server.kernels.optimizers``. The same arithmetic in plain numpy is in ``psdist_server.kernels.reference``.
+These free functions read and write memory once. They do not know slices, steps or schedules. The same arithmetic in
+plain numpy is in ``tests/support/reference.py``.
 
 Without ``fastmath`` every float32 operation is rounded as written. So each function gives the bytes of its numpy
 reference, whatever the width of the machine's vectors. (A NaN is a NaN; its payload bits are not promised.)
@@ -9,8 +9,7 @@ reference, whatever the width of the machine's vectors. (A NaN is a NaN; its pay
 Invariants:
 
 - Elements do not influence each other, except in ``sum_squares``, whose order of additions is fixed.
-- The compiled loops check no bounds. The public functions check lengths and types first. The update kernels (last
-  section) check nothing and are called only by ``optimizers.Rule.apply``, which does.
+- The compiled loops check no bounds. The public functions check lengths and types first.
 - Nothing is compiled at import. A kernel is compiled, or loaded from numba's cache beside this file, at its first call,
   which takes up to seconds: ``warm_up`` and ``Rule.warm_up`` do it ahead of time. The GIL is released while a kernel
   runs.
@@ -21,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import ml_dtypes
 import numba
 import numpy as np
 from numba import carray, types
@@ -30,25 +28,22 @@ from numpy.typing import NDArray
 
 from psdist.compression import casts
 from psdist.compression.casts import INFINITY, check_output, check_vector, narrow, widen_brain_one, widen_half_one
-from psdist.compression.compiled import FLOAT, IN, IN_BITS16, IN_BITS32, OUT, kernel
+from psdist.compression.compiled import FLOAT, IN, IN_BITS16, IN_BITS32, OUT, Kernel, kernel
+from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 
 Floats = NDArray[np.float32]
 AnyArray = NDArray[Any]
 
 #: Element types that contributions and pulled weights may have, by name.
-DTYPES: Final[dict[str, np.dtype[Any]]] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
+DTYPES: Final = {name: NUMPY_DTYPES[name] for name in ("float32", "float16", "bfloat16")}
 
 #: ``sum_squares`` adds in this many lanes, element i in lane i % SUM_LANES.
 SUM_LANES: Final = 256
 
 BLOCK = 4096  # elements; 16 KiB of float32 stay in the first-level cache while contributions are added to them
 _FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
-CODES = {DTYPES["float32"]: _FLOAT32, DTYPES["float16"]: _FLOAT16, DTYPES["bfloat16"]: _BFLOAT16}
+CODES = dict(zip(DTYPES.values(), (_FLOAT32, _FLOAT16, _BFLOAT16), strict=True))
 
 _U = np.uint32
 
@@ -66,9 +61,6 @@ def cast(values: Floats, dtype: str) -> AnyArray:
     out = np.empty(values.size, wanted)
     narrow(values, out)
     return out
-
-
-# --- contributions ----------------------------------------------------------------------------------------------------
 
 
 def _type_pointer(_context: Any, _address: Any) -> Any:
@@ -214,9 +206,6 @@ def division_by(count: int) -> tuple[np.float32, np.float32]:
     return np.float32(count), np.float32(0.0)
 
 
-# --- sums, scaling, checks --------------------------------------------------------------------------------------------
-
-
 @kernel(IN, result=types.float64)
 def _sum_squares(values: Any) -> Any:
     lanes = np.zeros(SUM_LANES, np.float64)
@@ -246,41 +235,19 @@ def sum_squares(values: Floats) -> float:
     return float(_sum_squares(values))
 
 
-@kernel(OUT, FLOAT)
-def _scale(values: Any, factor: Any) -> None:
-    for i in range(values.size):
-        values[i] = values[i] * factor
-
-
-def scale(values: Floats, factor: float | np.float32) -> None:
-    """Multiplies float32[n] ``values`` in place by ``factor``, rounded to float32 first."""
-    check_vector("values", values, DTYPES["float32"], values.size)
-    check_output("values", values)
-    _scale(values, np.float32(factor))
-
-
-@kernel(IN_BITS32, types.uint32, result=types.boolean)
-def _all_finite32(bits: Any, exponent: Any) -> Any:
+def _all_finite(bits: Any, exponent: Any) -> Any:
     for start in range(0, bits.size, BLOCK):
         block = bits[start : start + BLOCK]
-        bad = _U(0)
+        bad = bits.dtype.type(0)
         for i in range(block.size):
-            bad |= _U(_U(block[i] & exponent) == exponent)
+            bad |= bits.dtype.type(bits.dtype.type(block[i] & exponent) == exponent)
         if bad:
             return False
     return True
 
 
-@kernel(IN_BITS16, types.uint16, result=types.boolean)
-def _all_finite16(bits: Any, exponent: Any) -> Any:
-    for start in range(0, bits.size, BLOCK):
-        block = bits[start : start + BLOCK]
-        bad = np.uint16(0)
-        for i in range(block.size):
-            bad |= np.uint16(np.uint16(block[i] & exponent) == exponent)
-        if bad:
-            return False
-    return True
+_all_finite16 = Kernel(_all_finite, (IN_BITS16, types.uint16), types.boolean)
+_all_finite32 = Kernel(_all_finite, (IN_BITS32, types.uint32), types.boolean)
 
 
 def all_finite(values: AnyArray) -> bool:
@@ -298,159 +265,7 @@ def all_finite(values: AnyArray) -> bool:
 
 
 def warm_up() -> None:
-    """Compiles everything in this module but the update kernels. Takes seconds once per machine; run it in a thread."""
-    for one in (_combine, _sum_squares, _scale, _all_finite32, _all_finite16):
+    """Compiles everything in this module, and the casts. Takes seconds once per machine; run it in a thread."""
+    for one in (_combine, _sum_squares, _all_finite32, _all_finite16):
         one.compile()
     casts.warm_up()
-
-
-# --- updates ----------------------------------------------------------------------------------------------------------
-# In place, one pass over memory: w weights, g gradient, then the state; scalars are float32 and computed once per step
-# by psdist_server.kernels.optimizers. Weight decay 0 is no special case: the loops wait for memory anyway.
-
-
-@kernel(OUT, IN, FLOAT, FLOAT)
-def sgd(w: Any, g: Any, rate: Any, decay: Any) -> None:
-    """Plain stochastic gradient descent."""
-    for i in range(w.size):
-        w[i] = w[i] - rate * (g[i] + decay * w[i])
-
-
-@kernel(OUT, OUT, IN, FLOAT, FLOAT, FLOAT, FLOAT)
-def sgd_momentum(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any) -> None:
-    """Heavy ball: buffer = keep * buffer + take * gradient."""
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        velocity = keep * buffer[i] + take * gradient
-        buffer[i] = velocity
-        w[i] = w[i] - rate * velocity
-
-
-@kernel(OUT, OUT, IN, FLOAT, FLOAT, FLOAT, FLOAT)
-def sgd_nesterov(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any) -> None:
-    """Nesterov's momentum in torch's form."""
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        velocity = keep * buffer[i] + take * gradient
-        buffer[i] = velocity
-        w[i] = w[i] - rate * (gradient + keep * velocity)
-
-
-@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 7)
-def adam(
-    w: Any, m: Any, v: Any, g: Any, decay: Any, take1: Any, keep2: Any, take2: Any, size: Any, root: Any, eps: Any
-) -> None:
-    """Adam, with L2 weight decay."""
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        mean = m[i] + take1 * (gradient - m[i])
-        square = keep2 * v[i] + take2 * gradient * gradient
-        m[i] = mean
-        v[i] = square
-        w[i] = w[i] - size * mean / (np.sqrt(square) * root + eps)
-
-
-@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 7)
-def adamw(
-    w: Any, m: Any, v: Any, g: Any, shrink: Any, take1: Any, keep2: Any, take2: Any, size: Any, root: Any, eps: Any
-) -> None:
-    """Adam with decoupled weight decay: the weights shrink first."""
-    for i in range(w.size):
-        mean = m[i] + take1 * (g[i] - m[i])
-        square = keep2 * v[i] + take2 * g[i] * g[i]
-        m[i] = mean
-        v[i] = square
-        w[i] = w[i] * shrink - size * mean / (np.sqrt(square) * root + eps)
-
-
-@kernel(OUT, OUT, IN, FLOAT, FLOAT, FLOAT)
-def adagrad(w: Any, total: Any, g: Any, rate: Any, decay: Any, eps: Any) -> None:
-    """Adagrad."""
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        square = total[i] + gradient * gradient
-        total[i] = square
-        w[i] = w[i] - rate * gradient / (np.sqrt(square) + eps)
-
-
-@kernel(OUT, OUT, IN, *[FLOAT] * 5)
-def rmsprop(w: Any, v: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any) -> None:
-    """RMSprop without momentum."""
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        square = keep * v[i] + take * gradient * gradient
-        v[i] = square
-        w[i] = w[i] - rate * gradient / (np.sqrt(square) + eps)
-
-
-@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 6)
-def rmsprop_momentum(
-    w: Any, v: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any, momentum: Any
-) -> None:
-    """RMSprop with momentum."""
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        square = keep * v[i] + take * gradient * gradient
-        v[i] = square
-        velocity = momentum * buffer[i] + gradient / (np.sqrt(square) + eps)
-        buffer[i] = velocity
-        w[i] = w[i] - rate * velocity
-
-
-@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 5)
-def rmsprop_centered(w: Any, v: Any, mean: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any) -> None:
-    """Centered RMSprop without momentum."""
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        square = keep * v[i] + take * gradient * gradient
-        v[i] = square
-        average = mean[i] + take * (gradient - mean[i])
-        mean[i] = average
-        variance = square - average * average
-        variance = np.float32(0.0) if variance < np.float32(0.0) else variance
-        w[i] = w[i] - rate * gradient / (np.sqrt(variance) + eps)
-
-
-@kernel(OUT, OUT, OUT, OUT, IN, *[FLOAT] * 6)
-def rmsprop_centered_momentum(
-    w: Any, v: Any, mean: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any, momentum: Any
-) -> None:
-    """Centered RMSprop with momentum."""
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        square = keep * v[i] + take * gradient * gradient
-        v[i] = square
-        average = mean[i] + take * (gradient - mean[i])
-        mean[i] = average
-        variance = square - average * average
-        variance = np.float32(0.0) if variance < np.float32(0.0) else variance
-        velocity = momentum * buffer[i] + gradient / (np.sqrt(variance) + eps)
-        buffer[i] = velocity
-        w[i] = w[i] - rate * velocity
-
-
-@kernel(OUT, OUT, IN, *[FLOAT] * 6)
-def lion(w: Any, m: Any, g: Any, rate: Any, decay: Any, keep1: Any, take1: Any, keep2: Any, take2: Any) -> None:
-    """Lion: the weights move by the sign of an interpolation, the momentum follows by another."""
-    zero, one = np.float32(0.0), np.float32(1.0)
-    for i in range(w.size):
-        mixed = keep1 * m[i] + take1 * g[i]
-        sign = (one if mixed > zero else zero) - (one if mixed < zero else zero)
-        w[i] = w[i] - rate * (sign + decay * w[i])
-        m[i] = keep2 * m[i] + take2 * g[i]
-
-
-@kernel(OUT, OUT, OUT, IN, *[FLOAT] * 5)
-def ftrl(w: Any, residual: Any, total: Any, g: Any, scale: Any, inverse: Any, beta: Any, l1: Any, l2: Any) -> None:
-    """FTRL-Proximal in the form that ``optimizers`` derives: ``inverse`` is 1 / alpha, ``scale`` the gradient's."""
-    for i in range(w.size):
-        gradient = scale * g[i]
-        square = total[i] + gradient * gradient
-        total[i] = square
-        curvature = (beta + np.sqrt(square)) * inverse + l2
-        pull = residual[i] + gradient
-        dual = pull - curvature * w[i]
-        held = l1 if dual > l1 else (-l1 if dual < -l1 else dual)
-        residual[i] = held
-        moved = w[i] - (pull - held) / curvature if held != dual else np.float32(0.0)
-        w[i] = moved if curvature > np.float32(0.0) else w[i]  # beta 0, and no gradient so far

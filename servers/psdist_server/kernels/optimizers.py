@@ -1,12 +1,10 @@
 """What an optimizer specification means for a slice: which state it has, and one update of it.
 
 A ``Rule`` is made once per parameters. It computes the scalars of a step (bias corrections, learning rate by schedule)
-in float64, rounds each to float32 once, and hands them with the arrays to the optimizer's kernel. What it is not: it
-holds no weights and no state, and knows no versions; its caller does. The same in plain numpy is
-``psdist_server.kernels.reference.update``, and the bytes are the same.
+in float64, rounds each to float32 once, and names the kernel that takes them. What it is not: it holds no weights and
+no state, and knows no versions; its caller does.
 
-Invariants: an element's update depends on that element alone, so how a vector is cut does not matter. What is rejected
-changes nothing.
+Invariant: an element's update depends on that element alone, so how a vector is cut does not matter.
 
 FTRL-Proximal (McMahan et al. 2013, algorithm 1) keeps z and n per coordinate and recomputes the weights from them:
 w = -(z - sign(z) l1) / D if abs(z) > l1, else 0, with D = (beta + sqrt(n)) / alpha + l2. Here the state is n and
@@ -25,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.compression.compiled import Kernel
-from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
 from psdist.optim import Optimizer
-from psdist_server.kernels import fused, kernels
+from psdist_server.kernels import fused
 
 Floats = NDArray[np.float32]
 Values = Mapping[str, float]
@@ -53,20 +50,16 @@ class Rule:
         self.spec = spec
         self.state_since = state_since
         self.state_names = spec.state_names
-        self._kernel = _kernel_of(spec)
         #: Updates several slices by the mean of contributions; see ``psdist_server.kernels.fused``.
-        self.fused: Kernel = fused.OF[self._kernel]
+        self.fused = _kernel_of(spec)
         self._scalars = _SCALARS[spec.kind]
         self._groups = tuple(spec.group_values(group) for group in range(len(spec.overrides) + 1))
         self._scalars_kept: tuple[tuple[int, float], Scalars] | None = None
 
-    def initialize(self, weights: Floats, states: Sequence[Floats], runs: Sequence[Run] | None = None) -> None:
-        """Fills ``states`` with what they are before their first update, for these float32[n] ``weights``.
-
-        Zeros, but for Adagrad's ``initial_accumulator_value`` and FTRL's residual, which takes the weights as given.
-        runs: as in ``apply``. Raises as ``apply``.
-        """
-        runs = self._check(weights, states, weights, runs)
+    def initialize(self, weights: Floats, states: Sequence[Floats], runs: Sequence[Run]) -> None:
+        """Fills the ``states`` of a slice with what they are before their first update, for these float32[n]
+        ``weights``: zeros, but for Adagrad's ``initial_accumulator_value`` and FTRL's residual, which takes the weights
+        as given. runs: ranges inside the slice and their groups, without overlap."""
         for state in states:
             state.fill(0.0)
         if self.spec.kind == "adagrad":
@@ -74,37 +67,6 @@ class Rule:
         if self.spec.kind == "ftrl":
             for start, stop, group in runs:
                 states[0][start:stop] = np.sign(weights[start:stop]) * np.float32(-self._groups[group]["l1"])
-
-    def apply(
-        self,
-        weights: Floats,
-        states: Sequence[Floats],
-        gradient: Floats,
-        step: int,
-        lr_scale: float = 1.0,
-        runs: Sequence[Run] | None = None,
-    ) -> None:
-        """One update of a slice, in place.
-
-        weights, states: float32[n], writable, none overlapping another.
-        gradient: float32[n], only read. Clipping (``clip_factor``) is done to it before.
-        step: the slice's version, ``state_since`` or more.
-        lr_scale: multiplies the learning rate, for stale gradients; with FTRL, whose rate is a property of the whole
-            past, it multiplies the gradient.
-        runs: ranges inside the slice and their groups, without overlap; elements in none are left as they are. By
-            default the whole slice in group 0.
-
-        Raises InvalidArgumentError, ShapeMismatchError or DTypeMismatchError, and then nothing has changed.
-        """
-        if step < self.state_since:
-            raise InvalidArgumentError(f"step={step} is out of range: steps count from {self.state_since}", step=step)
-        runs = self._check(weights, states, gradient, runs)
-        scalars = self.scalars(step, lr_scale)
-        for start, stop, group in runs:
-            values = scalars[group]
-            if values is not None:
-                part = slice(start, stop)
-                self._kernel(weights[part], *(state[part] for state in states), gradient[part], *values)
 
     def scalars(self, step: int, lr_scale: float) -> Scalars:
         """The kernel's float32 arguments for each group at this step; None where the update is left out. The last are
@@ -125,32 +87,6 @@ class Rule:
         """Compiles the fused kernel, or loads it from the cache. Up to seconds; run it in a thread."""
         self.fused.compile()
 
-    def _check(
-        self, weights: Floats, states: Sequence[Floats], gradient: Floats, runs: Sequence[Run] | None
-    ) -> Sequence[Run]:
-        # The kernels check no bounds, so a wrong length here would write into foreign memory.
-        if len(states) != len(self.state_names):
-            raise InvalidArgumentError(
-                f"{len(states)} state arrays for {self.spec.kind}: it has {len(self.state_names)} {self.state_names}"
-            )
-        size = weights.size
-        for name, array in zip(("weights", "gradient", *self.state_names), (weights, gradient, *states), strict=True):
-            if array.dtype != np.float32:
-                raise DTypeMismatchError(f"{name} has dtype {array.dtype}, not float32", dtype=array.dtype)
-            if array.shape != (size,) or not array.flags.c_contiguous:
-                raise ShapeMismatchError(f"{name} has shape {array.shape}, not a contiguous ({size},)")
-            if array is not gradient and not array.flags.carray:
-                raise InvalidArgumentError(f"{name} cannot be updated: it must be writable and aligned")
-        if runs is None:
-            return ((0, size, 0),)
-        for start, stop, group in runs:
-            if not (0 <= start <= stop <= size and 0 <= group < len(self._groups)):
-                raise InvalidArgumentError(
-                    f"run {(start, stop, group)} is out of range: the slice has {size} elements, the optimizer "
-                    f"{len(self._groups)} groups"
-                )
-        return runs
-
 
 def clip_factor(total_norm: float, max_norm: float) -> float:
     """What gradients of this global L2 norm are multiplied by: ``max_norm / (total_norm + 1e-6)``, at most 1.
@@ -163,33 +99,15 @@ def clip_factor(total_norm: float, max_norm: float) -> float:
     return 1.0 if factor > 1.0 else factor
 
 
-# --- which kernel -----------------------------------------------------------------------------------------------------
-
-
 def _kernel_of(spec: Optimizer) -> Kernel:
     """The kernel of this optimizer, which takes the state in the order of ``spec.state_names``."""
-    values = spec.values()
-    if spec.kind == "sgd" and values["momentum"]:
-        return kernels.sgd_nesterov if values["nesterov"] else kernels.sgd_momentum
-    if spec.kind == "rmsprop":
-        return _RMSPROP[bool(values["centered"]), bool(values["momentum"])]
-    return _KERNELS[spec.kind]
-
-
-_KERNELS: dict[str, Kernel] = {
-    "sgd": kernels.sgd,
-    "adam": kernels.adam,
-    "adamw": kernels.adamw,
-    "adagrad": kernels.adagrad,
-    "lion": kernels.lion,
-    "ftrl": kernels.ftrl,
-}
-_RMSPROP: dict[tuple[bool, bool], Kernel] = {  # by (centered, momentum)
-    (False, False): kernels.rmsprop,
-    (False, True): kernels.rmsprop_momentum,
-    (True, False): kernels.rmsprop_centered,
-    (True, True): kernels.rmsprop_centered_momentum,
-}
+    values, name = spec.values(), spec.kind
+    if values.get("centered"):
+        name += "_centered"
+    if values.get("momentum"):
+        name += "_nesterov" if values.get("nesterov") else "_momentum"
+    kernel: Kernel = vars(fused)[name]
+    return kernel
 
 
 # --- the scalars of a step, in the order of the kernel's arguments ----------------------------------------------------

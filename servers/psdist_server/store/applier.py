@@ -24,8 +24,8 @@ from psdist.types import ParametersEntry
 from psdist_server.core.events import Aggregate, Apply
 from psdist_server.core.records import ReplicaUpdate, SliceRecord
 from psdist_server.kernels.arrays import Array, Bad, DenseParameters, Gradient, Update
-from psdist_server.kernels.launcher import KernelLauncher
 from psdist_server.kernels.optimizers import clip_factor
+from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.copy_on_write import CopyTarget, UpdateGate
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.replicator import Replicator
@@ -42,13 +42,12 @@ class Outcome(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """What a kernel works on."""
+    """What a kernel works on. is_raw: the update's parts are the contributions, not their mean. target: where the slice
+    is copied to before it is updated."""
 
     effect: Apply | Aggregate
     update: Update
-    #: The update's parts are the contributions, not their mean.
     is_raw: bool = True
-    #: Where the slice is copied to before it is updated.
     target: CopyTarget | None = None
 
 
@@ -101,15 +100,13 @@ class Applier:
         self._quiescence_callbacks: dict[int, list[Callable[[], None]]] = {}
         replicator.subscribe(self)
 
-    # --- effects ------------------------------------------------------------------------------------------------------
-
     def start(self, effect: Apply | Aggregate) -> None:
         """Begins to carry ``effect`` out."""
         index = effect.index
         values = self._gradients.values(effect.parts)
         if isinstance(effect, Aggregate):
             job = _Job(effect, Update(index, effect.step, values))
-            self._kernels.submit(index, self._combine, job, self._aggregated)
+            self._kernels.submit(index, self._combine, job, self._combined)
         elif index in self._means:
             mean, square = self._means.pop(index)
             kept = [mean] if mean is not None else []
@@ -155,8 +152,6 @@ class Applier:
             job = job._replace(target=target)
         self._kernels.submit(index, self._apply, job, done)
 
-    # --- replicas -----------------------------------------------------------------------------------------------------
-
     def _ship(self, shipment: _Shipment) -> None:
         """Sends an update to the replicas and applies it meanwhile."""
         effect, index = shipment.effect, shipment.effect.index
@@ -170,14 +165,14 @@ class Applier:
         self._write(_Job(effect, shipment.update, False), self._shipped)
 
     def replicated(self, index: int, lsn: int) -> None:
-        """See Updates."""
+        """All replicas that must have update ``lsn`` of slice ``index`` have it."""
         shipment = self._shipments.get(index)
         if shipment is not None and shipment.lsn == lsn:
             shipment.is_replicated = True
             self._end_if_done(shipment)
 
     def ship_waiting(self) -> None:
-        """See Updates."""
+        """There may be room for updates that wait."""
         while self._waiting and self._replicator.has_room():
             shipment = self._waiting.popleft()
             if self.gate.blocks(shipment.effect.index):
@@ -195,8 +190,6 @@ class Applier:
     def _end(self, effect: Apply, outcome: Outcome) -> None:
         self._ahead.pop(effect.index, None)
         self._done(effect, outcome)
-
-    # --- kernels and their results ------------------------------------------------------------------------------------
 
     def _combine(self, works: Sequence[tuple[int, _Job]]) -> list[Outcome]:
         """Runs in a kernel thread, or on the loop."""
@@ -217,17 +210,16 @@ class Applier:
         seconds = (time.perf_counter() - started) / len(works)
         return [Outcome(seconds, bad) for bad in left_out]
 
-    def _aggregated(self, job: _Job, outcome: Outcome) -> None:
-        self._means[job.effect.index] = (outcome.mean, outcome.square)
-        self._gradients.used(job.effect.index, job.effect.parts, outcome.bad)
-        self._done(job.effect, outcome)
-
     def _combined(self, job: _Job, outcome: Outcome) -> None:
-        assert isinstance(job.effect, Apply)
-        self._gradients.used(job.effect.index, job.effect.parts, outcome.bad)
+        effect = job.effect
+        self._gradients.used(effect.index, effect.parts, outcome.bad)
+        if isinstance(effect, Aggregate):
+            self._means[effect.index] = (outcome.mean, outcome.square)
+            self._done(effect, outcome)
+            return
         kept = [outcome.mean] if outcome.mean is not None else []
-        update = Update(job.effect.index, job.effect.step, kept, job.effect.lr_scale, job.update.factor)
-        self._deliver(_Job(job.effect, update, False), 0.0)
+        update = Update(effect.index, effect.step, kept, effect.lr_scale, job.update.factor)
+        self._deliver(_Job(effect, update, False), 0.0)
 
     def _applied(self, job: _Job, outcome: Outcome) -> None:
         """An update that no replica has the slice for is in the arrays."""
@@ -255,10 +247,9 @@ class Applier:
             target.copied()
         self._notify_quiescence(effect.index)
 
-    # --- quiescence ---------------------------------------------------------------------------------------------------
-
     def when_quiescent(self, index: int, callback: Callable[[], None]) -> None:
-        """See Updates."""
+        """Calls ``callback`` as soon as slice ``index`` has its content and no kernel writes it: now, or when the one
+        that does has ended."""
         is_missing = index in self._dense.held and index not in self._dense.installed
         if is_missing or index in self._writing:
             self._quiescence_callbacks.setdefault(index, []).append(callback)

@@ -25,7 +25,7 @@ from psdist.wire.frames import Frame
 from psdist_server.core.records import Producer, ReplicaUpdate, SliceRecord
 from psdist_server.core.replication import BackupReplication, stale_term
 from psdist_server.kernels.arrays import Array, DenseParameters, Gradient, Update, gradient_of
-from psdist_server.kernels.launcher import KernelLauncher
+from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.statistics import Counters
 
@@ -74,8 +74,6 @@ class BackupShards:
         #: Where each server reads answers, by its id: on its newest stream.
         self._answers: dict[str, Answer] = {}
 
-    # --- the map ------------------------------------------------------------------------------------------------------
-
     def add(self, number: int, indices: Iterable[int], shard: Shard) -> None:
         """Holds one more shard from now on. Where there is no memory for it, its primary is refused until the next
         map."""
@@ -99,21 +97,16 @@ class BackupShards:
             self._queues.pop(index, None)
 
     def follow(self, shards: Sequence[Shard]) -> None:
-        """The primaries of a new map."""
+        """Follows a new map: its primaries; whether there is memory for its shards is found out anew."""
+        self._no_room.clear()
         for number, machine in self.machines.items():
             machine.follow(shards[number])
-
-    def forget_refusals(self) -> None:
-        """A new map: whether there is memory for its shards is found out anew."""
-        self._no_room.clear()
 
     def retain(self, producers: Collection[Producer]) -> None:
         """Forgets what is known of other producers. Entries that a primary with an older map still sends go at the next
         change: no primary has a newer map, as its streams wait for that (``Admission.admit_primary``)."""
         for machine in self.machines.values():
             machine.retain(producers)
-
-    # --- messages -----------------------------------------------------------------------------------------------------
 
     def open_stream(self, sender: Replica, answer: Answer) -> pb.ReplicateResponse:
         """What is here of the sender's shards. From now on only messages on the stream of ``answer`` count."""
@@ -188,8 +181,6 @@ class BackupShards:
             case kind:
                 raise InvalidArgumentError(f"a message of kind {kind} is unknown here")
 
-    # --- copies -------------------------------------------------------------------------------------------------------
-
     def _on_state(self, machine: BackupReplication, state: pb.ReplicateRequest.SliceState, payload: memoryview) -> None:
         index = state.slice
         self._check_slice(machine, index)
@@ -236,8 +227,6 @@ class BackupShards:
         if index not in machine.awaited:
             self._enqueue(index, compare)
 
-    # --- updates ------------------------------------------------------------------------------------------------------
-
     def _on_update(
         self, machine: BackupReplication, sender: Replica, message: pb.ReplicateRequest, payload: memoryview
     ) -> None:
@@ -252,7 +241,8 @@ class BackupShards:
     def _acknowledge(self, machine: BackupReplication, sender: Replica, term: int, lsn: int) -> None:
         """Acknowledges an update, unless there is another term, under which its number means something else."""
         if term == machine.term:
-            self._answers[sender.server_id](_ack(machine.number, term, machine.applied(term, lsn)))
+            ack = pb.ReplicateResponse.Ack(shard=machine.number, term=term, lsn=machine.applied(term, lsn))
+            self._answers[sender.server_id](pb.ReplicateResponse(ack=ack))
 
     def _update(
         self, machine: BackupReplication, message: pb.ReplicateRequest.Update, payload: memoryview
@@ -318,10 +308,6 @@ class BackupShards:
 def _dense_update(update: ReplicaUpdate[Gradient]) -> Update:
     parts = [update.gradient] if update.gradient is not None else []
     return Update(update.index, update.version, parts, update.lr_scale, update.factor)
-
-
-def _ack(number: int, term: int, lsn: int) -> pb.ReplicateResponse:
-    return pb.ReplicateResponse(ack=pb.ReplicateResponse.Ack(shard=number, term=term, lsn=lsn))
 
 
 def _refused(number: int, term: int, error: PsdistError) -> pb.ReplicateResponse:

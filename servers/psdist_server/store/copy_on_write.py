@@ -23,8 +23,8 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from psdist_server.core.cut import CutState
 from psdist_server.kernels.arrays import Array, DenseParameters
-from psdist_server.kernels.launcher import KernelLauncher
 from psdist_server.kernels.memory import MemoryPool
+from psdist_server.kernels.pool import KernelLauncher
 
 U = TypeVar("U")
 

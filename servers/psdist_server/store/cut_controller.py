@@ -16,8 +16,8 @@ from psdist_server.core.events import CutArmed, CutEnded, Effect, SliceCut, Step
 from psdist_server.core.records import Producer
 from psdist_server.core.role_changes import RoleChanges
 from psdist_server.kernels.arrays import DenseParameters
-from psdist_server.kernels.launcher import KernelLauncher
 from psdist_server.kernels.memory import MemoryPool
+from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.copy_on_write import WRITER_COPIES, SliceCopies, UpdateGate
 from psdist_server.store.shard_router import ShardRouter
 

@@ -17,21 +17,18 @@ from psdist.v1 import server_pb2
 from psdist_server.core.events import Aggregate, Apply, NormKnown, SliceAggregated, SliceApplied, SliceLoaded
 from psdist_server.core.records import SliceRecord
 from psdist_server.kernels.arrays import Array, DenseParameters, gradient_of
-from psdist_server.kernels.launcher import KernelLauncher
-from psdist_server.kernels.pool import KernelPool
+from psdist_server.kernels.pool import KernelLauncher, KernelPool
 from psdist_server.store.applier import Applier, Outcome
 from psdist_server.store.backup_shards import BackupShards
 from psdist_server.store.cut_controller import CutController
-from psdist_server.store.effect_runner import EffectRunner
 from psdist_server.store.global_norm import Aggregation, NormBoard
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.replica_roles import ReplicaRoles
 from psdist_server.store.replica_stream import now
 from psdist_server.store.replicator import ReplicaNetwork, Replicator
 from psdist_server.store.rpc_call import Call, CallTable
-from psdist_server.store.shard_router import ShardRouter
-from psdist_server.store.shm_readers import ShmReaders
-from psdist_server.store.slice_reads import SliceReads
+from psdist_server.store.shard_router import EffectRunner, ShardRouter
+from psdist_server.store.slice_reads import ShmReaders, SliceReads
 from psdist_server.store.statistics import Counters, replica_statistics
 
 _log = structlog.get_logger("psdist.server")
@@ -63,9 +60,7 @@ class ParameterStore:
         self.replicator = Replicator(entry, network, self, dense, self.norms)
         self.applier = Applier(entry, dense, kernels, self.gradients, self.replicator, self._carried_out)
         calls = CallTable()
-        effects = EffectRunner(
-            calls, self.gradients, self.applier, self.replicator, self.counters, max(1, len(entry.shards))
-        )
+        effects = EffectRunner(calls, self.gradients, self.applier, self.replicator, self.counters)
         self.router = ShardRouter(entry, calls, self.gradients, self.counters, effects.run)
         self.aggregation = Aggregation(self.norms, self.router.version, lambda step: on_aggregated(self, step))
         self.reads = SliceReads(self.router, dense, self.counters)
@@ -153,17 +148,13 @@ class ParameterStore:
         self.router.calls.fail_permanently(InternalError(f"{what} of {self.entry.spec.name!r} failed: {error!r}"))
 
     def fail_permanently(self, error: PsdistError) -> None:
-        """See Source. Nothing of the parameter set can be trusted here any more: all calls end with ``error``."""
+        """Nothing of the parameter set can be trusted here any more: all calls end with ``error``."""
         _log.error("stopped", parameters=self.entry.spec.name, reason=str(error))
         self.router.calls.fail_permanently(error)
 
     def record(self, index: int) -> SliceRecord:
-        """See Source."""
+        """What is in the arrays of a quiescent slice that is served here."""
         return self.applier.record(index, self.router.of(index).record(index))
-
-    def fence_shard(self, number: int) -> None:
-        """See Source."""
-        self.router.fence_shard(number)
 
     def waiting_for(self, call: Call) -> str:
         """Why the call's oldest slice is not answered yet."""

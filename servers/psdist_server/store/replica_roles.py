@@ -10,6 +10,8 @@ a shard is used for nothing else before its last kernel has ended.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -19,99 +21,85 @@ from psdist.types import ParametersEntry, Replica
 from psdist_server.core import role_changes
 from psdist_server.core.events import MembersChanged
 from psdist_server.core.replication import BackupReplication
-from psdist_server.core.shards import make_shard
+from psdist_server.core.role_changes import make_shard
 from psdist_server.kernels.arrays import DenseParameters
-from psdist_server.kernels.launcher import KernelLauncher
+from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.applier import Applier
 from psdist_server.store.backup_shards import BackupShards
 from psdist_server.store.cut_controller import CutController
 from psdist_server.store.global_norm import Aggregation
 from psdist_server.store.replica_stream import not_primary
-from psdist_server.store.replicator import Replicator, Source
+from psdist_server.store.replicator import Replicator
 from psdist_server.store.shard_router import ShardRouter
-from psdist_server.store.shm_readers import ShmReaders
-from psdist_server.store.slice_reads import SliceReads
+from psdist_server.store.slice_reads import ShmReaders, SliceReads
+
+if TYPE_CHECKING:
+    from psdist_server.store.parameter_store import ParameterStore
 
 _log = structlog.get_logger("psdist.server")
 
 
+@dataclass(slots=True)
 class ReplicaRoles:
-    """Takes and leaves the roles of ``me``."""
+    """Takes and leaves the roles of ``me``. unloaded: shards that are to be loaded from a snapshot and are not yet."""
 
-    def __init__(
-        self,
-        me: Replica,
-        source: Source,
-        router: ShardRouter,
-        replicator: Replicator,
-        backups: BackupShards,
-        applier: Applier,
-        kernels: KernelLauncher,
-        dense: DenseParameters,
-        reads: SliceReads,
-        shm_readers: ShmReaders,
-        aggregation: Aggregation,
-        cuts: CutController,
-    ) -> None:
-        self.me = me
-        self._source = source
-        self._router = router
-        self._replicator = replicator
-        self._backups = backups
-        self._applier = applier
-        self._kernels = kernels
-        self._dense = dense
-        self._reads = reads
-        self._shm_readers = shm_readers
-        self._aggregation = aggregation
-        self._cuts = cuts
-        #: Shards that are to be loaded from a snapshot and are not yet.
-        self.unloaded: set[int] = set()
+    me: Replica
+    store: ParameterStore
+    router: ShardRouter
+    replicator: Replicator
+    backups: BackupShards
+    applier: Applier
+    kernels: KernelLauncher
+    dense: DenseParameters
+    reads: SliceReads
+    shm_readers: ShmReaders
+    aggregation: Aggregation
+    cuts: CutController
+    unloaded: set[int] = field(default_factory=set)
 
     async def follow(self, before: ParametersEntry, entry: ParametersEntry, epoch: int) -> None:
         """Takes and leaves the roles by which the map of ``epoch``, which has ``entry``, differs from that with
         ``before``."""
-        terms = {number: machine.term for number, machine in self._replicator.machines.items()}
-        changes = role_changes.changes(entry, self.me, terms, self._backups.machines)
+        terms = {number: machine.term for number, machine in self.replicator.machines.items()}
+        changes = role_changes.changes(entry, self.me, terms, self.backups.machines)
         shards = enumerate(entry.shards)
-        self._router.follow(epoch, [number for number, shard in shards if role_changes.is_primary(shard, self.me)])
-        self._cuts.follow(changes, entry.members != before.members)
+        self.router.follow(epoch, [number for number, shard in shards if role_changes.is_primary(shard, self.me)])
+        self.cuts.follow(changes, entry.members != before.members)
         for number in changes.demoted:
             self._demote(number)
             _log.info("a shard is served elsewhere", parameters=entry.spec.name, shard=number, epoch=epoch)
-        copies = {number: self._backups.remove(number) for number in (*changes.discarded, *changes.promoted)}
+        copies = {number: self.backups.remove(number) for number in (*changes.discarded, *changes.promoted)}
         for number in changes.discarded:
-            self._backups.discard(copies[number].slices)
+            self.backups.discard(copies[number].slices)
         if changes.demoted:
             self._serve_steps()
         if (entry.members, entry.departed) != (before.members, before.departed):
-            self._router.dispatch_all(MembersChanged(entry.members, entry.departed))
-            self._backups.retain(entry.producers)
+            self.router.dispatch_all(MembersChanged(entry.members, entry.departed))
+            self.backups.retain(entry.producers)
         for number in changes.ended:
-            await self._kernels.settled(number)
+            await self.kernels.settled(number)
         self._release([*changes.demoted, *changes.discarded], epoch)
-        self._backups.forget_refusals()
+        self.backups.follow(entry.shards)
         for number in changes.added:
-            self._backups.add(number, self._router.slices_of(number), entry.shards[number])
+            self.backups.add(number, self.router.slices_of(number), entry.shards[number])
         for number in (*changes.created, *changes.promoted):
             self._become_primary(number, copies.get(number), entry, epoch)
-        self._backups.follow(entry.shards)
-        self._router.unfence()
-        self._replicator.follow(entry)
+        self.router.unfence()
+        self.replicator.follow(entry)
         if changes.promoted:
             # All members that a step waited for may have left with this map.
-            self._router.dispatch_all(MembersChanged(entry.members, entry.departed))
+            self.router.dispatch_all(MembersChanged(entry.members, entry.departed))
         if changes.promoted or changes.created:
             self._serve_steps()
 
     async def close(self) -> None:
         """Leaves all roles; returns when no kernel runs any more."""
-        for number in list(self._router.machines):
+        for number in list(self.router.machines):
             self._demote(number)
-        for number in list(self._backups.machines):
-            self._backups.discard(self._backups.remove(number).slices)
-        await self._replicator.close()
-        await self._kernels.all_settled()
+        for number in list(self.backups.machines):
+            self.backups.discard(self.backups.remove(number).slices)
+        await self.replicator.close()
+        await self.kernels.all_settled()
 
     def loaded(self, number: int) -> None:
         """All slices of a shard are loaded from the snapshot."""
@@ -119,32 +107,32 @@ class ReplicaRoles:
 
     def _demote(self, number: int) -> None:
         """Another server is the primary of a shard, or none is."""
-        indices = self._router.slices_of(number)
+        indices = self.router.slices_of(number)
         self.unloaded.discard(number)
-        self._router.remove(number)
-        self._replicator.remove(number)
-        self._reads.fail(indices, not_primary(number))
-        self._applier.drop(indices)
+        self.router.remove(number)
+        self.replicator.remove(number)
+        self.reads.fail(indices, not_primary(number))
+        self.applier.drop(indices)
 
     def _release(self, numbers: Collection[int], epoch: int) -> None:
-        indices = [index for number in numbers for index in self._router.slices_of(number)]
+        indices = [index for number in numbers for index in self.router.slices_of(number)]
         if indices:
-            self._kernels.readmit(indices)
-            self._shm_readers.release(indices, epoch)
+            self.kernels.readmit(indices)
+            self.shm_readers.release(indices, epoch)
 
     def _become_primary(self, number: int, copy: BackupReplication | None, entry: ParametersEntry, epoch: int) -> None:
         """Serves a shard from now on: a new one, or one that this server has a copy of."""
-        spec, indices, shard = entry.spec, self._router.slices_of(number), entry.shards[number]
+        spec, indices, shard = entry.spec, self.router.slices_of(number), entry.shards[number]
         try:
-            self._dense.hold(indices)
+            self.dense.hold(indices)
         except LimitExceededError as error:  # Of a new shard: what is promoted is held already.
-            self._source.fail_permanently(error)
+            self.store.fail_permanently(error)
         records, base = None, (0, 0)
         # Before the parameter set is ready a copy that was being filled may be promoted: all values are uploaded again.
         if copy is not None and (copy.complete or entry.ready):
             records, base = copy.records, copy.base
             if not copy.complete:
-                self._source.fail_permanently(
+                self.store.fail_permanently(
                     InternalError(f"shard {number} of {spec.name!r} was promoted before its copy was complete")
                 )
                 records = {}
@@ -153,15 +141,15 @@ class ReplicaRoles:
         machine = make_shard(
             indices, entry.members, spec.consistency, clipping, entry.reference_workers, records, entry.departed
         )
-        self._router.add(number, machine)
-        self._replicator.add(number, shard.term, indices, base)
+        self.router.add(number, machine)
+        self.replicator.add(number, shard.term, indices, base)
         if entry.restore is not None and not entry.ready:
             self.unloaded.add(number)
 
     def _serve_steps(self) -> None:
         """Other slices are served here than before: a step may be complete now, or not any more."""
-        self._aggregation.serve(self._router.indices)
-        for index in self._router.indices:
-            state = self._router.of(index).slices[index]
+        self.aggregation.serve(self.router.indices)
+        for index in self.router.indices:
+            state = self.router.of(index).slices[index]
             if state.aggregated:
-                self._aggregation.aggregated(state.version, index)
+                self.aggregation.aggregated(state.version, index)

@@ -68,8 +68,6 @@ class Link:
         self._closed = False
         self.task = asyncio.get_running_loop().create_task(self._run())
 
-    # --- requests of the replicator -----------------------------------------------------------------------------------
-
     def send(self, message: pb.ReplicateRequest, payload: Gradient | None = None) -> None:
         """Queues a message; drops it while there is no stream."""
         if self._is_open:
@@ -127,8 +125,6 @@ class Link:
             if not waiting.done.done():
                 waiting.done.set_exception(not_primary(waiting.machines[0].number))
         self.task.cancel()
-
-    # --- the stream ---------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         delay = _RETRY_MIN_SECONDS

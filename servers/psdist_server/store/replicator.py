@@ -16,16 +16,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import structlog
 
-from psdist.errors import LimitExceededError, PsdistError, ReplicaMismatchError
+from psdist.errors import LimitExceededError, ReplicaMismatchError
 from psdist.types import ParametersEntry, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
 from psdist.wire.limits import KEPT_BYTES_MAX
-from psdist_server.core.records import ReplicaUpdate, SliceRecord
+from psdist_server.core.records import ReplicaUpdate
 from psdist_server.core.replication import (
     PrimaryReplication,
     ReplicaState,
@@ -37,6 +37,10 @@ from psdist_server.core.replication import (
 from psdist_server.kernels.arrays import DenseParameters, Gradient
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.replica_stream import Link, Machine, now, state_message, update_message
+
+if TYPE_CHECKING:
+    from psdist_server.store.applier import Applier
+    from psdist_server.store.parameter_store import ParameterStore
 
 _log = structlog.get_logger("psdist.server")
 
@@ -72,33 +76,6 @@ class ReplicaNetwork(Protocol):
         """There is something new to report."""
 
 
-class Source(Protocol):
-    """The owner of the shards that are copied."""
-
-    def record(self, index: int) -> SliceRecord:
-        """What is in the arrays of a quiescent slice."""
-
-    def fence_shard(self, number: int) -> None:
-        """A shard has another primary."""
-
-    def fail_permanently(self, error: PsdistError) -> None:
-        """Copies differ."""
-
-
-class Updates(Protocol):
-    """The owner of the updates that are replicated."""
-
-    def replicated(self, index: int, lsn: int) -> None:
-        """All replicas that must have update ``lsn`` of slice ``index`` have it."""
-
-    def ship_waiting(self) -> None:
-        """There may be room for updates that wait."""
-
-    def when_quiescent(self, index: int, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` as soon as slice ``index`` has its content and no kernel writes it: now, or when the one
-        that does has ended."""
-
-
 class Replicator:
     """The primary's side of the shards of one parameter store."""
 
@@ -106,14 +83,14 @@ class Replicator:
         self,
         entry: ParametersEntry,
         network: ReplicaNetwork,
-        source: Source,
+        store: ParameterStore,
         dense: DenseParameters,
         norms: NormBoard,
     ) -> None:
         self.name = entry.spec.name
         self.machines: dict[int, Machine] = {}
         self.network = network
-        self._source = source
+        self._store = store
         self._dense = dense
         self._norms = norms
         self._shard_count = max(1, len(entry.shards))
@@ -122,11 +99,9 @@ class Replicator:
         #: By shard, what to call when all replicas have what this server began with.
         self._caught_up: dict[int, list[Callable[[], None]]] = {}
 
-    def subscribe(self, updates: Updates) -> None:
-        """Names what is notified of replicated updates; once, before the first map."""
+    def subscribe(self, updates: Applier) -> None:
+        """Names what carries out updates; once, before the first map."""
         self.updates = updates
-
-    # --- the map ------------------------------------------------------------------------------------------------------
 
     def add(self, number: int, term: int, slices: Iterable[int], base: tuple[int, int] = (0, 0)) -> None:
         """This server is the primary of a shard from now on; ``follow`` comes next."""
@@ -173,8 +148,6 @@ class Replicator:
             if machine is not None and peer.is_open and index not in peer.missing:
                 self._carry_out(machine, machine.copy_again(replica, index))
 
-    # --- updates ------------------------------------------------------------------------------------------------------
-
     def _machine(self, index: int) -> Machine | None:
         return self.machines.get(index % self._shard_count)
 
@@ -198,14 +171,15 @@ class Replicator:
         assert machine is not None
         self._carry_out(machine, machine.update(update, now()))
 
-    def is_caught_up(self, number: int) -> bool:
-        """Whether workers may be answered by what this server began with as the primary of a shard."""
-        machine = self.machines.get(number)
+    def is_caught_up(self, index: int) -> bool:
+        """Whether workers may be answered by what this server began with as the primary of the slice's shard."""
+        machine = self._machine(index)
         return machine is None or machine.is_caught_up
 
-    def when_caught_up(self, number: int, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` once a shard that is not caught up is; never where another primary comes first."""
-        self._caught_up.setdefault(number, []).append(callback)
+    def when_caught_up(self, index: int, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once the slice's shard, which is not caught up, is; never where another primary comes
+        first."""
+        self._caught_up.setdefault(index % self._shard_count, []).append(callback)
 
     def applied(self, index: int) -> None:
         """An update is done and the slice's next one has not begun: compares its bytes every DIGEST_EVERY-th time."""
@@ -219,7 +193,7 @@ class Replicator:
                     self._compare(machine, self._links[replica], index)
 
     def _compare(self, machine: Machine, link: Link, index: int) -> None:
-        version = self._source.record(index).version
+        version = self._store.record(index).version
         digest = pb.ReplicateRequest.Digest(slice=index, version=version, digest=self._dense.digest(index))
         link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, digest=digest))
         machine.compared(link.replica)
@@ -240,15 +214,13 @@ class Replicator:
             for callback in self._caught_up.pop(machine.number, ()):
                 callback()
 
-    # --- streams ------------------------------------------------------------------------------------------------------
-
     def opened(self, link: Link, machine: Machine, held: ReplicaState | None) -> None:
         """The stream of ``link`` is open, and its replica has ``held`` of the shard."""
         self._carry_out(machine, machine.opened(link.replica, held, now()))
 
     def copy_slice(self, link: Link, machine: Machine, index: int) -> None:
         """Sends a quiescent slice."""
-        record, arrays = self._source.record(index), self._dense.export(index)
+        record, arrays = self._store.record(index), self._dense.export(index)
         square = self._norms.known(record.version - 1).get(index, 0.0)
         for number, array in enumerate(arrays):
             state = state_message(record, square, index, number, len(arrays))
@@ -281,7 +253,7 @@ class Replicator:
             return
         error = status.from_detail(refused.error)
         if isinstance(error, ReplicaMismatchError):
-            self._source.fail_permanently(error)
+            self._store.fail_permanently(error)
             return
         if isinstance(error, LimitExceededError):
             if machine.refused_copy(link.replica, str(error)):
@@ -294,13 +266,11 @@ class Replicator:
         machine.refused(refused.term)
         for other in self._links.values():
             other.refuse(machine.number)
-        self._source.fence_shard(machine.number)
+        self._store.router.fence_shard(machine.number)
 
     def _current(self, number: int, term: int) -> Machine | None:
         machine = self.machines.get(number)
         return machine if machine is not None and machine.term == term else None
-
-    # --- reading ------------------------------------------------------------------------------------------------------
 
     def needs_confirm(self, indices: Iterable[int]) -> bool:
         """Whether backups must be asked before these slices are read."""
@@ -320,8 +290,6 @@ class Replicator:
                     by_link.setdefault(replica, []).append(machine)
         links = [(self._links[replica], machines) for replica, machines in by_link.items()]
         await asyncio.gather(*(link.confirm(machines) for link, machines in links))
-
-    # --- reports ------------------------------------------------------------------------------------------------------
 
     def reports(self, entry: ParametersEntry) -> list[ReplicaReport]:
         """What is so now and not yet in the map."""

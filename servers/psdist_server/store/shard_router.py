@@ -1,7 +1,4 @@
-"""Routes what calls ask about slices to the machines of their shards, as events.
-
-Contributions in messages (``push``) are checked for NaN and Inf when they arrive. Contributions in shared memory
-(``push_shared``) are checked when their kernel reads them, because they could change in between.
+"""Routes what calls ask about slices to the machines of their shards, as events, and carries out the effects.
 
 Invariants: a call for a slice that is not served here is refused, and nothing was changed: its sender routes it anew. A
 call that waits for a slice ends when the slice's shard goes to another server.
@@ -9,25 +6,35 @@ call that waits for a slice ends when the slice's shard goes to another server.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from psdist.errors import InvalidArgumentError
 from psdist.types import ParametersEntry, ParametersMember
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
 from psdist_server.core.events import (
+    Aggregate,
+    Apply,
     Cancelled,
     Effect,
     Event,
+    Forget,
     JoinProposed,
     JoinWithdrawn,
     PullRequested,
+    RefuseSlice,
+    Reply,
     SlicePushed,
 )
 from psdist_server.kernels.arrays import Gradient
+from psdist_server.store.applier import Applier
 from psdist_server.store.pending_gradients import PendingGradient, PendingGradients
 from psdist_server.store.replica_stream import not_primary
-from psdist_server.store.rpc_call import Call, CallTable
+from psdist_server.store.replicator import Replicator
+from psdist_server.store.rpc_call import Call, CallTable, SliceAnswer
 from psdist_server.store.statistics import Counters
 
 
@@ -59,8 +66,6 @@ class ShardRouter:
         #: Shards of which a replica knows a newer primary.
         self._fenced: set[int] = set()
         self._indices: tuple[int, ...] | None = ()
-
-    # --- shards -------------------------------------------------------------------------------------------------------
 
     def follow(self, epoch: int, assigned: Collection[int]) -> None:
         """A new map, by which this server is the primary of the ``assigned`` shards."""
@@ -126,8 +131,6 @@ class ShardRouter:
             )
         raise not_primary(number)
 
-    # --- events -------------------------------------------------------------------------------------------------------
-
     def dispatch(self, index: int, event: Event) -> None:
         """Passes an event about a slice that is served here to its machine, and carries out what follows."""
         self.run(self.machines[index % self._shard_count].on(event))
@@ -174,8 +177,6 @@ class ShardRouter:
                 self.dispatch(index, Cancelled(token, index))
         call.outstanding.clear()
 
-    # --- joins --------------------------------------------------------------------------------------------------------
-
     def propose(self, member: ParametersMember) -> bool:
         """Whether ``member`` may join at its first step. If so, its contributions are waited for from now on."""
         if not all(machine.admits(member) for machine in self.machines.values()):
@@ -196,3 +197,59 @@ class ShardRouter:
     def step_next(self) -> int:
         """The step or clock that a worker may join at, as far as this server goes."""
         return max((machine.step_next for machine in self.machines.values()), default=0)
+
+
+@dataclass(slots=True)
+class EffectRunner:
+    """Carries out the effects of the machines of one parameter set: answers to calls, and updates.
+
+    Invariants: effects are carried out in the order of the machines. An answer waits until the replicas have what it is
+    about. Each token is answered at most once.
+    """
+
+    calls: CallTable
+    gradients: PendingGradients
+    applier: Applier
+    replicator: Replicator
+    counters: Counters
+    _effects: deque[Effect] = field(default_factory=deque)
+    _is_running: bool = False
+
+    def run(self, effects: Sequence[Effect]) -> None:
+        """Carries effects out in order. Those that follow from them are queued, so that no chain of calls gets too
+        deep."""
+        self._effects.extend(effects)
+        if self._is_running:
+            return
+        self._is_running = True
+        try:
+            while self._effects:
+                self._run_one(self._effects.popleft())
+        finally:
+            self._is_running = False
+
+    def _run_one(self, effect: Effect) -> None:
+        match effect:
+            case Reply():
+                self._reply(effect)
+            case Apply() | Aggregate():
+                self.applier.start(effect)
+            case Forget(token):
+                self.gradients.discard(token)
+            case RefuseSlice(token, error):
+                self.gradients.discard(token)
+                if (call := self.calls.pop(token)) is not None:
+                    self.counters.of(call.identity.worker_id).rejected += 1
+                    call.fail(error)
+
+    def _reply(self, effect: Reply) -> None:
+        if not self.replicator.is_caught_up(effect.index):
+            self.replicator.when_caught_up(effect.index, partial(self._reply, effect))
+            return
+        call = self.calls.pop(effect.token)
+        if call is None:
+            return
+        if call.is_push:
+            counters = self.counters.of(call.identity.worker_id)
+            counters.answered(effect.ignored, effect.late, effect.staleness)
+        call.answer(effect.token, SliceAnswer(effect.index, effect.version, effect.ignored, effect.staleness))

@@ -1,10 +1,17 @@
-"""Reads of weights that are sent to workers: each between two updates of its slice, so that none is torn."""
+"""Reads of weights: those that are sent to workers, and workers on this host that read them in place.
+
+A read that is sent happens between two updates of its slice, so that none is torn.
+
+A worker reads the weights of its last calls in place until its next ones. So the weights of slices that moved stay
+until every worker that shares memory has made a call by the map of the move, or a newer one, after which it reads none
+of them (``psdist.client.transport.shm.attachment``). They stay for at least a minute, for workers whose stream broke.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
 
 from psdist.errors import PsdistError
 from psdist.v1 import server_pb2
@@ -17,6 +24,7 @@ from psdist_server.store.statistics import Counters
 
 #: So many encoded answers are kept for the other workers of the step.
 ENCODED_MAX: Final = 4
+RECLAIM_SECONDS: Final = 60.0
 
 
 class SliceReads:
@@ -68,3 +76,44 @@ class SliceReads:
             for future, _ in self._waiting.pop(index, ()):
                 if not future.done():
                     future.set_exception(error)
+
+
+class Reader(Protocol):
+    """A worker that can read the weights in place. epoch: of the map by which it made its last call."""
+
+    @property
+    def epoch(self) -> int: ...
+
+
+class ShmReaders:
+    """The workers that read the weights of one parameter store in place."""
+
+    def __init__(self, dense: DenseParameters) -> None:
+        self._readers: list[Reader] = []
+        self._dense = dense
+        #: The epoch of the map by which a slice was moved to another server last.
+        self._released: dict[int, int] = {}
+
+    def add(self, reader: Reader) -> None:
+        """One more worker reads weights in place."""
+        self._readers.append(reader)
+
+    def remove(self, reader: Reader) -> None:
+        """A worker reads nothing in place any more."""
+        self._readers.remove(reader)
+
+    def release(self, indices: Sequence[int], epoch: int) -> None:
+        """These slices were moved by the map of ``epoch``: gives their state back now, and their weights when nothing
+        reads them any more."""
+        self._dense.release(indices)
+        self._released.update(dict.fromkeys(indices, epoch))
+        self._reclaim_later(indices, epoch)
+
+    def _reclaim_later(self, indices: Sequence[int], epoch: int) -> None:
+        asyncio.get_running_loop().call_later(RECLAIM_SECONDS, self._reclaim, indices, epoch)
+
+    def _reclaim(self, indices: Sequence[int], epoch: int) -> None:
+        if any(reader.epoch < epoch for reader in self._readers):
+            self._reclaim_later(indices, epoch)
+        else:
+            self._dense.reclaim(index for index in indices if self._released.get(index) == epoch)

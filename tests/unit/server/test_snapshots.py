@@ -19,10 +19,10 @@ from psdist.snapshots.reader import SliceReader, verify
 from psdist.snapshots.storage import Storage, Writer
 from psdist.types import ParametersEntry, Restore
 from psdist_server import snapshot_writer
-from psdist_server.kernels import reference
 from psdist_server.kernels.optimizers import Rule
 from psdist_server.snapshot_loader import ShardLoaded, ShardLoadFailed
 from psdist_server.store import cut_controller
+from tests.support import reference
 from tests.support.server_driver import Driver, Floats, answered, entry_of, memory
 
 TOTAL = 50_000
@@ -353,7 +353,7 @@ async def test_an_optimizer_begins_anew_at_the_weights_of_a_snapshot(driver: Dri
     await until(other, lambda: len(other.host.reports()) == 3)
     weights = driver.host.admission.store("p").dense.weights.array.copy()
     states = [np.zeros(TOTAL, np.float32) for _ in after.state_names]
-    Rule(after).initialize(weights, states)
+    Rule(after).initialize(weights, states, [(0, weights.size, 0)])
     for step in range(3, 6):
         store = other.host.admission.store("p")
         assert [shard.version_min for shard in store.router.machines.values()] == [step] * 3

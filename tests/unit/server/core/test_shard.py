@@ -30,7 +30,7 @@ from psdist_server.core.events import (
     StepsEnded,
 )
 from psdist_server.core.records import SliceRecord
-from psdist_server.core.shards import make_shard
+from psdist_server.core.role_changes import make_shard
 
 TWO = (ParametersMember("worker-0", 1, 0), ParametersMember("worker-1", 1, 1))
 tokens = count(1)

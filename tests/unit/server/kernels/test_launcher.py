@@ -10,8 +10,7 @@ import pytest
 
 from psdist import ASP, BSP, optim
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
-from psdist_server.kernels.launcher import KernelLauncher
-from psdist_server.kernels.pool import KernelPool
+from psdist_server.kernels.pool import KernelLauncher, KernelPool
 
 
 class Pool:

@@ -1,4 +1,4 @@
-"""Updates agree with torch.optim, and Lion and FTRL with their papers; what a rule refuses changes nothing."""
+"""Updates agree with torch.optim, and Lion and FTRL with their papers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from psdist import optim
-from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
 from psdist_server.kernels import optimizers
 from psdist_server.kernels.optimizers import Rule
+from tests.support.fused_update import update
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
 SIZE, STEPS = 1003, 100
+WHOLE = [(0, SIZE, 0)]
 
 
 def start(seed: int = 0) -> Floats:
@@ -36,9 +37,9 @@ def train(spec: optim.Optimizer, steps: int = STEPS, weights: Floats | None = No
     rule = Rule(spec)
     weights = start() if weights is None else weights
     states = tuple(np.empty(SIZE, np.float32) for _ in rule.state_names)
-    rule.initialize(weights, states)
+    rule.initialize(weights, states, WHOLE)
     for step in range(steps):
-        rule.apply(weights, states, gradient(step), step)
+        update(rule, weights, states, gradient(step), step)
     return weights
 
 
@@ -108,15 +109,13 @@ def test_a_state_that_begins_anew_is_that_of_a_new_optimizer_of_torch(spec: opti
     theirs = make([parameter])
     rule, weights = Rule(spec, STEPS), start()
     states = tuple(np.empty(SIZE, np.float32) for _ in rule.state_names)
-    rule.initialize(weights, states)
+    rule.initialize(weights, states, WHOLE)
     for step in range(STEPS, STEPS + 30):
         theirs.param_groups[0]["lr"] = spec.values()["lr"] * spec.schedule.factor(step)
         parameter.grad = torch.from_numpy(gradient(step))
         theirs.step()
-        rule.apply(weights, states, gradient(step), step)
+        update(rule, weights, states, gradient(step), step)
     assert distance(weights, parameter.detach().numpy()) < 1e-6
-    with pytest.raises(InvalidArgumentError, match="steps count from 100"):
-        rule.apply(weights, states, gradient(0), STEPS - 1)
 
 
 #: Settings that change in the middle of a run, as torch's groups of parameters have them.
@@ -152,7 +151,7 @@ def test_settings_that_change_hold_from_the_next_step_on(
             theirs.param_groups[0].update(changed)
         parameter.grad = torch.from_numpy(gradient(step))
         theirs.step()
-        rule.apply(weights, states, gradient(step), step)
+        update(rule, weights, states, gradient(step), step)
     assert distance(weights, parameter.detach().numpy()) < 1e-6
 
 
@@ -231,12 +230,12 @@ def test_settings_of_ftrl_that_change_are_the_papers() -> None:
     specs = [optim.FTRL(lr=0.2, l1=0.5, l2=0.1), optim.FTRL(lr=0.1, beta=0.5, l1=0.1, l2=0.3)]
     weights, w = start(), start().astype(np.float64)
     states = (np.empty(SIZE, np.float32), np.empty(SIZE, np.float32))
-    Rule(specs[0]).initialize(weights, states)
+    Rule(specs[0]).initialize(weights, states, WHOLE)
     n, curvature = np.zeros(SIZE), specs[0].beta / specs[0].lr + specs[0].l2
     z = -w * curvature - np.sign(w) * specs[0].l1
     for step in range(STEPS):
         spec, g = specs[step >= STEPS // 2], gradient(step).astype(np.float64)
-        Rule(spec).apply(weights, states, gradient(step), step)
+        update(Rule(spec), weights, states, gradient(step), step)
         n = n + g * g
         after = (spec.beta + np.sqrt(n)) / spec.lr + spec.l2
         z, curvature = z + g - (after - curvature) * w, after
@@ -250,9 +249,9 @@ def test_ftrl_leaves_weights_that_no_gradient_reaches(beta: float) -> None:
     rule = Rule(optim.FTRL(beta=beta, l1=0.5, schedule=optim.Linear(5, warmup_steps=3, warmup_start=0.0)))
     weights = start()
     states = (np.empty(SIZE, np.float32), np.empty(SIZE, np.float32))
-    rule.initialize(weights, states)
+    rule.initialize(weights, states, WHOLE)
     for step in range(12):
-        rule.apply(weights, states, np.zeros(SIZE, np.float32), step)
+        update(rule, weights, states, np.zeros(SIZE, np.float32), step)
     assert weights.tobytes() == start().tobytes()
 
 
@@ -287,35 +286,6 @@ def test_lr_scale_scales_the_learning_rate() -> None:
         for spec, scale in ((slow, 1.0), (fast, 0.5)):
             rule, weights = Rule(spec), start()
             states = tuple(np.zeros(SIZE, np.float32) for _ in rule.state_names)
-            rule.apply(weights, states, gradient(0), 0, scale)
+            update(rule, weights, states, gradient(0), 0, scale)
             results.append(weights.tobytes())
         assert results[0] == results[1]
-
-
-def test_elements_in_no_run_stay() -> None:
-    rule, weights = Rule(optim.SGD(lr=0.5)), np.ones(6, np.float32)
-    rule.apply(weights, (), np.ones(6, np.float32), 0, runs=[(1, 2, 0), (4, 6, 0)])
-    assert weights.tolist() == [1, 0.5, 1, 1, 0.5, 0.5]
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"step": -1}, InvalidArgumentError, "step=-1"),
-        ({"states": ()}, InvalidArgumentError, "0 state arrays for adam"),
-        ({"gradient": np.ones(5, np.float32)}, ShapeMismatchError, r"gradient has shape \(5,\)"),
-        ({"gradient": np.ones(12, np.float32)[::2]}, ShapeMismatchError, "contiguous"),
-        ({"gradient": np.ones(6)}, DTypeMismatchError, "gradient has dtype float64"),
-        ({"states": (np.ones(6, np.float32), np.ones(7, np.float32))}, ShapeMismatchError, "exp_avg_sq has shape"),
-        ({"states": (np.frombuffer(bytes(24), np.float32),) * 2}, InvalidArgumentError, "writable"),
-        ({"runs": [(0, 3, 0), (3, 7, 0)]}, InvalidArgumentError, r"run \(3, 7, 0\)"),
-        ({"runs": [(-1, 3, 0)]}, InvalidArgumentError, r"run \(-1, 3, 0\)"),
-        ({"runs": [(0, 6, 0), (0, 6, 1)]}, InvalidArgumentError, r"run \(0, 6, 1\)"),
-    ],
-)
-def test_refused_and_nothing_changed(change: dict[str, Any], error: type[Exception], words: str) -> None:
-    weights, state = np.ones(6, np.float32), np.zeros((2, 6), np.float32)
-    arguments = {"weights": weights, "states": tuple(state), "gradient": np.ones(6, np.float32), "step": 0} | change
-    with pytest.raises(error, match=words):
-        Rule(optim.Adam()).apply(**arguments)
-    assert (weights == 1).all() and not state.any()

@@ -16,7 +16,7 @@ from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
 from psdist.wire.frames import Frame
 from psdist_server.kernels.arrays import DenseParameters
-from psdist_server.kernels.launcher import KernelLauncher
+from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.backup_shards import BackupShards
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.statistics import Counters

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,9 +17,11 @@ from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
 from psdist_server.kernels.arrays import DenseParameters
+from psdist_server.store.applier import Applier
 from psdist_server.store.global_norm import NormBoard
+from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.replica_stream import Link
-from psdist_server.store.replicator import ReplicaReport, Replicator, Source, Updates
+from psdist_server.store.replicator import ReplicaReport, Replicator
 
 P, B, C = Replica("server-0", 1), Replica("server-1", 1), Replica("server-2", 1)
 SPEC = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=4096)
@@ -62,9 +65,9 @@ class Primary:
 
     def __init__(self) -> None:
         self.network, self.told = Network(), Told()
-        dense = cast(DenseParameters, None)
-        self.replicator = Replicator(ENTRY, self.network, cast(Source, self.told), dense, NormBoard())
-        self.replicator.subscribe(cast(Updates, self.told))
+        dense, store = cast(DenseParameters, None), cast(ParameterStore, SimpleNamespace(router=self.told))
+        self.replicator = Replicator(ENTRY, self.network, store, dense, NormBoard())
+        self.replicator.subscribe(cast(Applier, self.told))
         for number in range(2):
             self.replicator.add(number, 3, [number])
         self.follow(*ENTRY.shards)

@@ -11,7 +11,7 @@ from psdist import BSP, optim
 from psdist.errors import FencedError, InternalError, InvalidArgumentError, StaleEpochError
 from psdist.types import Identity, ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard
 from psdist_server.core.events import Apply, Effect, SliceLoaded
-from psdist_server.core.shards import make_shard
+from psdist_server.core.role_changes import make_shard
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.rpc_call import Call, CallTable
 from psdist_server.store.shard_router import ShardRouter

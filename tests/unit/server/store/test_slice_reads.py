@@ -12,8 +12,8 @@ import pytest
 from psdist import BSP, optim
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.kernels.arrays import DenseParameters
-from psdist_server.store import shm_readers
-from psdist_server.store.shm_readers import ShmReaders
+from psdist_server.store import slice_reads
+from psdist_server.store.slice_reads import ShmReaders
 
 SLICE = 4096
 
@@ -25,7 +25,7 @@ class Reader:
 
 @pytest.fixture
 def dense(monkeypatch: pytest.MonkeyPatch) -> Iterator[DenseParameters]:
-    monkeypatch.setattr(shm_readers, "RECLAIM_SECONDS", 0.0)
+    monkeypatch.setattr(slice_reads, "RECLAIM_SECONDS", 0.0)
     spec = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=SLICE)
     dense = DenseParameters(ParametersEntry(spec=spec, total=2 * SLICE, shards=(Shard(Replica("server-0", 1)),)))
     dense.hold([0, 1])

@@ -1,4 +1,4 @@
-"""The arithmetic of the servers in plain numpy: what ``psdist_server.kernels.kernels`` must give, byte for byte.
+"""The arithmetic of the servers in plain numpy: what ``psdist_server.kernels`` must give, byte for byte.
 
 This is the specification of every kernel, to be read beside the pages that it cites. Tests and the single-process
 reference of a training run use it. It is not used while training; it is about ten times slower.

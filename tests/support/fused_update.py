@@ -1,0 +1,41 @@
+"""One update of arrays of a test by the kernel that servers use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist_server.kernels import kernels
+from psdist_server.kernels.optimizers import Rule, Run
+
+Floats = NDArray[np.float32]
+
+
+def update(
+    rule: Rule,
+    weights: Floats,
+    states: Sequence[Floats],
+    gradient: Floats,
+    step: int,
+    lr_scale: float = 1.0,
+    runs: Sequence[Run] | None = None,
+) -> None:
+    """One update of float32[n] ``weights`` and ``states`` by one gradient; ``runs`` as of ``Rule.initialize``, by
+    default the whole in group 0."""
+    scalars = rule.scalars(step, lr_scale)
+    addresses = [kernels.address_of(array) for array in (weights, *states)]
+    for start, stop, group in runs if runs is not None else [(0, weights.size, 0)]:
+        values = scalars[group]
+        if values is not None:
+            rule.fused(
+                np.array([[address + 4 * start for address in addresses]], np.uintp),
+                np.array([[stop - start, start, 1]], np.int64),
+                np.array([[kernels.address_of(gradient)]], np.uintp),
+                np.array([[kernels.CODES[gradient.dtype]]], np.int64),
+                np.array([kernels.division_by(1)], np.float32),
+                np.zeros(2 * kernels.BLOCK, np.float32),
+                np.zeros((1, 1), np.uint8),
+                values,
+            )
