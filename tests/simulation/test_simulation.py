@@ -27,6 +27,9 @@ RUNS = 40
 #: drained early, copies given up too early, drains without workers, confirmations, ends of memberships, late answers,
 #: entries of duplicate tables that say nothing.
 REGRESSIONS = (642, 3476, 4025, 7471, 3137, 3318, 3516, 4917, 5634, 7010, 11017, 6761, 9619, 11507, 13694, 41421)
+#: Seeds that take paths which one seed in some hundred takes. Where the order of messages changes, others do: run 4,000
+#: seeds and count.
+RARE = (155, 290, 2474, 3046)
 #: Interesting paths, beside the faults themselves, that so many seeds must have taken.
 PATHS = (
     "keepalive",
@@ -67,7 +70,7 @@ QUICK = (
 def test_some_hundred_seeds() -> None:
     print(f"seeds {FIRST} to {FIRST + SEEDS - 1}")
     total = runner.Summary()
-    for part in runner.run_many("", [*REGRESSIONS, *range(FIRST, FIRST + SEEDS)], processes=2):
+    for part in runner.run_many("", [*REGRESSIONS, *RARE, *range(FIRST, FIRST + SEEDS)], processes=2):
         total.add(part)
     print(total.line)
     assert not total.failures, "\n".join(total.failures)
