@@ -16,7 +16,7 @@ from typing import Any
 from psdist import Client
 from psdist.bench import BenchSettings, StepBench
 from psdist.launch.embedded import EmbeddedCluster
-from psdist.settings.config import Transport
+from psdist.settings.config import TransportName
 
 STEPS = 5
 _FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssShmem")
@@ -29,7 +29,7 @@ def sizes(pid: int) -> dict[str, int]:
     return {name: int(rest.split()[0]) * 1024 for name, _, rest in split if name in _FIELDS}
 
 
-def measure(params: int, transport: Transport) -> dict[str, int]:
+def measure(params: int, transport: TransportName) -> dict[str, int]:
     """Bytes of the server: idle, at its peak, and of the peak's end the private and the shared part."""
     cluster = EmbeddedCluster(servers=1)
     try:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     line.add_argument("--params", type=int, default=25_000_000)
     line.add_argument("--json", type=Path, metavar="FILE")
     options = line.parse_args(arguments)
-    transports: tuple[Transport, ...] = ("shm", "grpc")
+    transports: tuple[TransportName, ...] = ("shm", "grpc")
     result: dict[str, Any] = {"params": options.params}
     for transport in transports:
         result[transport] = measure(options.params, transport)

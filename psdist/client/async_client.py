@@ -134,6 +134,8 @@ class AsyncClient:
             if self.session is not None:
                 await self.session.close(reason)
         finally:
+            # What they hold is as large as the model, and should end with the last reference to the client.
+            self._handles = self.snapshots = None
             loop.release(self)
 
     async def __aenter__(self) -> Self:

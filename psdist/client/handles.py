@@ -93,6 +93,7 @@ class Handles:
         """Ends what is under way, and closes all connections to servers."""
         for handle in self._opened:
             await handle.close()
+        self._opened.clear()
         await self._grpc.close()
 
 

@@ -47,7 +47,7 @@ class AsyncParameters:
         #: The way to the servers, for tests and tools.
         self.exchange = exchange
         self._steps = Steps(exchange, layout, DropCounter(on_drop))
-        self._generation = exchange.participation.entry.generation
+        self._generation = exchange.participation.generation
 
     @property
     def _sequence(self) -> PushSequence:
@@ -101,7 +101,7 @@ class AsyncParameters:
             resent=exchange.path.resent,
             dropped=self._steps.drops.count,
             resumed=exchange.participation.resumed,
-            rolled_back=exchange.participation.entry.generation - self._generation,
+            rolled_back=exchange.participation.generation - self._generation,
             push_bytes=exchange.traffic.sent,
             pull_bytes=exchange.traffic.received,
             transport=kinds.pop() if len(kinds) == 1 else "mixed",

@@ -40,6 +40,8 @@ class Participation:
         self._layout = created.layout
         #: Who this worker was when its pushes began to be numbered.
         self._origin = session.membership.registration
+        #: How often the values began anew from a snapshot, as far as this worker's state and pushes have followed.
+        self.generation = created.entry.generation
         self.sender = self._make_sender(self._origin)
         #: Another one in each incarnation of this worker.
         self.sequence = self._make_sequence(created, None)
@@ -78,7 +80,7 @@ class Participation:
             created = await self._creator.create(self.entry.spec, self._layout, None, self._resume_push(mine))
         else:
             created = await self._creator.describe(self.name)
-        is_rolled_back = created.entry.generation != self.entry.generation
+        is_rolled_back = created.entry.generation != self.generation
         self.goes_on = created.resumed and not is_rolled_back
         self.resumed += self.goes_on and self.sequence.unfinished
         if not self.goes_on:
@@ -91,6 +93,8 @@ class Participation:
         restore = self._session.snapshots.states.start_incarnation(self.name, self.sequence)
         if restore is not None and is_rolled_back:
             restore(await self.state())
+        # Last: where this incarnation ends before, the next one has to roll back, too.
+        self.generation = created.entry.generation
 
     def _resume_push(self, mine: Registration) -> scheduler_pb2.ResumePush | None:
         """The push that this worker would go on with. In BSP, under another rank, its contribution would be added in
@@ -98,7 +102,7 @@ class Participation:
         if self.sequence.synchronous and mine.rank != self._origin.rank:
             return None
         return scheduler_pb2.ResumePush(
-            origin=self._origin.incarnation, number=self.sequence.step, generation=self.entry.generation
+            origin=self._origin.incarnation, number=self.sequence.step, generation=self.generation
         )
 
     # --- pushes -------------------------------------------------------------------------------------------------------

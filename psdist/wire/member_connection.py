@@ -15,13 +15,15 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from psdist.errors import PsdistError, SchedulerUnreachableError, ServerUnreachableError
+from psdist.errors import PsdistError, SchedulerUnreachableError, ServerUnreachableError, WaitTimeoutError
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import auth, channels, limits, status
 from psdist.wire.backoff import Backoff
 
 _LEAVE_SECONDS: Final = 1.0
+#: One attempt to register waits no longer for an answer.
+_REGISTER_SECONDS: Final = 5.0
 
 
 class MemberConnection:
@@ -85,7 +87,9 @@ class MemberConnection:
         """One attempt. Raises ServerUnreachableError, and SchedulerUnreachableError for what is no scheduler."""
         request.protocol_version, request.host, request.pid = limits.PROTOCOL_VERSION, socket.gethostname(), os.getpid()
         try:
-            response: pb.RegisterResponse = await self.stub.Register(request, metadata=self.metadata)
+            response: pb.RegisterResponse = await self.stub.Register(
+                request, metadata=self.metadata, timeout=_REGISTER_SECONDS
+            )
             return response
         except grpc.aio.AioRpcError as failure:
             if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
@@ -94,7 +98,9 @@ class MemberConnection:
                     f"{failure.details()}; check the address",
                     address=self.address,
                 ) from None
-            raise status.from_call(failure, self.peer) from None
+            error = status.from_call(failure, self.peer)
+            # A scheduler that is frozen, or behind a connection that is half open.
+            raise ServerUnreachableError(error.message) if isinstance(error, WaitTimeoutError) else error from None
 
     def unreachable(self, timeout: float, attempts: int, last: str) -> SchedulerUnreachableError:
         """The error where no scheduler answered in ``timeout`` seconds. last: how the last attempt ended."""
@@ -123,7 +129,12 @@ class SessionRequests:
     """
 
     def __init__(self) -> None:
-        self._reports: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        #: None ends the stream.
+        self._reports: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
+
+    def close(self) -> None:
+        """Ends the requests. gRPC does not, where the scheduler has ended the stream."""
+        self._reports.put_nowait(None)
 
     def send(self, report: pb.SessionRequest) -> None:
         """Sends a report as soon as the stream is open."""
@@ -136,7 +147,7 @@ class SessionRequests:
         heartbeat: Callable[[], pb.SessionRequest.Heartbeat],
         heartbeat_seconds: float,
     ) -> AsyncIterator[pb.SessionRequest]:
-        """The requests, for ever. heartbeat: makes the next one, every ``heartbeat_seconds``."""
+        """The requests, until ``close``. heartbeat: makes the next one, every ``heartbeat_seconds``."""
         yield pb.SessionRequest(hello=pb.SessionRequest.Hello(member_id=member_id, incarnation=incarnation))
         clock = asyncio.get_running_loop().time
         next_beat = clock()
@@ -149,4 +160,6 @@ class SessionRequests:
                     report = await self._reports.get()
             except TimeoutError:
                 continue
+            if report is None:
+                return
             yield report  # Not inside the timeout, which would cancel whoever writes it to the stream.

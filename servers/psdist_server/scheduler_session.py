@@ -113,8 +113,11 @@ class ServerSession:
         heartbeats = requests.stream(
             mine.server_id, mine.incarnation, lambda: self._heartbeat(server), mine.heartbeat_seconds
         )
-        async for response in connection.stub.Session(heartbeats, metadata=connection.metadata):
-            await self._handle(response, server)
+        try:
+            async for response in connection.stub.Session(heartbeats, metadata=connection.metadata):
+                await self._handle(response, server)
+        finally:
+            requests.close()
 
     def _send_reports(self, server: ParameterServer) -> None:
         """Sends the reports that this session has not had: the scheduler may have missed those of an earlier one."""

@@ -74,8 +74,10 @@ class SchedulerCalls(MemberConnection):
                         return result
             except grpc.aio.AioRpcError as failure:
                 error = self.error(failure)
-                if not isinstance(error, SchedulerUnreachableError | ClosedError) or not patient:
+                if not isinstance(error, SchedulerUnreachableError | ClosedError):
                     raise error from None
+                if not patient:
+                    raise SchedulerUnreachableError(error.message, address=self.address) from None
                 wait.update_reason(f"for {self.peer} to be back: {error.message}")
             finally:
                 call.cancel()

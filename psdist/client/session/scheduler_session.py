@@ -159,12 +159,12 @@ class WorkerSession:
     async def _session_once(self, backoff: Backoff) -> PsdistError:
         """One session stream, to its end. Returns why it ended."""
         mine = self.membership.registration
-        self._requests = SessionRequests()
+        requests = self._requests = SessionRequests()
         self.snapshots.session_began()
         self.stopping.session_began()
         heartbeat = self._heartbeats()
-        requests = self._requests.stream(mine.worker_id, mine.incarnation, heartbeat, mine.heartbeat_seconds)
-        call = self.calls.stub.Session(requests, metadata=self.calls.metadata)
+        sent = requests.stream(mine.worker_id, mine.incarnation, heartbeat, mine.heartbeat_seconds)
+        call = self.calls.stub.Session(sent, metadata=self.calls.metadata)
         try:
             async for response in call:
                 self._on_response(response)
@@ -178,8 +178,14 @@ class WorkerSession:
             return status.from_call(failure, self.calls.peer)
         except PsdistError as error:  # A map that cannot be read, or the end of this incarnation.
             return error
+        except asyncio.CancelledError:
+            # gRPC cancels the call, and says no more, where a heartbeat could not be made.
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            return InternalError("a heartbeat could not be made")
         finally:
             call.cancel()
+            requests.close()
 
     def _session_ended(self, task: asyncio.Task[None]) -> None:
         """A session that ends by a defect must not let calls wait for news that will not come."""

@@ -271,9 +271,10 @@ class SharedMemory(Transport):
         """A push did not end well: its servers lose the gradient arena, and memory that no server has takes its
         place."""
         self._settled = False
-        if self._arena.renew():
+        if self._arena.is_offered:
             for stream in self.streams.values():
                 stream.close()
+            self._arena.renew()
 
     def rejoin(self, sender: RequestIdentity, entry: ParametersEntry) -> None:
         """This worker takes part anew, as ``sender``. What was shared ends, and servers are asked again."""

@@ -51,14 +51,17 @@ class OfferedArena:
         """The whole gradient vector, if there is an arena and it is float32."""
         return self._arena.flat if self._arena is not None and self.elements and self.dtype == "float32" else None
 
-    def renew(self) -> bool:
-        """Puts a file that no server has in the place of the arena. Returns False if no server has the old one."""
-        if self._arena is None or not self._offered:
-            return False
+    @property
+    def is_offered(self) -> bool:
+        """Whether a server may have the arena's file."""
+        return self._arena is not None and self._offered
+
+    def renew(self) -> None:
+        """Puts a file that no server has in the place of the arena."""
+        assert self._arena is not None
         self._offered = False
         self.generation += 1
         self._arena.renew()
-        return True
 
     def close(self) -> None:
         """Ends the arena."""

@@ -272,7 +272,10 @@ class SharedStream:
                 cancel = server_pb2.ShareRequest(call_id=call_id, cancel=server_pb2.SharedCancel())
                 self.socket.send(cancel.SerializeToString())
         if isinstance(response, PsdistError):
-            raise response
+            try:
+                raise response
+            finally:
+                del response  # Its traceback holds this frame, and with it the call's arrays.
         return response
 
     # --- weights ------------------------------------------------------------------------------------------------------

@@ -451,6 +451,27 @@ async def test_a_client_leaves_though_what_it_keeps_is_not_saved(how: str, caplo
     assert ("in no snapshot at the end" in caplog.text) == (how in ("refused", "scheduler gone"))
 
 
+async def test_a_rollback_is_not_forgotten_where_the_worker_is_expelled_while_its_state_is_fetched(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restored: list[object] = []
+    await setup.weights.keep_state(dict, restored.append)
+    await setup.weights.push_pull(gradient())
+    part, scheduler = setup.weights.exchange.participation, setup.scheduler
+    scheduler.restored, scheduler.generation = "000000000002-1-1-abcdef", scheduler.generation + 1
+
+    async def expelled() -> dict[str, np.ndarray]:
+        raise errors.FencedError("silent")
+
+    mine = setup.client.session.membership.registration
+    with monkeypatch.context() as patch:
+        patch.setattr(part, "state", expelled)
+        with pytest.raises(errors.FencedError, match="silent"):
+            await part.start_incarnation(mine)
+    await part.start_incarnation(mine)
+    assert len(restored) == 1 and not part.goes_on and part.generation == scheduler.generation
+
+
 async def test_who_joins_a_training_under_way_is_given_no_state() -> None:
     setup = await Setup().start()
     try:
