@@ -102,6 +102,7 @@ class Schedule:
         return self._after_warmup(step - self.warmup_steps)
 
     def _after_warmup(self, step: int) -> float:
+        # Only the base itself comes here, and no optimizer accepts that as its schedule.
         raise NotImplementedError(f"{type(self).__name__} is not a schedule")
 
 

@@ -39,7 +39,7 @@ from psdist.types import DataPosition, DatasetSpec
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
 
-#: How long leaving a loop or closing waits for the scheduler to hear of it.
+#: How long leaving a loop or closing waits for the scheduler to be informed.
 _LEAVE_SECONDS: Final = 1.0
 #: Larger data sets are shuffled in a thread, so that heartbeats go on.
 _SHUFFLE_HERE_MAX: Final = 1 << 16
@@ -310,6 +310,6 @@ class Dataset:
         self._data.done()
 
 
-def _remove(leases: dict[int, Any], told: tuple[int, ...]) -> None:
-    for lease_id in told:
+def _remove(leases: dict[int, Any], reported: tuple[int, ...]) -> None:
+    for lease_id in reported:
         leases.pop(lease_id, None)

@@ -6,7 +6,7 @@ that is still right. After a rollback it begins anew, from the snapshot.
 Invariants: each incarnation has one push sequence. A push keeps its number, and the incarnation that it was first
 numbered in, until it is answered or dropped.
 
-Not here: how pushes reach the servers (``exchange``), what the user is told (``parameters``).
+Not here: how pushes reach the servers (``exchange``), what is reported to the user (``steps``).
 """
 
 from __future__ import annotations

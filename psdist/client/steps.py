@@ -3,7 +3,7 @@
 ``AsyncParameters`` says what the calls mean for the user. Here they are carried out: the gradient is gathered, the push
 is sent, and the weights arrive. A call that ends with FencedError is made again after this worker took part again.
 
-Invariants: one call runs at a time. A push that does not go on is counted as dropped, once, and the user is told.
+Invariants: one call runs at a time. A push that does not go on is counted as dropped once, and reported.
 
 Not here: numbers (``push_sequence``, ``participation``), requests (``exchange``), the buckets of a step
 (``bucket_step``).

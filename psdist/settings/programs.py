@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError
 from psdist.settings.config import (
@@ -31,7 +31,10 @@ from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, seco
 from psdist.snapshots.policy import DEFAULT_POLICY, KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
 from psdist.wire.limits import REPLICAS_MAX
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +141,7 @@ def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = Non
 
 def _settings(cls: type[T], given: Namespace, **others: Any) -> T:
     """Settings of which those that are not in ``others`` are called like their flag."""
-    names = {field.name for field in fields(cls)} - others.keys()  # type: ignore[arg-type]
+    names = {field.name for field in fields(cls)} - others.keys()
     return cls(**{name: getattr(given, name) for name in names}, **others)
 
 

@@ -24,10 +24,10 @@ _LENGTH_BYTES: Final = 4
 
 
 class FramedSocket(asyncio.Protocol):
-    """One end of a line.
+    """One end of a connection.
 
-    receive: gets each message; a PsdistError from it ends the line.
-    ended: told that the line ended, with that error, or None where the other side hung up.
+    receive: called with each message. A PsdistError that it raises closes the connection.
+    ended: called when the connection ended, with that error, or None where the other side closed it.
     waits_for_reader: whether nothing is received while the other side does not read what was sent, so that it cannot
         make this process keep more and more. One end only, or the two could wait for each other.
     """
@@ -50,16 +50,16 @@ class FramedSocket(asyncio.Protocol):
         self.is_full = False
 
     async def open(self, connection: socket.socket) -> None:
-        """Begins, on a connected socket, which is the line's from now on."""
+        """Takes over a connected socket."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
 
     def send(self, message: bytes) -> None:
-        """Sends a message. After the end it goes nowhere."""
+        """Sends a message. Does nothing on a closed connection."""
         if self.transport is not None:
             self.transport.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
 
     def hold(self) -> None:
-        """Receives nothing until ``release``, which is called as often."""
+        """Pauses receiving until ``release`` was called as often as this."""
         self._holds += 1
         if self._holds == 1 and self.transport is not None:
             self.transport.pause_reading()
@@ -72,10 +72,10 @@ class FramedSocket(asyncio.Protocol):
             self._deliver()
 
     def close(self) -> None:
-        """Ends the line, after what was sent; one that has not begun will not."""
+        """Closes the connection once everything is sent. A connection that is not open yet will not open."""
         self._closed = True
-        # Who is told refers to the line, too: without this both would stay until the garbage collector comes.
-        self._receive, self._ended = _nobody, _nobody
+        # The callbacks refer to this object: without this a cycle would remain until a garbage collection.
+        self._receive, self._ended = _ignore, _ignore
         if self.transport is not None:
             self.transport.close()
             self.transport = None
@@ -133,5 +133,5 @@ class FramedSocket(asyncio.Protocol):
             ended(error)
 
 
-def _nobody(_: object) -> None:
-    """Is told nothing."""
+def _ignore(_: object) -> None:
+    """Does nothing."""

@@ -6,6 +6,7 @@ Not here: what the session's answers mean, and what follows from a refusal (``sc
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -20,6 +21,8 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import auth, channels, limits, status
 from psdist.wire.backoff import Backoff
+
+logger = logging.getLogger("psdist")
 
 _LEAVE_SECONDS: Final = 1.0
 #: One attempt to register waits no longer for an answer.
@@ -122,6 +125,13 @@ class MemberConnection:
         await self._channel.close()
 
 
+def is_cancelled() -> bool:
+    """Whether somebody cancels the running task. Otherwise a CancelledError is of a call: gRPC cancels a stream whose
+    requests cannot be made."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
 class SessionRequests:
     """What a member sends on one Session stream: a hello, heartbeats, and reports between them.
 
@@ -154,7 +164,12 @@ class SessionRequests:
         while True:
             if clock() >= next_beat:
                 next_beat = clock() + heartbeat_seconds
-                yield pb.SessionRequest(heartbeat=heartbeat())
+                try:
+                    beat = heartbeat()
+                except Exception:  # gRPC would end the stream without a word of it.
+                    logger.exception("a heartbeat could not be made")
+                    raise
+                yield pb.SessionRequest(heartbeat=beat)
             try:
                 async with asyncio.timeout_at(next_beat):
                     report = await self._reports.get()

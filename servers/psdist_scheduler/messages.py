@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.settings.config import parse_address
@@ -26,7 +26,10 @@ from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.records import Role
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 #: Of each worker.
 CONNECTIONS_KEPT = 256
@@ -52,7 +55,7 @@ def make_event(cls: type[T], call: int, message: Any, **others: Any) -> T:
     InvalidArgumentError, InvalidNameError, LimitExceededError.
     """
     values: dict[str, Any] = {"call": call}
-    for field in fields(cls):  # type: ignore[arg-type]
+    for field in fields(cls):
         wired = message.DESCRIPTOR.fields_by_name.get(field.name)
         if field.name == "caller" and "caller" not in others:
             values["caller"] = we.Caller(message.run_id, message.worker_id, message.incarnation)
@@ -85,20 +88,20 @@ def _next_pushes(numbers: Mapping[str, int]) -> sn.Numbers:
     return tuple(sorted((check_name(name, "parameters name"), number) for name, number in numbers.items()))
 
 
-def _activity(told: pb.Activity) -> we.Activity:
+def _activity(report: pb.Activity) -> we.Activity:
     """What a worker reports that it waits for. Raises LimitExceededError, InvalidNameError, InvalidArgumentError."""
-    numbers = _next_pushes(told.next)
-    partial = tuple(sorted(told.partial))
-    if not set(partial) <= told.next.keys() or len(partial) > len(numbers):
+    numbers = _next_pushes(report.next)
+    partial = tuple(sorted(report.partial))
+    if not set(partial) <= report.next.keys() or len(partial) > len(numbers):
         raise InvalidArgumentError(f"parameters {partial!s:.200} are pushed in part, and have no number in `next`")
-    match kind := told.WhichOneof("waits_for"):
+    match kind := report.WhichOneof("waits_for"):
         case "step" | "clock":
-            waited = getattr(told, kind)
+            waited = getattr(report, kind)
             name = check_name(waited.parameters, "parameters name")
-            return we.Activity(told.sequence, numbers, kind, name, waited.step, partial)
+            return we.Activity(report.sequence, numbers, kind, name, waited.step, partial)
         case "call":
-            return we.Activity(told.sequence, numbers, "call", partial=partial)
-    return we.Activity(told.sequence, numbers, partial=partial)
+            return we.Activity(report.sequence, numbers, "call", partial=partial)
+    return we.Activity(report.sequence, numbers, partial=partial)
 
 
 #: By type of a message within a message, what it is made into.
@@ -203,10 +206,10 @@ def _heartbeat(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbea
     """A heartbeat, with those statistics by which the machine decides."""
     progress = None
     if heartbeat.HasField("snapshot"):
-        told = heartbeat.snapshot
-        waiting_for = told.waiting_for[:TEXT_CHARACTERS_MAX]
-        counts = (told.attempt, told.bytes_done, told.bytes, told.bytes_aside)
-        progress = sn.AttemptProgress(*counts, waiting_for, told.loading)
+        report = heartbeat.snapshot
+        waiting_for = report.waiting_for[:TEXT_CHARACTERS_MAX]
+        counts = (report.attempt, report.bytes_done, report.bytes, report.bytes_aside)
+        progress = sn.AttemptProgress(*counts, waiting_for, report.loading)
     versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
     heard = tuple((one.worker_id, one.incarnation) for one in heartbeat.heard[:MEMBERS_MAX])
     return make_event(ev.Heartbeat, call, heartbeat, versions=versions, progress=progress, heard=heard)

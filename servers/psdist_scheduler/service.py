@@ -81,7 +81,7 @@ class Service:
                 await wire_status.abort(context, error)
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
-            except Exception:
+            except Exception:  # A defect: its text is for the log, and not for a peer.
                 log.exception("%s failed", method.name)
                 await wire_status.abort(context, InternalError(f"the scheduler failed in {method.name}: see its log"))
 

@@ -20,7 +20,7 @@ from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, limits, status
 from psdist.wire.backoff import Backoff
-from psdist.wire.member_connection import MemberConnection, SessionRequests
+from psdist.wire.member_connection import MemberConnection, SessionRequests, is_cancelled
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.snapshot_loader import LoadReport, ShardLoaded
 from psdist_server.store.replicator import ReplicaReport
@@ -96,6 +96,10 @@ class ServerSession:
                 if isinstance(known, FencedError | WrongRunError):
                     raise known from None
                 reason = str(known)
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
+                reason = "a heartbeat could not be made"
             if self._leaving:
                 return
             if self._in_session:  # One line is enough: it is not repeated for the attempts that follow.

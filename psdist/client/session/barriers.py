@@ -1,6 +1,6 @@
 """One barrier of one client: numbered arrivals, so that none is lost and none counts twice.
 
-A worker may never hear that it passed: the answer is lost, its time limit ends, or it is expelled while it waits. So
+A worker may never learn that it passed: the answer is lost, its time limit ends, or it is expelled while it waits. So
 each arrival says how many rounds the worker knows that it has passed. A scheduler that knows of one more lets it pass
 at once. A worker that gives up withdraws its arrival before the call returns. Otherwise the others could pass while it
 does not wait.

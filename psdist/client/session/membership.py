@@ -1,6 +1,6 @@
 """Which incarnation of this client is a member of the run. It does no I/O.
 
-``scheduler_session`` tells of registrations and expulsions. Calls under way wait here for the next incarnation, and are
+``scheduler_session`` reports registrations and expulsions. Calls under way wait here for the next incarnation, and are
 made again as it.
 
 Invariants: at most one incarnation of this client counts. Between its end and the begin of the next, ``view.fenced``

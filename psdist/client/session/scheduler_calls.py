@@ -87,7 +87,7 @@ class SchedulerCalls(MemberConnection):
     async def confirm_membership(self, incarnation: int) -> None:
         """Asks the scheduler, however long that takes, whether ``incarnation`` has ended. Raises FencedError then.
 
-        A server may hear of that before this client does.
+        A server may learn of that before this client does.
         """
         mine = self._membership.registration
         request = scheduler_pb2.GetClusterMapRequest(run_id=mine.run_id)

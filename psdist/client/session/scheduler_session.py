@@ -46,7 +46,7 @@ from psdist.errors import (
 from psdist.v1 import scheduler_pb2
 from psdist.wire import convert, status
 from psdist.wire.backoff import Backoff
-from psdist.wire.member_connection import SessionRequests
+from psdist.wire.member_connection import SessionRequests, is_cancelled
 
 logger = logging.getLogger("psdist")
 
@@ -179,8 +179,7 @@ class WorkerSession:
         except PsdistError as error:  # A map that cannot be read, or the end of this incarnation.
             return error
         except asyncio.CancelledError:
-            # gRPC cancels the call, and says no more, where a heartbeat could not be made.
-            if (task := asyncio.current_task()) is None or task.cancelling():
+            if is_cancelled():
                 raise
             return InternalError("a heartbeat could not be made")
         finally:
@@ -194,16 +193,16 @@ class WorkerSession:
         self._accepted.set()
 
     def _heartbeats(self) -> Callable[[], scheduler_pb2.SessionRequest.Heartbeat]:
-        """Makes the heartbeats of one session, which tell how servers are reached when that has changed."""
-        told: scheduler_pb2.Connections | None = None
+        """Makes the heartbeats of one session. They report how servers are reached when that has changed."""
+        reported: scheduler_pb2.Connections | None = None
 
         def heartbeat() -> scheduler_pb2.SessionRequest.Heartbeat:
-            nonlocal told
+            nonlocal reported
             now = asyncio.get_running_loop().time()
             self._beaten, self._silence = now, max(self._silence, now - self._beaten)
             connections = scheduler_pb2.Connections(connections=self._connections())
-            changed = connections != told
-            told = connections
+            changed = connections != reported
+            reported = connections
             return scheduler_pb2.SessionRequest.Heartbeat(
                 epoch=self.membership.view.cluster.epoch,
                 waiting_for=self.waits.sentences(),

@@ -96,7 +96,7 @@ class Join:
 
 @dataclass(slots=True)
 class Joins:
-    """All joins in progress. They are numbered from ``first_proposal_id`` on."""
+    """All joins in progress. Each proposal has a number of its own, by which a late answer is recognized."""
 
     _registry: Registry
     _members: Membership

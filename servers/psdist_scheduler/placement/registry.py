@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from psdist.consistency import BSP
 from psdist.errors import LayoutMismatchError, LimitExceededError, SettingsMismatchError
@@ -174,10 +175,10 @@ class ParameterSet:
         """All values are on the primaries."""
         self.record, self.is_changed = replace(self.placed, committed=True), True
 
-    def change(self, *, uploader: str | None = None, **changes: object) -> None:
+    def change(self, *, uploader: str | None = None, **changes: Any) -> None:
         """Changes fields of the entry, and the uploader."""
         record = self.placed
-        entry = replace(record.entry, **changes)  # type: ignore[arg-type]
+        entry = replace(record.entry, **changes)
         self.record = replace(record, entry=entry, uploader=record.uploader if uploader is None else uploader)
         self.is_changed = True
 

@@ -159,7 +159,7 @@ class KernelLauncher:
             return
         try:
             (result,) = run([(index, work)])
-        except Exception as error:
+        except Exception as error:  # Reported as from a thread of the pool.
             self._finish(done, (index, work), None, error)
         else:
             self._finish(done, (index, work), result, None)

@@ -1,7 +1,7 @@
 """A parameter set on one server: what it consists of, and what connects its parts.
 
-Calls become events (``shard_router``), the machines' effects are carried out (``effect_runner``, ``applier``), maps
-change the roles of this server (``replica_roles``). Everything here runs on the event loop except the kernels.
+Calls become events, and the machines' effects are carried out (``shard_router``, ``applier``). Maps change the roles of
+this server (``replica_roles``). Everything here runs on the event loop except the kernels.
 """
 
 from __future__ import annotations

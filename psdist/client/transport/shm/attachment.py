@@ -209,7 +209,7 @@ class SharedMemory(Transport):
                 except StaleEpochError:
                     call.cancel()
                     await self._view.newer_than(epoch, _NEWER_MAP_SECONDS)
-                except BaseException:
+                except BaseException:  # This includes cancellation.
                     call.cancel()
                     raise
 

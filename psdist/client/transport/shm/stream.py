@@ -93,7 +93,7 @@ async def attach(
                 exchange.cancel()
                 await asyncio.gather(answer, exchange, return_exceptions=True)
         if attached.nonce != arena.nonce:
-            raise SharingUnavailableError(f"{peer} did not see this worker's memory: it tells another nonce")
+            raise SharingUnavailableError(f"{peer} did not map this worker's memory: it answered with another nonce")
         if attached.weights_nonce != weights.nonce:
             raise SharingUnavailableError(f"the memory that came over the socket is not that of {peer}")
         opened.pop_all()
@@ -147,7 +147,7 @@ class StreamOwner(Protocol):
 
 class _ReadSlice(NamedTuple):
     """A slice that was answered, and the version of the weights that were read then. ``is_ahead``: it is newer than the
-    one that the server told of."""
+    version in the answer."""
 
     slice: int
     version: int
@@ -288,28 +288,28 @@ class SharedStream:
         versions = answers.versions if len(answers.versions) != 1 else [answers.versions[0]] * count
         staleness = answers.staleness or [0] * count
         if len(versions) != count or len(staleness) != count:
-            raise InternalError(f"{self._peer} told {len(versions)} versions of {count} slices")
+            raise InternalError(f"{self._peer} answered with {len(versions)} versions for {count} slices")
         ignored = set(answers.ignored)
         read: dict[int, _ReadSlice] = {}
         target = request.target
-        for index, told, behind in zip(slices, versions, staleness, strict=True):
-            version = told
+        for index, answered, behind in zip(slices, versions, staleness, strict=True):
+            version = answered
             if index not in request.progress.pending or index in read:
                 raise InternalError(f"{self._peer} answered slice {index}, which is not asked for")
             if target is not None:
                 request.traffic.received += self._slicing.size(index) * ITEM_BYTES[target.dtype]
                 # The vector that shows all weights may show another server's since.
                 if target.shared is None or not self.stable or not owner.shows(index, self.weights):
-                    version = await self._copy(target, index, told)
+                    version = await self._copy(target, index, answered)
                 if self.stable and int(self.weights.sequence[index]) != 2 * version:
                     # Since the answer: this worker slept for longer than its lease.
                     raise NotMemberError(f"{self._peer} went on from version {version} without this worker")
-            read[index] = _ReadSlice(index, version, version > told, behind, index in ignored)
+            read[index] = _ReadSlice(index, version, version > answered, behind, index in ignored)
         return read
 
     async def _confirm(self, request: Request, route: Route, read: Mapping[int, _ReadSlice], wait: Wait) -> None:
-        """Returns when all replicas have acknowledged what was read: a version that is newer than the server told of
-        may be lost with it until then, and never have been. Raises why that cannot be known."""
+        """Returns when all replicas have acknowledged what was read: until then a version that is newer than the
+        answer may be lost with its server. Raises why that cannot be known."""
         ahead = [answer for answer in read.values() if answer.is_ahead]
         for version in sorted({answer.version for answer in ahead}):
             slices = sorted(answer.slice for answer in ahead if answer.version == version)

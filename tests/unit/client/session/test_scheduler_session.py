@@ -12,6 +12,7 @@ from client_fakes import FakeScheduler
 import psdist
 from psdist import errors
 from psdist.client import loop
+from psdist.client.session.activity import Activities
 from psdist.wire import limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -140,3 +141,31 @@ async def test_a_loop_thread_of_another_process_is_not_used(monkeypatch: pytest.
     monkeypatch.setattr(loop, "_thread", Foreign())
     with pytest.raises(errors.ClosedError, match="spawn"):
         loop.shared()
+
+
+async def test_a_heartbeat_that_cannot_be_made_breaks_the_session_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC cancels the stream then, which looks like the end of the task that reads it."""
+    caplog.set_level("INFO", "psdist")
+    report, failed = Activities.report, list[None]()
+
+    def fails_once(self: Activities) -> object:
+        if not failed:
+            failed.append(None)
+            raise ValueError("on purpose")
+        return report(self)
+
+    monkeypatch.setattr(Activities, "report", fails_once)
+    scheduler = await FakeScheduler([]).start()
+    client = await psdist.AsyncClient(scheduler.address).connect()
+    try:
+        async with asyncio.timeout(60):
+            await scheduler.hello.wait()
+            while not any("is back" in record.getMessage() for record in caplog.records):
+                await client.session.membership.view.changed(0.01)
+        assert failed and client.session.is_heard
+        assert any("a heartbeat could not be made" in record.getMessage() for record in caplog.records)
+    finally:
+        await client.close()
+        await scheduler.stop()
