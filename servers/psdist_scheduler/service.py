@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -17,10 +17,10 @@ import grpc
 import grpc.aio
 
 import psdist
-from psdist.errors import InternalError, InvalidArgumentError, PsdistError, WaitTimeoutError
+from psdist.errors import InvalidArgumentError, WaitTimeoutError
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, frames
-from psdist.wire import status as wire_status
+from psdist.wire.rpc_handlers import service_handler
 from psdist_scheduler import messages, snapshot_io
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.snapshot_events import GetState, HandedIn, HandIn, StatePlace, StateSource
@@ -36,13 +36,6 @@ HELLO_SECONDS = 10.0
 _LARGE_LAYOUT = 4096
 
 SERVICE = pb.DESCRIPTOR.services_by_name["SchedulerService"]
-#: By whether the client and the server stream.
-_HANDLERS = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
@@ -55,37 +48,12 @@ class Service:
         self._scheduler = scheduler
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a grpc server is given. Requests come as bytes: gRPC's own parsing has no typed error for those that are
-        no message, and writes a traceback for each."""
-        methods = {
-            method.name: _HANDLERS[method.client_streaming, method.server_streaming](
-                self._typed(method),
-                request_deserializer=None,
-                response_serializer=_message_class(method.output_type).SerializeToString,
-            )
+        """What a grpc server is given."""
+        handlers = {
+            method.name: getattr(self, method.name, None) or partial(self._by_table, method)
             for method in SERVICE.methods
         }
-        return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
-
-    def _typed(self, method: Any) -> Callable[[Any, Context], Coroutine[Any, Any, Any]]:
-        """Parses the request, and ends the call by the typed error that this or the method raises."""
-        handler = getattr(self, method.name, None) or partial(self._by_table, method)
-
-        async def call(request: Any, context: Context) -> Any:
-            try:
-                if isinstance(request, bytes):
-                    request = frames.parse(_message_class(method.input_type), request)
-                return await handler(request, context)
-            except PsdistError as error:
-                log.info("%s refused: %s", method.name, error)
-                await wire_status.abort(context, error)
-            except (asyncio.CancelledError, grpc.aio.AbortError):
-                raise
-            except Exception:  # A defect: its text is for the log, and not for a peer.
-                log.exception("%s failed", method.name)
-                await wire_status.abort(context, InternalError(f"the scheduler failed in {method.name}: see its log"))
-
-        return call
+        return service_handler(SERVICE, handlers, log)
 
     async def _by_table(self, method: Any, request: Any, context: Context) -> Any:
         """A method that is nothing but an event and its answers."""

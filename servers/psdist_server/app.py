@@ -94,7 +94,7 @@ async def _start(server: grpc.aio.Server, service: ServerService) -> health.Heal
     probe = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
     await server.start()
-    for name in ("", SERVICE):
+    for name in ("", SERVICE.full_name):
         await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
     return probe
 

@@ -8,6 +8,7 @@ registered without protobuf's serializers.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Final
@@ -15,22 +16,27 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from psdist.errors import InternalError, InvalidArgumentError, PsdistError
+from psdist.errors import InvalidArgumentError, PsdistError
 from psdist.types import Identity, Replica
 from psdist.v1 import server_pb2
-from psdist.wire import convert, fd_passing, frames, status
+from psdist.wire import convert, fd_passing, frames
+from psdist.wire.rpc_handlers import Handler, as_psdist_error, service_handler
 from psdist_server.server import ParameterServer
 from psdist_server.shm_service import serve_share
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call, SliceAnswer
 
-SERVICE: Final = "psdist.v1.ServerService"
+log = logging.getLogger("psdist.server")
+
+SERVICE: Final = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 _NORMS_PER_MESSAGE: Final = 1 << 17
 #: The sender of a call until its first message is read.
 _NOBODY: Final = Identity(run_id="", worker_id="", incarnation=0, epoch=0, parameters="")
 
+#: Those with payloads are serialized already, since protobuf would copy the payload once more.
+Message = server_pb2.PushPullResponse | server_pb2.PushResponse | server_pb2.PullResponse | bytes
 PushMessage = type[server_pb2.PushPullRequest] | type[server_pb2.PushRequest]
-#: What a stream of updates is answered with; None ends it.
+#: What a stream of updates is answered with. None and an error end it.
 _Answers = asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None]
 
 
@@ -46,28 +52,21 @@ class ServerService:
     def handler(self) -> grpc.GenericRpcHandler:
         """What a grpc server is given."""
         fd_passing.sweep()
-        pb = server_pb2
-        unary_answers = {
-            "GetStatistics": grpc.unary_unary_rpc_method_handler(
-                self._get_statistics, None, pb.GetStatisticsResponse.SerializeToString
-            ),
-            "Install": grpc.stream_unary_rpc_method_handler(self._install, None, pb.InstallResponse.SerializeToString),
+        handlers: dict[str, Handler] = {
+            "GetStatistics": self._get_statistics,
+            "Install": self._install,
+            "PushPull": partial(self._push, server_pb2.PushPullRequest),
+            "Push": partial(self._push, server_pb2.PushRequest),
+            "Pull": self._pull,
+            "Share": partial(serve_share, self._server),
+            "Replicate": self._replicate,
+            "FetchNorms": self._fetch_norms,
         }
-        streamed_answers = {
-            "PushPull": grpc.stream_stream_rpc_method_handler(partial(self._push, pb.PushPullRequest)),
-            "Push": grpc.stream_stream_rpc_method_handler(partial(self._push, pb.PushRequest)),
-            "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
-            "Share": grpc.stream_stream_rpc_method_handler(partial(serve_share, self._server)),
-            "Replicate": grpc.stream_stream_rpc_method_handler(self._replicate),
-            "FetchNorms": grpc.unary_stream_rpc_method_handler(
-                self._fetch_norms, None, pb.FetchNormsResponse.SerializeToString
-            ),
-        }
-        return grpc.method_handlers_generic_handler(SERVICE, unary_answers | streamed_answers)
+        return service_handler(SERVICE, handlers, log)
 
     async def _push(
-        self, message_type: PushMessage, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[bytes]:
+        self, message_type: PushMessage, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Message]:
         """PushPull, or Push, by the type of its requests. Reads slices in a task of its own while answers are written:
         both directions are busy at once."""
         call = Call(_NOBODY, is_push=True, wants_weights=message_type is server_pb2.PushPullRequest)
@@ -76,16 +75,14 @@ class ServerService:
         try:
             async for answer in self._answers(call):
                 if isinstance(answer, str):
-                    yield server_pb2.PushPullResponse(waiting_for=answer).SerializeToString()
+                    yield server_pb2.PushPullResponse(waiting_for=answer)
                 elif call.wants_weights:
                     store = store or self._admission.store(call.identity.parameters)
                     yield await store.reads.encode(answer, call)
                 else:
                     yield server_pb2.PushResponse(
                         slice=answer.index, version=answer.version, ignored=answer.ignored, staleness=answer.staleness
-                    ).SerializeToString()
-        except PsdistError as error:
-            await status.abort(context, error)
+                    )
         finally:
             reader.cancel()
             self._server.cancel_call(call)
@@ -104,10 +101,8 @@ class ServerService:
                 store.router.push(call, frame.header.slice, frame.header.base_version, frame.payload)
                 await call.slots.acquire()
             call.asked_all()
-        except PsdistError as error:
-            call.fail(error)
-        except Exception as error:  # Without this the stream would wait for a reader that has ended.
-            call.fail(InternalError(f"reading the stream failed: {error!r}"))
+        except Exception as error:  # The stream raises it. Without this it would wait for a reader that has ended.
+            call.fail(as_psdist_error(error, "reading a push", log))
 
     async def _open_push(
         self, call: Call, message: server_pb2.PushPullRequest | server_pb2.PushRequest
@@ -120,16 +115,14 @@ class ServerService:
         store.gradients.check_norm(call)
         return store
 
-    async def _pull(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        call: Call | None = None
+    async def _pull(self, request: server_pb2.PullRequest, _: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
+        identity = convert.identity_from_proto(request.identity)
+        store = await self._admission.admit(identity)
+        store.check_installed()
+        pull_dtype = convert.payload_dtype_from_proto(request.dtype)
+        call = Call(identity, is_push=False, wants_weights=True, pull_dtype=pull_dtype)
+        last = -1
         try:
-            request = frames.parse(server_pb2.PullRequest, data)
-            identity = convert.identity_from_proto(request.identity)
-            store = await self._admission.admit(identity)
-            store.check_installed()
-            pull_dtype = convert.payload_dtype_from_proto(request.dtype)
-            call = Call(identity, is_push=False, wants_weights=True, pull_dtype=pull_dtype)
-            last = -1
             slices = request.slices or store.router.indices
             if store.replicator.needs_confirm(slices):
                 await store.replicator.confirm(slices)
@@ -140,16 +133,13 @@ class ServerService:
             call.asked_all()
             async for answer in self._answers(call):
                 if isinstance(answer, str):
-                    yield server_pb2.PullResponse(waiting_for=answer).SerializeToString()
+                    yield server_pb2.PullResponse(waiting_for=answer)
                     continue
                 version, payload = await store.reads.read(answer.index, call.pull_dtype)
                 store.counters.of(call.identity.worker_id).pull_bytes += len(payload)
                 yield frames.pack(server_pb2.PullResponse(slice=answer.index, version=version), payload)
-        except PsdistError as error:
-            await status.abort(context, error)
         finally:
-            if call is not None:
-                self._server.cancel_call(call)
+            self._server.cancel_call(call)
 
     async def _answers(self, call: Call) -> AsyncIterator[SliceAnswer | str]:
         """Answers, and between them what the call is waiting for."""
@@ -163,34 +153,25 @@ class ServerService:
                 return
             yield answer
 
-    async def _install(
-        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> server_pb2.InstallResponse:
+    async def _install(self, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext) -> server_pb2.InstallResponse:
         store: ParameterStore | None = None
         identity = None
         count = 0
-        try:
-            async for data in requests:
-                frame = frames.unpack(server_pb2.InstallRequest, data)
-                if store is None or identity is None:
-                    identity = convert.identity_from_proto(frame.header.identity)
-                    store = await self._admission.admit(identity)
-                # It may be fenced since, and another's values may be on their way.
-                self._admission.check_live(identity)
-                store.install(frame.header.slice, frame.payload, identity.epoch)
-                count += 1
-        except PsdistError as error:
-            await status.abort(context, error)
+        async for data in requests:
+            frame = frames.unpack(server_pb2.InstallRequest, data)
+            if store is None or identity is None:
+                identity = convert.identity_from_proto(frame.header.identity)
+                store = await self._admission.admit(identity)
+            # It may be fenced since, and another's values may be on their way.
+            self._admission.check_live(identity)
+            store.install(frame.header.slice, frame.payload, identity.epoch)
+            count += 1
         return server_pb2.InstallResponse(slices=count)
 
     async def _fetch_norms(
-        self, data: bytes, context: grpc.aio.ServicerContext
+        self, request: server_pb2.FetchNormsRequest, _: grpc.aio.ServicerContext
     ) -> AsyncIterator[server_pb2.FetchNormsResponse]:
-        try:
-            request = frames.parse(server_pb2.FetchNormsRequest, data)
-            store = await self._admission.admit_server(request.run_id, request.epoch, request.parameters)
-        except PsdistError as error:
-            await status.abort(context, error)
+        store = await self._admission.admit_server(request.run_id, request.epoch, request.parameters)
         while not store.aggregation.is_complete(request.step):
             await store.norms.wait()
         squares = sorted(store.norms.known(request.step).items())
@@ -199,8 +180,8 @@ class ServerService:
             yield server_pb2.FetchNormsResponse(slices=[i for i, _ in part], squares=[value for _, value in part])
 
     async def _replicate(
-        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[bytes]:
+        self, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
+    ) -> AsyncIterator[server_pb2.ReplicateResponse]:
         """Reads in a task of its own, since an update may wait for its kernel while the next ones come."""
         answers: _Answers = asyncio.Queue()
         reader = asyncio.create_task(self._read_updates(requests, answers))
@@ -208,8 +189,8 @@ class ServerService:
         try:
             while (answer := await answers.get()) is not None:
                 if isinstance(answer, PsdistError):
-                    await status.abort(context, answer)
-                yield answer.SerializeToString()
+                    raise answer
+                yield answer
         finally:
             del self._replicate_answers[id(answers)]
             reader.cancel()
@@ -235,16 +216,10 @@ class ServerService:
                 else:
                     store.backups.on_message(sender, frame, store.entry, answers.put_nowait)
             answers.put_nowait(None)
-        except PsdistError as error:
-            answers.put_nowait(error)
-        except Exception as error:  # Without this the stream would wait for a reader that has ended.
-            answers.put_nowait(InternalError(f"taking an update failed: {error!r}"))
+        except Exception as error:  # The stream raises it. Without this it would wait for a reader that has ended.
+            answers.put_nowait(as_psdist_error(error, "reading an update", log))
 
-    async def _get_statistics(self, data: bytes, context: grpc.aio.ServicerContext) -> server_pb2.GetStatisticsResponse:
-        try:
-            frames.parse(server_pb2.GetStatisticsRequest, data)
-        except PsdistError as error:
-            await status.abort(context, error)
+    async def _get_statistics(self, *_: object) -> server_pb2.GetStatisticsResponse:
         return self._server.statistics()
 
 

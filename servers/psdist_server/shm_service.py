@@ -43,21 +43,17 @@ from psdist_server.store.rpc_call import Call, CallState, SliceAnswer
 
 
 async def serve_share(
-    server: ParameterServer, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-) -> None:
+    server: ParameterServer, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
+) -> AsyncIterator[server_pb2.ShareResponse]:
     """Serves one Share stream until it ends."""
-    stream: _Stream | None = None
-    try:
-        async for data in requests:
-            stream, attached = await _attach(server, data)
-            await context.write(attached)
+    async for data in requests:
+        stream, attached = await _attach(server, data)
+        try:
+            yield server_pb2.ShareResponse(attached=attached)
             await _until_over(stream, requests)
-            break
-    except PsdistError as error:
-        await status.abort(context, error)
-    finally:
-        if stream is not None:
+        finally:
             stream.end()
+        break
 
 
 async def _until_over(stream: _Stream, requests: AsyncIterator[bytes]) -> None:
@@ -80,7 +76,7 @@ async def _until_disconnected(requests: AsyncIterator[bytes]) -> None:
         raise InvalidArgumentError("the only request of a Share stream is attach: calls go over the connection")
 
 
-async def _attach(server: ParameterServer, data: bytes) -> tuple[_Stream, bytes]:
+async def _attach(server: ParameterServer, data: bytes) -> tuple[_Stream, server_pb2.Attached]:
     """Carries out the first request of a stream: the attachment, and the answer."""
     request = frames.parse(server_pb2.ShareRequest, data)
     if request.WhichOneof("kind") != "attach" or request.call_id != 0:
@@ -107,8 +103,7 @@ async def _attach(server: ParameterServer, data: bytes) -> tuple[_Stream, bytes]
         raise
     stream = _Stream(server, _Attachment(identity, store, arena, "" if reads_only else dtype))
     await stream.open(connection)
-    attached = server_pb2.Attached(nonce=arena.nonce, weights_nonce=weights.nonce)
-    return stream, server_pb2.ShareResponse(attached=attached).SerializeToString()
+    return stream, server_pb2.Attached(nonce=arena.nonce, weights_nonce=weights.nonce)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,98 @@
+"""The handlers of a service's methods, as gRPC is given them: one place for parsing, and for errors.
+
+Requests come as bytes. gRPC's own parsing has no typed error for bytes that are no message, and writes a traceback for
+each. A single request is parsed here; the messages of a stream are the handler's to parse, since some carry payloads
+(``frames``). Answers are messages, or bytes that are sent as they are.
+
+Not here: what an error looks like on the wire (``status``), who may call (``auth``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+
+from psdist.errors import InternalError, PsdistError
+from psdist.wire import frames, status
+
+#: Takes a message, or an iterator of bytes where requests are a stream, and a ServicerContext. A coroutine function, or
+#: an asynchronous generator function where answers are a stream.
+Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
+
+#: By whether the client and the server stream.
+_KINDS: Final = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+def service_handler(
+    service: ServiceDescriptor, handlers: Mapping[str, Handler], log: logging.Logger
+) -> grpc.GenericRpcHandler:
+    """What a gRPC server is given to serve ``service``. handlers: one for each of its methods, by name.
+
+    A PsdistError that a handler raises ends the call with the status of that error. Any other exception is a defect: it
+    is logged, and the caller gets an InternalError without its text.
+    """
+    methods = {
+        method.name: _KINDS[method.client_streaming, method.server_streaming](
+            _wrap(method, handlers[method.name], log), request_deserializer=None, response_serializer=_serialize
+        )
+        for method in service.methods
+    }
+    return grpc.method_handlers_generic_handler(service.full_name, methods)
+
+
+def _wrap(method: MethodDescriptor, handler: Handler, log: logging.Logger) -> Handler:
+    request_class = None if method.client_streaming else message_factory.GetMessageClass(method.input_type)
+
+    def parse(request: Any) -> Any:
+        return request if request_class is None else frames.parse(request_class, request)
+
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        async with _errors_as_statuses(method.name, context, log):
+            return await handler(parse(request), context)
+
+    async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async with (
+            _errors_as_statuses(method.name, context, log),
+            aclosing(handler(parse(request), context)) as answers,
+        ):
+            async for answer in answers:
+                yield answer
+
+    return stream if inspect.isasyncgenfunction(handler) else call
+
+
+@asynccontextmanager
+async def _errors_as_statuses(name: str, context: grpc.aio.ServicerContext, log: logging.Logger) -> AsyncIterator[None]:
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        refusal = as_psdist_error(error, name, log)
+        log.info("%s refused: %s", name, refusal)
+        await status.abort(context, refusal)
+
+
+def as_psdist_error(error: Exception, name: str, log: logging.Logger) -> PsdistError:
+    """What a peer is answered where ``name`` raised ``error``: a defect is logged, and its text goes to no peer."""
+    if isinstance(error, PsdistError):
+        return error
+    log.error("%s failed", name, exc_info=error)
+    return InternalError(f"{name} failed: the log of the process that was called says why")
+
+
+def _serialize(answer: Any) -> bytes:
+    return answer if isinstance(answer, bytes) else answer.SerializeToString()
