@@ -86,7 +86,8 @@ def _as_float(name: str, value: ArrayLike) -> NDArray[Any]:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(f"tensor {name!r}: {type(value).__name__} is no array: {error}") from None
-    if array.dtype.newbyteorder("=") not in _DTYPE_NAMES:
+    # Few are of another byte order, and asking for that costs more than all else here.
+    if array.dtype not in _DTYPE_NAMES and array.dtype.newbyteorder("=") not in _DTYPE_NAMES:
         raise DTypeMismatchError(f"tensor {name!r} has dtype {array.dtype}: {_REMEDY}", tensor=name, given=array.dtype)
     return array
 
@@ -142,7 +143,11 @@ def flatten(layout: Layout, values: Mapping[str, ArrayLike], into: Flat | None =
         if shared is not None:
             return shared
     flat: Flat = np.empty(layout.total, np.float32) if into is None else into
-    _write(flat, arrays, layout.offsets)
+    if any(np.may_share_memory(array, flat) for array in arrays):
+        _write(flat, arrays, layout.offsets)
+    else:
+        with np.errstate(over="ignore"):  # as in _write
+            np.concatenate(arrays, axis=None, out=flat, casting="unsafe")
     return flat
 
 
