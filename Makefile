@@ -19,6 +19,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Runs a command that is silent for long, with what it does and a dot every two seconds.
+WITH_DOTS = @announced() { echo "$$1"; shift; "$$@" & work=$$!; \
+	while kill -0 $$work 2>/dev/null; do sleep 2; printf .; done & dots=$$!; \
+	wait $$work; status=$$?; kill $$dots 2>/dev/null; echo; return $$status; }; announced
 PYTEST := $(BIN)/python -m pytest
 
 # Test dependency only: the optimizers are compared with torch.optim. PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS in the
@@ -48,15 +52,17 @@ CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_proto.py
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "psdist needs Python 3.11 or later: make PYTHON=python3.11")'
-	$(PYTHON) -m venv $(VENV)
+	$(WITH_DOTS) "creating $(VENV)" $(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(PIP) install --editable '.[examples]'
+	$(WITH_DOTS) "installing psdist and what it needs into $(VENV), about half a minute" \
+		$(PIP) install --editable '.[examples]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml Makefile | $(BIN)/python
-	$(PIP) install --editable '.[examples,dev]'
-	$(PIP) install $(TORCH)
+	$(WITH_DOTS) "installing psdist and what its tests need into $(VENV), about a minute" \
+		$(PIP) install --editable '.[examples,dev]'
+	$(WITH_DOTS) "installing PyTorch into $(VENV)" $(PIP) install $(TORCH)
 	@touch $@ $(VENV)/.installed
 
 # --- what one does --------------------------------------------------------------------------------------------------

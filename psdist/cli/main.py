@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module, metadata
 from typing import Final, NoReturn
 
@@ -20,6 +20,10 @@ def _version(given: Namespace, environ: Mapping[str, str]) -> int:
     except metadata.PackageNotFoundError:
         print("psdist, not installed as a package")
     return exit_codes.OK
+
+
+def _warm_up(given: Namespace, environ: Mapping[str, str]) -> int:
+    _become("psdist_server.kernels", ())
 
 
 PSDIST: Final = Group(
@@ -40,6 +44,9 @@ PSDIST: Final = Group(
                 lambda: import_module("psdist.cli.bench")),
         Command("chaos", "inject faults into a run of its own and count what was lost",
                 lambda: import_module("psdist.cli.chaos")),
+        Command("warmup", "compile the servers' kernels ahead of the first run on this machine",
+                lambda: Leaf(lambda: CommandLine("psdist warmup", "Compiles the servers' kernels, once on a machine. "
+                             "Servers do it by themselves where this was not called.", ()), _warm_up)),
         Command("version", "the version of psdist",
                 lambda: Leaf(lambda: CommandLine("psdist version", "Prints the version.", ()), _version)),
     ),
@@ -55,12 +62,12 @@ def main() -> NoReturn:
 
 def scheduler() -> NoReturn:
     """``psdist-scheduler``."""
-    _become("psdist_scheduler")
+    _become("psdist_scheduler", sys.argv[1:])
 
 
 def server() -> NoReturn:
     """``psdist-server``."""
-    _become("psdist_server")
+    _become("psdist_server", sys.argv[1:])
 
 
 def worker() -> NoReturn:
@@ -68,11 +75,11 @@ def worker() -> NoReturn:
     _end(lambda: call(import_module("psdist.cli.worker"), sys.argv[1:], os.environ))
 
 
-def _become(module: str) -> NoReturn:
+def _become(module: str, arguments: Sequence[str]) -> NoReturn:
     # The programs are import roots of their own, which psdist never imports.
     from psdist.launch.plan import program
 
-    os.execv(sys.executable, [*program(module), *sys.argv[1:]])
+    os.execv(sys.executable, [*program(module), *arguments])
 
 
 def _end(command: Callable[[], int]) -> NoReturn:

@@ -139,10 +139,8 @@ def widen(values: AnyArray, out: Floats) -> None:
     _WIDEN[values.dtype](values.view(np.uint16), out)
 
 
-def warm_up() -> None:
-    """Compiles everything here, or loads it from the cache."""
-    for one in (narrow_half, narrow_brain, widen_half, widen_brain):
-        one.compile()
+#: All that is compiled here.
+KERNELS: Final = (narrow_half, narrow_brain, widen_half, widen_brain)
 
 
 def check_vector(name: str, array: AnyArray, dtype: np.dtype[Any], size: int) -> None:

@@ -5,11 +5,19 @@ client does it in a thread, and only where a payload has 16 bits (``psdist.compr
 
 Nothing is compiled at import. A kernel is compiled, or loaded from numba's cache beside its module, at its first call.
 The lock of the interpreter is not held while a kernel runs.
+
+Invariant: no two processes compile the same kernel at once for one cache. One of them compiles it, and the others wait
+and load it. The lock is a file beside the cache's, which the system releases when its process ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -49,16 +57,79 @@ class Kernel:
         """Compiles the function once, and returns it. Any thread may call this."""
         with _compile_lock:
             if self._compiled is None:
-                self._compiled = self._compile()
+                dispatcher = self._dispatcher()
+                with locked(self.file("lock"), wait=True):
+                    self._compiled = self._compile(dispatcher)
             return self._compiled
 
-    def _compile(self) -> Callable[..., Any]:
+    def try_compile(self) -> bool:
+        """Compiles the function unless another process does that now. Returns whether it is compiled."""
+        with _compile_lock:
+            if self._compiled is None:
+                dispatcher = self._dispatcher()
+                with locked(self.file("lock"), wait=False) as is_mine:
+                    if is_mine:
+                        self._compiled = self._compile(dispatcher)
+            return self._compiled is not None
+
+    def file(self, suffix: str) -> Path | None:
+        """A file of this kernel beside its cache; None where nothing is cached."""
+        directory = self._dispatcher().stats.cache_path
+        return None if directory is None else Path(directory) / f"{self.function.__module__}.{self.__name__}.{suffix}"
+
+    def _dispatcher(self) -> Any:
+        """What compiles the function."""
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
         try:
-            compiled = numba.njit([self._signature], cache=True, **options)(self.function)
+            return numba.njit(cache=True, **options)(self.function)
         except RuntimeError:  # numba finds no directory that it may write its cache to
-            compiled = numba.njit([self._signature], **options)(self.function)
-        return compiled  # type: ignore[no-any-return]
+            return numba.njit(**options)(self.function)
+
+    def _compile(self, dispatcher: Any) -> Callable[..., Any]:
+        dispatcher.compile(self._signature)
+        dispatcher.disable_compile()
+        return dispatcher  # type: ignore[no-any-return]
+
+
+def compile_all(kernels: Iterable[Kernel], compiled: Callable[[], None] = lambda: None) -> None:
+    """Compiles ``kernels``; those that another process compiles now come last, so that processes share the work.
+
+    compiled: called after each of them.
+    """
+    left, refused = deque(kernels), 0
+    while left:
+        one = left.popleft()
+        if refused > len(left):
+            one.compile()
+        elif not one.try_compile():
+            left.append(one)
+            refused += 1
+            continue
+        refused = 0
+        compiled()
+
+
+@contextmanager
+def locked(path: Path | None, wait: bool) -> Iterator[bool]:
+    """Holds the lock that the file ``path`` is; yields False where another process holds it.
+
+    Without a file, or on a file system without locks, nothing is locked: then work may be done twice, and no worse.
+    """
+    fd, is_free = None, True
+    try:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        is_free = False
+    except OSError:
+        pass
+    try:
+        yield is_free
+    finally:
+        if fd is not None:
+            os.close(fd)
 
 
 def kernel(*arguments: Any, result: Any = types.void) -> Callable[[Callable[..., Any]], Kernel]:

@@ -72,8 +72,9 @@ class Casts:
 
 def _load_compiled() -> tuple[_Cast, _Cast]:
     from psdist.compression import casts
+    from psdist.compression.compiled import compile_all
 
-    casts.warm_up()
+    compile_all(casts.KERNELS)
     return casts.narrow, casts.widen
 
 

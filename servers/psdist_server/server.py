@@ -21,8 +21,9 @@ from psdist.snapshots.storage import Storage
 from psdist.types import ClusterMap, ParametersEntry, ParametersMember, Replica
 from psdist.v1 import scheduler_pb2, server_pb2
 from psdist_server.admission import Admission
-from psdist_server.kernels import kernels, memory
+from psdist_server.kernels import kernels
 from psdist_server.kernels.pool import KernelPool
+from psdist_server.kernels.warm_up import warm_up
 from psdist_server.peers import NormExchange, PeerServers
 from psdist_server.snapshot_loader import LoadReport, SnapshotLoader
 from psdist_server.snapshot_writer import SnapshotWriter
@@ -32,9 +33,8 @@ from psdist_server.store.rpc_call import Call
 
 
 def compile_kernels() -> None:
-    """Compiles the kernels that all parameter sets need, or loads them from the cache. In a thread."""
-    kernels.warm_up()
-    memory.release_compiler()
+    """Compiles the kernels that all parameter sets need, or loads them from the cache. Run it in a thread."""
+    warm_up(kernels.KERNELS, "all optimizers")
 
 
 @dataclass(frozen=True, slots=True)

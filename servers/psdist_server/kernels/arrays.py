@@ -28,8 +28,9 @@ from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InternalError, InvalidArgumentError
 from psdist.types import GroupRange, ParametersEntry, Slicing
 from psdist_server.kernels import kernels
-from psdist_server.kernels.memory import AnonymousMemory, WeightsMemory, release_compiler
+from psdist_server.kernels.memory import AnonymousMemory, WeightsMemory
 from psdist_server.kernels.optimizers import Rule
+from psdist_server.kernels.warm_up import warm_up
 
 Array = NDArray[np.float32]
 #: A contribution as it came: float32, float16 or bfloat16, aligned, perhaps read-only.
@@ -87,8 +88,7 @@ class DenseParameters:
 
     def compile(self) -> None:
         """Compiles the update kernel, or loads it from the cache. In a thread."""
-        self.rule.warm_up()
-        release_compiler()
+        warm_up([self.rule.fused], self.rule.spec.kind)
 
     @property
     def array_count(self) -> int:

@@ -11,8 +11,7 @@ Invariants:
 - Elements do not influence each other, except in ``sum_squares``, whose order of additions is fixed.
 - The compiled loops check no bounds. The public functions check lengths and types first.
 - Nothing is compiled at import. A kernel is compiled, or loaded from numba's cache beside this file, at its first call,
-  which takes up to seconds: ``warm_up`` and ``Rule.warm_up`` do it ahead of time. The GIL is released while a kernel
-  runs.
+  which takes up to seconds: ``warm_up`` does it ahead of time. The GIL is released while a kernel runs.
 """
 
 from __future__ import annotations
@@ -264,8 +263,5 @@ def all_finite(values: AnyArray) -> bool:
     return bool(_all_finite16(values.view(np.uint16), np.uint16(0x7C00 if code == _FLOAT16 else 0x7F80)))
 
 
-def warm_up() -> None:
-    """Compiles everything in this module, and the casts. Takes seconds once per machine; run it in a thread."""
-    for one in (_combine, _sum_squares, _all_finite32, _all_finite16):
-        one.compile()
-    casts.warm_up()
+#: What all parameter sets need.
+KERNELS: Final = (_combine, _sum_squares, _all_finite32, _all_finite16, *casts.KERNELS)

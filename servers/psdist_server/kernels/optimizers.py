@@ -83,10 +83,6 @@ class Rule:
         self._scalars_kept = ((step, lr_scale), made)
         return made
 
-    def warm_up(self) -> None:
-        """Compiles the fused kernel, or loads it from the cache. Up to seconds; run it in a thread."""
-        self.fused.compile()
-
 
 def clip_factor(total_norm: float, max_norm: float) -> float:
     """What gradients of this global L2 norm are multiplied by: ``max_norm / (total_norm + 1e-6)``, at most 1.

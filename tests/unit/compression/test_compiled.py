@@ -1,0 +1,107 @@
+"""Kernels are compiled once, also by several processes at once, and in any order."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from psdist.compression.compiled import compile_all
+
+#: A module of kernels whose cache is a directory of its own.
+MODULE = """
+from psdist.compression.compiled import IN, OUT, kernel
+
+@kernel(IN, OUT)
+def double(values, out):
+    for i in range(values.size):
+        out[i] = 2 * values[i]
+
+@kernel(IN, OUT)
+def triple(values, out):
+    for i in range(values.size):
+        out[i] = 3 * values[i]
+"""
+#: Compiles both, and says of each whether it came from the cache.
+SCRIPT = """
+import some_kernels
+from psdist.compression.compiled import compile_all
+kernels = [some_kernels.double, some_kernels.triple]
+compile_all(kernels)
+print(*[sum(kernel.compile().stats.cache_hits.values()) for kernel in kernels])
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "some_kernels.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("some_kernels", None)
+
+
+def _lock(module: Path, name: str) -> int:
+    """Holds the lock of a kernel, as a process does that compiles it."""
+    (module / "__pycache__").mkdir(exist_ok=True)
+    fd = os.open(module / "__pycache__" / f"some_kernels.{name}.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd
+
+
+def test_a_kernel_that_another_compiles_comes_last(module: Path) -> None:
+    import some_kernels  # type: ignore[import-not-found]
+
+    done = []
+    other = _lock(module, "double")
+    try:
+        assert not some_kernels.double.try_compile()
+
+        def compiled() -> None:
+            done.append("triple" if not done else "double")
+            if len(done) == 1:  # The other process ends: what waits for its lock goes on.
+                os.close(other)
+
+        thread = threading.Thread(target=compile_all, args=([some_kernels.double, some_kernels.triple], compiled))
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive() and done == ["triple", "double"]
+    finally:
+        if not done:
+            os.close(other)
+    out = np.zeros(3, np.float32)
+    some_kernels.double(np.arange(3, dtype=np.float32), out)
+    assert out.tolist() == [0, 2, 4]
+
+
+def test_processes_share_the_work(module: Path) -> None:
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(module), *sys.path))}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", SCRIPT], env=environ, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    hits = [list(map(int, process.communicate(timeout=120)[0].split())) for process in processes]
+    # Each kernel was compiled by one process, and loaded by the two others.
+    assert [sum(column) for column in zip(*hits, strict=True)] == [2, 2]
+
+
+def test_without_a_cache_there_is_no_lock(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import some_kernels
+
+    from psdist.compression import compiled
+
+    def refuse(*arguments: object, cache: bool = False, **options: object) -> object:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return njit(*arguments, **options)
+
+    njit = compiled.numba.njit
+    monkeypatch.setattr(compiled.numba, "njit", refuse)
+    compile_all([some_kernels.double])
+    assert not list(module.glob("**/*.lock"))
