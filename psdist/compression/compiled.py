@@ -39,7 +39,7 @@ class Kernel:
         self.__doc__ = function.__doc__
         #: The Python function.
         self.function = function
-        self._signature = result(*arguments)
+        self.signature = result(*arguments)
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -55,9 +55,9 @@ class Kernel:
     def _compile(self) -> Callable[..., Any]:
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
         try:
-            compiled = numba.njit([self._signature], cache=True, **options)(self.function)
+            compiled = numba.njit([self.signature], cache=True, **options)(self.function)
         except RuntimeError:  # numba finds no directory that it may write its cache to
-            compiled = numba.njit([self._signature], **options)(self.function)
+            compiled = numba.njit([self.signature], **options)(self.function)
         return compiled  # type: ignore[no-any-return]
 
 

@@ -107,7 +107,7 @@ def tear_down(loop: RunLoop) -> None:
     """Lets go of all nodes. What dies now may complain, as it dies in the middle of something."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
-        psdist.client.loop._claims.clear()
+        psdist.client.loop.open_clients.clear()
         loop.close()
         loop.world = loop.network = loop.answered = None
         gc.collect()
