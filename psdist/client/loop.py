@@ -35,26 +35,26 @@ class Closable(StoppableClient, Protocol):
 
 
 #: Open clients of this process and the loop they are on.
-_claims: dict[int, tuple[Closable, asyncio.AbstractEventLoop]] = {}
+open_clients: dict[int, tuple[Closable, asyncio.AbstractEventLoop]] = {}
 
 
 def claim(client: Closable) -> None:
     """Registers ``client`` as open on the running loop. Raises ConfigurationError if others are on another loop."""
     running = asyncio.get_running_loop()
-    for key, (_, other) in list(_claims.items()):
+    for key, (_, other) in list(open_clients.items()):
         if other.is_closed():
-            del _claims[key]
+            del open_clients[key]
         elif other is not running:
             raise ConfigurationError(
                 "this process has a psdist client on another event loop: use AsyncClient in one loop, or Client, but "
                 "not both at once (grpc.aio polls for one loop per process)"
             )
-    _claims[id(client)] = (client, running)
+    open_clients[id(client)] = (client, running)
 
 
 def release(client: Closable) -> None:
     """Removes a client that was closed."""
-    _claims.pop(id(client), None)
+    open_clients.pop(id(client), None)
 
 
 class _Call(Generic[T]):
@@ -176,7 +176,7 @@ class LoopThread:
 
     def _clients(self) -> list[Closable]:
         """The clients that are open on this loop."""
-        return [client for client, owner in list(_claims.values()) if owner is self.loop]
+        return [client for client, owner in list(open_clients.values()) if owner is self.loop]
 
     def _give_up(self) -> None:
         """Cancels all calls under way, because this worker leaves. Runs on the loop."""

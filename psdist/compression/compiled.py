@@ -47,7 +47,7 @@ class Kernel:
         self.__doc__ = function.__doc__
         #: The Python function.
         self.function = function
-        self._signature = result(*arguments)
+        self.signature = result(*arguments)
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -86,7 +86,7 @@ class Kernel:
             return numba.njit(**options)(self.function)
 
     def _compile(self, dispatcher: Any) -> Callable[..., Any]:
-        dispatcher.compile(self._signature)
+        dispatcher.compile(self.signature)
         dispatcher.disable_compile()
         return dispatcher  # type: ignore[no-any-return]
 

@@ -70,7 +70,7 @@ class EmbeddedCluster:
             snapshots = SnapshotPlan(place, replace(policy or DEFAULT_POLICY, at_end=False), fresh)
         self._directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
         lifeline, self._lifeline_end = os.pipe()
-        self._children: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []  # the scheduler, then the servers
         plan = ServicesPlan(
             directory=self._directory,
             link=SchedulerAddress(file=self._directory / "scheduler", run_id=self.run_id),
@@ -97,7 +97,7 @@ class EmbeddedCluster:
 
     def _start(self, plan: ServicesPlan, environ: Mapping[str, str]) -> None:
         for spec in (plan.scheduler(environ), *(plan.server(number, environ) for number in range(plan.servers))):
-            self._children.append(_spawn(spec, plan.lifeline))
+            self.processes.append(_spawn(spec, plan.lifeline))
 
     def _await_scheduler(self) -> str:
         """The scheduler's address. Raises an error as soon as it has died."""
@@ -105,7 +105,7 @@ class EmbeddedCluster:
         for _ in range(int(START_TIMEOUT_SECONDS * 10)):
             with suppress(SchedulerUnreachableError):
                 return await_address(path, 0.1)
-            if (status := self._children[0].poll()) is not None:
+            if (status := self.processes[0].poll()) is not None:
                 raise SchedulerUnreachableError(
                     f"the scheduler of this script's own cluster ended with status {status}"
                 )
@@ -113,9 +113,9 @@ class EmbeddedCluster:
 
     def close(self) -> None:
         """Ends the children and removes their directory."""
-        children, self._children = self._children, []
-        _stop(children[1:])  # servers first: without a scheduler they would try to reach it
-        _stop(children[:1])
+        processes, self.processes = self.processes, []
+        _stop(processes[1:])  # servers first: without a scheduler they would try to reach it
+        _stop(processes[:1])
         if self._lifeline_end >= 0:
             os.close(self._lifeline_end)
             self._lifeline_end = -1

@@ -32,10 +32,10 @@ from psdist.snapshots.storage import Buffer, StoredFile, check_path
 T = TypeVar("T")
 
 #: How often, and for how long, a failed request is tried again.
-_RETRIES: Final = 4
+RETRIES: Final = 4
 _RETRY_SECONDS: Final = 60
 #: Bytes of one part of an upload, and how many parts are under way at a time.
-_PART_BYTES: Final = 10 << 20
+PART_BYTES: Final = 10 << 20
 _PARTS: Final = 2
 
 _memories: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def open_bucket(url: str) -> BucketStorage:
     """The storage at an ``s3://``, ``gs://``, ``az://`` or ``memory://`` URL. Raises ConfigurationError."""
     if url.startswith("memory:"):
         return BucketStorage(url, _memories.setdefault(url, MemoryStore()))
-    retries = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)}
+    retries = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)}
     try:
         # Overloaded by the kind of store, which only the URL shows.
         return BucketStorage(url, from_url(url, retry_config=retries))  # type: ignore[call-overload]
@@ -154,7 +154,7 @@ class BucketWriter:
         self._storage = storage
         self._path = path
         # Bytes are sent when they are more than one part, or complete.
-        self._upload = obstore.open_writer(storage._store, path, buffer_size=_PART_BYTES, max_concurrency=_PARTS)
+        self._upload = obstore.open_writer(storage._store, path, buffer_size=PART_BYTES, max_concurrency=_PARTS)
 
     async def write(self, buffer: Buffer) -> None:
         """Appends bytes to the file."""

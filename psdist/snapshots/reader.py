@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 #: Commit records that are read at the same time.
 _AT_A_TIME: Final = 8
 #: Bytes of one read, unless a slice is longer.
-_BATCH_BYTES: Final = 8 << 20
+BATCH_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -270,8 +270,8 @@ async def read_state(storage: Storage, manifest: Manifest, state: WorkerState) -
     """The bytes of the state that a worker keeps itself, in parts. Raises SnapshotCorruptError, perhaps only after the
     last part, when the digest of the whole is known."""
     path, whole = layouts.file_path(manifest.directory, state.file), xxhash.xxh3_128()
-    for start in range(0, state.length, _BATCH_BYTES):
-        length = min(_BATCH_BYTES, state.length - start)
+    for start in range(0, state.length, BATCH_BYTES):
+        length = min(BATCH_BYTES, state.length - start)
         part = await _read(storage, path, start, length)
         if len(part) != length:
             raise corrupt(path, f"it has {start + len(part)} bytes, not {state.length}")
@@ -298,8 +298,8 @@ def _slice_bytes(state: ParametersState, shard: int, position: int) -> int:
 
 
 def _batches(state: ParametersState, shard: int, positions: range) -> Iterator[range]:
-    """``positions`` in stretches of at most ``_BATCH_BYTES``, or of one slice."""
-    each = max(1, _BATCH_BYTES // max(1, _slice_bytes(state, shard, 0)))
+    """``positions`` in stretches of at most ``BATCH_BYTES``, or of one slice."""
+    each = max(1, BATCH_BYTES // max(1, _slice_bytes(state, shard, 0)))
     for first in range(positions.start, positions.stop, each):
         yield range(first, min(first + each, positions.stop))
 

@@ -71,12 +71,12 @@ class ParameterServer:
         self._report: Callable[[], None] = lambda: None
         self._report_snapshot: Callable[[scheduler_pb2.SnapshotReport], None] = lambda report: None
         self._pool: KernelPool[Any, Any] = KernelPool(kernel_threads)
-        self._stores: dict[str, ParameterStore] = {}
+        self.stores: dict[str, ParameterStore] = {}
         self.peers = PeerServers(self.me, run_id, token, rng, registration.lease_seconds, lambda: self._report())
-        self.admission = Admission(run_id, self._stores, self.peers, self._pool.prepare(compile_kernels))
+        self.admission = Admission(run_id, self.stores, self.peers, self._pool.prepare(compile_kernels))
         self._norm_exchange = NormExchange(self.peers, lambda: self.admission.map)
         opened = _opened_once(registration.storage, opener)
-        self.snapshot_writer = SnapshotWriter(self._stores.get, opened, lambda report: self._report_snapshot(report))
+        self.snapshot_writer = SnapshotWriter(self.stores.get, opened, lambda report: self._report_snapshot(report))
         self.loader = SnapshotLoader(opened, lambda: self._report(), rng)
 
     def report_to(
@@ -93,26 +93,26 @@ class ParameterServer:
         self.admission.follow(cluster)
         for entry in cluster.parameters:
             name = entry.spec.name
-            if name in self._stores and _begins_anew(self._stores[name].entry, entry):
+            if name in self.stores and _begins_anew(self.stores[name].entry, entry):
                 await self._close_store(name)
-            if name not in self._stores and any(self.me in shard.replicas for shard in entry.shards):
-                self._stores[name] = ParameterStore(entry, self.me, self._pool, self.peers, self._norm_exchange.find)
-            if name in self._stores:
+            if name not in self.stores and any(self.me in shard.replicas for shard in entry.shards):
+                self.stores[name] = ParameterStore(entry, self.me, self._pool, self.peers, self._norm_exchange.find)
+            if name in self.stores:
                 # First, since the end of a membership ends what its worker waits for too: it would read past the bound.
-                self._stores[name].router.calls.fence(self.admission.live)
-                await self._stores[name].update(entry, cluster.epoch)
-        for gone in sorted(self._stores.keys() - {entry.spec.name for entry in cluster.parameters}):
+                self.stores[name].router.calls.fence(self.admission.live)
+                await self.stores[name].update(entry, cluster.epoch)
+        for gone in sorted(self.stores.keys() - {entry.spec.name for entry in cluster.parameters}):
             await self._close_store(gone)
-        self.loader.follow(self._stores.values())
+        self.loader.follow(self.stores.values())
         await self.admission.followed(cluster)
 
     async def _close_store(self, name: str) -> None:
         self._norm_exchange.cancel(name)
-        await self._stores.pop(name).close()
+        await self.stores.pop(name).close()
 
     def propose(self, parameters: str, member: ParametersMember) -> tuple[bool, int]:
         """Whether ``member`` may join, and the highest version of any slice here."""
-        store = self._stores.get(parameters)
+        store = self.stores.get(parameters)
         if store is None:
             return True, 0
         accepted = store.router.propose(member)
@@ -120,27 +120,27 @@ class ParameterServer:
 
     def withdraw(self, parameters: str, worker_id: str) -> None:
         """Forgets a proposal that was accepted."""
-        if parameters in self._stores:
-            self._stores[parameters].router.withdraw(worker_id)
+        if parameters in self.stores:
+            self.stores[parameters].router.withdraw(worker_id)
 
     @property
     def proposals(self) -> set[tuple[str, str]]:
         """Parameters and worker of every proposal that was accepted and is no member yet."""
-        return {(name, worker_id) for name, store in self._stores.items() for worker_id in store.router.proposed}
+        return {(name, worker_id) for name, store in self.stores.items() for worker_id in store.router.proposed}
 
     def waiting_for(self, call: Call) -> str:
         """What the call is waiting for; "" where that is only its own sender."""
-        store = self._stores.get(call.identity.parameters)
+        store = self.stores.get(call.identity.parameters)
         return store.waiting_for(call) if store else ""
 
     def cancel_call(self, call: Call) -> None:
         """Nothing answers the call any more."""
-        if store := self._stores.get(call.identity.parameters):
+        if store := self.stores.get(call.identity.parameters):
             store.router.cancel(call)
 
     def reports(self) -> list[ReplicaReport | LoadReport]:
         """What the scheduler must know about replicas, and about values that are loaded."""
-        replicas = [report for store in self._stores.values() for report in store.replicator.reports(store.entry)]
+        replicas = [report for store in self.stores.values() for report in store.replicator.reports(store.entry)]
         return [*replicas, *self.loader.reports()]
 
     def snapshot_progress(self) -> scheduler_pb2.SnapshotProgress | None:
@@ -153,7 +153,7 @@ class ParameterServer:
             server_id=self.me.server_id,
             epoch=self.admission.map.epoch,
             resident_bytes=psutil.Process(os.getpid()).memory_info().rss,
-            parameters=[store.statistics() for store in self._stores.values()],
+            parameters=[store.statistics() for store in self.stores.values()],
         )
 
     async def close(self) -> None:
@@ -161,7 +161,7 @@ class ParameterServer:
         await self.loader.close()
         await self.snapshot_writer.close()
         self._norm_exchange.cancel()
-        for store in self._stores.values():
+        for store in self.stores.values():
             await store.close()
         await self.peers.close()
         self._pool.close()

@@ -57,7 +57,7 @@ async def work(cluster: EmbeddedCluster, handle: AsyncParameters, rank: int, kil
     rng = np.random.default_rng(rank)
     for step in range(STEPS):
         if kill and rank == 0 and step == KILLED_AT:
-            cluster._children[1].send_signal(signal.SIGKILL)  # The scheduler is the first.
+            cluster.processes[1].send_signal(signal.SIGKILL)  # The scheduler is the first.
         await handle.push_pull({"w": gradient(rng)})
 
 

@@ -184,7 +184,7 @@ async def test_another_optimizer_begins_its_state_anew_and_keeps_it(
         assert len(lines) == WORKERS and "the optimizer's state begins anew" in lines[0]
         expected.begin(after)
         await run.train(handles, expected, 2)
-        run.cluster._children[-1].kill()  # A server: what takes over counts from the reset, too.
+        run.cluster.processes[-1].kill()  # A server: what takes over counts from the reset, too.
         await run.train(handles, expected, 2)
         assert {handle.statistics().dropped for handle in handles} == {0}
         await run.save()

@@ -447,7 +447,7 @@ async def test_a_killed_server_ends_calls_at_once() -> None:
             view = (await asyncio.gather(*(handle.pull(copy=False) for handle in handles)))[0]["w"]
             waiting = asyncio.create_task(handles[0].push_pull(gradient()))
             await until(lambda: under_way(handles[0]))
-            lost._children[1].kill()
+            lost.processes[1].kill()
             with pytest.raises(ServerLostError):
                 await asyncio.wait_for(waiting, 60.0)
             # What was read in place is still there to be read.

@@ -103,7 +103,7 @@ async def test_when_a_server_dies_training_goes_on_in_shared_memory(cluster: Emb
         lent = (await step(handles, copy=copy))[0]
         first = asyncio.create_task(handles[0].push_pull(GRADIENT, copy=copy))
         await until(lambda: any(stream.calls for stream in handles[0].exchange.shared_memory.streams.values()))
-        cluster._children[2].kill()
+        cluster.processes[2].kill()
         assert values(lent) == {2.0}
         second = await handles[1].push_pull(GRADIENT, copy=copy)
         assert values(await first) == values(second) == {3.0}
@@ -122,7 +122,7 @@ async def test_what_is_read_in_place_stays_as_it_is_when_its_server_dies_and_whe
         await step(handles)
         lent = (await step(handles, copy=False))[0]
         epoch = epoch_of(handles[0])
-        cluster._children[1].kill()
+        cluster.processes[1].kill()
         await until(lambda: epoch_of(handles[0]) > epoch)
         assert values(lent) == {2.0}
         # The vector is the same, in other servers' memory.
@@ -139,7 +139,7 @@ async def test_a_step_in_buckets_goes_on_when_a_server_dies_in_it(cluster: Embed
         early = await handle.push_pull_async({"a": GRADIENT["a"]})
         assert values(await early) == {3.0}
         epoch = epoch_of(handles[0])
-        cluster._children[3].kill()
+        cluster.processes[3].kill()
         await until(lambda: epoch_of(handles[0]) > epoch)
         assert np.unique(lent["b"]).tolist() == [2.0] and values(await early) == {3.0}
         late = await handle.push_pull_async({"b": GRADIENT["b"]})

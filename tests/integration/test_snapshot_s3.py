@@ -145,7 +145,7 @@ async def test_of_several_schedulers_one_commits(storage: Storage) -> None:
 async def test_large_files_go_in_parts_and_what_was_begun_is_taken_back(
     storage: Storage, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket, "_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(bucket, "PART_BYTES", 5 << 20)
     piece = np.arange(1 << 18, dtype=np.float32)
     async with storage.writer("snapshots/d/large") as file:
         for _ in range(7):

@@ -34,7 +34,7 @@ POISON = np.full(SLICE, 1000.0, np.float32).tobytes()
 def cluster() -> Iterator[EmbeddedCluster]:
     cluster = EmbeddedCluster(servers=3, replicas=2, failure_timeout=3.0)
     yield cluster
-    for child in cluster._children:
+    for child in cluster.processes:
         child.send_signal(signal.SIGCONT)
     cluster.close()
 
@@ -63,7 +63,7 @@ async def map_of(cluster: EmbeddedCluster) -> ClusterMap:
 
 
 def process_of(cluster: EmbeddedCluster, server_id: str) -> Popen[bytes]:
-    return next(child for child in cluster._children if server_id in cast(list[str], child.args))
+    return next(child for child in cluster.processes if server_id in cast(list[str], child.args))
 
 
 class Zombie:

@@ -457,7 +457,7 @@ class World:
         if shard.slices[index].busy:
             return
         for host in self.hosts.values():
-            copy = host._stores.get(NAME)
+            copy = host.stores.get(NAME)
             other = copy.backups.machines.get(number) if copy is not None else None
             if copy is None or other is None or copy.entry.members != primary.entry.members:
                 continue

@@ -234,7 +234,7 @@ def _watch_reply(reply: Any) -> Any:
     """``EffectRunner._reply``, of which the oracle hears."""
 
     def watched(self: Any, effect: Any) -> None:
-        store = self.replicator._store
+        store = self.replicator.store
         number, me = store.router.shard_of(effect.index), store.roles.me
         machine = store.replicator.machines.get(number)
         if machine is not None:
@@ -245,12 +245,17 @@ def _watch_reply(reply: Any) -> Any:
     return watched
 
 
-def _watch_barriers(let_pass: Any) -> Any:
-    """``Barriers._pass``, of which the run hears."""
+def _watch_barriers(progress: Any) -> Any:
+    """``Barriers.progress``, of which the run hears whom it lets pass."""
 
-    def watched(self: Any, name: str, arrival: Any) -> None:
-        running().barrier_opened(name, arrival)
-        let_pass(self, name, arrival)
+    def watched(self: Barriers) -> Any:
+        waiting = list(self.arrivals)
+        effects = progress(self)
+        still = list(self.arrivals)
+        for name, arrival in waiting:
+            if (name, arrival) not in still:
+                running().barrier_opened(name, arrival)
+        return effects
 
     return watched
 
@@ -331,7 +336,7 @@ def install() -> None:
     for machine in (BspShard, AsyncShard):
         put(machine, "_pushed", _watch(machine))
     put(EffectRunner, "_reply", _watch_reply(EffectRunner._reply))
-    put(Barriers, "_pass", _watch_barriers(Barriers._pass))
+    put(Barriers, "progress", _watch_barriers(Barriers.progress))
     put(mutual_waits, "_text", _watch_circles(mutual_waits._text))
     for owner, name, text, happened in _PATHS:
         put(owner, name, _counted(getattr(owner, name), text, happened))

@@ -49,7 +49,7 @@ def run(seed: int, options: Options | None = None, *, trace: bool = False) -> Re
     loop = RunLoop(options.stream("schedule"), options.handle_seconds)
     loop.lines = [] if trace else None
     result = _play(loop, options)
-    _tear_down(loop)
+    tear_down(loop)
     result.violations += loop.failures
     result.cpu_seconds = time.process_time() - started
     return result
@@ -61,7 +61,7 @@ def _play(loop: RunLoop, options: Options) -> Result:
     try:
         loop.run(_main(world), options.fault_seconds + CONVERGE_SECONDS)
     except (Deadlock, TooLong) as error:
-        violations.append(f"no end: {error}; {_state(world)}")
+        violations.append(f"no end: {error}; {state(world)}")
     except Failed:
         pass
     except Exception as error:
@@ -88,7 +88,7 @@ async def _main(world: World) -> None:
     await world.final_read()
 
 
-def _state(world: World) -> str:
+def state(world: World) -> str:
     """Who is at what."""
     workers = []
     for life in world.lives:
@@ -103,11 +103,11 @@ def _state(world: World) -> str:
     return f"workers {workers}; {phase}; waits {waits}"
 
 
-def _tear_down(loop: RunLoop) -> None:
+def tear_down(loop: RunLoop) -> None:
     """Lets go of all nodes. What dies now may complain, as it dies in the middle of something."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
-        psdist.client.loop._claims.clear()
+        psdist.client.loop.open_clients.clear()
         loop.close()
         loop.world = loop.network = loop.answered = None
         gc.collect()

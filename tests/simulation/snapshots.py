@@ -395,7 +395,7 @@ def play(
     loop = RunLoop(options.stream("schedule"), options.handle_seconds)
     loop.lines = [] if trace else None
     result, operations = _play(loop, make(loop, options), main, options.fault_seconds + seconds)
-    scenario._tear_down(loop)
+    scenario.tear_down(loop)
     result.violations += loop.failures
     result.cpu_seconds = time.process_time() - started
     return result, operations
@@ -409,7 +409,7 @@ def _play(
     try:
         loop.run(main(world), seconds)
     except (Deadlock, TooLong) as error:
-        violations.append(f"no end: {error}; {scenario._state(world)}")
+        violations.append(f"no end: {error}; {scenario.state(world)}")
     except Failed:
         pass
     except Exception as error:

@@ -60,7 +60,7 @@ class SnapshotDriver(Driver):
 
     def beat_versions(self) -> None:
         """Heartbeats of all servers."""
-        for session in self._sessions():
+        for session in self.server_sessions():
             self.on(ev.Heartbeat(session, self.map.epoch, tuple(self.versions.items())))
 
     def save(self, worker: Member | None = None, **next_pushes: int) -> int:
@@ -95,26 +95,32 @@ class SnapshotDriver(Driver):
         again = True
         while again:
             again = False
-            for session, command in self._take("commands", self.answering):
-                again = self._obey(session, command) or again
-            for number, session in [(n, s) for n in list(self.cuts) for s in self._sessions()] if self.writing else []:
+            for session, command in self.take_commands() if self.answering else []:
+                again = self.obey(session, command) or again
+            servers = self.server_sessions() if self.writing else []
+            for number, session in [(number, session) for number in self.cuts for session in servers]:
                 again = self._write(number, session) or again
-            for effect in self._take("works", self.storing):
+            for effect in self.take_works() if self.storing else []:
                 again = self._store(effect) or again
             again = self._load() or again
 
-    def _take(self, name: str, answering: bool) -> list[Any]:
-        if not answering:
-            return []
-        taken, left = getattr(self, name), []
-        setattr(self, name, left)
-        return list(taken)
+    def take_commands(self) -> list[tuple[int, Any]]:
+        """The commands that were not answered, by session: whoever takes them answers them."""
+        taken, self.commands = self.commands, []
+        return taken
 
-    def _sessions(self) -> list[int]:
+    def take_works(self) -> list[ev.Effect]:
+        """What the storage is to do and has not done: whoever takes it answers for the storage."""
+        taken, self.works = self.works, []
+        return taken
+
+    def server_sessions(self) -> list[int]:
+        """The sessions of the servers that have one."""
         members = self.cluster.members
         return [session for server in members.servers if (session := members.sessions.of(server.member_id))]
 
-    def _obey(self, session: int, command: Any) -> bool:
+    def obey(self, session: int, command: Any) -> bool:
+        """A member answers a command; whether it did."""
         match command:
             case sn.Prepare(attempt, _, steps):
                 stepped = {n: self.versions.get(n, 0) for n, _ in steps if self._is_stepped(n)}

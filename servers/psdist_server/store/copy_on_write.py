@@ -59,7 +59,7 @@ class SliceCopies:
         resume: Callable[[int], None],
     ) -> None:
         self.state = state
-        self._pool = pool
+        self.pool = pool
         self._dense = dense
         self._kernels = kernels
         self._resume = resume
@@ -86,13 +86,13 @@ class SliceCopies:
         return CopyTarget(self._acquire(index), partial(self._copied, index))
 
     def _acquire(self, index: int) -> Array:
-        memory = self._copies[index] = self._pool.acquire(index, self.state.sizes[index] // 4)
+        memory = self._copies[index] = self.pool.acquire(index, self.state.sizes[index] // 4)
         return memory
 
     def _copied(self, index: int) -> None:
         self.state.copy_finished(index)
         if self.is_over:
-            self._pool.release(index)
+            self.pool.release(index)
             return
         self.notify_writer(index)
         self._by_updates.discard(index)
@@ -137,7 +137,7 @@ class SliceCopies:
         copying = set(self.state.copying)
         self.state.drop(self.state.sizes)
         for index in self._copies.keys() - copying:
-            self._pool.release(index)
+            self.pool.release(index)
         self._copies.clear()
         for future in self._awaited.values():
             future.cancel()
@@ -174,7 +174,7 @@ class SliceCopies:
         """The copy that ``take`` returned is in its file."""
         self.state.written(index)
         del self._copies[index]
-        self._pool.release(index)
+        self.pool.release(index)
         self._resume(-1)
         self.copy_ahead()
 

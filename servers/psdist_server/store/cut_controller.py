@@ -24,7 +24,7 @@ from psdist_server.store.shard_router import ShardRouter
 #: Memory of copies is kept so long for the next snapshot.
 KEEP_SECONDS: Final = 30.0
 #: Slices change soon where one did within this time.
-_ACTIVE_SECONDS: Final = 2.0
+ACTIVE_SECONDS: Final = 2.0
 #: Memory for copies is prefaulted from so many steps before the cut on, where it is at least so much.
 _PREFAULT_STEPS: Final = 3
 _PREFAULT_BYTES_MIN: Final = 8 << 20
@@ -109,7 +109,7 @@ class CutController:
 
     @property
     def _is_active(self) -> bool:
-        return asyncio.get_running_loop().time() - self._updated_at < _ACTIVE_SECONDS
+        return asyncio.get_running_loop().time() - self._updated_at < ACTIVE_SECONDS
 
     def _shrink(self) -> None:
         if self.current is None:

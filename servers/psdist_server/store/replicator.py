@@ -90,7 +90,7 @@ class Replicator:
         self.name = entry.spec.name
         self.machines: dict[int, Machine] = {}
         self.network = network
-        self._store = store
+        self.store = store
         self._dense = dense
         self._norms = norms
         self._shard_count = max(1, len(entry.shards))
@@ -193,7 +193,7 @@ class Replicator:
                     self._compare(machine, self._links[replica], index)
 
     def _compare(self, machine: Machine, link: Link, index: int) -> None:
-        version = self._store.record(index).version
+        version = self.store.record(index).version
         digest = pb.ReplicateRequest.Digest(slice=index, version=version, digest=self._dense.digest(index))
         link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, digest=digest))
         machine.compared(link.replica)
@@ -220,7 +220,7 @@ class Replicator:
 
     def copy_slice(self, link: Link, machine: Machine, index: int) -> None:
         """Sends a quiescent slice."""
-        record, arrays = self._store.record(index), self._dense.export(index)
+        record, arrays = self.store.record(index), self._dense.export(index)
         square = self._norms.known(record.version - 1).get(index, 0.0)
         for number, array in enumerate(arrays):
             state = state_message(record, square, index, number, len(arrays))
@@ -253,7 +253,7 @@ class Replicator:
             return
         error = status.from_detail(refused.error)
         if isinstance(error, ReplicaMismatchError):
-            self._store.fail_permanently(error)
+            self.store.fail_permanently(error)
             return
         if isinstance(error, LimitExceededError):
             if machine.refused_copy(link.replica, str(error)):
@@ -266,7 +266,7 @@ class Replicator:
         machine.refused(refused.term)
         for other in self._links.values():
             other.refuse(machine.number)
-        self._store.router.fence_shard(machine.number)
+        self.store.router.fence_shard(machine.number)
 
     def _current(self, number: int, term: int) -> Machine | None:
         machine = self.machines.get(number)

@@ -23,6 +23,7 @@ from psdist.types import (
     Slicing,
     WorkerEntry,
 )
+from psdist_server.peers import NormExchange, PeerServers
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.parameter_store import ParameterStore
@@ -31,12 +32,13 @@ from psdist_server.store.rpc_call import Call
 
 async def test_a_slice_that_is_aggregated_as_the_norm_becomes_known_is_not_forgotten() -> None:
     """After a promotion the squares of a step are known already, so each of its slices asks for the norm."""
-    host = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1)
+    nobody = cast(PeerServers, None)  # All squares are known.
+    exchange = NormExchange(nobody, lambda: ClusterMap("run", 0))
     loop, told = asyncio.get_running_loop(), list[float]()
 
     def norm_known(step: int, norm: float) -> None:
         if not told:  # Another slice is aggregated before anything else happens.
-            loop.call_soon(host._norm_exchange.find, store, step)
+            loop.call_soon(exchange.find, store, step)
         told.append(norm)
 
     norms = NormBoard()
@@ -45,13 +47,10 @@ async def test_a_slice_that_is_aggregated_as_the_norm_becomes_known_is_not_forgo
     dense = SimpleNamespace(slicing=Slicing(2, 1))
     made = SimpleNamespace(entry=entry, dense=dense, norms=norms, norm_known=norm_known)
     store = cast(ParameterStore, made)
-    host._stores["p"] = store
-    host._norm_exchange.find(store, 3)
+    exchange.find(store, 3)
     for _ in range(5):
         await asyncio.wait({asyncio.ensure_future(asyncio.sleep(0))})
     assert told == [5.0, 5.0]
-    del host._stores["p"]
-    await host.close()
 
 
 def _map(epoch: int, ready: bool, *workers: int) -> ClusterMap:

@@ -71,7 +71,7 @@ async def test_what_was_trained_meanwhile_is_not_in_the_snapshot(
     driver: Driver, slice_elements: int, clip: float, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not ahead:
-        monkeypatch.setattr(cut_controller, "_ACTIVE_SECONDS", 0.0)
+        monkeypatch.setattr(cut_controller, "ACTIVE_SECONDS", 0.0)
     entry = entry_of(slice_elements=slice_elements, optimizer=optim.Adam(lr=0.1, max_grad_norm=clip), workers=2)
     entry = await driver.create(entry, noise())
     await driver.train(entry, 0, noise())
@@ -181,7 +181,7 @@ async def test_a_copy_that_ends_late_does_not_touch_those_of_the_next_attempt(dr
     driver.prepare(2, {"p": 1})
     current = driver.host.admission.store("p").cuts.current
     assert late is not None and current is not None
-    assert late._pool.is_used and current._pool is not late._pool
+    assert late.pool.is_used and current.pool is not late.pool
 
 
 class Gated:
@@ -238,7 +238,7 @@ async def test_updates_wait_where_there_is_no_room_for_copies() -> None:
     driver = Driver(storage)
     room = 4 * 4096 * 3 * 5
     driver.host.snapshot_writer = snapshot_writer.SnapshotWriter(
-        driver.host._stores.get, lambda: storage, driver.reports.put_nowait, room
+        driver.host.stores.get, lambda: storage, driver.reports.put_nowait, room
     )
     entry = await driver.create(entry_of(), noise())
     wanted = driver.arrays()
@@ -262,7 +262,7 @@ async def test_many_small_slices(room: int) -> None:
     """What follows from each other is no chain of calls within calls."""
     driver = Driver(memory())
     driver.host.snapshot_writer = snapshot_writer.SnapshotWriter(
-        driver.host._stores.get, lambda: driver.storage, driver.reports.put_nowait, room
+        driver.host.stores.get, lambda: driver.storage, driver.reports.put_nowait, room
     )
     entry = await driver.create(entry_of(slice_elements=100), noise())
     await driver.train(entry, 0, noise())
@@ -282,7 +282,7 @@ async def test_a_storage_that_takes_nothing_does_not_stop_training(monkeypatch: 
     driver = Driver(storage)
     room = 4 * 4096 * 3 * 5
     driver.host.snapshot_writer = snapshot_writer.SnapshotWriter(
-        driver.host._stores.get, lambda: storage, driver.reports.put_nowait, room
+        driver.host.stores.get, lambda: storage, driver.reports.put_nowait, room
     )
     entry = await driver.create(entry_of(), noise())
     driver.prepare(1, {"p": 0})

@@ -265,7 +265,7 @@ async def test_a_length_that_its_slices_do_not_need_is_refused() -> None:
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 5])
 async def test_slices_are_the_same_by_any_number_of_shards(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_BATCH_BYTES", 40)
+    monkeypatch.setattr(reader, "BATCH_BYTES", 40)
     layout = Layout((TensorSpec("w", (19,)),))
     state = state_of(layout=layout, state_names=("m", "v"))
     table, storage = table_of(state), DictStorage()

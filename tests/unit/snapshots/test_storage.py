@@ -429,7 +429,7 @@ def test_buckets_are_opened_without_a_word_to_them(url: str, monkeypatch: pytest
 async def test_a_bucket_that_does_not_answer_is_a_storage_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     from psdist.snapshots import bucket
 
-    monkeypatch.setattr(bucket, "_RETRIES", 0)
+    monkeypatch.setattr(bucket, "RETRIES", 0)
     for name, value in {
         "ACCESS_KEY_ID": "a",
         "SECRET_ACCESS_KEY": "hidden",

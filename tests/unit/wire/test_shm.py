@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -237,11 +238,7 @@ def test_without_room_a_renewed_arena_is_its_process_own(monkeypatch: pytest.Mon
     mine = GradientArena.create(5000, "float32")
     mine.flat[...] = 1.0
     theirs = GradientArena.open(os.dup(mine.fd), 5000, "float32").flat
-
-    def full(kind: bytes, size: int, allocated: int) -> int:
-        raise OSError(errno.ENOSPC, "no space")
-
-    monkeypatch.setattr(shm, "_create_region", full)
+    monkeypatch.setattr(shm.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
     mine.renew()
     assert not mine.shareable
     mine.flat[...] = 2.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from pathlib import Path
 
@@ -135,12 +136,11 @@ async def test_clients_on_two_loops_are_refused() -> None:
 
 
 async def test_a_loop_thread_of_another_process_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Foreign:
-        pid = -1
-
-    monkeypatch.setattr(loop, "_thread", Foreign())
-    with pytest.raises(errors.ClosedError, match="spawn"):
-        loop.shared()
+    loop.shared()
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(errors.ClosedError, match="spawn"):
+            loop.shared()
 
 
 async def test_a_heartbeat_that_cannot_be_made_breaks_the_session_and_no_more(

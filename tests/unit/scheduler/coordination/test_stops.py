@@ -212,7 +212,7 @@ def test_a_busy_worker_is_waited_for() -> None:
     run.asked(zero)
     for _ in range(20):
         run.tick(0.5)
-        run.beat(*(run.session(worker) for worker in run.workers), *run._sessions())
+        run.beat(*(run.session(worker) for worker in run.workers), *run.server_sessions())
     assert run.told_to(zero) == [] and run.told_to(one) == ["ask"]
     assert "for worker-1 (rank 1) to say whether it is to end, too" in run.cluster.waits
     run.answers(one, stopping=True)
@@ -271,7 +271,7 @@ def test_a_worker_that_comes_later_trains_on_and_is_saved() -> None:
     assert run.saved(run.save()).steps == {"mlp": 3}
     late, _ = run.join()
     run.create(late)
-    for session in run._sessions():
+    for session in run.server_sessions():
         proposal = [value for value in run.told[session] if isinstance(value, ev.JoinProposal)][-1]
         run.on(ev.JoinAnswered(session, proposal.proposal_id, True, 3))
     run.train(6)
@@ -290,7 +290,7 @@ def test_servers_that_do_not_answer_keep_nobody() -> None:
         run.holds(worker, mlp=3)
     assert run.last(run.workers[0]).kind == "hold"
     for _ in range(int(SAVE_SECONDS) + 2):
-        run.beat(*(run.session(worker) for worker in run.workers), *run._sessions())
+        run.beat(*(run.session(worker) for worker in run.workers), *run.server_sessions())
         run.tick(1.0)
     assert run.last(run.workers[0]).kind == "leave"
 
@@ -303,7 +303,7 @@ def test_a_snapshot_that_fails_keeps_nobody() -> None:
     for worker in run.workers:
         run.holds(worker, mlp=3)
     attempt = run.cluster.snapshots.runner.attempt
-    run.on(sn.PartFailed(run._sessions()[0], attempt.number, "the disk is full"))
+    run.on(sn.PartFailed(run.server_sessions()[0], attempt.number, "the disk is full"))
     assert run.last(run.workers[0]).kind == "leave"
 
 
@@ -331,7 +331,7 @@ def test_a_run_that_goes_back_forgets_its_last_snapshot() -> None:
     run.holds(run.workers[0], mlp=3)
     run.go_on()
     assert run.cluster.snapshots.end_snapshot.commit is not None
-    run.on(ev.SessionClosed(run._sessions()[0], "killed"))
+    run.on(ev.SessionClosed(run.server_sessions()[0], "killed"))
     assert run.cluster.snapshots.end_snapshot.commit is None
 
 

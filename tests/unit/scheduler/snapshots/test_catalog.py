@@ -46,9 +46,9 @@ def test_what_could_not_be_deleted_is_tried_again() -> None:
     d.train(10)
     d.storing = False
     d.train(20)
-    (work,) = d._take("works", True)
+    (work,) = d.take_works()
     d.on(sn.Committed(work.attempt, commit_of(work.manifest, work.sequence), work.manifest))
-    (prune,) = d._take("works", True)
+    (prune,) = d.take_works()
     d.on(sn.Pruned((), "it does not answer"))
     assert [commit.sequence for commit in prune.commits] == [1] and any(
         "it does not answer" in note for note in d.notes

@@ -71,8 +71,8 @@ def test_servers_that_always_train_on_are_given_room() -> None:
     call = d.save()
     for version in range(4, 24, 4):
         d.versions["mlp"] = version
-        for session, command in d._take("commands", True):
-            d._obey(session, command)
+        for session, command in d.take_commands():
+            d.obey(session, command)
     d.answering = True
     d.go_on()
     assert d.saved(call).steps["mlp"] == 20
@@ -193,8 +193,8 @@ def test_who_waits_does_not_stop_what_others_train() -> None:
     call = d.save(one, mlp=5)
     for version in range(4, 400, 4):
         d.versions["other"] = version
-        for session, command in d._take("commands", True):
-            d._obey(session, command)
+        for session, command in d.take_commands():
+            d.obey(session, command)
     d.answering = True
     d.train(400, "other")
     steps = d.saved(call).steps
@@ -321,17 +321,17 @@ def test_marked_pushes_are_cut_at_each_workers_next() -> None:
     d.answering = False
     call = d.save()
     d.answering = True
-    for session, command in d._take("commands", True):
+    for session, command in d.take_commands():
         assert isinstance(command, sn.Prepare) and command.steps == (("mlp", 0),)
-        d._obey(session, command)
-    marks = d._take("commands", True)
+        d.obey(session, command)
+    marks = d.take_commands()
     assert all(isinstance(command, sn.Mark) for _, command in marks) and len(marks) == 2
     for number, (session, command) in enumerate(marks):
         d.on(sn.Marked(session, command.attempt, (("mlp", 5 + number),)))
-    cuts = d._take("commands", True)
+    cuts = d.take_commands()
     assert {cut.next for _, cut in cuts} == {(("mlp", (("worker-0", 1, 5), ("worker-1", 1, 6))),)}
     for session, command in cuts:
-        d._obey(session, command)
+        d.obey(session, command)
     d.go_on()
     state = d.cluster.snapshots.catalog.newest.manifest.state("mlp")
     assert d.saved(call).steps == {"mlp": 5} and state is not None
@@ -373,9 +373,9 @@ def test_a_client_that_never_answers_costs_the_others_no_more_than_some_leases()
     for _ in range(80):
         attempts.add(d.cluster.snapshots.runner.attempt and d.cluster.snapshots.runner.attempt.number)
         d.beat(*(d.cluster.members.sessions.of(m) for m in ("worker-0", "worker-1", "server-0", "server-1")))
-        for session, command in d._take("commands", True):
+        for session, command in d.take_commands():
             if not isinstance(command, sn.Mark) or d.cluster.members.sessions[session] == "worker-0":
-                d._obey(session, command)
+                d.obey(session, command)
         d.tick()
     assert len(attempts) <= 4 and "waited too long for worker-1 to mark its pushes" in str(d.errors[call])
 

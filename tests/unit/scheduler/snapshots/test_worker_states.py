@@ -28,9 +28,9 @@ class KeeperDriver(SnapshotDriver):
         for worker in self.workers:
             self.on(sn.Keeps(self.cluster.members.sessions.of(worker.member_id), ("mlp", "another")))
 
-    def _obey(self, session: int, command: Any) -> bool:
+    def obey(self, session: int, command: Any) -> bool:
         if not isinstance(command, sn.Mark):
-            return super()._obey(session, command)
+            return super().obey(session, command)
         pushes = (("mlp", self.versions.get("mlp", 0)),)
         keeps = (("mlp", self.lowest),) if command.steps else pushes
         self.on(sn.Marked(session, command.attempt, pushes, keeps))

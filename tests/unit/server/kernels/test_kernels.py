@@ -97,7 +97,7 @@ KERNELS = {
 def test_loop_is_vectorized(kernel: compiled.Kernel) -> None:
     """No kernel works on one element at a time: a changed expression easily does that, and costs 4 to 16 times."""
     # Compiled anew, because numba cannot show code that came from its cache.
-    anew = compiled.numba.njit([kernel._signature], nogil=True, error_model="numpy")(kernel.function)
+    anew = compiled.numba.njit([kernel.signature], nogil=True, error_model="numpy")(kernel.function)
     code = anew.inspect_llvm(anew.signatures[0])
     assert re.search(r"load <\d+ x (float|i32|i16)>", code)
 
@@ -108,7 +108,7 @@ UPDATES = {name: one for name, one in vars(fused).items() if isinstance(one, com
 @pytest.mark.parametrize("name", UPDATES)
 def test_update_is_vectorized(name: str) -> None:
     """What a fused kernel does to a block, alone: compiled in it there are other loops."""
-    function, scalars = vars(fused)[f"_{name}"].py_func, UPDATES[name]._signature.args[-1].count
+    function, scalars = vars(fused)[f"_{name}"].py_func, UPDATES[name].signature.args[-1].count
     arrays = function.__code__.co_argcount - scalars
     signature = compiled.types.void(*[compiled.OUT] * arrays, *[compiled.FLOAT] * scalars)
     code = compiled.numba.njit([signature], error_model="numpy")(function).inspect_llvm(signature.args)
@@ -118,5 +118,5 @@ def test_update_is_vectorized(name: str) -> None:
 def test_fused_updates_are_vectorized_too() -> None:
     """Not the sum of contributions alone: the root shows it where there is one."""
     for kernel in (fused.adam, fused.ftrl):  # Each takes seconds to compile; the others are made like them.
-        anew = compiled.numba.njit([kernel._signature], nogil=True, error_model="numpy")(kernel.function)
+        anew = compiled.numba.njit([kernel.signature], nogil=True, error_model="numpy")(kernel.function)
         assert re.search(r"sqrt\.v\d+f32", anew.inspect_llvm(anew.signatures[0])), kernel.__name__

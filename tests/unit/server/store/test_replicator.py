@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from replica import FakeReplica
 
 from psdist import BSP, optim
-from psdist.errors import LimitExceededError, PsdistError, ServerUnreachableError, StaleEpochError, StaleTermError
+from psdist.errors import LimitExceededError, PsdistError, StaleEpochError, StaleTermError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
@@ -20,7 +21,6 @@ from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.store.applier import Applier
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.parameter_store import ParameterStore
-from psdist_server.store.replica_stream import Link
 from psdist_server.store.replicator import ReplicaReport, Replicator
 
 P, B, C = Replica("server-0", 1), Replica("server-1", 1), Replica("server-2", 1)
@@ -29,19 +29,21 @@ ENTRY = ParametersEntry(spec=SPEC, total=2 * 4096, shards=(Shard(P, 3, (B,)), Sh
 
 
 class Network:
-    """Nobody can be reached."""
+    """All replicas can be reached, and have every shard as it is."""
 
     rng = Random(1)
     lease_seconds = 60.0
 
     def __init__(self) -> None:
         self.reports = 0
+        held = [pb.ReplicateResponse.Held(shard=number, term=3, complete=True) for number in range(2)]
+        self.replicas = {replica: FakeReplica(*held) for replica in (B, C)}
 
     def hello(self, parameters: str) -> pb.ReplicateRequest:
         return pb.ReplicateRequest(hello=pb.ReplicateRequest.Hello(parameters=parameters))
 
     def method(self, replica: Replica, name: str) -> Callable[..., Any]:
-        raise ServerUnreachableError(f"{replica} has no {name}")
+        return self.replicas[replica].open
 
     def report(self) -> None:
         self.reports += 1
@@ -58,6 +60,9 @@ class Told:
 
     def ship_waiting(self) -> None:
         pass
+
+    def when_quiescent(self, index: int, callback: Callable[[], None]) -> None:
+        """No slice stands still."""
 
 
 class Primary:
@@ -76,12 +81,10 @@ class Primary:
         self.entry = replace(ENTRY, shards=shards)
         self.replicator.follow(self.entry)
 
-    def link(self, replica: Replica = B) -> Link:
-        return self.replicator._links[replica]
-
-    def hear_refusal(self, error: PsdistError) -> None:
+    async def hear_refusal(self, error: PsdistError) -> None:
         refused = pb.ReplicateResponse.Refused(shard=0, term=3, error=status.to_detail(error))
-        self.replicator.answered(self.link(), pb.ReplicateResponse(refused=refused))
+        async with asyncio.timeout(60):
+            await self.network.replicas[B].answer(pb.ReplicateResponse(refused=refused))
 
 
 @pytest.fixture
@@ -92,19 +95,19 @@ async def primary() -> AsyncIterator[Primary]:
 
 
 async def test_a_replica_that_knows_a_newer_primary_ends_the_service_of_the_shard(primary: Primary) -> None:
-    primary.hear_refusal(StaleTermError("another", shard=0, term=4))
+    await primary.hear_refusal(StaleTermError("another", shard=0, term=4))
     assert primary.told.fenced_shards == [0]
 
 
 async def test_a_replica_whose_map_is_older_does_not(primary: Primary) -> None:
     """It would stay out of service until something else makes a new map."""
-    primary.hear_refusal(StaleTermError("not yet", shard=0, term=2))
-    assert primary.told.fenced_shards == []
+    await primary.hear_refusal(StaleTermError("not yet", shard=0, term=2))
+    assert primary.told.fenced_shards == [] and primary.network.replicas[B].opened == 2
 
 
 async def test_a_replica_that_has_no_room_is_reported_with_its_reason(primary: Primary) -> None:
     assert primary.replicator.reports(primary.entry) == []
-    primary.hear_refusal(LimitExceededError("no room"))
+    await primary.hear_refusal(LimitExceededError("no room"))
     assert primary.told.fenced_shards == [] and primary.network.reports == 1
     assert primary.replicator.reports(primary.entry) == [ReplicaReport("unreachable", "p", 0, 3, B, "no room")]
     primary.follow(Shard(P, 3, (), (C,)), ENTRY.shards[1])
@@ -113,12 +116,15 @@ async def test_a_replica_that_has_no_room_is_reported_with_its_reason(primary: P
 
 async def test_a_replica_hears_of_the_map_before_it_hears_of_what_the_map_says(primary: Primary) -> None:
     """Else it refuses what its own map does not say yet."""
-    link = primary.link()
-    link._open(pb.ReplicateResponse(welcome=pb.ReplicateResponse.Welcome()))
-    link._out.clear()
-    primary.follow(ENTRY.shards[0], Shard(P, 3, (), (B,)))
-    sent = [(message.WhichOneof("kind"), message.shard) for message, _ in link._out]
-    assert sent == [("hello", 0), ("begin", 1)]
+    sent = primary.network.replicas[B].sent
+    async with asyncio.timeout(60):
+        before = [await sent.get() for _ in range(2)]
+        primary.follow(ENTRY.shards[0], Shard(P, 3, (), (B,)))
+        after = [await sent.get()]
+        while after[-1].WhichOneof("kind") != "begin":
+            after.append(await sent.get())
+    assert {message.WhichOneof("kind") for message in before} == {"hello"}
+    assert [(message.WhichOneof("kind"), message.shard) for message in after] == [("hello", 0), ("begin", 1)]
 
 
 async def _asked_while(primary: Primary, happens: Callable[[], None]) -> None:

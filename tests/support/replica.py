@@ -1,0 +1,65 @@
+"""The other end of a primary's stream to a replica: keeps what it is sent, and answers as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+
+from psdist.v1 import server_pb2 as pb
+from psdist.wire import frames
+
+
+class FakeReplica:
+    """It welcomes every stream, with ``held`` of the shards. It stands for the raw call, too: one at a time."""
+
+    def __init__(self, *held: pb.ReplicateResponse.Held) -> None:
+        welcome = pb.ReplicateResponse.Welcome(held=held)
+        self._welcome = pb.ReplicateResponse(welcome=welcome).SerializeToString()
+        self._answers: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.sent: asyncio.Queue[pb.ReplicateRequest] = asyncio.Queue()
+        #: How often a stream was opened.
+        self.opened = 0
+        #: Whether the primary has handled all answers, and waits for another.
+        self.idle = asyncio.Event()
+
+    def open(self) -> FakeReplica:
+        """A new stream."""
+        self.opened += 1
+        self._answers = asyncio.Queue()
+        self._answers.put_nowait(self._welcome)
+        return self
+
+    async def answer(self, response: pb.ReplicateResponse) -> None:
+        """Returns when the primary has handled the answer."""
+        await self.idle.wait()
+        self.idle.clear()
+        self._answers.put_nowait(response.SerializeToString())
+        await self.idle.wait()
+
+    async def end(self) -> None:
+        """Ends the stream. Returns when the primary has opened another."""
+        await self.idle.wait()
+        self.idle.clear()
+        self._answers.put_nowait(b"")
+        await self.idle.wait()
+
+    # --- the call -----------------------------------------------------------------------------------------------------
+
+    async def write(self, data: bytes) -> None:
+        """See grpc.aio."""
+        self.sent.put_nowait(frames.parse(pb.ReplicateRequest, data))
+
+    async def read(self) -> object:
+        """See grpc.aio."""
+        if self._answers.empty():
+            self.idle.set()
+        answer = await self._answers.get()
+        if answer is None:
+            raise asyncio.CancelledError
+        return answer or grpc.aio.EOF
+
+    def cancel(self) -> None:
+        """See grpc.aio."""
+        self.idle.clear()
+        self._answers.put_nowait(None)
