@@ -192,6 +192,10 @@ class MutualWaitError(PsdistError, code="mutual_wait", status="FAILED_PRECONDITI
     """This worker's script and others wait for each other, so that none can go on."""
 
 
+class WorkerLeftError(PsdistError, code="worker_left", status="FAILED_PRECONDITION"):
+    """A worker that this call needs has ended its script without making the same call."""
+
+
 class PushDroppedError(PsdistError, code="push_dropped", status="ABORTED"):
     """Pushes of this worker were dropped, because the others had gone on without it. It is a member again."""
 

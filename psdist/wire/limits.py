@@ -102,3 +102,5 @@ OUTPUT_LINE_BYTES_MAX: Final = 64 << 10
 
 #: A wait that lasts longer says for whom it waits.
 REPORT_WAIT_SECONDS: Final = 10.0
+#: A server sends the reason of a wait after so long, so that the worker knows it when it reports the wait.
+WAIT_REASON_SECONDS: Final = 5.0

@@ -121,8 +121,8 @@ class Scheduler:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case LogEvent():
-                log.log(logging.INFO if effect.level == "info" else logging.WARNING, effect.text)
-                if effect.level != "wait":
+                log.log(logging.WARNING if effect.level in ("warning", "wait") else logging.INFO, effect.text)
+                if effect.level in ("info", "warning"):
                     self.events.append((time.time(), effect.text))
             case WriteCommit() | RemoveDirectory() | Prune() | ReadHistory():
                 if self._storage is not None:

@@ -337,7 +337,7 @@ class _Stream:
 
     def _report_later(self, call: _SharedCall) -> None:
         loop = asyncio.get_running_loop()
-        call.timer = loop.call_later(limits.REPORT_WAIT_SECONDS, self._report, call, len(call.answers))
+        call.timer = loop.call_later(limits.WAIT_REASON_SECONDS, self._report, call, len(call.answers))
 
     def _report(self, call: _SharedCall, answered: int) -> None:
         """Sends the reason why ``call`` waits, unless there was progress, or the worker does not read its answers."""

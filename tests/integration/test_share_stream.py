@@ -242,7 +242,7 @@ async def test_who_only_reads_needs_no_room_for_gradients(bench: Bench) -> None:
 
 
 async def test_for_whom_a_call_waits_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "REPORT_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(limits, "WAIT_REASON_SECONDS", 0.01)
     await bench.create(workers=2)
     peer = await attached(bench)
     assert "worker-1 (rank 1) to push step 0" in (await peer.say(peer.push(0))).waiting_for

@@ -2,8 +2,8 @@
 
 A reason completes a sentence that begins with "waiting", such as "for worker-1 (rank 1) to push step 12". Peers may
 change it. A reason is logged at INFO when it is first given, and at WARNING when the wait has lasted
-``limits.REPORT_WAIT_SECONDS``, once per reason and again each minute. Heartbeats carry the open waits, so that
-``psdist status`` shows them.
+``limits.REPORT_WAIT_SECONDS``, once per reason and again each minute, however many calls wait for it. Heartbeats carry
+the open waits, so that ``psdist status`` shows them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Wait:
         self._open = open_waits
         self._loop = loop
         self._since = loop.time()
-        self._told: set[str] = set()
-        self._timer = loop.call_later(limits.REPORT_WAIT_SECONDS, self._tell)
+        self._reported: set[str] = set()
+        self._timer = loop.call_later(limits.REPORT_WAIT_SECONDS, self._report)
 
     def __enter__(self) -> Self:
         self._open[id(self)] = self
@@ -62,21 +62,25 @@ class Wait:
     def progress(self) -> None:
         """Begins the silence anew, because something arrived."""
         self._since = self._loop.time()
-        self._told.clear()
+        self._reported.clear()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         left = limits.REPORT_WAIT_SECONDS - self.seconds
         if left > 0.001:  # there was progress meanwhile
-            self._timer = self._loop.call_later(left, self._tell)
+            self._timer = self._loop.call_later(left, self._report)
             return
-        self._told.clear()
+        self._reported.clear()
         self._warn()
-        self._timer = self._loop.call_later(_REPEAT_SECONDS, self._tell)
+        self._timer = self._loop.call_later(_REPEAT_SECONDS, self._report)
 
     def _warn(self) -> None:
-        if self.reason not in self._told:
-            self._told.add(self.reason)
+        others = (wait for wait in self._open.values() if wait is not self)
+        if self.reason not in self._reported and not any(wait._has_reported(self.reason) for wait in others):
             logger.warning("%s", self.sentence)
+        self._reported.add(self.reason)
+
+    def _has_reported(self, reason: str) -> bool:
+        return self.reason == reason and reason in self._reported
 
 
 class WaitTracker:
@@ -94,5 +98,7 @@ class WaitTracker:
         """The reasons of waits that have lasted, and for how long, longest first."""
         long = [wait for wait in self.open_waits.values() if wait.seconds >= limits.REPORT_WAIT_SECONDS]
         long.sort(key=lambda wait: -wait.seconds)
-        reasons = dict.fromkeys(f"{wait.reason} ({wait.seconds:.0f} s)" for wait in long)
-        return list(reasons)[:_SENTENCES_MAX]
+        sentences: dict[str, str] = {}
+        for wait in long:
+            sentences.setdefault(wait.reason, f"{wait.reason} ({wait.seconds:.0f} s)")
+        return list(sentences.values())[:_SENTENCES_MAX]

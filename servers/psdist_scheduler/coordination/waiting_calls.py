@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from psdist.errors import LimitExceededError
 from psdist.wire.limits import REPORT_WAIT_SECONDS, WAITS_PER_MEMBER_MAX
@@ -80,7 +81,9 @@ class WaitingCalls:
             wait.text = text
             if now - wait.since >= REPORT_WAIT_SECONDS and wait.reported != text:
                 wait.reported = text
-                effects.append(ev.LogEvent(f"{key}: waiting {text}, {now - wait.since:.0f} s so far", "wait"))
+                # Those whose calls wait report it themselves.
+                level: Literal["wait", "call"] = "call" if calls else "wait"
+                effects.append(ev.LogEvent(f"{key}: waiting {text}, {now - wait.since:.0f} s so far", level))
             for call in calls:
                 told, at = self._told.get(call, ("", float("-inf")))
                 if told != text or now - at >= REPEAT_SECONDS:

@@ -432,10 +432,13 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """Something that belongs in the log, and (unless it is only about a wait) in the list of recent events."""
+    """Something that belongs in the log, and (unless it is only about a wait) in the list of recent events.
+
+    level: "wait" and "call" are about waits. "wait" is a warning, because nobody else reports it.
+    """
 
     text: str
-    level: Literal["info", "warning", "wait"] = "info"
+    level: Literal["info", "warning", "wait", "call"] = "info"
 
 
 #: What calls wait for: its name, the calls, and the reason, a sentence that begins with "for".

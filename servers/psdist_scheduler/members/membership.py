@@ -198,10 +198,15 @@ class Demand:
         return max(min(least, self.servers_wanted or least), self._settings.replicas)
 
     @property
+    def workers_done(self) -> list[Member]:
+        """Workers that left when their work was done."""
+        gone = (member for member in self._members.all if member.role == "worker" and member.state == "left")
+        return [worker for worker in gone if worker.reason in _DONE]
+
+    @property
     def workers_in_service(self) -> int:
         """Workers that live, and those that left when their work was done."""
-        workers = (member for member in self._members.all if member.role == "worker")
-        return sum(worker.live or (worker.state == "left" and worker.reason in _DONE) for worker in workers)
+        return len(self._members.workers) + len(self.workers_done)
 
     def shortage(self, begun: bool = False, servers: int | None = None, workers: int | None = None) -> str:
         """What is missing before anything can begin, as a sentence that begins with "for"; empty if nothing is. Once a

@@ -20,7 +20,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from psdist.errors import NotMemberError, PsdistError, ServerLostError, StaleEpochError, UnknownParametersError
+from psdist.errors import (
+    NotMemberError,
+    PsdistError,
+    ServerLostError,
+    StaleEpochError,
+    UnknownParametersError,
+    WorkerLeftError,
+)
 from psdist.types import ParametersEntry, ParametersMember, Replica, Shard, check_name
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, Member, ParametersRecord, name_some
@@ -102,6 +109,8 @@ class Creation:
                 effects += self._refuse(_lost_error(p), (*p.creators, *p.describers))
             elif p.record is None and not self._missing(p, now):
                 effects += self._gather(p, epoch)
+            elif p.record is None and (error := self._worker_left(p)):
+                effects += self._refuse(error, (*p.creators, *p.describers))
         effects += self.joins.check()
         for p in self._registry.all:
             if p.record is not None and not p.lost:
@@ -162,6 +171,20 @@ class Creation:
         servers = None if now - since < SERVERS_GRACE_SECONDS else self._settings.replicas
         workers = None if now - since < WORKERS_GRACE_SECONDS else 1
         return self._demand.shortage(begun=True, servers=servers, workers=workers)
+
+    def _worker_left(self, p: ParameterSet) -> WorkerLeftError | None:
+        """Why enough workers will never ask for a parameter set: those that are missed have ended their scripts."""
+        if self._resume.since is not None:  # Who was done then is not missed.
+            return None
+        live, done, wanted = len(self._members.workers), self._demand.workers_done, self._demand.workers_min
+        if not live < wanted <= live + len(done):
+            return None
+        names = name_some(done)
+        return WorkerLeftError(
+            f"{names} ended without asking for {p.name!r}, which waits for all {wanted} workers of this run: create it "
+            "in every worker, before any of them ends",
+            parameters=p.name,
+        )
 
     def _gather(self, p: ParameterSet, epoch: int) -> list[ev.Effect]:
         assert p.spec is not None and p.layout is not None

@@ -55,7 +55,7 @@ class Call:
     mark: int = 0
     #: Slices that were asked about and not answered, by token.
     outstanding: dict[int, int] = field(default_factory=dict)
-    #: Why the oldest of them has waited for longer than REPORT_WAIT_SECONDS; "" if it has not.
+    #: Why the oldest of them has waited for longer than WAIT_REASON_SECONDS; "" if it has not.
     waiting_for: str = ""
     state: CallState = CallState.ASKING
 
@@ -113,9 +113,9 @@ class Call:
 
     async def next_answer(self) -> SliceAnswer | None:
         """The next answer; None at the end of the stream. Raises the error that the call failed with, and TimeoutError
-        after REPORT_WAIT_SECONDS without an answer."""
+        after WAIT_REASON_SECONDS without an answer."""
         if self._answers.empty():
-            async with asyncio.timeout(limits.REPORT_WAIT_SECONDS):
+            async with asyncio.timeout(limits.WAIT_REASON_SECONDS):
                 answer = await self._answers.get()
         else:
             answer = self._answers.get_nowait()

@@ -17,3 +17,18 @@ async def test_lasting_waits_are_listed_once_per_reason(monkeypatch: pytest.Monk
         second.update_reason("for worker-1")
         assert waits.sentences() == ["for server-0 (0 s)", "for worker-1 (0 s)"]
     assert waits.sentences() == []
+
+
+async def test_a_reason_is_logged_once_for_all_calls_that_wait_for_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = WaitTracker()
+    with waits.open("for server-0") as one, waits.open("for server-1") as other:
+        monkeypatch.setattr(limits, "REPORT_WAIT_SECONDS", 0.0)
+        one.update_reason("for worker-1 (rank 1) to push step 0")
+        other.update_reason("for worker-1 (rank 1) to push step 0")
+        assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+            "waiting 0 s for worker-1 (rank 1) to push step 0"
+        ]
+        other.update_reason("for server-1 to answer")
+        assert "waiting 0 s for server-1 to answer" in caplog.text

@@ -31,6 +31,14 @@ def test_a_long_wait_is_logged_once_for_each_reason() -> None:
     assert calls.report([("drain", [], "for a")], REPORT_WAIT_SECONDS + 1) == []
 
 
+def test_a_wait_that_a_caller_reports_is_not_a_warning_of_the_scheduler_too() -> None:
+    calls = WaitingCalls()
+    calls.add(1, "worker-0")
+    calls.report([("barrier", [1], "for b")], 0.0)
+    notes = calls.report([("barrier", [1], "for b")], REPORT_WAIT_SECONDS)
+    assert [note.level for note in notes if isinstance(note, ev.LogEvent)] == ["call"]
+
+
 def test_an_answer_for_good_ends_the_wait_and_upload_does_not() -> None:
     calls = WaitingCalls()
     for call in (1, 2, 3):
