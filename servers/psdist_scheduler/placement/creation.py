@@ -2,9 +2,10 @@
 
 * gathering: no shard is placed. Callers wait until the servers and workers of the run are there and every live worker
   has asked for this parameter set. So "the values of the lowest rank count" means the same in every order of arrival.
-* uploading: placed and in the map. The creator of the lowest rank uploads its values to the servers and commits. If it
-  is lost, the next one does. Then every shard gets its backups. A parameter set of the snapshot from which the run goes
-  on is loading instead: its primaries load it, and all creators wait (``restore_point``).
+* uploading: placed and in the map. The creator of the lowest rank uploads its values to the servers and commits, and
+  the servers confirm that they have them (``commits``). If it is lost, the next one does. Then every shard gets its
+  backups. A parameter set of the snapshot from which the run goes on is loading instead: its primaries load it, and all
+  creators wait (``restore_point``).
 * ready: later creators join: in ASP at once, else at a step or clock to which all servers agree (``join_proposals``).
 
 A parameter set with a lost shard is lost, and its callers get an error. When the run rolls back, all parameter sets
@@ -27,6 +28,7 @@ from psdist_scheduler.events.records import ClusterSettings, Member, ParametersR
 from psdist_scheduler.events.snapshot_events import Loaded
 from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.placement import placement
+from psdist_scheduler.placement.commits import Commits
 from psdist_scheduler.placement.join_proposals import Joins
 from psdist_scheduler.placement.registry import REMEDY, ParameterSet, Registry, name_shards
 from psdist_scheduler.placement.restore_point import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS, Resume
@@ -42,6 +44,7 @@ class Creation:
     _members: Membership
     _demand: Demand
     joins: Joins
+    commits: Commits
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -64,7 +67,8 @@ class Creation:
         return p.add_describer(event.call, worker)
 
     def commit(self, event: ev.CommitParameters, worker: Member) -> list[ev.Effect]:
-        """The values are uploaded. Raises UnknownParametersError, NotMemberError."""
+        """The values are uploaded, says a worker: the servers are asked. Raises UnknownParametersError,
+        NotMemberError."""
         name = event.parameters
         p = self._registry.get(name)
         if p is None or p.record is None:
@@ -73,15 +77,23 @@ class Creation:
             raise NotMemberError(
                 f"{worker} was not asked for the values of {name!r}: {p.record.uploader or 'nobody'} was", name=name
             )
-        done = ev.Answer(event.call, ev.Done())
         if p.record.committed:
-            return [done]
+            return [ev.Answer(event.call, ev.Done())]
         if event.epoch < p.placed_epoch:
             p.request_upload(0)
             text = f"a server is gone that had values of {name!r} since epoch {event.epoch}: upload them again"
             return [ev.Refuse(event.call, StaleEpochError(text, epoch=p.placed_epoch))]
-        p.commit()
-        return [done, ev.LogEvent(f"{worker} uploaded the values of {name!r}")]
+        return self.commits.begin(p, event, worker)
+
+    def _check_commits(self) -> list[ev.Effect]:
+        """Commits in progress go on, or begin anew where their parameter set has changed."""
+        effects, changed = self.commits.check()
+        for commit in changed:
+            try:
+                effects += self.commit(commit.event, commit.worker)
+            except PsdistError as error:
+                effects.append(ev.Refuse(commit.event.call, error))
+        return effects
 
     def on_loaded(self, event: Loaded) -> list[ev.Effect]:
         p, server = self._registry.get(event.parameters), self._members.sessions.get(event.call, "")
@@ -102,7 +114,7 @@ class Creation:
                 effects += self._refuse(_lost_error(p), (*p.creators, *p.describers))
             elif p.record is None and not self._missing(p, now):
                 effects += self._gather(p, epoch)
-        effects += self.joins.check()
+        effects += self.joins.check() + self._check_commits()
         for p in self._registry.all:
             if p.record is not None and not p.lost:
                 effects += self._complete(p)
@@ -132,6 +144,8 @@ class Creation:
             elif p.entry.restore is not None:
                 server, numbers = next(iter(self._resume.missing(p.entry).items()), ("", []))
                 yield key, others, f"for {server} to load {name_shards(numbers)} of {p.name!r} from the snapshot"
+            elif others and (server := self.commits.waiting_for(p.name)):
+                yield key, others, f"for {server} to say that it has the initial values of {p.name!r}"
             elif others:
                 who = p.record.uploader or "a worker"
                 yield key, others, f"for {who} to upload the initial values of {p.name!r}"
