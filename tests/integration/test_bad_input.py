@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import os
 import random
-import re
 import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable
@@ -163,36 +162,6 @@ class Peer:
         await call.done_writing()
         await call.read()
 
-    def who(self, rank: int) -> dict[str, Any]:
-        """A worker of the training, as it names itself to the scheduler."""
-        client = self.training.clients[rank]
-        return {"run_id": client.run_id, "worker_id": client.worker_id, "incarnation": client.incarnation}
-
-    def create(self, rank: int, name: str, optimizer: dict[str, Any] | None = None, **settings: Any) -> Any:
-        """Calls CreateParameters for a worker of the training: two slices."""
-        sgd = {"kind": "sgd", "values": psdist.optim.SGD().values()}
-        spec = {"name": name, "consistency": common.Consistency(kind="bsp"), "slice_elements": 4}
-        request = scheduler_pb2.CreateParametersRequest(
-            **self.who(rank),
-            spec=common.ParametersSpec(**(spec | settings), optimizer=common.Optimizer(**(sgd | (optimizer or {})))),
-            layout=common.Layout(tensors=[common.Tensor(name="w", shape=[8], dtype=common.DTYPE_FLOAT32)]),
-        )
-        stub = scheduler_pb2_grpc.SchedulerServiceStub(self.channel(self.training.cluster.address))
-        return stub.CreateParameters(request, metadata=self.metadata)
-
-    async def install(self, cluster: common.ClusterMap, name: str, values: list[float], count: int) -> None:
-        """Installs the first ``count`` slices of what ``create`` created: each has ``values`` four times."""
-        entry = next(entry for entry in cluster.parameters if entry.spec.name == name)
-        addresses = {server.server_id: server.address for server in cluster.servers}
-        for index in range(count):
-            address = addresses[entry.shards[index % len(entry.shards)].primary.server_id]
-            identity = server_pb2.Identity(**self.who(0), epoch=cluster.epoch, parameters=name)
-            request = server_pb2.InstallRequest(
-                identity=identity, slice=index, payload=np.array(values * 4, np.float32).tobytes()
-            )
-            stub = server_pb2_grpc.ServerServiceStub(self.channel(address))
-            await stub.Install(iter([request]), metadata=self.metadata)
-
     async def close(self) -> None:
         """Closes the channels."""
         for channel in self._channels:
@@ -219,14 +188,6 @@ async def refusal(awaitable: Awaitable[Any]) -> errors.PsdistError:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await awaitable
     return status.from_call(caught.value, "peer")
-
-
-async def until_upload(call: Any) -> AsyncIterator[scheduler_pb2.CreateParametersResponse]:
-    """The answers to CreateParameters up to the one that asks for the values."""
-    async for response in call:
-        yield response
-        if response.state == response.STATE_UPLOAD:
-            return
 
 
 # --- what a user of the client gets wrong -----------------------------------------------------------------------------
@@ -407,67 +368,6 @@ async def test_a_call_that_does_not_say_who_sends(
             peer.channel(address).unary_unary(path)(message.SerializeToString(), metadata=peer.metadata)
         )
         assert type(refused) is errors.InvalidArgumentError and words in refused.message, refused
-    await training.goes_on()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (
-            {"optimizer": {"values": {"lr": 0.5}}},
-            "SGD needs momentum, dampening, weight_decay, nesterov, which are missing",
-        ),
-        ({"optimizer": {"schedule": common.Schedule(kind="constant")}}, "Constant needs warmup_steps, warmup_start"),
-        ({"non_finite": 77}, "non_finite 77 is unknown"),
-        ({"consistency": common.Consistency(kind="asp", staleness_lr=77)}, "staleness_lr 77 is unknown"),
-    ],
-    ids=["numbers", "schedule", "policy", "enum"],
-)
-async def test_settings_by_hand_that_are_wrong(
-    training: Training, peer: Peer, change: dict[str, Any], words: str
-) -> None:
-    call = peer.create(0, f"by-hand-{next(_numbers)}", **change)
-    refused = await refusal(anext(aiter(call)))
-    assert isinstance(refused, errors.InvalidArgumentError) and words in refused.message, refused
-    await training.goes_on()
-
-
-async def test_values_that_nobody_installed_are_not_committed(training: Training, peer: Peer) -> None:
-    """The call can be made again once they are there. The trainers create the parameters by hand, beside their work."""
-    name = f"by-hand-{next(_numbers)}"
-    calls = [peer.create(rank, name) for rank in (0, 1)]
-    upload = [response async for response in until_upload(calls[0])][-1]
-    commit = scheduler_pb2.CommitParametersRequest(**peer.who(0), parameters=name, epoch=upload.map.epoch)
-    scheduler = scheduler_pb2_grpc.SchedulerServiceStub(peer.channel(training.cluster.address))
-    for count in (0, 1):
-        await peer.install(upload.map, name, [4.0], count)
-        refused = await refusal(scheduler.CommitParameters(commit, metadata=peer.metadata))
-        missing = (
-            rf"server-\d has initial values of [01] of its [12] slices of '{name}': Install all of them, then call"
-        )
-        assert isinstance(refused, errors.InvalidArgumentError) and re.match(missing, refused.message), refused
-        await training.goes_on()
-    await peer.install(upload.map, name, [4.0], 2)
-    await scheduler.CommitParameters(commit, metadata=peer.metadata)
-    for call in calls:
-        assert [response async for response in call][-1].state == scheduler_pb2.CreateParametersResponse.STATE_READY
-    await training.goes_on()
-
-
-@pytest.mark.parametrize("bad", [np.nan, -np.inf])
-async def test_initial_values_that_are_not_finite(training: Training, bad: float) -> None:
-    """The other worker waits meanwhile, and gets the values of the second attempt."""
-    name = f"other-{next(_numbers)}"
-    wrong = INIT | {"w": np.where(np.arange(8910).reshape(90, 99) == 5000, bad, 0).astype(np.float32)}
-    waiting = asyncio.create_task(training.clients[1].parameters(name, INIT, SGD))
-    with pytest.raises(errors.InvalidArgumentError, match=r"hold NaN or Inf in elements 4096 to 8191 \(slice 1\)"):
-        await training.clients[0].parameters(name, wrong, SGD)
-    await training.goes_on()
-    one = await training.clients[0].parameters(name, INIT, SGD)
-    two = await waiting
-    await asyncio.gather(one.push(gradient()), two.push(gradient()))
-    check(await one.pull(), 1)
-    check(await two.pull(), 1)
     await training.goes_on()
 
 
