@@ -2,7 +2,8 @@
 
 A class has a stable ``code``, which crosses the wire (see ``psdist.wire.status``), and the name of its gRPC status.
 Messages name the offending value, the limit, and the remedy. An operation that raises one of these errors has changed
-nothing, unless the class says otherwise.
+nothing, unless the class says otherwise. A push of which servers refused a slice keeps its number: slices that were
+taken count once, and the same push, made again, brings the rest.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ schedules continue with the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
 from typing import Any, ClassVar, Final, Literal, TypeVar
@@ -390,14 +390,12 @@ def _check_values(kind: str, values: Mapping[str, float]) -> None:
 
 
 def schedule_from_values(kind: str, values: Mapping[str, float]) -> Schedule:
-    """The schedule of this kind and these numbers. Raises InvalidArgumentError for an unknown kind or number."""
+    """The schedule of this kind and these numbers. Raises InvalidArgumentError for an unknown kind, and for a number
+    that is unknown or missing: a number has no default here, since another release may have another one."""
     cls = SCHEDULES.get(kind)
     if cls is None:
         raise InvalidArgumentError(f"schedule kind {kind!r:.40} is unknown: use one of {', '.join(SCHEDULES)}")
-    _check_known(cls, values, [field.name for field in fields(cls)])
-    for field in fields(cls):
-        if field.default is MISSING and field.name not in values:
-            raise InvalidArgumentError(f"{cls.__name__} needs {field.name}, which is missing")
+    _check_names(cls, values, [field.name for field in fields(cls)])
     given: dict[str, Any] = dict(values)
     return cls(**given)
 
@@ -405,21 +403,26 @@ def schedule_from_values(kind: str, values: Mapping[str, float]) -> Schedule:
 def optimizer_from_values(
     kind: str, values: Mapping[str, float], schedule: Schedule, max_grad_norm: float, overrides: Sequence[Override]
 ) -> Optimizer:
-    """The optimizer of this kind and these numbers. Raises InvalidArgumentError for an unknown kind or number."""
+    """The optimizer of this kind and these numbers. Raises InvalidArgumentError for an unknown kind, and for a number
+    that is unknown or missing, as ``schedule_from_values`` does."""
     cls = OPTIMIZERS.get(kind)
     if cls is None:
         raise InvalidArgumentError(f"optimizer kind {kind!r:.40} is unknown: use one of {', '.join(OPTIMIZERS)}")
-    _check_known(cls, values, cls().values())
+    _check_names(cls, values, list(cls().values()))
     given: dict[str, Any] = dict(values)
-    if "beta1" in given or "beta2" in given:
-        default1, default2 = cls().values()["beta1"], cls().values()["beta2"]
-        given["betas"] = (given.pop("beta1", default1), given.pop("beta2", default2))
+    if "beta1" in given:
+        given["betas"] = (given.pop("beta1"), given.pop("beta2"))
     return cls(**given, schedule=schedule, max_grad_norm=max_grad_norm, overrides=tuple(overrides))
 
 
-def _check_known(cls: type, given: Mapping[str, float], known: Iterable[str]) -> None:
+def _check_names(cls: type, given: Mapping[str, float], known: Sequence[str]) -> None:
     if unknown := sorted(given.keys() - set(known)):
         raise InvalidArgumentError(f"{cls.__name__} has no {unknown[0]!r:.40}; it has {', '.join(known)}")
+    if missing := [name for name in known if name not in given]:
+        raise InvalidArgumentError(
+            f"{cls.__name__} needs {', '.join(missing)}, which {'are' if missing[1:] else 'is'} missing: "
+            f"give all of {', '.join(known)}"
+        )
 
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Final, Literal
 
@@ -63,11 +63,20 @@ def check_directory(name: str) -> str:
     return name
 
 
-def _difference(mine: object, theirs: object, names: Iterable[str]) -> str:
+def _difference(mine: object, theirs: object, names: Iterable[str], prefix: str = "") -> str:
     for name in names:
-        if getattr(mine, name) != getattr(theirs, name):
-            return f"{name} is {getattr(theirs, name)!r}, not {getattr(mine, name)!r}"
+        one, other = getattr(mine, name), getattr(theirs, name)
+        if one == other:
+            continue
+        if is_dataclass(one) and type(one) is type(other):
+            return _difference(one, other, [field.name for field in fields(one)], f"{prefix}{name}.")
+        return f"{prefix}{name} is {_brief(other)}, not {_brief(one)}"
     return ""
+
+
+def _brief(value: object) -> str:
+    """A specification by its class: its fields would hide what differs."""
+    return type(value).__name__ if is_dataclass(value) else repr(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from psdist.client.datasets import AsyncDataset
 from psdist.client.exchange import Options
 from psdist.client.handles import Handles
 from psdist.client.parameters import AsyncParameters
+from psdist.client.process_bound import ProcessBound
 from psdist.client.session.barriers import Barrier
 from psdist.client.session.drops import OnDrop, check_on_drop
 from psdist.client.session.registration import Registration
@@ -44,7 +45,7 @@ from psdist.v1 import scheduler_pb2
 from psdist.v1.scheduler_pb2 import GetStatusResponse
 
 
-class AsyncClient:
+class AsyncClient(ProcessBound):
     """A worker of a run.
 
     scheduler: host:port; None reads ``PSDIST_SCHEDULER``, else waits for the file of ``PSDIST_SCHEDULER_FILE``.

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.client import loop
+from psdist.client.process_bound import ProcessBound
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.data import RangeOrder
@@ -56,7 +57,7 @@ class Range:
     indices: NDArray[np.int64]
 
 
-class AsyncDataset:
+class AsyncDataset(ProcessBound):
     """A data set that workers share. Made by ``AsyncClient.dataset``; iterate over it with ``async for``.
 
     repeated, failed: ranges handed out again because their worker was gone, and ranges given up, by all workers, as
@@ -249,7 +250,7 @@ class AsyncDataset:
         self.repeated, self.failed = position.repeated_ranges, position.failed_ranges
 
 
-class Dataset:
+class Dataset(ProcessBound):
     """A data set that workers share. Made by ``Client.dataset``; iterate over it. See ``AsyncDataset``."""
 
     def __init__(self, data: AsyncDataset) -> None:

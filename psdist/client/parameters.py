@@ -29,13 +29,14 @@ from psdist.client.bucket_step import AsyncBucket
 from psdist.client.core.partition import Arrays
 from psdist.client.core.push_sequence import PushSequence
 from psdist.client.exchange import Exchange
+from psdist.client.process_bound import ProcessBound
 from psdist.client.session.drops import DropCounter, OnDrop
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.steps import Statistics, Steps
 from psdist.types import Layout, ParametersSpec
 
 
-class AsyncParameters:
+class AsyncParameters(ProcessBound):
     """Named tensors that live on the servers. Made by ``AsyncClient.parameters``."""
 
     def __init__(self, exchange: Exchange, layout: Layout, on_drop: OnDrop = "warn") -> None:

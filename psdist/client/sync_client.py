@@ -19,6 +19,7 @@ from psdist.client.bucket_step import AsyncBucket
 from psdist.client.core.partition import Arrays
 from psdist.client.datasets import Dataset
 from psdist.client.parameters import AsyncParameters
+from psdist.client.process_bound import ProcessBound
 from psdist.client.session.drops import OnDrop
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.sigterm import sigterm
@@ -32,7 +33,7 @@ from psdist.types import DType, Layout, NonFinite, ParametersSpec
 from psdist.v1.scheduler_pb2 import GetStatusResponse
 
 
-class Client:
+class Client(ProcessBound):
     """A worker of a run; joins it when made. Arguments and errors are those of ``AsyncClient``."""
 
     def __init__(
@@ -161,7 +162,7 @@ class Client:
         return loop.shared().call(self._client.status(), reading=True)
 
 
-class Parameters:
+class Parameters(ProcessBound):
     """Named tensors that live on the servers. Made by ``Client.parameters``; see ``AsyncParameters``."""
 
     def __init__(self, handle: AsyncParameters) -> None:
@@ -252,7 +253,7 @@ class Parameters:
         return loop.shared().call(self._handle.gradient_buffers())
 
 
-class Bucket:
+class Bucket(ProcessBound):
     """Tensors of one step that were given together. Made by ``Parameters.push_pull_async``; see ``AsyncBucket``."""
 
     def __init__(self, bucket: AsyncBucket) -> None:

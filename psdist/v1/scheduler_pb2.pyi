@@ -252,7 +252,7 @@ class SnapshotProgress(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., bytes_done: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_aside: _Optional[int] = ..., waiting_for: _Optional[str] = ..., loading: _Optional[bool] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot", "stop")
+    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot", "stop", "values_answer")
     class Hello(_message.Message):
         __slots__ = ("member_id", "incarnation")
         MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +286,13 @@ class SessionRequest(_message.Message):
         accepted: bool
         version_max: int
         def __init__(self, proposal_id: _Optional[int] = ..., accepted: _Optional[bool] = ..., version_max: _Optional[int] = ...) -> None: ...
+    class ValuesAnswer(_message.Message):
+        __slots__ = ("number", "installed")
+        NUMBER_FIELD_NUMBER: _ClassVar[int]
+        INSTALLED_FIELD_NUMBER: _ClassVar[int]
+        number: int
+        installed: int
+        def __init__(self, number: _Optional[int] = ..., installed: _Optional[int] = ...) -> None: ...
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     JOIN_ANSWER_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +300,7 @@ class SessionRequest(_message.Message):
     REPLICA_UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    VALUES_ANSWER_FIELD_NUMBER: _ClassVar[int]
     hello: SessionRequest.Hello
     heartbeat: SessionRequest.Heartbeat
     join_answer: SessionRequest.JoinAnswer
@@ -300,7 +308,8 @@ class SessionRequest(_message.Message):
     replica_unreachable: ReplicaUnreachable
     snapshot: SnapshotReport
     stop: StopReport
-    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., stop: _Optional[_Union[StopReport, _Mapping]] = ...) -> None: ...
+    values_answer: SessionRequest.ValuesAnswer
+    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., stop: _Optional[_Union[StopReport, _Mapping]] = ..., values_answer: _Optional[_Union[SessionRequest.ValuesAnswer, _Mapping]] = ...) -> None: ...
 
 class Activity(_message.Message):
     __slots__ = ("sequence", "next", "partial", "step", "clock", "call")
@@ -402,7 +411,7 @@ class ReplicaUnreachable(_message.Message):
     def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait")
+    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait", "check_values")
     class JoinProposal(_message.Message):
         __slots__ = ("proposal_id", "parameters", "member")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -421,6 +430,13 @@ class SessionResponse(_message.Message):
         parameters: str
         worker_id: str
         def __init__(self, proposal_id: _Optional[int] = ..., parameters: _Optional[str] = ..., worker_id: _Optional[str] = ...) -> None: ...
+    class CheckValues(_message.Message):
+        __slots__ = ("number", "parameters")
+        NUMBER_FIELD_NUMBER: _ClassVar[int]
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        number: int
+        parameters: str
+        def __init__(self, number: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
     class MemberLost(_message.Message):
         __slots__ = ("member_id", "role", "reason")
         MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -469,6 +485,7 @@ class SessionResponse(_message.Message):
     ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     MUTUAL_WAIT_FIELD_NUMBER: _ClassVar[int]
+    CHECK_VALUES_FIELD_NUMBER: _ClassVar[int]
     map: _common_pb2.ClusterMap
     join_proposal: SessionResponse.JoinProposal
     join_withdrawn: SessionResponse.JoinWithdrawn
@@ -478,7 +495,8 @@ class SessionResponse(_message.Message):
     rolled_back: SessionResponse.RolledBack
     stop: StopCommand
     mutual_wait: MutualWait
-    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ...) -> None: ...
+    check_values: SessionResponse.CheckValues
+    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ..., check_values: _Optional[_Union[SessionResponse.CheckValues, _Mapping]] = ...) -> None: ...
 
 class MutualWait(_message.Message):
     __slots__ = ("sequence", "error")

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from psdist.consistency import ASP, BSP, SSP, Consistency, ResizeLr, StalenessLr, kind_of
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, LimitExceededError
-from psdist.optim import Optimizer, Override, optimizer_from_values, schedule_from_values
+from psdist.optim import Constant, Optimizer, Override, optimizer_from_values, schedule_from_values
 from psdist.types import (
     WIRE_DTYPES,
     ClusterMap,
@@ -43,6 +43,8 @@ from psdist.wire import limits
 
 M = TypeVar("M", bound=Message)
 D = TypeVar("D")
+#: Messages of ServerService that say who sends.
+HasIdentity = server_pb2.PushHeader | server_pb2.InstallRequest | server_pb2.PullRequest | server_pb2.Attach
 
 _DTYPE_TO_PROTO: Final = {
     "float32": pb.DTYPE_FLOAT32,
@@ -53,6 +55,11 @@ _DTYPE_TO_PROTO: Final = {
 _DTYPE_FROM_PROTO: Final = {number: name for name, number in _DTYPE_TO_PROTO.items()}
 _STALENESS_LR: Final = {"none": pb.STALENESS_LR_NONE, "inverse": pb.STALENESS_LR_INVERSE}
 _NON_FINITE: Final = {"reject": pb.NON_FINITE_POLICY_REJECT, "skip": pb.NON_FINITE_POLICY_SKIP}
+#: The reverse; a value that is not set is the default.
+_STALENESS_LR_FROM_PROTO: Final = {pb.STALENESS_LR_UNSPECIFIED: "none"} | {n: name for name, n in _STALENESS_LR.items()}
+_NON_FINITE_FROM_PROTO: Final = {pb.NON_FINITE_POLICY_UNSPECIFIED: "reject"} | {
+    number: name for name, number in _NON_FINITE.items()
+}
 
 
 def _to_proto(message: type[M], value: Any, **converted: Any) -> M:
@@ -67,6 +74,13 @@ def _from_proto(cls: type[D], message: Message, **converted: Any) -> D:
 
 def _plain(cls: Any, source: object, converted: Mapping[str, Any]) -> dict[str, Any]:
     return {field.name: getattr(source, field.name) for field in fields(cls) if field.name not in converted}
+
+
+def _name_of(names: Mapping[Any, str], number: int, field: str) -> Any:
+    """What an enum's ``number`` stands for. Raises InvalidArgumentError."""
+    if number not in names:
+        raise InvalidArgumentError(f"{field} {number} is unknown: use one of {', '.join(map(str, names))}")
+    return names[number]
 
 
 def dtype_to_proto(dtype: str) -> pb.DType:
@@ -132,9 +146,10 @@ def optimizer_to_proto(optimizer: Optimizer) -> pb.Optimizer:
 
 
 def optimizer_from_proto(message: pb.Optimizer) -> Optimizer:
-    """The specification, checked. A missing schedule is Constant."""
+    """The specification, checked. Without a schedule it is Constant; one that is there has all its numbers."""
     overrides = [Override(item.pattern, tuple(sorted(item.values.items()))) for item in message.overrides]
-    schedule = schedule_from_values(message.schedule.kind or "constant", message.schedule.values)
+    given = message.schedule
+    schedule = schedule_from_values(given.kind, given.values) if message.HasField("schedule") else Constant()
     return optimizer_from_values(message.kind, message.values, schedule, message.max_grad_norm, overrides)
 
 
@@ -148,8 +163,7 @@ def consistency_to_proto(consistency: Consistency) -> pb.Consistency:
 
 def consistency_from_proto(message: pb.Consistency) -> Consistency:
     """The consistency, checked."""
-    inverse = message.staleness_lr == pb.STALENESS_LR_INVERSE
-    staleness_lr: StalenessLr = "inverse" if inverse else "none"
+    staleness_lr: StalenessLr = _name_of(_STALENESS_LR_FROM_PROTO, message.staleness_lr, "staleness_lr")
     match message.kind:
         case "bsp":
             return BSP(message.backup_workers, cast(ResizeLr, message.resize_lr or "none"))
@@ -178,7 +192,7 @@ def spec_from_proto(message: pb.ParametersSpec) -> ParametersSpec:
         message,
         optimizer=optimizer_from_proto(message.optimizer),
         consistency=consistency_from_proto(message.consistency),
-        non_finite="skip" if message.non_finite == pb.NON_FINITE_POLICY_SKIP else "reject",
+        non_finite=_name_of(_NON_FINITE_FROM_PROTO, message.non_finite, "non_finite"),
     )
 
 
@@ -290,6 +304,16 @@ def identity_to_proto(identity: Identity) -> server_pb2.Identity:
 def identity_from_proto(message: server_pb2.Identity) -> Identity:
     """Who sends."""
     return Identity(message.run_id, message.worker_id, message.incarnation, message.epoch, message.parameters)
+
+
+def sender_from_proto(message: HasIdentity) -> Identity:
+    """Who sends ``message``. Raises InvalidArgumentError where it has no identity, which is none of another run."""
+    if not message.HasField("identity"):
+        raise InvalidArgumentError(
+            f"{message.DESCRIPTOR.name} without an identity: the first message of a call must say who sends, and by "
+            "which map"
+        )
+    return identity_from_proto(message.identity)
 
 
 def dataset_to_proto(spec: DatasetSpec) -> scheduler_pb2.DatasetSpec:

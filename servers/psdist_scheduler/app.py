@@ -17,10 +17,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import grpc.aio
 import uvloop
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from psdist import logs
 from psdist.errors import ConfigurationError, PsdistError, StorageError
@@ -30,6 +27,7 @@ from psdist.settings.programs import SchedulerSettings
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
 from psdist.wire import channels, limits
+from psdist.wire.standard_services import add_standard_services
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import Done, Stop
 from psdist_scheduler.events.records import ClusterSettings, StoredState
@@ -76,7 +74,7 @@ async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
         log.warning("passed over: %s", text)
     server = channels.make_server(settings.token, limits.CONTROL_MESSAGE_BYTES)
     server.add_generic_rpc_handlers((Service(scheduler).handler(),))
-    await _add_standard_services(server, settings.host)
+    await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))
     try:
         port = channels.bind(server, settings.host, settings.port, settings.insecure)
         await server.start()
@@ -212,16 +210,6 @@ def _cluster_settings(settings: SchedulerSettings, run_id: str, opened: _Opened)
         policy=policy,
         salt=secrets.token_hex(3),
     )
-
-
-async def _add_standard_services(server: grpc.aio.Server, host: str) -> None:
-    servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    for name in ("", SERVICE.full_name):
-        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    if is_loopback(host):
-        names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
 
 
 def _local_address(host: str, port: int) -> str:

@@ -140,6 +140,8 @@ class Cluster:
                 return machines.changes.leave(event, now)
             case ev.JoinAnswered():
                 return machines.creation.joins.on_answer(event)
+            case ev.ValuesAnswered():
+                return machines.creation.commits.on_answer(event)
             case ev.ReplicaFilled():
                 return machines.replica_manager.on_filled(event)
             case ev.ReplicaUnreachable():

@@ -189,6 +189,8 @@ def session_event(call: int, request: pb.SessionRequest) -> ev.Event:
             return _heartbeat(call, request.heartbeat)
         case "join_answer":
             return make_event(ev.JoinAnswered, call, request.join_answer)
+        case "values_answer":
+            return make_event(ev.ValuesAnswered, call, request.values_answer)
         case "replica_filled":
             return make_event(ev.ReplicaFilled, call, request.replica_filled)
         case "replica_unreachable":
@@ -325,6 +327,8 @@ def command(value: ev.Value | ev.News) -> pb.SessionResponse:
             return message(join_proposal=proposal)
         case ev.WithdrawJoin():
             return message(join_withdrawn=make_message(message.JoinWithdrawn, value))
+        case ev.CheckValues():
+            return message(check_values=make_message(message.CheckValues, value))
         case ev.MemberLost():
             return message(member_lost=make_message(message.MemberLost, value, role=ROLES[value.role]))
         case ev.ShardsLost():

@@ -1,4 +1,4 @@
-"""The server program: one event loop with the data path, the health service and the session with the scheduler.
+"""The server program: one event loop with the data path, the standard services and the session with the scheduler.
 
 A server may start before or after the others. It serves once it is registered. It ends on SIGTERM or SIGINT, when its
 launcher's lifeline breaks, or when the scheduler no longer knows it.
@@ -18,16 +18,16 @@ from typing import Final, TypeVar
 import grpc.aio
 import structlog
 import uvloop
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
 from psdist import logs
 from psdist.errors import PsdistError
 from psdist.settings import exit_codes
-from psdist.settings.config import parse_address
+from psdist.settings.config import is_loopback, parse_address
 from psdist.settings.programs import ServerSettings
 from psdist.types import ClusterMap
 from psdist.wire import channels, malloc_options
+from psdist.wire.standard_services import add_standard_services
 from psdist_server.scheduler_session import ServerSession
 from psdist_server.server import ParameterServer, compile_kernels
 from psdist_server.service import SERVICE, ServerService
@@ -82,21 +82,13 @@ async def _serve(settings: ServerSettings, scheduler: str) -> int:
         logs.identify(id=me.server_id, run=me.run_id)
         await host.follow(first_map)
         service = ServerService(host)
-        probe = await _start(server, service)
+        server.add_generic_rpc_handlers((service.handler(),))
+        probe = await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))
+        await server.start()
         _log.info("serving", address=advertise, scheduler=scheduler, incarnation=me.incarnation, kernel_threads=threads)
         return await _until_stopped(stop, link, host, service, server, probe, settings.drain_timeout_seconds)
     finally:
         await link.close()
-
-
-async def _start(server: grpc.aio.Server, service: ServerService) -> health.HealthServicer:
-    server.add_generic_rpc_handlers((service.handler(),))
-    probe = health.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(probe, server)
-    await server.start()
-    for name in ("", SERVICE.full_name):
-        await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return probe
 
 
 async def _until_stopped(

@@ -163,6 +163,11 @@ class ServerSession:
                     proposal_id=proposal.proposal_id, accepted=accepted, version_max=version_max
                 )
                 self._requests.send(pb.SessionRequest(join_answer=answer))
+            case "check_values":
+                asked = response.check_values
+                installed = server.installed_slices(asked.parameters)
+                values_answer = pb.SessionRequest.ValuesAnswer(number=asked.number, installed=installed)
+                self._requests.send(pb.SessionRequest(values_answer=values_answer))
             case "join_withdrawn":
                 server.withdraw(response.join_withdrawn.parameters, response.join_withdrawn.worker_id)
             case "member_lost":

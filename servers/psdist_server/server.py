@@ -118,6 +118,11 @@ class ParameterServer:
         accepted = store.router.propose(member)
         return accepted, store.router.step_next
 
+    def installed_slices(self, parameters: str) -> int:
+        """How many of the slices that are served here have their initial values."""
+        store = self.stores.get(parameters)
+        return store.installed_slices if store is not None else 0
+
     def withdraw(self, parameters: str, worker_id: str) -> None:
         """Forgets a proposal that was accepted."""
         if parameters in self.stores:

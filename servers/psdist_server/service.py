@@ -96,6 +96,8 @@ class ServerService:
                 frame = frames.unpack(message_type, data)
                 if store is None:
                     store = await self._open_push(call, frame.header)
+                elif frame.header.HasField("header"):
+                    raise _second("header")
                 self._admission.heard(call.identity)
                 last = _check_ascending(frame.header.slice, last)
                 store.router.push(call, frame.header.slice, frame.header.base_version, frame.payload)
@@ -107,7 +109,12 @@ class ServerService:
     async def _open_push(
         self, call: Call, message: server_pb2.PushPullRequest | server_pb2.PushRequest
     ) -> ParameterStore:
-        identity = convert.identity_from_proto(message.header.identity)
+        if not message.HasField("header"):
+            raise InvalidArgumentError(
+                f"{message.DESCRIPTOR.name} without a header: the first message of a stream must say who pushes, and "
+                "which step"
+            )
+        identity = convert.sender_from_proto(message.header)
         call.identify(identity)
         store = await self._admission.admit(identity)
         store.check_installed()
@@ -116,7 +123,7 @@ class ServerService:
         return store
 
     async def _pull(self, request: server_pb2.PullRequest, _: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
-        identity = convert.identity_from_proto(request.identity)
+        identity = convert.sender_from_proto(request)
         store = await self._admission.admit(identity)
         store.check_installed()
         pull_dtype = convert.payload_dtype_from_proto(request.dtype)
@@ -160,8 +167,10 @@ class ServerService:
         async for data in requests:
             frame = frames.unpack(server_pb2.InstallRequest, data)
             if store is None or identity is None:
-                identity = convert.identity_from_proto(frame.header.identity)
+                identity = convert.sender_from_proto(frame.header)
                 store = await self._admission.admit(identity)
+            elif frame.header.HasField("identity"):
+                raise _second("identity")
             # It may be fenced since, and another's values may be on their way.
             self._admission.check_live(identity)
             store.install(frame.header.slice, frame.payload, identity.epoch)
@@ -221,6 +230,11 @@ class ServerService:
 
     async def _get_statistics(self, *_: object) -> server_pb2.GetStatisticsResponse:
         return self._server.statistics()
+
+
+def _second(what: str) -> InvalidArgumentError:
+    """The error for a message that would change who sends a stream, or what is pushed, in the middle of it."""
+    return InvalidArgumentError(f"a later message of the stream has {what} too: only the first one may")
 
 
 def _check_ascending(index: int, last: int) -> int:

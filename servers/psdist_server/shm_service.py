@@ -6,10 +6,11 @@ Each message on it is a call whose payloads lie in the arenas. All slices of a c
 it is read, and one message answers it when all of them are answered. Meanwhile the worker is sent the reason of the
 wait.
 
-Invariants: calls are taken in the order in which they came. Either all slices of a call are taken, or it is refused
-before any is. The slices here bound what one attachment can make this server hold. An attachment ends with its stream
-or its socket, whichever ends first. Its calls then end too, but their contributions stay: the machines hold views of
-the arena, whose mapping lasts as long as the views do.
+Invariants: calls are taken in the order in which they came. A call with a wrong sender, header or list of slices is
+refused before any slice is taken; after that each slice is taken or refused by its shard. The slices here bound what
+one attachment can make this server hold. An attachment ends with its stream or its socket, whichever ends first. Its
+calls then end too, but their contributions stay: the machines hold views of the arena, whose mapping lasts as long as
+the views do.
 
 Not here: what a push does (``parameter_store``), arenas as such (``psdist.wire.shm``).
 """
@@ -82,7 +83,7 @@ async def _attach(server: ParameterServer, data: bytes) -> tuple[_Stream, server
     if request.WhichOneof("kind") != "attach" or request.call_id != 0:
         raise InvalidArgumentError("the first request of a Share stream must be attach, with call_id 0")
     attach = request.attach
-    identity = convert.identity_from_proto(attach.identity)
+    identity = convert.sender_from_proto(attach)
     store = await server.admission.admit(identity)
     # A worker that never pushes has an arena without elements.
     reads_only = attach.dtype == common_pb2.DTYPE_UNSPECIFIED
@@ -302,7 +303,7 @@ class _Stream:
             self._attachment.store.router.pull(call, index, pull.min_version)
 
     def _check_slices(self, call: _SharedCall, slices: Sequence[int]) -> Sequence[int]:
-        """The slices of a call, of which all or none are taken."""
+        """The slices of a call, all of which are served here, before any is taken."""
         store, last = self._attachment.store, -1
         if not slices:
             raise InvalidArgumentError("a call must name a slice")

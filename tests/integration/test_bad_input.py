@@ -22,6 +22,7 @@ import grpc.aio
 import numpy as np
 import pytest
 import pytest_asyncio
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import psdist
 from psdist import errors
@@ -342,6 +343,66 @@ async def test_a_push_by_hand_that_is_wrong(
     assert isinstance(refused, error)
     with pytest.raises(error, match=words):
         raise refused
+    await training.goes_on()
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "words"),
+    [
+        ("PushPull", server_pb2.PushPullRequest(), "PushPullRequest without a header"),
+        ("Push", server_pb2.PushRequest(slice=1), "PushRequest without a header"),
+        ("Push", server_pb2.PushRequest(header=server_pb2.PushHeader(step=7)), "PushHeader without an identity"),
+        ("Pull", server_pb2.PullRequest(dtype=common.DTYPE_FLOAT32), "PullRequest without an identity"),
+        ("Install", server_pb2.InstallRequest(payload=b"1234"), "InstallRequest without an identity"),
+        ("Share", server_pb2.ShareRequest(attach=server_pb2.Attach(socket="x")), "Attach without an identity"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isalpha() else "",
+)
+async def test_a_call_that_does_not_say_who_sends(
+    training: Training, peer: Peer, method: str, message: Any, words: str
+) -> None:
+    """It is malformed, and of no other run."""
+    for address in list((await peer.addresses()).values())[1:]:
+        path = f"/psdist.v1.ServerService/{method}"
+        refused = await refusal(
+            peer.channel(address).unary_unary(path)(message.SerializeToString(), metadata=peer.metadata)
+        )
+        assert type(refused) is errors.InvalidArgumentError and words in refused.message, refused
+    await training.goes_on()
+
+
+async def test_reflection_lists_services_for_a_caller_with_the_token(
+    training: Training, peer: Peer, stranger: Peer
+) -> None:
+    standard = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    for role, address in (await peer.addresses()).items():
+        service = "SchedulerService" if role == "scheduler" else "ServerService"
+        assert await _services(peer, address) == standard | {f"psdist.v1.{service}"}
+        assert isinstance(await refusal(_services(stranger, address)), errors.UnauthenticatedError)
+    await training.goes_on()
+
+
+async def _services(asker: Peer, address: str) -> set[str]:
+    """The services that the process at ``address`` says that it has."""
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    stub = reflection_pb2_grpc.ServerReflectionStub(asker.channel(address))
+    (response,) = [r async for r in stub.ServerReflectionInfo(iter([request]), metadata=asker.metadata)]
+    return {service.name for service in response.list_services_response.service}
+
+
+async def test_refusals_of_grpc_itself_have_no_detail(training: Training, peer: Peer) -> None:
+    """Only their status is there to go by."""
+    for role, address in (await peer.addresses()).items():
+        channel = peer.channel(address)
+        limit = limits.CONTROL_MESSAGE_BYTES if role == "scheduler" else limits.DATA_MESSAGE_BYTES
+        for path, body, code in (
+            ("/psdist.v1.NoService/NoMethod", b"", grpc.StatusCode.UNIMPLEMENTED),
+            (_methods(role)[0], bytes(limit + 1), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(path)(body, metadata=peer.metadata)
+            assert caught.value.code() is code
+            assert status.DETAIL_KEY not in [key for key, _ in caught.value.trailing_metadata() or ()]
     await training.goes_on()
 
 

@@ -34,7 +34,6 @@ SPEC = common.ParametersSpec(
     optimizer=common.Optimizer(
         kind="sgd",
         values={"lr": 0.1, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": 0},
-        schedule=common.Schedule(kind="constant"),
     ),
     consistency=common.Consistency(kind="bsp"),
 )
@@ -181,6 +180,19 @@ async def until(call: Any, state: int) -> pb.CreateParametersResponse:
     raise AssertionError(f"the call ended before state {state}")
 
 
+async def commit(uploader: Peer, primaries: list[Peer], epoch: int = 0) -> int:
+    """Commits uploaded values, which all primaries say that they have. Returns the epoch that shows it."""
+    request = pb.CommitParametersRequest(
+        worker_id=uploader.member.member_id, incarnation=1, parameters="mlp", epoch=epoch
+    )
+    answer = asyncio.ensure_future(uploader.ask("CommitParameters", request))
+    for primary in primaries:
+        check = await primary.read("check_values")
+        assert check.parameters == "mlp"
+        await primary.say(values_answer=pb.SessionRequest.ValuesAnswer(number=check.number, installed=1 << 20))
+    return int((await answer).epoch)
+
+
 async def refusal(awaitable: Awaitable[Any]) -> errors.PsdistError:
     """The error that a call fails with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -214,8 +226,7 @@ async def test_a_run_from_registration_to_a_restarted_scheduler(start: Start, pe
         pb.BarrierRequest(worker_id="worker-0", incarnation=1, name="go"), metadata=workers[0].metadata
     )
     assert "worker-1" in (await first(barrier)).waiting_for
-    commit = pb.CommitParametersRequest(worker_id="worker-0", incarnation=1, parameters="mlp")
-    epoch = (await workers[0].ask("CommitParameters", commit)).epoch
+    epoch = await commit(workers[0], servers)
     for call in (first_call, second_call):
         ready = await until(call, STATE.STATE_READY)
         assert ready.map.epoch >= epoch and ready.map.parameters[0].ready
@@ -262,11 +273,9 @@ async def test_copies_are_filled_promoted_moved_and_kept(start: Start, peer: Any
     worker = peer(process)
     await worker.register()
     call = worker.create()
-    epoch = (await until(call, STATE.STATE_UPLOAD)).map.epoch
-    await worker.ask(
-        "CommitParameters",
-        pb.CommitParametersRequest(worker_id="worker-0", incarnation=1, parameters="mlp", epoch=epoch),
-    )
+    upload = (await until(call, STATE.STATE_UPLOAD)).map
+    primaries = dict.fromkeys(shard.primary.server_id for shard in upload.parameters[0].shards)
+    await commit(worker, [servers[server_id] for server_id in primaries], upload.epoch)
     placed = await worker.read_map(lambda m: any(shard.filling for shard in m.parameters[0].shards))
     assert not placed.parameters[0].ready
     await _fill(placed, servers)
@@ -379,8 +388,7 @@ async def test_a_joiner_is_proposed_to_the_servers(start: Start, peer: Any) -> N
     await worker.register()
     call = worker.create()
     await until(call, STATE.STATE_UPLOAD)
-    commit = pb.CommitParametersRequest(worker_id="worker-0", incarnation=1, parameters="mlp")
-    await worker.ask("CommitParameters", commit)
+    await commit(worker, [server])
     await late.register()
     joining = late.create()
     proposal = await server.read("join_proposal")
@@ -408,8 +416,7 @@ async def test_agents_meet_and_readers_describe(start: Start, peer: Any) -> None
     three = peer(process)
     await three.register()
     await until(three.create(), STATE.STATE_UPLOAD)
-    commit = pb.CommitParametersRequest(worker_id="worker-1", incarnation=1, parameters="mlp")
-    await three.ask("CommitParameters", commit)
+    await commit(three, [two])
     async for response in described:
         last = response
     assert last.layout == LAYOUT

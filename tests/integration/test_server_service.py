@@ -218,6 +218,73 @@ async def test_non_finite_gradient_is_rejected_or_left_out(bench: Bench) -> None
     assert bench.host.statistics().parameters[0].workers[0].non_finite == 1
 
 
+async def test_a_stream_whose_second_slice_is_refused_keeps_the_first(bench: Bench) -> None:
+    """Each slice is taken or refused by itself. The same push again: what is in is ignored."""
+    await bench.create(consistency=ASP())
+    first, second, third = payloads(GRADIENT)
+    with pytest.raises(InvalidArgumentError, match="slice 1 has 40 bytes in float32, not 39"):
+        await bench.push_pull(bench.header(0), [first, second[1:], third])
+    expected = INITIAL - np.float32(0.5) * GRADIENT
+    partly = np.frombuffer(await bench.pull(bench.identity()), np.float32)
+    assert partly.tobytes() == np.concatenate([expected[:SLICE], INITIAL[SLICE:]]).tobytes()
+    whole = await bench.push_pull(bench.header(0), [first, second, third])
+    assert whole.tobytes() == expected.tobytes()
+    assert bench.host.statistics().parameters[0].workers[0].duplicates == 1
+
+
+async def test_a_second_header_is_refused(bench: Bench) -> None:
+    """It would change who sends, or what, in the middle of a stream."""
+    await bench.create(consistency=ASP())
+    parts = payloads(GRADIENT)
+    requests = [pb.PushRequest(slice=i, payload=part, header=bench.header(i)) for i, part in enumerate(parts)]
+    call = bench.stub.Push(iter(requests), metadata=auth.metadata(TOKEN))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [answer async for answer in call]
+    error = status.from_call(caught.value, "server")
+    assert isinstance(error, InvalidArgumentError) and "has header too: only the first one may" in error.message
+    weights = await bench.push_pull(bench.header(0), parts)
+    assert weights.tobytes() == (INITIAL - np.float32(0.5) * GRADIENT).tobytes()
+
+
+async def test_a_second_identity_is_refused(bench: Bench) -> None:
+    await bench.follow(entry(1, ready=False))
+    parts = payloads(INITIAL)
+    requests = [pb.InstallRequest(slice=i, payload=part, identity=bench.identity()) for i, part in enumerate(parts)]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await bench.stub.Install(iter(requests), metadata=auth.metadata(TOKEN))
+    error = status.from_call(caught.value, "server")
+    assert isinstance(error, InvalidArgumentError) and "has identity too: only the first one may" in error.message
+    assert bench.host.admission.store("p").dense.installed == {0}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+async def test_initial_values_must_be_finite(bench: Bench, bad: float) -> None:
+    await bench.follow(entry(1, ready=False))
+    values = np.where(np.arange(TOTAL) == SLICE + 3, np.float32(bad), INITIAL)
+    requests = [pb.InstallRequest(slice=i, payload=part.tobytes()) for i, part in enumerate(cut(values))]
+    requests[0].identity.CopyFrom(bench.identity())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await bench.stub.Install(iter(requests), metadata=auth.metadata(TOKEN))
+    error = status.from_call(caught.value, "server")
+    assert isinstance(error, InvalidArgumentError) and "NaN or Inf in elements 10 to 19 (slice 1)" in error.message
+    assert bench.host.admission.store("p").dense.installed == {0}
+    assert bench.host.installed_slices("p") == 1
+    await bench.create()
+    await bench.push_pull(bench.header(0), payloads(GRADIENT))
+
+
+async def test_a_base_version_of_the_future_is_refused(bench: Bench) -> None:
+    await bench.create(consistency=ASP("inverse"))
+    request = pb.PushPullRequest(header=bench.header(0), slice=0, base_version=9, payload=payloads(GRADIENT)[0])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [answer async for answer in bench.stub.PushPull(iter([request]), metadata=auth.metadata(TOKEN))]
+    error = status.from_call(caught.value, "server")
+    assert isinstance(error, InvalidArgumentError)
+    assert "base_version=9 of slice 0 is in the future: the slice is at version 0" in error.message
+    weights = await bench.push_pull(bench.header(0), payloads(GRADIENT))
+    assert weights.tobytes() == (INITIAL - np.float32(0.5) * GRADIENT).tobytes()
+
+
 async def test_a_pull_names_each_slice_once(bench: Bench) -> None:
     """Else one small request could make a server hold millions of answers."""
     await bench.create()

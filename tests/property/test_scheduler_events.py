@@ -46,6 +46,7 @@ class Scheduling(RuleBasedStateMachine):
         self.ended: set[int] = set()
         self.sessions: list[int] = []
         self.proposals: list[tuple[int, ev.JoinProposal]] = []
+        self.checks: list[tuple[int, ev.CheckValues]] = []
         self.map = ClusterMap("run", 0)
         self.granted_steps: dict[tuple[str, str, int], int] = {}
         self.restart()
@@ -153,6 +154,18 @@ class Scheduling(RuleBasedStateMachine):
         session, proposal = data.draw(st.sampled_from(self.proposals[-4:]))
         self._post(ev.JoinAnswered(session, proposal.proposal_id, accepted, version))
 
+    @precondition(lambda self: self.checks)
+    @rule(data=st.data(), installed=st.sampled_from((0, 1, 1 << 20)))
+    def answer_check(self, data: st.DataObject, installed: int) -> None:
+        session, check = data.draw(st.sampled_from(self.checks[-4:]))
+        self._post(ev.ValuesAnswered(session, check.number, installed))
+
+    @rule()
+    def all_have_values(self) -> None:
+        for session, check in self.checks:
+            self._post(ev.ValuesAnswered(session, check.number, 1 << 20))
+        self.checks.clear()
+
     @rule(name=st.sampled_from(NAMES), late=st.booleans())
     def train(self, name: str, late: bool) -> None:
         """The straight way to ready parameters, and perhaps a worker that comes late: rare by chance alone."""
@@ -162,6 +175,7 @@ class Scheduling(RuleBasedStateMachine):
         self.all_open()
         self.all_create(name)
         self.all_commit(name)
+        self.all_have_values()
         self.fill_all()
         if late:
             self.register("worker", None, 0)
@@ -319,6 +333,8 @@ class Scheduling(RuleBasedStateMachine):
         assert call not in self.ended, "an answer to a call that was over"
         if isinstance(value, ev.JoinProposal):
             self.proposals.append((call, value))
+        elif isinstance(value, ev.CheckValues):
+            self.checks.append((call, value))
         elif isinstance(value, ev.Registered):
             member = value.member
             assert member.incarnation == self.incarnations.get(member.member_id, 0) + 1

@@ -43,6 +43,9 @@ class Driver:
         self.notes: list[str] = []
         self.map = ClusterMap("run", 0)
         self.attached: list[int] = []
+        #: Sessions of servers that are asked whether they have uploaded values; whether all say at once that they do.
+        self.checks: list[tuple[int, ev.CheckValues]] = []
+        self.has_values = True
         self._next = 0
         self._members: dict[str, Member] = {m.member_id: m for m in (stored.members if stored else ())}
         self._parameters: dict[str, ParametersRecord] = {}
@@ -75,6 +78,8 @@ class Driver:
         assert len(shown) == self.cluster.epoch - before, "an epoch that is not durable, or no epoch for a change"
         assert [effect.map.epoch for effect in published] == shown
         self._carry_out(effects)
+        while self.has_values and self.checks:
+            self.answer_check()
 
     def tick(self, seconds: float = 0.25) -> None:
         """Time passes in steps of a tick."""
@@ -129,6 +134,11 @@ class Driver:
         """Heartbeats."""
         for session in sessions:
             self.on(ev.Heartbeat(session, self.map.epoch))
+
+    def answer_check(self, installed: int = 1 << 30) -> None:
+        """The server that was asked first says how many slices it has values of."""
+        session, check = self.checks.pop(0)
+        self.on(ev.ValuesAnswered(session, check.number, installed))
 
     def fill(self) -> None:
         """Primaries fill all copies that are begun, until none is."""
@@ -191,6 +201,8 @@ class Driver:
                     self.shards_lost.append(news)
                 case ev.Broadcast(ev.MemberLost() as news):
                     self.lost.append(news)
+                case ev.Answer(call, ev.CheckValues() as check):
+                    self.checks.append((call, check))
                 case ev.Answer(call, value):
                     assert call not in self.errors, "an answer after the end"
                     self.told[call].append(value)

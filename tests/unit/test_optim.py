@@ -130,31 +130,44 @@ def test_round_trip(spec: optim.Optimizer) -> None:
     assert repr(again) == repr(spec)
 
 
+SGD_VALUES = optim.SGD().values()
+LINEAR_VALUES = as_numbers(optim.Linear(3))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: optim.schedule_from_values("x" * 99, {}), "schedule kind 'xxx"),
-        (lambda: optim.schedule_from_values("linear", {}), "Linear needs total_steps"),
-        (lambda: optim.schedule_from_values("linear", {"total_steps": 2.5}), "total_steps=2.5"),
+        (lambda: optim.schedule_from_values("linear", {}), "Linear needs warmup_steps, warmup_start, total_steps"),
+        (lambda: optim.schedule_from_values("linear", LINEAR_VALUES | {"total_steps": 2.5}), "total_steps=2.5"),
         (lambda: optim.schedule_from_values("constant", {"total_steps": 2}), "Constant has no 'total_steps'"),
         (lambda: optim.optimizer_from_values("adadelta", {}, optim.Constant(), 0, ()), "kind 'adadelta' is unknown"),
         (lambda: optim.optimizer_from_values("sgd", {"beta1": 0.1}, optim.Constant(), 0, ()), "SGD has no 'beta1'"),
         (lambda: optim.optimizer_from_values("sgd", {"schedule": 1}, optim.Constant(), 0, ()), "SGD has no 'schedule'"),
         (lambda: optim.optimizer_from_values("adam", {"betas": 1}, optim.Constant(), 0, ()), "Adam has no 'betas'"),
-        (lambda: optim.optimizer_from_values("sgd", {"nesterov": math.nan}, optim.Constant(), 0, ()), "nesterov=nan"),
-        (lambda: optim.optimizer_from_values("sgd", {}, optim.Constant(), math.nan, ()), "max_grad_norm=nan"),
+        (
+            lambda: optim.optimizer_from_values("sgd", SGD_VALUES | {"nesterov": math.nan}, optim.Constant(), 0, ()),
+            "nesterov=nan",
+        ),
+        (
+            lambda: optim.optimizer_from_values("sgd", SGD_VALUES, optim.Constant(), math.nan, ()),
+            "max_grad_norm=nan",
+        ),
+        (lambda: optim.optimizer_from_values("sgd", {}, optim.Constant(), 0, ()), "SGD needs lr, momentum, dampening,"),
+        (
+            lambda: optim.optimizer_from_values("adam", {"beta1": 0.5}, optim.Constant(), 0, ()),
+            "Adam needs lr, beta2, eps, weight_decay, which are missing: give all of lr, beta1, beta2, eps",
+        ),
+        (
+            lambda: optim.schedule_from_values("constant", {"warmup_steps": 0}),
+            "Constant needs warmup_start, which is missing: give all of warmup_steps, warmup_start",
+        ),
     ],
 )
 def test_bad_words_from_the_wire(make: Any, words: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         make()
     assert words in caught.value.message
-
-
-def test_missing_beta_takes_its_default() -> None:
-    assert optim.optimizer_from_values("adam", {"beta1": 0.5}, optim.Constant(), 0, ()) == optim.Adam(
-        betas=(0.5, 0.999)
-    )
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ Not here: where slices go (``routing``), how they are encoded (``psdist.compress
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -83,13 +84,23 @@ def _spec_of(name: str, value: ArrayLike) -> TensorSpec:
 def _as_float(name: str, value: ArrayLike) -> NDArray[Any]:
     """``value`` as an array of one of the four float dtypes."""
     try:
-        array = np.asarray(value)
-    except (TypeError, ValueError) as error:
+        array = value if type(value) is np.ndarray else np.asarray(_without_torch(value))
+    except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidArgumentError(f"tensor {name!r}: {type(value).__name__} is no array: {error}") from None
     # Few are of another byte order, and asking for that costs more than all else here.
     if array.dtype not in _DTYPE_NAMES and array.dtype.newbyteorder("=") not in _DTYPE_NAMES:
         raise DTypeMismatchError(f"tensor {name!r} has dtype {array.dtype}: {_REMEDY}", tensor=name, given=array.dtype)
     return array
+
+
+def _without_torch(value: Any) -> Any:
+    """A torch tensor as what numpy can read: without its graph, and bfloat16 as ml_dtypes has it. Other values as they
+    are. torch is never imported here: without it there are no tensors of it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach()
+    return value.view(torch.int16).numpy().view(NUMPY_DTYPES["bfloat16"]) if value.dtype is torch.bfloat16 else value
 
 
 def tensor_names(layout: Layout) -> str:
@@ -303,6 +314,20 @@ def _is_surely_finite(chunk: Flat, dtype: str) -> bool:
 def _is_finite_chunk(chunk: Flat, dtype: str) -> bool:
     limit = _OVERFLOW[dtype]
     return bool(chunk.min() > -limit and chunk.max() < limit)  # NaN fails both
+
+
+def check_initial(layout: Layout, flat: Flat) -> None:
+    """Raises InvalidArgumentError, which names the tensor, where initial values are NaN or Inf."""
+    if is_finite(flat, "float32"):
+        return
+    for tensor, start, stop in zip(layout.tensors, layout.offsets, layout.offsets[1:], strict=False):
+        if count := int(np.count_nonzero(~np.isfinite(flat[start:stop]))):
+            raise InvalidArgumentError(
+                f"init {tensor.name!r} holds {count} NaN or Inf of {tensor.size} elements: training cannot begin from "
+                "that, so nothing was uploaded",
+                tensor=tensor.name,
+                count=count,
+            )
 
 
 def non_finite(layout: Layout, flat: Flat, dtype: str, numbers: Iterable[int] | None = None) -> NonFiniteGradientError:

@@ -8,13 +8,14 @@ Not here: what the handle does afterwards (``parameters``).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from psdist.client.core import routing
+from psdist.client.core import partition, routing
 from psdist.client.core.partition import Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import RoutingPlan
@@ -66,7 +67,8 @@ class ParametersCreator:
 
         values: None where it was ready before, and this worker takes part again; then ``resume`` is the push that it
             would make next.
-        Raises LayoutMismatchError, SettingsMismatchError and whatever else scheduler or servers refuse with.
+        Raises LayoutMismatchError, SettingsMismatchError, InvalidArgumentError where ``values`` are to be uploaded and
+        are not finite, and whatever else scheduler or servers refuse with.
         """
         mine, view, peer = self._membership.registration, self._membership.view, self._calls.peer
         placed: dict[int, Replica] = {}
@@ -80,6 +82,8 @@ class ParametersCreator:
             if response.state == pb.CreateParametersResponse.STATE_UPLOAD:
                 if values is None:
                     raise UnknownParametersError(f"{peer} does not know {spec.name!r} any more: restart the run")
+                # In a thread, because heartbeats go on meanwhile. Only values that are uploaded must be finite.
+                await asyncio.to_thread(partition.check_initial, layout, values)
                 await self._upload(spec.name, values, placed)
                 # A server that is gone by now had some of them: the scheduler asks again.
                 with suppress(StaleEpochError):

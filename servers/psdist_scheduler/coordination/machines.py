@@ -22,6 +22,7 @@ from psdist_scheduler.members.admission import MemberAdmission
 from psdist_scheduler.members.barriers import Barriers
 from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.members.rendezvous import Rendezvous
+from psdist_scheduler.placement.commits import Commits
 from psdist_scheduler.placement.creation import Creation
 from psdist_scheduler.placement.join_proposals import Joins
 from psdist_scheduler.placement.registry import Registry
@@ -75,7 +76,7 @@ class Machines:
         demand = Demand(settings, members, stored.servers_wanted)
         registry = Registry(settings, stored.parameters, epoch + 1, resume)
         joins = Joins(registry, members, (epoch + 1) << _COMMANDS_BITS)
-        creation = Creation(settings, registry, resume, members, demand, joins)
+        creation = Creation(settings, registry, resume, members, demand, joins, Commits(registry, members))
         replica_manager = ReplicaManager(settings, registry, members)
         scaling = Scaling(settings, registry, members, demand)
         datasets = Datasets(stored.datasets, resume)
@@ -96,6 +97,7 @@ class Machines:
     def end(self, call: int) -> None:
         """The call does not wait any more."""
         self.registry.end(call)
+        self.creation.commits.end(call)
         self.barriers.end(call)
         self.rendezvous.end(call)
         self.scaling.end(call)
@@ -143,6 +145,7 @@ class Machines:
         self.members.validate()
         self.registry.validate(self.members)
         self.creation.joins.validate()
+        self.creation.commits.validate()
         self.rendezvous.validate()
         self.datasets.validate()
         self.snapshots.validate()

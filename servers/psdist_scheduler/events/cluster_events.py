@@ -81,6 +81,16 @@ class JoinAnswered:
 
 
 @dataclass(frozen=True, slots=True)
+class ValuesAnswered:
+    """A server answers ``CheckValues`` on its session ``call``: of the slices that it is the primary of, so many have
+    their initial values."""
+
+    call: int
+    number: int
+    installed: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaFilled:
     """A primary reports, on its session ``call``, that ``replica`` has the whole shard and every update from now on."""
 
@@ -210,7 +220,8 @@ class Tick:
     """Time has passed. Expected every ``ClusterSettings.tick_seconds``."""
 
 
-MemberEvent = Register | SessionOpened | SessionClosed | Heartbeat | we.Heard | JoinAnswered | Leave | we.StopReported
+SessionEvent = SessionOpened | SessionClosed | Heartbeat | JoinAnswered | ValuesAnswered | we.StopReported
+MemberEvent = Register | Leave | we.Heard | SessionEvent
 ReplicaEvent = ReplicaFilled | ReplicaUnreachable
 #: Calls that may wait.
 CallEvent = Create | Describe | CommitParameters | EnterBarrier | EnterRendezvous | Drain | Stop | Scale | WatchScale
@@ -290,6 +301,14 @@ class JoinProposal:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckValues:
+    """To a server, on its session: how many slices of these parameters have their initial values there?"""
+
+    number: int
+    parameters: str
+
+
+@dataclass(frozen=True, slots=True)
 class WithdrawJoin:
     """To a server, on its session: forget that proposal."""
 
@@ -358,7 +377,7 @@ News = MemberLost | ShardsLost | sn.RolledBack
 Interim = Waiting | Upload | Draining | ScaleNews | sn.Saving
 Last = Registered | ParametersReady | Described | Done | Withdrawn | Formed | Drained | Scaled | sn.Saved
 DataAnswer = we.DatasetStanding | we.RangeGiven | sn.StatePlace | sn.StateSource
-Command = JoinProposal | WithdrawJoin | we.MutualWait | we.StopCommand | sn.SnapshotCommand
+Command = JoinProposal | WithdrawJoin | CheckValues | we.MutualWait | we.StopCommand | sn.SnapshotCommand
 Value = Interim | Last | DataAnswer | Command
 
 # --- effects ----------------------------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 * gathering: no shard is placed. Callers wait until the servers and workers of the run are there and every live worker
   has asked for this parameter set. So "the values of the lowest rank count" means the same in every order of arrival.
-* uploading: placed and in the map. The creator of the lowest rank uploads its values to the servers and commits. If it
-  is lost, the next one does. Then every shard gets its backups. A parameter set of the snapshot from which the run goes
-  on is loading instead: its primaries load it, and all creators wait (``restore_point``).
+* uploading: placed and in the map. The creator of the lowest rank uploads its values to the servers and commits, and
+  the servers confirm that they have them (``commits``). If it is lost, the next one does. Then every shard gets its
+  backups. A parameter set of the snapshot from which the run goes on is loading instead: its primaries load it, and all
+  creators wait (``restore_point``).
 * ready: later creators join: in ASP at once, else at a step or clock to which all servers agree (``join_proposals``).
 
 A parameter set with a lost shard is lost, and its callers get an error. When the run rolls back, all parameter sets
@@ -20,7 +21,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from psdist.consistency import BSP
 from psdist.errors import (
+    InvalidArgumentError,
     NotMemberError,
     PsdistError,
     ServerLostError,
@@ -34,6 +37,7 @@ from psdist_scheduler.events.records import ClusterSettings, Member, ParametersR
 from psdist_scheduler.events.snapshot_events import Loaded
 from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.placement import placement
+from psdist_scheduler.placement.commits import Commits
 from psdist_scheduler.placement.join_proposals import Joins
 from psdist_scheduler.placement.registry import REMEDY, ParameterSet, Registry, name_shards
 from psdist_scheduler.placement.restore_point import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS, Resume
@@ -49,6 +53,7 @@ class Creation:
     _members: Membership
     _demand: Demand
     joins: Joins
+    commits: Commits
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -60,6 +65,7 @@ class Creation:
             _check_lost(p)
             p.check_same(event)
         self._resume.check(event.spec, event.layout)
+        placement.check_overrides(event.layout, event.spec.optimizer.overrides)
         if p is None or p.spec is None:
             placement.choose_slicing(event.layout.total, event.spec.slice_elements)
         return self._registry.open(event.spec.name).add_creator(event, worker)
@@ -71,7 +77,8 @@ class Creation:
         return p.add_describer(event.call, worker)
 
     def commit(self, event: ev.CommitParameters, worker: Member) -> list[ev.Effect]:
-        """The values are uploaded. Raises UnknownParametersError, NotMemberError."""
+        """The values are uploaded, says a worker: the servers are asked. Raises UnknownParametersError,
+        NotMemberError."""
         name = event.parameters
         p = self._registry.get(name)
         if p is None or p.record is None:
@@ -80,15 +87,23 @@ class Creation:
             raise NotMemberError(
                 f"{worker} was not asked for the values of {name!r}: {p.record.uploader or 'nobody'} was", name=name
             )
-        done = ev.Answer(event.call, ev.Done())
         if p.record.committed:
-            return [done]
+            return [ev.Answer(event.call, ev.Done())]
         if event.epoch < p.placed_epoch:
             p.request_upload(0)
             text = f"a server is gone that had values of {name!r} since epoch {event.epoch}: upload them again"
             return [ev.Refuse(event.call, StaleEpochError(text, epoch=p.placed_epoch))]
-        p.commit()
-        return [done, ev.LogEvent(f"{worker} uploaded the values of {name!r}")]
+        return self.commits.begin(p, event, worker)
+
+    def _check_commits(self) -> list[ev.Effect]:
+        """Commits in progress go on, or begin anew where their parameter set has changed."""
+        effects, changed = self.commits.check()
+        for commit in changed:
+            try:
+                effects += self.commit(commit.event, commit.worker)
+            except PsdistError as error:
+                effects.append(ev.Refuse(commit.event.call, error))
+        return effects
 
     def on_loaded(self, event: Loaded) -> list[ev.Effect]:
         p, server = self._registry.get(event.parameters), self._members.sessions.get(event.call, "")
@@ -111,7 +126,7 @@ class Creation:
                 effects += self._gather(p, epoch)
             elif p.record is None and (error := self._worker_left(p)):
                 effects += self._refuse(error, (*p.creators, *p.describers))
-        effects += self.joins.check()
+        effects += self.joins.check() + self._check_commits()
         for p in self._registry.all:
             if p.record is not None and not p.lost:
                 effects += self._complete(p)
@@ -141,6 +156,8 @@ class Creation:
             elif p.entry.restore is not None:
                 server, numbers = next(iter(self._resume.missing(p.entry).items()), ("", []))
                 yield key, others, f"for {server} to load {name_shards(numbers)} of {p.name!r} from the snapshot"
+            elif others and (server := self.commits.waiting_for(p.name)):
+                yield key, others, f"for {server} to say that it has the initial values of {p.name!r}"
             elif others:
                 who = p.record.uploader or "a worker"
                 yield key, others, f"for {who} to upload the initial values of {p.name!r}"
@@ -194,6 +211,15 @@ class Creation:
             return self._refuse(error, p.creators)
         saved, base = self._resume.state(p.name), self._resume.base
         creators = sorted(p.creators.values(), key=lambda worker: worker.rank)
+        backup = p.spec.consistency.backup_workers if isinstance(p.spec.consistency, BSP) and saved is None else 0
+        if backup >= len(creators):
+            return self._refuse(
+                InvalidArgumentError(
+                    f"backup_workers={backup} of {p.name!r} leaves no worker to wait for: there are {len(creators)} "
+                    f"workers, so use at most {len(creators) - 1}"
+                ),
+                p.creators,
+            )
         entry = self._entry(p, creators)
         uploader = creators[0].member_id if saved is None else ""
         # Servers may still speak of what they held before the run went back.

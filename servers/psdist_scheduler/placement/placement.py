@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from psdist.errors import LimitExceededError
+from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.optim import Override, group_of
 from psdist.types import SHARDS_PER_SERVER, GroupRange, Layout, ParametersEntry, Slicing, choose_slice_elements
 from psdist.wire.limits import SLICES_MAX
+from psdist_scheduler.events.records import name_some
 
 
 def choose_slicing(total: int, slice_elements: int) -> Slicing:
@@ -62,6 +63,17 @@ def place(slicing: Slicing, servers: Sequence[str], held: Mapping[str, int]) -> 
         owners[number] = owner
         load[owner] += sizes[number]
     return tuple(owners)
+
+
+def check_overrides(layout: Layout, overrides: Sequence[Override]) -> None:
+    """Raises InvalidArgumentError for an override whose pattern matches no tensor."""
+    for item in overrides:
+        if not any(group_of(tensor.name, [item]) for tensor in layout.tensors):
+            names = name_some([tensor.name for tensor in layout.tensors])
+            raise InvalidArgumentError(
+                f"override {item.pattern!r} matches no tensor of {names}: correct the pattern or leave it out",
+                pattern=item.pattern,
+            )
 
 
 def group_ranges(layout: Layout, overrides: Sequence[Override]) -> tuple[GroupRange, ...]:

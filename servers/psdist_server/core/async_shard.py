@@ -1,6 +1,7 @@
 """The shard machine of SSP and ASP. Pure.
 
-Invariant: the pushes of one producer are applied once each, in the order of their sequence numbers.
+Invariants: the pushes of one producer are applied once each, in the order of their sequence numbers. Where a slice was
+never another server's, no gradient on a version that it has not had is taken.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from psdist.errors import PsdistError, SequenceGapError
+from psdist.errors import InvalidArgumentError, PsdistError, SequenceGapError
 from psdist.types import ParametersMember
 from psdist_server.core import gates
 from psdist_server.core.events import (
@@ -96,6 +97,8 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         #: The attempt whose marked pushes are held, 0 for none, and the slices that are not cut yet.
         self._mark = 0
         self._uncut: set[int] = set()
+        #: The shard was another server's before, from which workers may have read updates that never came here.
+        self._is_promoted = records is not None
         self.producers: dict[Producer, _DuplicateTable] = {}
         for index, record in (records or {}).items():
             self.slices[index].version = record.version
@@ -138,6 +141,14 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
             return SequenceGapError(
                 f"push {event.step} of {event.worker_id} skips push {expected}, which has not arrived: send that first",
                 step=event.step,
+            )
+        # A worker that shares memory may read an update before its end is known here.
+        newest = self.slices[event.index].version + self.slices[event.index].busy
+        if event.base_version > newest and not self._is_promoted:
+            return InvalidArgumentError(
+                f"base_version={event.base_version} of slice {event.index} is in the future: the slice is at version "
+                f"{newest}; give the version of the weights that the gradient was computed on",
+                slice=event.index,
             )
         return None
 

@@ -202,7 +202,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class RefuseSlice:
-    """Answer ``token`` with an error; nothing was changed by it."""
+    """Answer ``token`` with an error; its slice was not changed by it."""
 
     token: int
     error: PsdistError

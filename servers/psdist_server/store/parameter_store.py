@@ -16,6 +16,7 @@ from psdist.types import ITEM_BYTES, ParametersEntry, Replica
 from psdist.v1 import server_pb2
 from psdist_server.core.events import Aggregate, Apply, NormKnown, SliceAggregated, SliceApplied, SliceLoaded
 from psdist_server.core.records import SliceRecord
+from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import Array, DenseParameters, gradient_of
 from psdist_server.kernels.pool import KernelLauncher, KernelPool
 from psdist_server.store.applier import Applier, Outcome
@@ -76,15 +77,21 @@ class ParameterStore:
         """Raises UnknownParametersError while initial values are missing, and the error after which nothing is updated
         here any more."""
         self.router.calls.raise_if_failed()
-        indices = self.router.indices
-        if (missing := len(set(indices) - self.dense.installed)) or not self.entry.ready:
+        installed, served = self.installed_slices, len(self.router.indices)
+        if installed < served or not self.entry.ready:
             raise UnknownParametersError(
-                f"{self.entry.spec.name!r} is not ready: {len(indices) - missing} of {len(indices)} "
-                "slices here have their initial values; wait for CreateParameters to say STATE_READY"
+                f"{self.entry.spec.name!r} is not ready: {installed} of {served} slices here have their "
+                "initial values; wait for CreateParameters to say STATE_READY"
             )
 
+    @property
+    def installed_slices(self) -> int:
+        """How many of the slices that are served here have their initial values."""
+        return len(self.dense.installed.intersection(self.router.indices))
+
     def install(self, index: int, payload: memoryview, epoch: int) -> None:
-        """Sets the initial weights of a slice. Raises InvalidArgumentError once the parameter set is ready."""
+        """Sets the initial weights of a slice. Raises InvalidArgumentError once the parameter set is ready, and for
+        values that are not as many as the slice's, or not finite: weights would never be finite again."""
         self.router.calls.raise_if_failed()
         self.router.check_slice(index, epoch)
         expected = self.dense.slicing.size(index) * ITEM_BYTES["float32"]
@@ -92,7 +99,14 @@ class ParameterStore:
             raise InvalidArgumentError(f"{self.entry.spec.name!r} is ready: its initial values cannot be set again")
         if len(payload) != expected:
             raise InvalidArgumentError(f"slice {index} has {expected} bytes in float32, not {len(payload)}")
-        self.dense.install(index, gradient_of(payload, "float32"))
+        values = gradient_of(payload, "float32")
+        if not kernels.all_finite(values):
+            start, stop = self.dense.slicing.bounds(index)
+            raise InvalidArgumentError(
+                f"the initial values of {self.entry.spec.name!r} hold NaN or Inf in elements {start} to {stop - 1} "
+                f"(slice {index}): install finite ones"
+            )
+        self.dense.install(index, values)
         self._installed(index)
 
     def load(self, index: int, arrays: Sequence[Array], version: int) -> None:

@@ -190,6 +190,8 @@ def test_after_a_restart_only_a_commit_by_the_last_map_counts() -> None:
     again.on(ev.CommitParameters(call, caller(run.workers[0]), "mlp", run.d.map.epoch - 1))
     assert isinstance(again.errors[call], errors.StaleEpochError)
     again.on(ev.CommitParameters(again.number(), caller(run.workers[0]), "mlp", run.d.map.epoch))
+    for server in run.d.cluster.members.servers:  # They are asked as soon as they are back.
+        again.open(server)
     assert all(shard.filling for shard in again.map.parameters[0].shards)
 
 

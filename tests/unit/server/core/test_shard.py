@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 
 from psdist.consistency import ASP, BSP, SSP
-from psdist.errors import FencedError, FutureStepError, NotMemberError, SequenceGapError
+from psdist.errors import FencedError, FutureStepError, InvalidArgumentError, NotMemberError, SequenceGapError
 from psdist.types import ParametersMember
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
@@ -222,6 +222,34 @@ def test_asp_inverse_staleness_scales_the_learning_rate() -> None:
     step(shard, push(0, 0))
     stale = push(1, 0, base_version=0)
     assert bare(shard.on(stale)) == [Apply(0, 1, (stale.token,), 0.5)]
+
+
+def test_asp_refuses_a_gradient_on_a_version_that_the_slice_has_not_had() -> None:
+    shard = asynchronous(slices=2)
+    (refusal,) = shard.on(push(0, 0, base_version=1))
+    assert isinstance(refusal.error, InvalidArgumentError) and "slice is at version 0" in refusal.error.message
+    step(shard, push(0, 0))
+    step(shard, push(0, 0, index=1), index=1)
+    assert bare(shard.on(push(0, 1, base_version=1)))
+
+
+def test_asp_takes_a_gradient_on_an_update_whose_end_is_not_known_yet() -> None:
+    """A worker that shares memory may read it before."""
+    shard = asynchronous()
+    shard.on(push(0, 0))
+    assert shard.on(push(1, 0, base_version=1)) == []
+    (refusal,) = shard.on(push(1, 1, base_version=2))
+    assert isinstance(refusal, RefuseSlice)
+
+
+def test_asp_takes_any_base_version_after_a_promotion() -> None:
+    """The lost primary may have shown updates that no copy has."""
+    records = {0: SliceRecord(3, producers={TWO[0].producer: 3})}
+    shard = make_shard([0], TWO, ASP(), clipping=False, records=records)
+    ahead = push(0, 3, base_version=5)
+    (apply,) = bare(shard.on(ahead))
+    assert apply == Apply(0, 3, (ahead.token,))
+    assert shard.on(SliceApplied(0)) == [Reply(ahead.token, 0, 4, staleness=0)]
 
 
 def test_asp_repeats_are_applied_once() -> None:
