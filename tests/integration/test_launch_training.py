@@ -116,6 +116,20 @@ def test_a_killed_worker_comes_back_and_the_run_ends_well(stage: Stage) -> None:
     assert "[worker 1] rank 1 of 2" in text and "[worker 0] rank 0 of 2" in text
 
 
+def test_status_is_watched_until_ctrl_c(stage: Stage) -> None:
+    run = stage.start("psdist", "run", "--run-id", "watched", "--nservers", "1", "train.py", "hold")
+    until(run, r"\[worker 0\] rank 0")
+    watch = stage.start("psdist", "status", "--watch")
+    until(watch, r"worker-0 +worker 0 +live .* \d+\.\d +\d+% ")
+    for _ in range(2):
+        until(watch, "^watched: ")
+    watch.send_signal(signal.SIGINT)
+    status, rest = stage.end(watch)
+    assert status == 0 and "Traceback" not in rest and "Interrupt" not in rest, rest
+    run.send_signal(signal.SIGINT)
+    assert stage.end(run)[0] == 130
+
+
 def test_status_of_the_run_on_this_machine(stage: Stage) -> None:
     run = stage.start("psdist", "run", "--run-id", "shown", "--nservers", "1", "train.py", "hold")
     until(run, r"\[worker 0\] rank 0")
