@@ -19,7 +19,7 @@ from typing import Self, get_args
 from numpy.typing import ArrayLike
 
 from psdist import __version__
-from psdist.client import loop
+from psdist.client import default_log, loop
 from psdist.client.datasets import AsyncDataset
 from psdist.client.exchange import Options
 from psdist.client.handles import Handles
@@ -73,6 +73,7 @@ class AsyncClient:
         transport: TransportName | None = None,
         rejoin: bool = True,
     ) -> None:
+        default_log.install()
         self._arguments = (scheduler, token, run_id, worker_id, rank)
         self._transport = transport
         self._rejoin = rejoin

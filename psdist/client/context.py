@@ -129,10 +129,12 @@ def _connect(arguments: dict[str, Any]) -> Context:
 
 def _world_of_one(arguments: dict[str, Any]) -> Context:
     from psdist.launch.embedded import EmbeddedCluster
+    from psdist.launch.output import stamped
 
     cluster = EmbeddedCluster(servers=1)
     try:
-        print("psdist: no launcher, so this is a world of one: a scheduler and one server are started", file=sys.stderr)
+        text = "no launcher, so this is a world of one: a scheduler and one server are started"
+        print(stamped(text), file=sys.stderr)
         named = {"scheduler": cluster.address, "token": cluster.token, "run_id": cluster.run_id}
         client = Client(**(arguments | named))
     except BaseException:

@@ -107,6 +107,9 @@ def test_a_run_trains_and_ends_quietly(stage: Stage) -> None:
     assert "[worker 0] rank 0 of 2 local 0 weight -4.0" in text
     assert "[worker 1] rank 1 of 2 local 1 weight -4.0" in text
     assert "warning" not in text and "[scheduler]" not in text and "[server" not in text, text
+    # Everything but the script's own lines has the time.
+    others = [line for line in text.splitlines() if "] rank " not in line]
+    assert others and all(re.match(r"(\[\w+\] )?\d\d:\d\d:\d\d ", line) for line in others), text
 
 
 def test_a_killed_worker_comes_back_and_the_run_ends_well(stage: Stage) -> None:
