@@ -95,7 +95,7 @@ class ServerSettings(ProgramSettings):
 def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> SchedulerSettings:
     """Settings of ``psdist-scheduler`` from its command line, without the program's name. Exits with 2 if wrong."""
     environ = os.environ if environ is None else environ
-    line = _scheduler_line()
+    line = scheduler_line()
     given = line.parse(argv, environ)
     try:
         policy = save_policy(given, bool(given.storage_path))
@@ -119,7 +119,7 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
 def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> ServerSettings:
     """Settings of ``psdist-server`` from its command line, without the program's name. Exits with 2 if wrong."""
     environ = os.environ if environ is None else environ
-    line = _server_line()
+    line = server_line()
     given = line.parse(argv, environ)
     scheduler = given.scheduler
     if not scheduler and given.scheduler_file is None:
@@ -258,7 +258,8 @@ def save_policy(given: Namespace, stored: bool) -> SavePolicy:
     return SavePolicy(steps, every, given.keep_last, given.keep_every, not given.no_save_at_end)
 
 
-def _scheduler_line() -> CommandLine:
+def scheduler_line() -> CommandLine:
+    """The flags of ``psdist-scheduler``."""
     return CommandLine(
         "psdist-scheduler",
         "Keeps the membership and the cluster map of one run.",
@@ -283,7 +284,8 @@ def _scheduler_line() -> CommandLine:
     )
 
 
-def _server_line() -> CommandLine:
+def server_line() -> CommandLine:
+    """The flags of ``psdist-server``."""
     return CommandLine(
         "psdist-server",
         "Holds a share of the parameters and of the optimizer's state.",
