@@ -18,8 +18,8 @@ from typing import Self, get_args
 
 from numpy.typing import ArrayLike
 
-from psdist import __version__
-from psdist.client import default_log, loop
+from psdist import __version__, default_log
+from psdist.client import loop
 from psdist.client.datasets import AsyncDataset
 from psdist.client.exchange import Options
 from psdist.client.handles import Handles

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from psdist.client.core.snapshot_marks import SnapshotMarks
+from psdist.client.session.activity import Activities
 from psdist.client.session.throughput import Throughput
 
 
@@ -59,3 +61,15 @@ def test_a_push_of_each_parameter_set() -> None:
     for name in ("encoder", "head", "head"):
         throughput.push_ended(name)
     assert rates(throughput) == (0, 0, {"encoder": 1, "head": 2})
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_waits_for_others_count() -> None:
+    clock = Clock()
+    activities = Activities(SnapshotMarks())
+    activities.throughput = throughput = Throughput(clock)
+    throughput.rates()
+    with activities.waits(limited=True, call=True):
+        clock.now += 3
+    clock.now += 1
+    assert rates(throughput) == (4, 3, {})
