@@ -11,7 +11,7 @@ import time
 
 import psdist
 from benchmarks import emulation, turns
-from psdist.bench import BenchSettings, StepBench
+from psdist.bench import BenchSettings, StepBench, vary
 
 
 def bench_settings(settings: turns.Settings) -> BenchSettings:
@@ -35,6 +35,7 @@ class OverlappedBench(StepBench):
 
     def step(self) -> None:
         """One step: each tensor is handed over as it becomes ready, beside the rest of the backward pass."""
+        vary(self.gradients)
         begin = time.perf_counter()
         handles = []
         for name, ready in zip(self.names, self.schedule.ready_seconds, strict=True):
@@ -69,6 +70,7 @@ async def _main_async(settings: turns.Settings) -> None:
         async def turn(steps: int) -> list[float]:
             times = []
             for _ in range(steps):
+                vary(gradients)
                 begin = time.perf_counter()
                 await parameters.push_pull(gradients, copy=own.copy)
                 times.append(time.perf_counter() - begin)

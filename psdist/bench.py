@@ -102,6 +102,12 @@ class BenchSettings:
         return buffers
 
 
+def vary(gradients: Mapping[str, NDArray[Any]]) -> None:
+    """Changes one number, for the next step: buffers that stay as they are would be warned of."""
+    first = next(iter(gradients.values()))
+    first[0] = -first[0]
+
+
 @dataclass(frozen=True, slots=True)
 class BenchResult:
     """Times of one worker's steps. Bytes are those of gradients and weights, whether sent or shared.
@@ -140,6 +146,7 @@ class StepBench:
 
     def step(self) -> None:
         """Makes a step: pushes the gradients and pulls the new weights."""
+        vary(self.gradients)
         self.parameters.push_pull(self.gradients, copy=self.settings.copy)
 
     def measure(self, steps: int, warm_steps: int = WARM_STEPS) -> BenchResult:

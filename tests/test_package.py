@@ -26,6 +26,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
+def test_an_editable_install_is_folders_that_type_checkers_follow(tmp_path: Path) -> None:
+    """A .pth file with paths; an import hook instead would make psdist's types unknown to mypy and editors."""
+    pytest.importorskip("hatchling", reason="hatchling is not installed")
+    program = "import sys; from hatchling.build import build_editable; build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as editable:
+        (name,) = (name for name in editable.namelist() if name.endswith(".pth"))
+        folders = [Path(line) for line in editable.read(name).decode().splitlines()]
+    found = {root for root in ROOTS for folder in folders if (folder / root / "__init__.py").is_file()}
+    assert found == ROOTS and (folders[0] / "psdist/py.typed").is_file()
+
+
 def _names(wheel: zipfile.ZipFile, *, meta: bool) -> list[str]:
     return [name for name in wheel.namelist() if (".dist-info/" in name) == meta]
 

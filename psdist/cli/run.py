@@ -15,8 +15,15 @@ from psdist.launch.output import Routing, parse_ranks, parse_streams
 from psdist.launch.plan import SIGNALS, ScriptKind, ScriptOptions
 from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS
 from psdist.settings.config import START_TIMEOUT_SECONDS
-from psdist.settings.flags import CommandLine, Flag, integer, one_of, seconds, text, torchrun
-from psdist.settings.programs import log_level_flag, run_id_flag, save_policy, storage_flags, timeout_flags
+from psdist.settings.flags import CommandLine, Flag, grouped, integer, one_of, seconds, text, torchrun
+from psdist.settings.programs import (
+    TIMEOUTS_TITLE,
+    log_level_flag,
+    run_id_flag,
+    save_policy,
+    storage_flags,
+    timeout_flags,
+)
 from psdist.wire.limits import REPLICAS_MAX
 
 SCRIPT_USAGE = "script.py [script arguments]"
@@ -55,16 +62,30 @@ def signal_numbers(value: str) -> tuple[int, ...]:
 
 def script_flags() -> tuple[Flag, ...]:
     """Flags that ``psdist run`` and ``psdist-worker`` share, spelled as torchrun spells them."""
-    return (
+    workers = grouped(
+        "workers",
         Flag("--nproc-per-node", "workers on this machine: a number, auto or cpu", processes, 1, "N",
              variables=torchrun("nproc-per-node")),
         Flag("--max-restarts", "restarts of each worker whose script fails", integer(0), 3, "N",
              variables=torchrun("max-restarts")),
         Flag("--monitor-interval", "time between two checks of the workers", seconds(0.001), 0.1, "SECONDS",
              variables=torchrun("monitor-interval")),
+        Flag("--signals-to-handle", "signals that end the run in order", signal_numbers, SIGNALS, "NAMES",
+             variables=torchrun("signals-to-handle"),
+             shown_default=",".join(signal.Signals(number).name for number in SIGNALS)),
+        Flag("--start-method", "spawn is the only one", one_of("spawn"), "spawn", "METHOD",
+             variables=torchrun("start-method")),
+        Flag("--module", "the script is a module, as for python -m", short="-m", variables=torchrun("module")),
+        Flag("--no-python", "the script is a program of its own", variables=torchrun("no-python")),
+    )  # fmt: skip
+    timeouts = grouped(
+        TIMEOUTS_TITLE,
         Flag("--stop-timeout", "longest wait for workers that were told to stop", seconds(), STOP_TIMEOUT_SECONDS,
              "SECONDS"),
         Flag("--start-timeout", "longest wait for the scheduler", seconds(), START_TIMEOUT_SECONDS, "SECONDS"),
+    )  # fmt: skip
+    output = grouped(
+        "output",
         Flag("--role", "name of the workers in the prefix of their lines", text, "worker", "NAME",
              variables=torchrun("role")),
         Flag("--log-dir", "also write each process's lines to DIR/RUN_ID/worker-0.log and so on", Path, None, "DIR",
@@ -75,25 +96,23 @@ def script_flags() -> tuple[Flag, ...]:
              torchrun("tee")),
         Flag("--local-ranks-filter", "show only these local ranks' lines on the console", parse_ranks, None, "RANKS",
              variables=torchrun("local-ranks-filter")),
-        Flag("--signals-to-handle", "signals that end the run in order", signal_numbers, SIGNALS, "NAMES",
-             variables=torchrun("signals-to-handle")),
-        Flag("--start-method", "spawn is the only one", one_of("spawn"), "spawn", "METHOD",
-             variables=torchrun("start-method")),
-        Flag("--module", "the script is a module, as for python -m", short="-m", variables=torchrun("module")),
-        Flag("--no-python", "the script is a program of its own", variables=torchrun("no-python")),
     )  # fmt: skip
+    return (*workers, *timeouts, *output)
 
 
 def local_flags() -> tuple[Flag, ...]:
     """Flags for what ``psdist run`` starts besides the workers."""
     return (
-        Flag("--nservers", "servers that share the parameters", integer(1, 1024), 2, "N"),
-        Flag("--replicas", "copies of each shard, on different servers: with 2 nothing is lost when a server dies",
-             integer(1, REPLICAS_MAX), 1, "N"),
-        run_id_flag("name of the run"),
+        run_id_flag("name of the run (default: the time and a random number)"),
+        *grouped(
+            "servers",
+            Flag("--nservers", "servers that share the parameters", integer(1, 1024), 2, "N"),
+            Flag("--replicas", "copies of each shard, on different servers: with 2 nothing is lost when a server dies",
+                 integer(1, REPLICAS_MAX), 1, "N"),
+            Flag("--kernel-threads", "threads of each server (default: cores / servers)", integer(1, 1024), None, "N"),
+        ),
         *timeout_flags(),
-        Flag("--kernel-threads", "threads of each server (default: cores / servers)", integer(1, 1024), None, "N"),
-        log_level_flag("least level shown of servers and scheduler", "warning"),
+        *grouped("output", log_level_flag("least level shown of servers and scheduler", "warning")),
         *storage_flags("./psdist-runs/RUN_ID"),
     )  # fmt: skip
 
@@ -103,9 +122,10 @@ def command_line() -> CommandLine:
     return CommandLine(
         "psdist run",
         "Trains on this machine: starts a scheduler, servers, and workers that run the script.",
-        (*local_flags(), *script_flags()),
+        (*script_flags(), *local_flags()),
         SCRIPT_USAGE,
         EPILOG,
+        first=("--nproc-per-node", "--nservers", "--replicas", "--run-id", "--storage-path"),
     )
 
 

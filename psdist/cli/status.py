@@ -6,37 +6,59 @@ JSON form are those of ``as_json``, and stable.
 
 from __future__ import annotations
 
+import sys
+import time
 from argparse import Namespace
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from psdist.cli.commands import show, values
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
 from psdist.settings.exit_codes import OK
-from psdist.settings.flags import CommandLine
+from psdist.settings.flags import CommandLine, Flag
 
 if TYPE_CHECKING:
     from psdist.v1 import common_pb2, scheduler_pb2, server_pb2
+
+_WATCH_SECONDS: Final = 1.0
+#: Clears a terminal, and begins at its top.
+_CLEAR: Final = "\x1b[2J\x1b[H"
 
 
 def command_line() -> CommandLine:
     """The flags of ``psdist status``."""
     return CommandLine(
-        "psdist status", "Shows what a run is doing. Without flags: the run on this machine.", target_flags()
+        "psdist status",
+        "Shows what a run is doing. Without flags: the run on this machine.",
+        (*target_flags(), Flag("--watch", "show it again every second, until Ctrl-C", twin=False)),
     )
 
 
 def run(given: Namespace, environ: Mapping[str, str]) -> int:
-    """Prints the status; the exit status."""
-    answer = fetch(find_target(given, environ), given.timeout)
+    """Prints the status, with --watch every second; the exit status."""
+    target = find_target(given, environ)
+    if not given.watch:
+        _print(given.format, fetch(target, given.timeout))
+        return OK
+    try:
+        while True:
+            answer = fetch(target, given.timeout)
+            # On a terminal each block takes the place of the one before, elsewhere they follow one another.
+            sys.stdout.write(_CLEAR if sys.stdout.isatty() else "")
+            _print(given.format, answer)
+            print(flush=True)
+            time.sleep(_WATCH_SECONDS)
+    except KeyboardInterrupt:
+        return OK
 
+
+def _print(form: str, answer: scheduler_pb2.GetStatusResponse) -> None:
     def table(status: dict[str, Any]) -> None:
         from psdist.cli.status_table import print_status
 
         print_status(status)
 
-    show(given.format, as_json(answer), table)
-    return OK
+    show(form, as_json(answer), table)
 
 
 def fetch(target: SchedulerChoice, timeout_seconds: float) -> scheduler_pb2.GetStatusResponse:
@@ -63,7 +85,10 @@ def as_json(answer: scheduler_pb2.GetStatusResponse) -> dict[str, Any]:
         "uptime_seconds": round(answer.uptime_seconds, 3),
         **values(answer, "workers_min", "servers_min", "servers_wanted", "replicas"),
         "members": [_member(member) for member in answer.members],
-        "parameters": [_parameters(one, statistics) for one in answer.parameters],
+        "parameters": [
+            {**_parameters(one, statistics), "steps_per_second": _versions_per_second(one, answer.members)}
+            for one in answer.parameters
+        ],
         "datasets": [_dataset(one) for one in answer.datasets],
         "snapshots": _snapshots(answer.snapshots) if answer.HasField("snapshots") else None,
         "waiting_for": list(answer.waiting_for),
@@ -84,10 +109,24 @@ def _member(member: scheduler_pb2.MemberStatus) -> dict[str, Any]:
         "epoch": member.epoch,
         "resident_bytes": None if worker else member.statistics.resident_bytes,
         "waiting_for": list(member.waiting_for),
+        "steps_per_second": _steps_per_second(member.rates),
+        "waiting_share": _waiting_share(member.rates),
         "connections": [
             {"server": one.server_id, **values(one, "parameters", "transport", "reason")} for one in member.connections
         ],
     }
+
+
+def _steps_per_second(rates: scheduler_pb2.WorkerRates) -> dict[str, float]:
+    """By parameters, the pushes of a worker that were answered per second; empty where it has not reported any."""
+    if not rates.seconds:
+        return {}
+    return {name: round(count / rates.seconds, 3) for name, count in sorted(rates.pushes.items())}
+
+
+def _waiting_share(rates: scheduler_pb2.WorkerRates) -> float | None:
+    """The share of its time, from 0 to 1, in which a worker's script waited; None where that is not known."""
+    return round(rates.waiting_seconds / rates.seconds, 3) if rates.seconds else None
 
 
 def _statistics_by_server(
@@ -125,6 +164,13 @@ def _parameters(
             {"id": member.worker_id, "rank": member.rank, "first_step": member.first_step} for member in entry.members
         ],
     }
+
+
+def _versions_per_second(one: scheduler_pb2.ParametersStatus, members: Iterable[scheduler_pb2.MemberStatus]) -> float:
+    """How fast the version grows: with the steps of any worker in BSP, with the pushes of all of them otherwise."""
+    spec = one.entry.spec
+    rates = [_steps_per_second(member.rates).get(spec.name, 0.0) for member in members]
+    return max(rates, default=0.0) if spec.consistency.kind == "bsp" else round(sum(rates), 3)
 
 
 def _holders(

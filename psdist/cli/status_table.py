@@ -74,11 +74,18 @@ def _members(members: list[dict[str, Any]]) -> Table:
             _state("draining" if live and member["draining"] else member["state"]),
             f"{member['heartbeat_age_seconds']:.1f} s ago" if live else "",
             str(member["epoch"]) if live else "",
+            ", ".join(map(_rate, member["steps_per_second"].values())),
+            "" if member["waiting_share"] is None else f"{member['waiting_share']:.0%}",
             member["address"] or member["host"],
             member["reason"],
         ]
 
-    return make_table(("member", "role", "state", "heartbeat", "epoch", "address", "reason"), map(row, members))
+    columns = ("member", "role", "state", "heartbeat", "epoch", "steps/s", "waiting", "address", "reason")
+    return make_table(columns, map(row, members))
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.1f}"
 
 
 def _parameters(parameters: list[dict[str, Any]]) -> Table:
@@ -95,11 +102,12 @@ def _parameters(parameters: list[dict[str, Any]]) -> Table:
             f"{one['elements']:,}",
             str(one["slices"]),
             str(low) if low == high else f"{low}-{high}",
+            _rate(one["steps_per_second"]),
             str(len(one["members"])),
             "\n".join(held),
         ]
 
-    columns = ("parameters", "state", "elements", "slices", "version", "members", "servers")
+    columns = ("parameters", "state", "elements", "slices", "version", "steps/s", "members", "servers")
     return make_table(columns, map(row, parameters))
 
 

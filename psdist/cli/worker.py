@@ -12,7 +12,7 @@ from psdist.errors import ConfigurationError
 from psdist.launch.agent import AgentOptions, run_agent
 from psdist.launch.local import LocalOptions, run_local
 from psdist.settings.config import address_text, check_run_id, find_scheduler
-from psdist.settings.flags import CommandLine, Flag, integer, one_of, text, torchrun
+from psdist.settings.flags import CommandLine, Flag, grouped, integer, one_of, text, torchrun
 from psdist.settings.programs import SCHEDULER_FILE_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
 
 
@@ -35,28 +35,33 @@ def command_line() -> CommandLine:
         "Runs this node's workers. Scheduler and servers run elsewhere.",
         (
             SCHEDULER_FLAG,
-            SCHEDULER_FILE_FLAG,
-            Flag("--rdzv-endpoint", "as --scheduler", address_text, "", "HOST:PORT",
-                 variables=torchrun("rdzv-endpoint")),
-            Flag("--master-addr", "as --scheduler, without the port", text, "", "HOST",
-                 variables=torchrun("master-addr")),
-            Flag("--master-port", "its port", integer(1, 65535), None, "PORT", variables=torchrun("master-port")),
-            TOKEN_FILE_FLAG,
+            Flag("--nnodes", "nodes that take part: N or MIN:MAX", nodes, (1, 1), "N", variables=torchrun("nnodes"),
+                 shown_default="1"),
             run_id_flag(),
-            Flag("--rdzv-id", "as --run-id", check_run_id, "", "NAME", variables=torchrun("rdzv-id")),
-            # PET_RDZV_BACKEND is not read: launchers of torch scripts set it to torch's own backend.
-            Flag("--rdzv-backend", "psdist is the only choice", one_of("psdist"), "psdist", "NAME"),
-            Flag("--nnodes", "nodes that take part: N or MIN:MAX", nodes, (1, 1), "N", variables=torchrun("nnodes")),
-            Flag("--node-rank", "number of this node (default: the scheduler assigns one)", integer(0), None, "N",
-                 variables=torchrun("node-rank")),
-            Flag("--local-addr", "name of this node for the others", text, "", "HOST",
-                 variables=torchrun("local-addr")),
-            Flag("--standalone", "run everything on this machine, as psdist run does, without snapshots",
-                 variables=torchrun("standalone")),
+            TOKEN_FILE_FLAG,
             *script_flags(),
+            *grouped(
+                "node and scheduler",
+                SCHEDULER_FILE_FLAG,
+                Flag("--rdzv-endpoint", "as --scheduler", address_text, "", "HOST:PORT",
+                     variables=torchrun("rdzv-endpoint")),
+                Flag("--master-addr", "as --scheduler, without the port", text, "", "HOST",
+                     variables=torchrun("master-addr")),
+                Flag("--master-port", "its port", integer(1, 65535), None, "PORT", variables=torchrun("master-port")),
+                Flag("--rdzv-id", "as --run-id", check_run_id, "", "NAME", variables=torchrun("rdzv-id")),
+                # PET_RDZV_BACKEND is not read: launchers of torch scripts set it to torch's own backend.
+                Flag("--rdzv-backend", "psdist is the only choice", one_of("psdist"), "psdist", "NAME"),
+                Flag("--node-rank", "number of this node (default: the scheduler assigns one)", integer(0), None, "N",
+                     variables=torchrun("node-rank")),
+                Flag("--local-addr", "name of this node for the others", text, "", "HOST",
+                     variables=torchrun("local-addr")),
+                Flag("--standalone", "run everything on this machine, as psdist run does, without snapshots",
+                     variables=torchrun("standalone")),
+            ),
         ),
         SCRIPT_USAGE,
         EPILOG,
+        first=("--scheduler", "--nnodes", "--nproc-per-node", "--run-id", "--token-file"),
     )  # fmt: skip
 
 

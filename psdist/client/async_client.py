@@ -18,7 +18,7 @@ from typing import Self, get_args
 
 from numpy.typing import ArrayLike
 
-from psdist import __version__
+from psdist import __version__, default_log
 from psdist.client import loop
 from psdist.client.datasets import AsyncDataset
 from psdist.client.exchange import Options
@@ -74,6 +74,7 @@ class AsyncClient(ProcessBound):
         transport: TransportName | None = None,
         rejoin: bool = True,
     ) -> None:
+        default_log.install()
         self._arguments = (scheduler, token, run_id, worker_id, rank)
         self._transport = transport
         self._rejoin = rejoin

@@ -246,7 +246,8 @@ class BucketStep:
                     f"step {self._progress.number} was begun in buckets and misses {missing}: give them by "
                     "push_pull_async first"
                 )
-            await self._changed.wait()
+            with self._exchange.counted_wait():
+                await self._changed.wait()
 
     async def raise_failure(self) -> None:
         """Raises the error of a bucket that failed, unless it was raised before."""

@@ -7,16 +7,18 @@ started for it, and end with it.
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import sys
 import threading
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from psdist.client import loop
 from psdist.client.sync_client import Client
 from psdist.errors import ConfigurationError
+from psdist.settings.config import TransportName
 
 _CONFIGURED = ("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "DMLC_PS_ROOT_URI")
 
@@ -63,26 +65,54 @@ _lock = threading.Lock()
 _current: Context | None = None
 
 
-def init(**client_arguments: Any) -> Context:
-    """Connects this script to its run and returns its ``Context``. Called again, it returns the same one until that is
-    closed.
+def init(
+    scheduler: str | None = None,
+    token: str | None = None,
+    *,
+    run_id: str | None = None,
+    worker_id: str | None = None,
+    rank: int | None = None,
+    connect_timeout: float = 60.0,
+    request_timeout: float | None = None,
+    transport: TransportName | None = None,
+    rejoin: bool = True,
+) -> Context:
+    """Connects this script to its run and returns its ``Context``. Called again without arguments, it returns the same
+    one until that is closed.
 
-    ``client_arguments`` are those of ``psdist.Client``. Afterwards SIGTERM ends the script in order. The workers agree
-    on a common end, so that the last snapshot is of a step that all have made, and this worker leaves. Then the call
-    under way, or the next one, raises SystemExit with status 143 (see ``sigterm``). A handler that the script
-    installed, before or after this call, is kept. In other threads than the main one no handler is installed. A process
-    that the script forks has the default handling of signals.
+    scheduler: host:port; None reads ``PSDIST_SCHEDULER``, else waits for the file of ``PSDIST_SCHEDULER_FILE``. Without
+        any of them a scheduler and a server are started for this script alone.
+    token: the run's join token; None reads ``PSDIST_TOKEN``, else the file of ``PSDIST_TOKEN_FILE``.
+    run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins whatever run there is without it.
+    worker_id: this worker's name in the run; None lets the scheduler choose ``worker-<rank>``.
+    rank: this worker's number; None reads ``RANK``, else the scheduler gives the lowest free one.
+    connect_timeout: seconds for which to look for the scheduler.
+    request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
+    transport: "auto", "grpc" or "shm", as for ``Client``; None reads ``PSDIST_TRANSPORT``, else is "auto".
+    rejoin: whether a worker that was expelled, because it was silent for longer than its lease, joins again by itself.
 
-    Raises ConfigurationError, SchedulerUnreachableError, and what the scheduler refuses with.
+    Afterwards SIGTERM ends the script in order. The workers agree on a common end, so that the last snapshot is of a
+    step that all have made, and this worker leaves. Then the call under way, or the next one, raises SystemExit with
+    status 143 (see ``sigterm``). A handler that the script installed, before or after this call, is kept. In other
+    threads than the main one no handler is installed. A process that the script forks has the default handling of
+    signals.
+
+    Raises ConfigurationError, also for arguments where the context of an earlier call is open;
+    SchedulerUnreachableError, and what the scheduler refuses with.
     """
     global _current
+    given = {name: value for name, value in locals().items() if value != _DEFAULTS[name]}
     with _lock:
         if _current is None:
-            _current = _connect(client_arguments)
+            _current = _connect(given)
             loop.shared().end_on_sigterm()
-        elif client_arguments:
+        elif given:
             raise ConfigurationError("psdist.init() was called before: close that context before passing arguments")
         return _current
+
+
+#: The arguments of ``init`` and their defaults, which are those of ``Client``.
+_DEFAULTS: Final = {name: parameter.default for name, parameter in inspect.signature(init).parameters.items()}
 
 
 def _connect(arguments: dict[str, Any]) -> Context:
@@ -99,10 +129,12 @@ def _connect(arguments: dict[str, Any]) -> Context:
 
 def _world_of_one(arguments: dict[str, Any]) -> Context:
     from psdist.launch.embedded import EmbeddedCluster
+    from psdist.launch.output import stamped
 
     cluster = EmbeddedCluster(servers=1)
     try:
-        print("psdist: no launcher, so this is a world of one: a scheduler and one server are started", file=sys.stderr)
+        text = "no launcher, so this is a world of one: a scheduler and one server are started"
+        print(stamped(text), file=sys.stderr)
         named = {"scheduler": cluster.address, "token": cluster.token, "run_id": cluster.run_id}
         client = Client(**(arguments | named))
     except BaseException:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from psdist.client.core import routing
@@ -101,6 +101,10 @@ class Exchange:
         """See ``Participation.report_wait``. limited: the wait ends by itself, whatever the client's time limit."""
         limited = limited or self.options.request_timeout is not None
         return self.participation.report_wait(push=push, reads=reads, limited=limited)
+
+    def counted_wait(self) -> AbstractContextManager[None]:
+        """A wait of the script that counts in its share of waiting, where no other worker can end it by itself."""
+        return self._session.activities.throughput.waiting()
 
     def transports(self) -> dict[str, str]:
         """By server, the transport that is used, and why others are not: "shm", "grpc: the transport is 'grpc'"."""

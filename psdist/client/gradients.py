@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from psdist.client.core import partition
 from psdist.client.core.partition import Flat
+from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.errors import InvalidArgumentError
 from psdist.types import DType, Layout, NonFinite
 
@@ -23,15 +24,22 @@ class GradientVector:
 
     dtype: in which they are sent. NaN and Inf are looked for in that dtype, and ``non_finite`` says what they are.
     shared: the vector in memory that is shared with servers, if there is any when it is first needed.
+    stale: looks for buffers that nobody writes to.
     """
 
     def __init__(
-        self, layout: Layout, dtype: DType, non_finite: NonFinite, shared: Callable[[], NDArray[Any] | None]
+        self,
+        layout: Layout,
+        dtype: DType,
+        non_finite: NonFinite,
+        shared: Callable[[], NDArray[Any] | None],
+        stale: StaleBufferCheck,
     ) -> None:
         self._layout = layout
         self._dtype = dtype
         self._non_finite = non_finite
         self._shared = shared
+        self._stale = stale
         self._buffers: dict[str, NDArray[np.float32]] = {}
 
     @cached_property
@@ -45,13 +53,15 @@ class GradientVector:
         self._buffers = self._buffers or partition.split(self._layout, self.vector)
         return dict(self._buffers)
 
-    def gather(self, gradients: Mapping[str, ArrayLike]) -> Flat | None:
-        """The vector with all of these gradients in it, or None to abstain.
+    def gather(self, gradients: Mapping[str, ArrayLike], number: int) -> Flat | None:
+        """The vector with all of these gradients in it, or None to abstain. number: of the push.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError, NonFiniteGradientError.
         """
         flat = self.vector
-        if not self._are_buffers(gradients):
+        if self._are_buffers(gradients):
+            self._stale.on_push(number, flat)
+        else:
             flat = partition.flatten(self._layout, gradients, self.vector)
         if partition.is_finite(flat, self._dtype):
             return flat
@@ -89,3 +99,8 @@ class GradientVector:
                     raise partition.non_finite(self._layout, self.vector, self._dtype, numbers)
                 return False
         return True
+
+    def on_last_bucket(self, gradients: object, number: int) -> None:
+        """The last bucket of step ``number`` is gathered: all of the step's gradients are in the vector."""
+        if not isinstance(gradients, Mapping):
+            self._stale.on_push(number, self.vector)

@@ -185,6 +185,8 @@ class AsyncParameters(ProcessBound):
         """Writable float32 arrays, always the same, for the gradients: pushing exactly these copies nothing in this
         process, and where memory is shared, not to the servers either.
 
+        Gradients must be written into them for every push; a warning is logged where five pushes in a row found nothing
+        new in them. torch's ``zero_grad()`` takes its gradients out of them: use ``zero_grad(set_to_none=False)``.
         A push of other arrays, or in buckets, may overwrite them. Not to be written while a push of them is under way.
         """
         async with self._steps.call():

@@ -117,6 +117,7 @@ class Participation:
     def end_push(self, progress: PendingRequest, *, seen: bool) -> None:
         """All of a push is answered. seen: the answers carried the weights."""
         self.sequence.end_push(progress, seen=seen)
+        self._session.activities.throughput.push_ended(self.name)
         self._session.snapshots.states.push_finished(self.name)
         self._session.stopping.push_ended()
 

@@ -30,6 +30,7 @@ from psdist.client.gradients import GradientVector
 from psdist.client.results import Results
 from psdist.client.session.drops import DropCounter
 from psdist.client.session.worker_state import Restore, Save
+from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.consistency import SSP
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
@@ -83,8 +84,9 @@ class Steps:
         self._exchange = exchange
         self._participation = exchange.participation
         self._gradients = GradientVector(
-            layout, exchange.options.codec.dtype, self._spec.non_finite, lambda: exchange.shared_memory.gradients
-        )
+            layout, exchange.options.codec.dtype, self._spec.non_finite, lambda: exchange.shared_memory.gradients,
+            StaleBufferCheck(self._spec.name),
+        )  # fmt: skip
         self._results = Results(layout, exchange)
         self._index = SliceIndex(layout, exchange.slicing)
         #: The step that is given in buckets, or was, until the next call.
@@ -164,6 +166,8 @@ class Steps:
         self._gradients.check_bucket(gradients)
         numbers = step.choose(list(gradients))
         bucket = step.give(numbers, abstain=not self._gradients.gather_bucket(numbers, gradients))
+        if not step.open:
+            self._gradients.on_last_bucket(gradients, step.number)
         self._bucket_step = step
         return bucket
 
@@ -236,7 +240,7 @@ class Steps:
 
     def _gather(self, gradients: Mapping[str, ArrayLike]) -> tuple[Flat | None, float]:
         """The checked gradient and, where the servers need it, its norm; None to abstain."""
-        flat = self._gradients.gather(gradients)
+        flat = self._gradients.gather(gradients, self._sequence.step)
         if flat is None or not self._clips or self._sequence.synchronous:
             return flat, 0.0
         return flat, partition.grad_norm(flat, self._exchange.slicing.slice_elements)

@@ -34,7 +34,23 @@ from psdist.v1.scheduler_pb2 import GetStatusResponse
 
 
 class Client(ProcessBound):
-    """A worker of a run; joins it when made. Arguments and errors are those of ``AsyncClient``."""
+    """A worker of a run, which joins it when it is made.
+
+    scheduler: host:port; None reads ``PSDIST_SCHEDULER``, else waits for the file of ``PSDIST_SCHEDULER_FILE``.
+    token: the run's join token; None reads ``PSDIST_TOKEN``, else the file of ``PSDIST_TOKEN_FILE``.
+    run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins whatever run there is without it.
+    worker_id: None lets the scheduler choose ``worker-<rank>``.
+    rank: None reads ``RANK``, else the scheduler gives the lowest free one.
+    connect_timeout: seconds for which to look for the scheduler.
+    request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
+    transport: "auto" shares memory with the servers of this host and reaches others by gRPC, "grpc" never shares, "shm"
+        raises SharingUnavailableError where memory cannot be shared; None reads ``PSDIST_TRANSPORT``, else is "auto".
+    rejoin: whether a worker that was expelled, because it was silent for longer than its lease, joins again by itself.
+        False: every call raises FencedError then.
+
+    Raises ConfigurationError, SchedulerUnreachableError, and what the scheduler refuses with: ProtocolMismatchError,
+    WrongRunError, DuplicateMemberError, UnauthenticatedError, LimitExceededError.
+    """
 
     def __init__(
         self,
@@ -126,7 +142,27 @@ class Client(ProcessBound):
         on_drop: OnDrop = "warn",
         reset_optimizer: bool = False,
     ) -> Parameters:
-        """Creates parameters, or attaches to them. See ``AsyncClient.parameters``."""
+        """Creates a parameter set, or attaches to it after checking that layout and settings agree.
+
+        init: initial values by tensor name; their order, shapes and dtypes are the layout. Where several workers
+            create at once, the lowest rank's values count. None attaches for reading only, once the set exists.
+        optimizer: one of ``psdist.optim``, which runs on the servers. Needed with ``init``.
+        consistency: ``BSP()`` (the default), ``SSP(staleness)`` or ``ASP()``.
+        compression: dtype of gradients on the wire: "float32" (the default), "bfloat16" or "float16".
+        pull_dtype: dtype of weights on the wire, as ``compression``.
+        non_finite: what NaN and Inf in a gradient do: "reject" raises NonFiniteGradientError, "skip" leaves this
+            worker out of the step.
+        slice_elements: elements of one slice; 0 lets psdist choose.
+        on_drop: what happens where a push of this worker is dropped: "warn" logs, and raises PushDroppedError for the
+            third in a row; "raise" raises it for the first; "ignore" logs it as information.
+        reset_optimizer: begins the optimizer's state anew where the run goes on from a snapshot.
+
+        Optimizer, consistency, non_finite, slice_elements and reset_optimizer must be the same in all workers. Called
+        again for the same name it returns the same handle. Returns when all workers of the run's start have called it.
+        Raises LayoutMismatchError, SettingsMismatchError, UnknownCodecError, DTypeMismatchError, InvalidNameError,
+        InvalidArgumentError, ServerLostError, ClosedError; FencedError where this worker was expelled and does not
+        rejoin; MutualWaitError where the others wait for it elsewhere.
+        """
         settings = (optimizer, consistency, compression, pull_dtype, non_finite, slice_elements, on_drop)
         handle = loop.shared().call(self._client.parameters(name, init, *settings, reset_optimizer))
         return self._handles.setdefault(id(handle), Parameters(handle))
@@ -141,29 +177,67 @@ class Client(ProcessBound):
         data_epochs: int = 1,
         retries_max: int = 3,
     ) -> Dataset:
-        """A data set whose ranges are handed out to all workers. See ``AsyncClient.dataset``."""
+        """A data set of ``size`` samples whose ranges are handed out to all workers that iterate over it.
+
+        range_size: samples of one range, which comes as an int64 array of indices.
+        shuffle, seed: whether the samples come in another order in each data epoch, which depends on ``seed``.
+        data_epochs: how often all samples are used; 0 goes on for ever.
+        retries_max: how often a range whose worker was lost is given to another before it is left out.
+
+        All workers must agree on these. Called again for the same name it returns the same handle. Raises
+        SettingsMismatchError, InvalidNameError, InvalidArgumentError, LimitExceededError.
+        """
         settings = (name, size, range_size, shuffle, seed, data_epochs, retries_max)
         return Dataset(loop.shared().call(self._client.dataset(*settings)))
 
     def snapshot(self, timeout: float | None = None) -> SnapshotInfo:
-        """Takes a snapshot of the run. See ``AsyncClient.snapshot``."""
+        """Takes a snapshot of the run: all parameter sets with their optimizers' state, and where data sets stand.
+
+        Returns when it is committed. It holds every push that this worker has made. Ranks that call it at the same step
+        share one.
+
+        timeout: seconds; the snapshot may be committed later all the same.
+        Raises NoStorageError where the run has no storage; SnapshotFailedError and StorageError where the snapshot was
+        given up, which changes nothing else; WaitTimeoutError; FencedError if this worker was expelled while it waited,
+        or the run went back to a snapshot: then call it again. InvalidArgumentError while a step is given in buckets,
+        and after a push that failed, which has to be made first.
+        """
         return loop.shared().call(self._client.snapshot(timeout))
 
     def request_snapshot(self, timeout: float | None = None) -> None:
-        """Asks for a snapshot of the run, and does not wait for it. See ``AsyncClient.request_snapshot``."""
+        """Asks for a snapshot of the run, and returns once the scheduler knows of it. Training goes on meanwhile, and
+        the log tells how it ended.
+
+        timeout: seconds to wait for the scheduler's answer.
+        Raises NoStorageError, WaitTimeoutError, SnapshotFailedError, StorageError.
+        """
         loop.shared().call(self._client.request_snapshot(timeout))
 
     def barrier(self, name: str = "default", timeout: float | None = None) -> None:
-        """Returns when all live workers have called it with this name. See ``AsyncClient.barrier``."""
+        """Returns when all live workers, and no fewer than the run's minimum, have called it with this name.
+
+        timeout: seconds; None waits for ever.
+        Raises WaitTimeoutError, which names the missing workers: then this arrival is withdrawn and lets nobody pass,
+        or the message says that this is not known. MutualWaitError where the others wait for this worker elsewhere.
+        InvalidNameError, ClosedError, and FencedError where this worker was expelled and does not rejoin.
+        """
         loop.shared().call(self._client.barrier(name, timeout))
 
     def status(self) -> GetStatusResponse:
-        """The run as the scheduler sees it. See ``AsyncClient.status``."""
+        """The run as the scheduler sees it: members, parameter sets, waits and events.
+
+        A protobuf message; ``proto/psdist/v1/scheduler.proto`` says what its fields are. Raises
+        SchedulerUnreachableError.
+        """
         return loop.shared().call(self._client.status(), reading=True)
 
 
 class Parameters(ProcessBound):
-    """Named tensors that live on the servers. Made by ``Client.parameters``; see ``AsyncParameters``."""
+    """Named tensors that live on the servers. Made by ``Client.parameters``.
+
+    Calls of several threads run one after another. A call that fails does not advance the step: call it again with the
+    same gradients. A worker that was expelled rejoins by itself within a call.
+    """
 
     def __init__(self, handle: AsyncParameters) -> None:
         self._handle = handle
@@ -226,35 +300,103 @@ class Parameters(ProcessBound):
         return repr(self._handle).replace("AsyncParameters", "Parameters")
 
     def pull(self, out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True) -> Arrays:
-        """The weights by name. See ``AsyncParameters.pull``."""
+        """The weights by name, in their declared dtypes and shapes.
+
+        out: arrays to write into; else the arrays are the caller's own. After an error their content is undefined.
+        copy: False gives read-only arrays instead, which are valid until the next call on this parameter set (in a step
+            in buckets, until their tensor is given). None are allocated: they are the servers' own memory, or memory
+            that each such call uses again.
+
+        BSP: waits until the step that this worker is at is complete. SSP: waits until no worker is further behind than
+        the bound.
+        Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError; SharingUnavailableError with transport
+        "shm"; MutualWaitError where the others wait for this worker elsewhere; InvalidArgumentError for ``out``
+        together with ``copy=False`` and while a step is given in buckets; UnknownTensorError, MissingTensorError,
+        ShapeMismatchError and DTypeMismatchError for ``out``.
+        """
         return loop.shared().call(self._handle.pull(out, copy), reading=True)
 
     def push(self, gradients: Mapping[str, ArrayLike]) -> None:
-        """Sends the gradient of the next step; returns when it is applied. See ``AsyncParameters.push``."""
+        """Sends the gradient of the next step. Returns when it is applied, or dropped (``statistics().dropped``)
+        because this worker had been expelled and the others had gone on without it.
+
+        gradients: an array for each tensor, by name, in its shape. The arrays of ``gradient_buffers`` are sent without
+            a copy.
+
+        Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
+        before anything is sent; NotMemberError for a parameter set that was opened for reading; ServerLostError,
+        FencedError, ClosedError, WaitTimeoutError; MutualWaitError where the others wait for this worker elsewhere;
+        PushDroppedError as ``on_drop`` of ``Client.parameters`` says. Calling again with the same gradients goes on
+        with the same step.
+        """
         loop.shared().call(self._handle.push(gradients))
 
     def push_pull(
         self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True
     ) -> Arrays:
-        """One step: gradient up, new weights down. See ``AsyncParameters.push_pull``."""
+        """One step: sends the gradient, and returns the weights with it in them by name.
+
+        gradients: an array for each tensor, by name, in its shape. They may be overwritten once the call returns. The
+            arrays of ``gradient_buffers`` are sent without a copy.
+        out: arrays to write the weights into; else the arrays are the caller's own.
+        copy: False gives read-only arrays instead, which are valid until the next call on this parameter set.
+
+        BSP: returns when all workers have pushed this step. SSP: waits until no worker is further behind than the
+        bound. ASP: waits for no other worker. Where the push was dropped, the weights are those of this worker's new
+        first step.
+        Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
+        before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError;
+        SharingUnavailableError with transport "shm"; MutualWaitError where the others wait for this worker elsewhere;
+        PushDroppedError as ``on_drop`` of ``Client.parameters`` says; InvalidArgumentError for ``out`` together with
+        ``copy=False`` and while a step is given in buckets. Calling again with the same gradients goes on with the same
+        step.
+        """
         return loop.shared().call(self._handle.push_pull(gradients, out, copy))
 
     def push_pull_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str]) -> Bucket:
-        """One step in buckets: sends these tensors' gradients and returns at once; ``wait`` on what it returns. See
-        ``AsyncParameters.push_pull_async``."""
+        """One step in buckets: sends these tensors' gradients while the others are still computed. Returns at once;
+        ``wait`` on what it returns gives the new weights of these tensors.
+
+        gradients: a bucket of arrays by name, copied before this returns; or names, whose gradients are in
+            ``gradient_buffers`` and stay as they are until the bucket is done.
+
+        The first call begins a step, which is complete when all tensors were given once, in any order. The next step
+        begins with the call after that, which first waits until this one is answered. While tensors are missing, pull,
+        push and push_pull raise InvalidArgumentError.
+
+        Raises as ``push`` before anything of the bucket is sent; the tensors may then be given again.
+        InvalidArgumentError for a tensor that was given before, and in SSP and ASP with ``max_grad_norm``. FencedError
+        once where the whole step was dropped, because this worker was expelled and the others closed the step without
+        it.
+        """
         return Bucket(loop.shared().call(self._handle.push_pull_async(gradients)))
 
     def keep_state(self, save: Save, restore: Restore) -> None:
-        """Has something of this worker in every snapshot. See ``AsyncParameters.keep_state``."""
+        """Has something of this worker in every snapshot: what its pushes change and no server knows, such as the rest
+        that a codec left out of gradients so far. Register before the first push.
+
+        save: gives it as a dict of numpy arrays. Called whenever a push begins and between pushes, on psdist's thread:
+            it must be quick and make no calls of psdist.
+        restore: gets the arrays that the worker of this rank had in the snapshot that the run goes on from; an empty
+            dict where the run goes back to a snapshot that has none.
+
+        Raises NotMemberError, InvalidArgumentError for what ``save`` gives, and what reading it back fails with.
+        """
         loop.shared().call(self._handle.keep_state(save, restore))
 
     def gradient_buffers(self) -> dict[str, NDArray[np.float32]]:
-        """Writable arrays for gradients, which are pushed without a copy. See ``AsyncParameters.gradient_buffers``."""
+        """Writable float32 arrays in the tensors' shapes, by name, always the same: pushing exactly these copies
+        nothing in this process, and where memory is shared, not to the servers either.
+
+        Gradients must be written into them for every push; a warning is logged where five pushes in a row found nothing
+        new in them. torch's ``zero_grad()`` takes its gradients out of them: use ``zero_grad(set_to_none=False)``. Do
+        not write to them while a push of them is under way. A push of other arrays, or in buckets, may overwrite them.
+        """
         return loop.shared().call(self._handle.gradient_buffers())
 
 
 class Bucket(ProcessBound):
-    """Tensors of one step that were given together. Made by ``Parameters.push_pull_async``; see ``AsyncBucket``."""
+    """Tensors of one step that were given together. Made by ``Parameters.push_pull_async``."""
 
     def __init__(self, bucket: AsyncBucket) -> None:
         self._bucket = bucket
@@ -269,7 +411,14 @@ class Bucket(ProcessBound):
         return self._bucket.done()
 
     def wait(self, timeout: float | None = None) -> Arrays:
-        """The new weights of the bucket's tensors. See ``AsyncBucket.wait``."""
+        """The new weights of the bucket's tensors by name: read-only arrays, as by ``pull(copy=False)``.
+
+        timeout: seconds; None waits for ever. After WaitTimeoutError call it again to go on.
+        Raises InvalidArgumentError where it would wait for ever, because slices of these tensors also hold parts of
+        tensors that were not given; MutualWaitError where the others wait for this worker elsewhere; FencedError where
+        the step was dropped: begin the next one; and the error with which sending failed: then give the bucket's
+        tensors again, and those of the buckets that were under way with it.
+        """
         return loop.shared().call(self._bucket.wait(timeout))
 
     def __repr__(self) -> str:

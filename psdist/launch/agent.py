@@ -22,6 +22,7 @@ from types import FrameType
 
 from psdist.errors import BY_CODE, InternalError
 from psdist.launch.local import announce, open_output, plural
+from psdist.launch.output import stamped
 from psdist.launch.plan import SchedulerAddress, ScriptOptions, WorkersPlan, program
 from psdist.launch.process import spawn
 from psdist.launch.rendezvous import Place, RankRequest
@@ -113,7 +114,7 @@ def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place
         for line in process.stdout:
             values = json.loads(line)
             if "waiting_for" in values:
-                print(f"psdist: waiting {values['waiting_for']}", file=sys.stderr, flush=True)
+                print(stamped(f"waiting {values['waiting_for']}"), file=sys.stderr, flush=True)
             elif "error" in values:
                 raise BY_CODE.get(values["code"], InternalError)(values["error"])
             else:

@@ -123,7 +123,7 @@ async def _save(address: str, run_id: str, token: str, reason: str) -> int:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -119,7 +120,7 @@ class Output:
 
     def say(self, message: str) -> None:
         """Prints a message of the launcher to standard error."""
-        self._write(STDERR, f"psdist: {message}\n")
+        self._write(STDERR, stamped(message) + "\n")
 
     def begin(self, key: ProcessKey) -> None:
         """Forgets the last lines of a process, which starts, perhaps again."""
@@ -187,6 +188,11 @@ class Output:
             if not self._broken:
                 self._broken = True
                 self._on_broken()
+
+
+def stamped(message: str) -> str:
+    """The line of a message of the launcher, with the time."""
+    return f"{time.strftime('%H:%M:%S')} psdist: {message}"
 
 
 def last_words(tail: list[tuple[int, str]]) -> list[str]:

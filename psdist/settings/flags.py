@@ -11,19 +11,27 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from psdist.errors import ConfigurationError, InvalidArgumentError
 from psdist.settings import exit_codes
 
+#: Headings of the help: the flags that matter first, those of no group, and all flags where there are no groups.
+_FIRST_TITLE = "most used"
+_OTHER_TITLE = "other flags"
+_ONLY_TITLE = "flags"
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag. ``convert`` turns its text into its value, or raises ValueError; without it the flag is a switch."""
+    """A flag. ``convert`` turns its text into its value, or raises ValueError; without it the flag is a switch.
+
+    shown_default: the default as one would write it, where its ``str`` is something else. group: the heading of the
+    help that the flag stands under.
+    """
 
     name: str
     help: str
@@ -33,6 +41,15 @@ class Flag:
     short: str = ""
     variables: tuple[str, ...] = ()
     twin: bool = True
+    shown_default: str = ""
+    group: str = ""
+
+    @property
+    def default_text(self) -> str:
+        """The default as the help shows it; empty where there is nothing to show."""
+        if self.shown_default or self.default is None or isinstance(self.default, bool | Mapping):
+            return self.shown_default
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property
     def dest(self) -> str:
@@ -49,6 +66,11 @@ class Flag:
         """All spellings on a command line."""
         names = dict.fromkeys((self.short, self.name, "--" + self.dest))
         return tuple(name for name in names if name)
+
+
+def grouped(group: str, *flags: Flag) -> tuple[Flag, ...]:
+    """The flags, under one heading of the help."""
+    return tuple(replace(flag, group=group) for flag in flags)
 
 
 def torchrun(flag: str) -> tuple[str, ...]:
@@ -143,6 +165,8 @@ class CommandLine:
     epilog: str = ""
     #: The arguments besides flags, by the name that the help shows.
     words: tuple[str, ...] = ()
+    #: Names of the flags that the help shows first.
+    first: tuple[str, ...] = ()
 
     def parse(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
         """The values of all flags; ``command``, the script that follows them; ``words``, the other arguments; and
@@ -187,13 +211,28 @@ class CommandLine:
             description=self.description,
             epilog=self.epilog or "Every flag can also be set by a variable: --some-flag by PSDIST_SOME_FLAG.",
             allow_abbrev=False,
+            add_help=False,
         )
         for word in self.words:
             parser.add_argument(word, help=argparse.SUPPRESS)
-        for flag in self.flags:
-            for number, names in enumerate(_visible_first(flag)):
-                _add(parser, flag, names, hidden=number > 0)
+        for title, flags in self._groups().items():
+            group = parser.add_argument_group(title)
+            for flag in flags:
+                for number, names in enumerate(_visible_first(flag)):
+                    _add(group, flag, names, hidden=number > 0)
+        group.add_argument("-h", "--help", action="help", help="show this help and exit")
         return parser
+
+    def _groups(self) -> dict[str, list[Flag]]:
+        """The flags by heading: those of ``first``, in its order, then groups in the order of their first flag, and
+        last those of no group, where ``--help`` is added."""
+        by_name = {flag.name: flag for flag in self.flags}
+        rest = _OTHER_TITLE if self.first or any(flag.group for flag in self.flags) else _ONLY_TITLE
+        groups = {_FIRST_TITLE: [by_name.pop(name) for name in self.first]} if self.first else {}
+        for flag in sorted(by_name.values(), key=lambda flag: not flag.group):
+            groups.setdefault(flag.group or rest, []).append(flag)
+        groups.setdefault(rest, [])  # --help has no other place
+        return groups
 
 
 def _visible_first(flag: Flag) -> list[tuple[str, ...]]:
@@ -202,8 +241,8 @@ def _visible_first(flag: Flag) -> list[tuple[str, ...]]:
     return [shown, hidden] if hidden else [shown]
 
 
-def _add(parser: argparse.ArgumentParser, flag: Flag, names: tuple[str, ...], *, hidden: bool) -> None:
-    note = "" if flag.default in (None, False, "") else f" (default {flag.default})"
+def _add(parser: argparse._ActionsContainer, flag: Flag, names: tuple[str, ...], *, hidden: bool) -> None:
+    note = f" (default {flag.default_text})" if flag.default_text else ""
     help_text = argparse.SUPPRESS if hidden else (flag.help + note).replace("%", "%%")
     # argparse gets no default, so that a value from the environment can be distinguished from a given one.
     if flag.convert is None:

@@ -27,7 +27,7 @@ from psdist.settings.config import (
     is_loopback,
     storage_text,
 )
-from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, seconds, text
+from psdist.settings.flags import CommandLine, Flag, fail, grouped, integer, one_of, seconds, text
 from psdist.snapshots.policy import DEFAULT_POLICY, KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
 from psdist.wire.limits import REPLICAS_MAX
 
@@ -95,7 +95,7 @@ class ServerSettings(ProgramSettings):
 def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> SchedulerSettings:
     """Settings of ``psdist-scheduler`` from its command line, without the program's name. Exits with 2 if wrong."""
     environ = os.environ if environ is None else environ
-    line = _scheduler_line()
+    line = scheduler_line()
     given = line.parse(argv, environ)
     try:
         policy = save_policy(given, bool(given.storage_path))
@@ -119,7 +119,7 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
 def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> ServerSettings:
     """Settings of ``psdist-server`` from its command line, without the program's name. Exits with 2 if wrong."""
     environ = os.environ if environ is None else environ
-    line = _server_line()
+    line = server_line()
     given = line.parse(argv, environ)
     scheduler = given.scheduler
     if not scheduler and given.scheduler_file is None:
@@ -179,7 +179,12 @@ TOKEN_FILE_FLAG: Final = Flag(
 )
 FORMAT_FLAG: Final = Flag("--format", "table or json", one_of("table", "json"), "table", "FORMAT")
 
-_LISTEN_FLAGS: Final = (
+#: Headings of flags that several programs have.
+TIMEOUTS_TITLE: Final = "timeouts"
+_NETWORK_TITLE: Final = "network and security"
+
+_LISTEN_FLAGS: Final = grouped(
+    _NETWORK_TITLE,
     Flag("--host", "address to listen on", text, "127.0.0.1", "HOST"),
     Flag("--port", "port to listen on; 0 takes a free one", integer(0, 65535), 0, "PORT"),
 )
@@ -197,18 +202,25 @@ def log_level_flag(help_text: str, default: str) -> Flag:
 
 def _process_flags() -> tuple[Flag, ...]:
     return (
-        Flag("--advertise", "address that others reach this process by", address_text, "", "HOST:PORT"),
-        Flag("--insecure", "allow a --host beyond this machine without encryption (private networks)"),
-        TOKEN_FILE_FLAG,
+        *grouped(
+            _NETWORK_TITLE,
+            Flag("--advertise", "address that others reach this process by", address_text, "", "HOST:PORT"),
+            Flag("--insecure", "allow a --host beyond this machine without encryption (private networks)"),
+            TOKEN_FILE_FLAG,
+        ),
+        *grouped(
+            "output",
+            Flag("--log-format", "console or json", one_of("console", "json"), "console", "FORMAT"),
+            log_level_flag("least level shown", "info"),
+        ),
         Flag("--lifeline-fd", "inherited pipe; this process ends when it does", integer(0), None, "N"),
-        Flag("--log-format", "console or json", one_of("console", "json"), "console", "FORMAT"),
-        log_level_flag("least level shown", "info"),
     )
 
 
 def timeout_flags() -> tuple[Flag, ...]:
     """The leases, for every program that starts a scheduler."""
-    return (
+    return grouped(
+        TIMEOUTS_TITLE,
         Flag("--failure-timeout", "silence after which a server is replaced", seconds(0.05), FAILURE_TIMEOUT_SECONDS,
              "SECONDS"),
         Flag("--worker-timeout", "silence after which a worker is expelled; it must be longer than a script holds the "
@@ -221,7 +233,8 @@ def storage_flags(default: str) -> tuple[Flag, ...]:
 
     default: the default storage, for the help.
     """
-    return (
+    return grouped(
+        "snapshots",
         Flag("--storage-path", f"directory or URL (s3://, gs://, az://) for snapshots, or none (default: {default}). "
              "A run of the same --run-id resumes from the newest snapshot there", storage_text, None, "PATH"),
         Flag("--save-interval", "time between snapshots: 100 (steps), 30s, 5m, 2h; 0 takes one at the end only "
@@ -245,7 +258,8 @@ def save_policy(given: Namespace, stored: bool) -> SavePolicy:
     return SavePolicy(steps, every, given.keep_last, given.keep_every, not given.no_save_at_end)
 
 
-def _scheduler_line() -> CommandLine:
+def scheduler_line() -> CommandLine:
+    """The flags of ``psdist-scheduler``."""
     return CommandLine(
         "psdist-scheduler",
         "Keeps the membership and the cluster map of one run.",
@@ -256,30 +270,40 @@ def _scheduler_line() -> CommandLine:
             Flag("--min-servers", "servers to wait for", integer(1), 1, "N", variables=("DMLC_NUM_SERVER",)),
             Flag("--replicas", "copies of each shard, each on another server", integer(1, REPLICAS_MAX), 1, "N"),
             *timeout_flags(),
-            Flag("--join-grace", "wait for late workers when parameters are made", seconds(), 0.0, "SECONDS"),
+            *grouped(
+                TIMEOUTS_TITLE,
+                Flag("--join-grace", "wait for late workers when parameters are made", seconds(), 0.0, "SECONDS"),
+            ),
             Flag("--store", "SQLite file that keeps the map over a restart", Path, None, "FILE"),
             Flag("--address-file", "file to write HOST:PORT into once listening", Path, None, "FILE"),
             *storage_flags("none"),
             Flag("--storage-optional", "where the storage cannot be written, warn and take no snapshots"),
             *_process_flags(),
         ),
+        first=("--host", "--port", "--min-workers", "--min-servers", "--storage-path"),
     )
 
 
-def _server_line() -> CommandLine:
+def server_line() -> CommandLine:
+    """The flags of ``psdist-server``."""
     return CommandLine(
         "psdist-server",
         "Holds a share of the parameters and of the optimizer's state.",
         (
             SCHEDULER_FLAG,
             SCHEDULER_FILE_FLAG,
-            Flag("--start-timeout", "longest wait for that file", seconds(), START_TIMEOUT_SECONDS, "SECONDS"),
             *_LISTEN_FLAGS,
             Flag("--server-id", "id of this server; the scheduler chooses one otherwise", _name_text, "", "ID"),
             Flag("--kernel-threads", "threads that apply updates (default: one per core)", integer(1, 1024), None, "N"),
-            Flag("--drain-timeout", "when told to end, longest wait for its shards to be moved to other servers",
-                 seconds(), DRAIN_TIMEOUT_SECONDS, "SECONDS"),
+            *grouped(
+                TIMEOUTS_TITLE,
+                Flag("--start-timeout", "longest wait for the file of --scheduler-file", seconds(),
+                     START_TIMEOUT_SECONDS, "SECONDS"),
+                Flag("--drain-timeout", "when told to end, longest wait for its shards to be moved to other servers",
+                     seconds(), DRAIN_TIMEOUT_SECONDS, "SECONDS"),
+            ),
             run_id_flag(),
             *_process_flags(),
         ),
+        first=("--scheduler", "--host", "--port", "--server-id", "--token-file"),
     )  # fmt: skip

@@ -261,7 +261,7 @@ class SessionRequest(_message.Message):
         incarnation: int
         def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
     class Heartbeat(_message.Message):
-        __slots__ = ("epoch", "statistics", "waiting_for", "connections", "snapshot", "heard", "activity")
+        __slots__ = ("epoch", "statistics", "waiting_for", "connections", "snapshot", "heard", "activity", "rates")
         EPOCH_FIELD_NUMBER: _ClassVar[int]
         STATISTICS_FIELD_NUMBER: _ClassVar[int]
         WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +269,7 @@ class SessionRequest(_message.Message):
         SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
         HEARD_FIELD_NUMBER: _ClassVar[int]
         ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+        RATES_FIELD_NUMBER: _ClassVar[int]
         epoch: int
         statistics: _server_pb2.GetStatisticsResponse
         waiting_for: _containers.RepeatedScalarFieldContainer[str]
@@ -276,7 +277,8 @@ class SessionRequest(_message.Message):
         snapshot: SnapshotProgress
         heard: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerIncarnation]
         activity: Activity
-        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Union[Connections, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotProgress, _Mapping]] = ..., heard: _Optional[_Iterable[_Union[_common_pb2.WorkerIncarnation, _Mapping]]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ...) -> None: ...
+        rates: WorkerRates
+        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Union[Connections, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotProgress, _Mapping]] = ..., heard: _Optional[_Iterable[_Union[_common_pb2.WorkerIncarnation, _Mapping]]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., rates: _Optional[_Union[WorkerRates, _Mapping]] = ...) -> None: ...
     class JoinAnswer(_message.Message):
         __slots__ = ("proposal_id", "accepted", "version_max")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +312,23 @@ class SessionRequest(_message.Message):
     stop: StopReport
     values_answer: SessionRequest.ValuesAnswer
     def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., stop: _Optional[_Union[StopReport, _Mapping]] = ..., values_answer: _Optional[_Union[SessionRequest.ValuesAnswer, _Mapping]] = ...) -> None: ...
+
+class WorkerRates(_message.Message):
+    __slots__ = ("seconds", "waiting_seconds", "pushes")
+    class PushesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    waiting_seconds: float
+    pushes: _containers.ScalarMap[str, int]
+    def __init__(self, seconds: _Optional[float] = ..., waiting_seconds: _Optional[float] = ..., pushes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Activity(_message.Message):
     __slots__ = ("sequence", "next", "partial", "step", "clock", "call")
@@ -1099,7 +1118,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("member_id", "role", "incarnation", "rank", "address", "host", "pid", "state", "reason", "heartbeat_age_seconds", "epoch", "statistics", "waiting_for", "connections", "draining")
+    __slots__ = ("member_id", "role", "incarnation", "rank", "address", "host", "pid", "state", "reason", "heartbeat_age_seconds", "epoch", "statistics", "waiting_for", "connections", "draining", "rates")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -1115,6 +1134,7 @@ class MemberStatus(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     role: Role
     incarnation: int
@@ -1130,7 +1150,8 @@ class MemberStatus(_message.Message):
     waiting_for: _containers.RepeatedScalarFieldContainer[str]
     connections: _containers.RepeatedCompositeFieldContainer[Connection]
     draining: bool
-    def __init__(self, member_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., heartbeat_age_seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Iterable[_Union[Connection, _Mapping]]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    rates: WorkerRates
+    def __init__(self, member_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., heartbeat_age_seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Iterable[_Union[Connection, _Mapping]]] = ..., draining: _Optional[bool] = ..., rates: _Optional[_Union[WorkerRates, _Mapping]] = ...) -> None: ...
 
 class ParametersStatus(_message.Message):
     __slots__ = ("entry", "state", "tensors")

@@ -7,6 +7,7 @@ lengths of texts, and names, lengths and digests of files, which go into manifes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import partial
@@ -258,6 +259,13 @@ def connections(message: pb.Connections) -> list[pb.Connection]:
         pb.Connection(**{name: getattr(one, name)[:TEXT_CHARACTERS_MAX] for name in names})
         for one in message.connections[:CONNECTIONS_KEPT]
     ]
+
+
+def rates(message: pb.WorkerRates) -> pb.WorkerRates:
+    """How fast a worker reports that it trains; without numbers where they make no sense."""
+    if not 0 <= message.waiting_seconds <= message.seconds < math.inf or len(message.pushes) > PARAMETERS_MAX:
+        return pb.WorkerRates()
+    return message
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

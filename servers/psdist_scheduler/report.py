@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.v1 import server_pb2
 from psdist.wire import convert
 from psdist_scheduler import messages
 from psdist_scheduler.cluster import Cluster
@@ -15,12 +14,10 @@ from psdist_scheduler.events.records import Member
 
 def status(
     cluster: Cluster,
-    statistics: Mapping[str, server_pb2.GetStatisticsResponse],
-    connections: Mapping[str, Sequence[pb.Connection]],
+    reports: Mapping[str, pb.MemberStatus],
     now: float,
 ) -> pb.GetStatusResponse:
-    """What the machine knows. ``statistics`` of servers, and ``connections`` of workers to servers, are those of their
-    last heartbeats, by id."""
+    """What the machine knows, and what members reported of themselves in their last heartbeats, by id."""
     return pb.GetStatusResponse(
         run_id=cluster.settings.run_id,
         phase=cluster.phase,
@@ -28,10 +25,7 @@ def status(
         servers_min=cluster.demand.servers_min,
         servers_wanted=cluster.demand.servers_wanted,
         replicas=cluster.settings.replicas,
-        members=[
-            _member(cluster, member, statistics.get(member.member_id), connections.get(member.member_id, ()), now)
-            for member in cluster.members.all
-        ],
+        members=[_member(cluster, member, reports.get(member.member_id), now) for member in cluster.members.all],
         parameters=[
             pb.ParametersStatus(
                 entry=convert.entry_to_proto(p.entry) if p.record else {"spec": {"name": p.name}},
@@ -67,18 +61,20 @@ def _snapshots(cluster: Cluster, now: float) -> pb.SnapshotsStatus:
 def _member(
     cluster: Cluster,
     member: Member,
-    statistics: server_pb2.GetStatisticsResponse | None,
-    connections: Sequence[pb.Connection],
+    reported: pb.MemberStatus | None,
     now: float,
 ) -> pb.MemberStatus:
     report: pb.MemberStatus = messages.make_message(
         pb.MemberStatus,
         member,
         role=messages.ROLES[member.role],
-        statistics=statistics,
-        connections=connections if member.live else (),
         draining=member.draining and member.live,
     )
+    if reported is not None:
+        report.MergeFrom(reported)
+    if not member.live:
+        report.ClearField("connections")
+        report.ClearField("rates")
     if (presence := cluster.members.sessions.liveness.get(member.member_id)) is not None:
         report.heartbeat_age_seconds, report.epoch = now - presence.seen, presence.epoch
         report.waiting_for.extend(presence.waiting_for)

@@ -21,7 +21,6 @@ from typing import Any
 from psdist import __version__
 from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.v1 import server_pb2
 from psdist_scheduler import messages, report
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import Broadcast, Effect, Event, LogEvent, MemberLost, Persist, Tick
@@ -46,9 +45,8 @@ class Scheduler:
         if storage is not None:
             self._storage = SnapshotIo(storage, cluster.settings.run_id, cluster.settings.salt, self.post)
         self.calls = OpenCalls(self.post)
-        #: What members said of themselves in their last heartbeat, by id.
-        self._statistics: dict[str, server_pb2.GetStatisticsResponse] = {}
-        self._connections: dict[str, list[pb.Connection]] = {}
+        #: What members reported of themselves in their last heartbeats, by id.
+        self._reports: dict[str, pb.MemberStatus] = {}
         self.events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
         self._loop = asyncio.get_running_loop()
         self.started = self._loop.time()
@@ -98,7 +96,7 @@ class Scheduler:
 
     def status(self) -> pb.GetStatusResponse:
         now = self._loop.time()
-        status = report.status(self.cluster, self._statistics, self._connections, now)
+        status = report.status(self.cluster, self._reports, now)
         status.psdist_version, status.epoch = __version__, self.calls.map.epoch
         status.uptime_seconds = now - self.started
         status.events.extend(pb.EventStatus(time=at, text=text) for at, text in self.events)
@@ -108,10 +106,14 @@ class Scheduler:
         """Keeps what the status report shows of a member's heartbeat on its session ``call``."""
         if self.cluster.members.sessions.get(call) != member_id:
             return
+        kept = self._reports.setdefault(member_id, pb.MemberStatus())
         if heartbeat.HasField("statistics"):
-            self._statistics[member_id] = heartbeat.statistics
+            kept.statistics.CopyFrom(heartbeat.statistics)
         if heartbeat.HasField("connections"):
-            self._connections[member_id] = messages.connections(heartbeat.connections)
+            kept.ClearField("connections")
+            kept.connections.extend(messages.connections(heartbeat.connections))
+        if heartbeat.HasField("rates"):
+            kept.rates.CopyFrom(messages.rates(heartbeat.rates))
 
     def _enqueue(self, effects: list[Effect]) -> None:
         if effects:
@@ -129,8 +131,7 @@ class Scheduler:
                     self._storage.put(effect)
             case _:
                 if isinstance(effect, Broadcast) and isinstance(effect.news, MemberLost):
-                    self._statistics.pop(effect.news.member_id, None)
-                    self._connections.pop(effect.news.member_id, None)
+                    self._reports.pop(effect.news.member_id, None)
                 self.calls.carry_out(effect)
 
 

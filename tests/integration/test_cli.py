@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -31,6 +32,42 @@ def test_help_of_every_command() -> None:
     status, text, _ = call("--help", program="worker")
     assert status == 0 and text.startswith("usage: psdist-worker [flags] script.py")
     assert "--nproc-per-node" in text and "--nproc_per_node" not in text
+
+
+PROGRAMS = {
+    "psdist run": ("main", "run"),
+    "psdist status": ("main", "status"),
+    "psdist bench": ("main", "bench"),
+    "psdist chaos": ("main", "chaos"),
+    "psdist snapshot list": ("main", "snapshot", "list"),
+    "psdist-scheduler": ("scheduler",),
+    "psdist-server": ("server",),
+    "psdist-worker": ("worker",),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_shows_defaults_as_one_would_write_them(program: str) -> None:
+    name, *words = PROGRAMS[program]
+    _, text, _ = call(*words, "--help", program=name)
+    defaults = re.findall(r"\(default (.*?)\)", " ".join(text.split()))
+    assert not [default for default in defaults if re.search(r"[(){}<>\[\]']|None|\d\.0$", default)], defaults
+
+
+@pytest.mark.parametrize(
+    ("program", "first"),
+    [
+        ("run", ["--nproc-per-node", "--nservers", "--replicas", "--run-id", "--storage-path"]),
+        ("worker", ["--scheduler", "--nnodes", "--nproc-per-node", "--run-id", "--token-file"]),
+        ("scheduler", ["--host", "--port", "--min-workers", "--min-servers", "--storage-path"]),
+        ("server", ["--scheduler", "--host", "--port", "--server-id", "--token-file"]),
+    ],
+)
+def test_help_begins_with_the_five_flags_that_matter(program: str, first: list[str]) -> None:
+    _, text, _ = call("run", "--help") if program == "run" else call("--help", program=program)
+    groups = dict(re.findall(r"^([a-z ]+):\n((?:  .*\n?)+)", text, re.M))
+    assert re.findall(r"^  (--[a-z-]+)", groups["most used"], re.M) == first
+    assert next(iter(groups)) == "most used" and "timeouts" in groups and list(groups)[-1] == "other flags"
 
 
 def test_version() -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
+import psdist
+from psdist.cli import run, worker
 from psdist.launch.embedded import EmbeddedCluster
+from psdist.settings import programs as programs_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -45,6 +52,83 @@ def test_the_program_of_the_page_on_use_trains(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"0\.878 after 20 steps by \w+\n", done.stdout), done.stdout
+
+
+def test_the_program_of_the_page_on_optimizers_trains(tmp_path: Path) -> None:
+    script = _program_of("optimizers.md", tmp_path)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d+ after 100 steps\n", done.stdout), done.stdout
+
+
+def test_the_readmes_run_ends_at_its_step_also_when_it_is_resumed(tmp_path: Path) -> None:
+    script = _program_of("../README.md", tmp_path)
+    command = [sys.executable, "-m", "psdist.cli.main", "run", "--run-id", "line", "--nproc-per-node", "2", str(script)]
+    environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    ends = []
+    for _ in range(2):
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=240, cwd=tmp_path, env=environ
+        )
+        assert done.returncode == 0, done.stderr
+        ends += re.findall(r"^\[worker 0\] (.* after 200 steps)$", done.stdout, re.M)
+    assert len(ends) == 2 and ends[0] == ends[1], ends
+
+
+def _table(page: str, title: str) -> list[list[str]]:
+    """The cells of the table below a title of a page, without its head."""
+    section = (DOCS / page).read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def test_the_page_on_time_limits_has_each_flag_with_its_default() -> None:
+    programs = {
+        "psdist run": run.command_line(),
+        "psdist-worker": worker.command_line(),
+        "psdist-scheduler": programs_of.scheduler_line(),
+        "psdist-server": programs_of.server_line(),
+    }
+    known = {
+        (program, flag.name, flag.default_text)
+        for program, line in programs.items()
+        for flag in line.flags
+        if flag.metavar == "SECONDS"
+    }
+    told = {
+        (program, name.strip("`"), default)
+        for name, where, default, _ in _table("timeouts.md", "Flags")
+        for program in re.findall(r"`(psdist[ a-z-]*)`", where)
+        if name != "`--timeout`"
+    }
+    assert told == known
+
+
+def test_the_page_on_time_limits_has_each_argument_with_its_default() -> None:
+    places: dict[str, tuple[Callable[..., object], ...]] = {
+        "connect_timeout": (psdist.init, psdist.Client, psdist.AsyncClient),
+        "request_timeout": (psdist.init, psdist.Client, psdist.AsyncClient),
+        "client.barrier": (psdist.Client.barrier,),
+        "client.snapshot": (psdist.Client.snapshot, psdist.Client.request_snapshot),
+        "Bucket.wait": (psdist.Bucket.wait,),
+    }
+    for name, where, default, _ in _table("timeouts.md", "Arguments"):
+        argument, first = name.strip("`"), where.split("`")[1]
+        calls = places.pop(argument if argument in places else first)
+        defaults = [inspect.signature(call).parameters[argument].default for call in calls]
+        assert {"None" if each is None else f"{each:g}" for each in defaults} == {default}
+    assert not places
+
+
+def test_the_page_on_optimizers_has_each_with_its_defaults() -> None:
+    rows = _table("optimizers.md", "Optimizers")
+    assert [name.strip("`") for name, *_ in rows] == [cls.__name__ for cls in psdist.optim.OPTIMIZERS.values()]
+    for name, settings, _ in rows:
+        optimizer = getattr(psdist.optim, name.strip("`"))()
+        given = dict(pair.split("=") for pair in re.findall(r"`(\w+=[^`]+)`", settings))
+        own = {field.name for field in fields(optimizer)} - {"schedule", "max_grad_norm", "overrides"}
+        assert own == given.keys()
+        assert all(getattr(optimizer, key) == ast.literal_eval(value) for key, value in given.items()), name
 
 
 def _program_of(page: str, directory: Path) -> Path:

@@ -107,6 +107,9 @@ def test_a_run_trains_and_ends_quietly(stage: Stage) -> None:
     assert "[worker 0] rank 0 of 2 local 0 weight -4.0" in text
     assert "[worker 1] rank 1 of 2 local 1 weight -4.0" in text
     assert "warning" not in text and "[scheduler]" not in text and "[server" not in text, text
+    # Everything but the script's own lines has the time.
+    others = [line for line in text.splitlines() if "] rank " not in line]
+    assert others and all(re.match(r"(\[\w+\] )?\d\d:\d\d:\d\d ", line) for line in others), text
 
 
 def test_a_killed_worker_comes_back_and_the_run_ends_well(stage: Stage) -> None:
@@ -114,6 +117,20 @@ def test_a_killed_worker_comes_back_and_the_run_ends_well(stage: Stage) -> None:
     assert status == 0, text
     assert "worker 1 failed: killed by SIGKILL; restart 1 of 3" in text
     assert "[worker 1] rank 1 of 2" in text and "[worker 0] rank 0 of 2" in text
+
+
+def test_status_is_watched_until_ctrl_c(stage: Stage) -> None:
+    run = stage.start("psdist", "run", "--run-id", "watched", "--nservers", "1", "train.py", "hold")
+    until(run, r"\[worker 0\] rank 0")
+    watch = stage.start("psdist", "status", "--watch")
+    until(watch, r"worker-0 +worker 0 +live .* \d+\.\d +\d+% ")
+    for _ in range(2):
+        until(watch, "^watched: ")
+    watch.send_signal(signal.SIGINT)
+    status, rest = stage.end(watch)
+    assert status == 0 and "Traceback" not in rest and "Interrupt" not in rest, rest
+    run.send_signal(signal.SIGINT)
+    assert stage.end(run)[0] == 130
 
 
 def test_status_of_the_run_on_this_machine(stage: Stage) -> None:

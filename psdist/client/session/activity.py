@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from psdist.client.core.snapshot_marks import SnapshotMarks
+from psdist.client.session.throughput import Throughput
 from psdist.errors import PsdistError
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -62,6 +63,7 @@ class Activities:
 
     def __init__(self, pushes: SnapshotMarks) -> None:
         self._pushes = pushes
+        self.throughput = Throughput()
         self.is_alone: Callable[[], bool] = lambda: False
         self._sequence = 0
         self._wait: ReportedWait | None = None
@@ -82,10 +84,12 @@ class Activities:
 
     def began(self, wait: ReportedWait) -> None:
         """A wait begins."""
+        self.throughput.wait_began()
         self._wait = wait
 
     def ended(self, wait: ReportedWait) -> None:
         """A wait is over."""
+        self.throughput.wait_ended()
         if self._wait is wait:
             self._wait = None
             self._sequence += 1

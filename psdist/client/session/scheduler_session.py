@@ -208,6 +208,7 @@ class WorkerSession:
                 waiting_for=self.waits.sentences(),
                 connections=connections if changed else None,
                 activity=self.activities.report(),
+                rates=self.activities.throughput.rates(),
             )
 
         return heartbeat

@@ -1,0 +1,78 @@
+"""Gradient buffers that nobody writes to: a warning, since such training goes on without learning anything.
+
+The usual cause is torch's ``zero_grad()``, which sets ``grad`` to None: the next backward pass makes new arrays, and
+the buffers keep what they had. A push cannot see who wrote to memory, so the contents of successive pushes are
+compared. That must cost next to nothing. A sample of some elements is read at each push, and only where it is as before
+is the whole vector hashed, which costs less than the search for NaN that each push makes anyway.
+
+Equal gradients are possible (all zeros, or a constant), so that this is a warning, given once, after several pushes
+in a row, and never an error. It cannot come where a single element differs between two pushes in a row.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from psdist.client.core.partition import Flat
+
+logger = logging.getLogger("psdist")
+
+#: Pushes in a row with the same content, before a warning.
+_REPEATS: Final = 5
+#: Elements of the sample.
+_SAMPLED: Final = 256
+#: So many vectors were hashed in vain: the sample says nothing about these gradients, so that no more are.
+_GIVE_UP: Final = 16
+
+
+class StaleBufferCheck:
+    """Compares the content of one handle's gradient buffers from push to push. name: the parameter set's."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._push = -1
+        self._sample = b""
+        #: Of the whole vector; empty where the sample was another than before.
+        self._digest = b""
+        self._repeats = 0
+        self._misses = 0
+        self._is_over = False
+
+    def on_push(self, number: int, vector: Flat) -> None:
+        """Push ``number`` is about to send the buffers, which are ``vector``. One that is made again does not count."""
+        if self._is_over or number == self._push:
+            return
+        self._push = number
+        sample = _sample(vector)
+        if sample != self._sample:
+            self._sample, self._digest, self._repeats = sample, b"", 0
+            return
+        digest = xxhash.xxh3_128_digest(vector.data)
+        if digest == self._digest:
+            self._repeats += 1
+        else:
+            # The first time that the sample is the same, nothing is known of the vector before.
+            self._misses += self._digest != b""
+            self._digest, self._repeats = digest, 1
+        self._is_over = self._repeats >= _REPEATS or self._misses >= _GIVE_UP
+        if self._repeats >= _REPEATS:
+            self._warn()
+
+    def _warn(self) -> None:
+        logger.warning(
+            "the gradient_buffers() of %r held the same values in %d pushes in a row: nothing may be writing to them, "
+            "and then nothing is trained. With torch, zero_grad() takes gradients out of the buffers: call "
+            "zero_grad(set_to_none=False), or pass the gradients themselves. If these gradients are meant to be the "
+            "same, ignore this; it is not said again",
+            self._name,
+            self._repeats,
+        )
+
+
+def _sample(vector: Flat) -> bytes:
+    """Elements at even distances."""
+    return np.ascontiguousarray(vector[:: max(1, vector.size // _SAMPLED)]).tobytes()

@@ -1,0 +1,98 @@
+"""``psdist status``: how fast a run is, as JSON and as a table, and the blocks of --watch."""
+
+from __future__ import annotations
+
+import io
+import math
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from psdist.cli import status
+from psdist.cli.status_table import print_status
+from psdist.cli.target import SchedulerChoice
+from psdist.v1 import scheduler_pb2 as pb
+from psdist_scheduler import messages
+
+
+def worker(rank: int, seconds: float, waiting: float, pushes: int) -> pb.MemberStatus:
+    rates = pb.WorkerRates(seconds=seconds, waiting_seconds=waiting, pushes={"model": pushes})
+    return pb.MemberStatus(member_id=f"worker-{rank}", role=pb.ROLE_WORKER, rank=rank, state="live", rates=rates)
+
+
+def answer(consistency: str = "bsp") -> pb.GetStatusResponse:
+    server = pb.MemberStatus(member_id="server-0", role=pb.ROLE_SERVER, state="live")
+    report = pb.GetStatusResponse(run_id="digits", phase="training")
+    report.members.extend([worker(0, 10.0, 9.0, 20), worker(1, 8.0, 0.4, 16), server])
+    parameters = report.parameters.add(state="ready")
+    parameters.entry.spec.name = "model"
+    parameters.entry.spec.consistency.kind = consistency
+    return report
+
+
+def table(report: pb.GetStatusResponse) -> list[list[str]]:
+    file = io.StringIO()
+    print_status(status.as_json(report), file)
+    return [line.split() for line in file.getvalue().splitlines()]
+
+
+def test_each_worker_has_its_speed_and_its_share_of_waiting() -> None:
+    members = status.as_json(answer())["members"]
+    assert [member["steps_per_second"] for member in members] == [{"model": 2.0}, {"model": 2.0}, {}]
+    assert [member["waiting_share"] for member in members] == [0.9, 0.05, None]
+    rows = table(answer())
+    assert ["worker-0", "worker", "0", "live", "0.0", "s", "ago", "0", "2.0", "90%"] in rows
+    assert ["worker-1", "worker", "1", "live", "0.0", "s", "ago", "0", "2.0", "5%"] in rows
+
+
+@pytest.mark.parametrize(("consistency", "speed"), [("bsp", 2.0), ("ssp", 4.0), ("asp", 4.0)])
+def test_the_version_grows_with_common_steps_or_with_all_pushes(consistency: str, speed: float) -> None:
+    assert status.as_json(answer(consistency))["parameters"][0]["steps_per_second"] == speed
+
+
+def test_before_the_first_report_nothing_is_known() -> None:
+    report = answer()
+    for member in report.members:
+        member.ClearField("rates")
+    shown = status.as_json(report)
+    assert [member["waiting_share"] for member in shown["members"]] == [None] * 3
+    assert shown["parameters"][0]["steps_per_second"] == 0.0 and table(report)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seconds": math.nan},
+        {"seconds": math.inf},
+        {"seconds": -1.0},
+        {"seconds": 1.0, "waiting_seconds": 2.0},
+        {"seconds": 1.0, "waiting_seconds": -0.5},
+        {"seconds": 1.0, "waiting_seconds": math.nan},
+        {"seconds": 1.0, "pushes": {str(number): 1 for number in range(2000)}},
+    ],
+)
+def test_rates_that_make_no_sense_are_not_kept(wrong: dict[str, Any]) -> None:
+    assert messages.rates(pb.WorkerRates(**wrong)) == pb.WorkerRates()
+    good = pb.WorkerRates(seconds=2.0, waiting_seconds=1.0, pushes={"model": 3})
+    assert messages.rates(good) == good
+
+
+def test_watch_shows_blocks_until_it_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paused: list[float] = []
+
+    def pause(seconds: float) -> None:
+        paused.append(seconds)
+        if len(paused) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status, "find_target", lambda given, environ: SchedulerChoice("h:1", "", "test"))
+    monkeypatch.setattr(status, "fetch", lambda target, timeout: answer())
+    monkeypatch.setattr(status.time, "sleep", pause)
+    assert status.run(Namespace(watch=True, timeout=1.0, format="table"), {}) == 0
+    shown = capsys.readouterr()
+    assert paused == [1.0] * 3 and not shown.err and "\x1b" not in shown.out
+    blocks = shown.out.removesuffix("\n\n").split("\n\n")
+    assert len(blocks) == 3 and all(block.startswith("digits: training\n") for block in blocks)

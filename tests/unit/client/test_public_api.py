@@ -1,0 +1,57 @@
+"""What an editor and a type checker know of the synchronous API: its own documentation, and named arguments."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import psdist
+from psdist.errors import ConfigurationError
+
+
+def methods(cls: type) -> dict[str, str]:
+    """The documentation of the public methods and properties of a class, by name."""
+    return {name: inspect.getdoc(value) or "" for name, value in vars(cls).items() if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("cls", [psdist.Client, psdist.Parameters, psdist.Bucket], ids=lambda cls: cls.__name__)
+def test_each_method_documents_itself(cls: type) -> None:
+    documented = {**methods(cls), "the class": inspect.getdoc(cls) or ""}
+    assert not [name for name, text in documented.items() if not text or "See ``Async" in text or "see ``Async" in text]
+
+
+@pytest.mark.parametrize("name", ["pull", "push", "push_pull", "push_pull_async", "keep_state"])
+def test_a_call_documents_its_arguments_and_errors(name: str) -> None:
+    text = methods(psdist.Parameters)[name]
+    arguments = list(inspect.signature(getattr(psdist.Parameters, name)).parameters)[1:]
+    assert all(f"{argument}:" in text for argument in arguments) and "Raises" in text
+
+
+def test_init_takes_the_arguments_of_the_client_by_name() -> None:
+    init, client = (inspect.signature(what).parameters for what in (psdist.init, psdist.Client))
+    assert list(init.values()) == list(client.values())
+    assert all(f"{name}:" in (inspect.getdoc(psdist.init) or "") for name in init)
+    with pytest.raises(TypeError, match="rnk"):
+        psdist.init(rnk=3)  # type: ignore[call-arg]
+
+
+def test_init_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from psdist.client import context
+
+    given: list[dict[str, object]] = []
+
+    def connect(arguments: dict[str, object]) -> None:
+        given.append(arguments)
+        raise ConfigurationError("enough")
+
+    monkeypatch.setattr(context, "_connect", connect)
+    for call in (psdist.init, lambda: psdist.init("h:1", rank=0, transport="grpc")):
+        with pytest.raises(ConfigurationError, match="enough"):
+            call()
+    assert given == [{}, {"scheduler": "h:1", "rank": 0, "transport": "grpc"}]
+
+
+def test_all_names_of_the_package_are_there() -> None:
+    assert {"consistency", "optim", "compression", "errors", "data"} <= set(psdist.__all__)
+    assert all(hasattr(psdist, name) for name in psdist.__all__)
