@@ -319,8 +319,8 @@ def test_an_elastic_run_waits_below_its_minimum_and_says_so(stage: Stage) -> Non
     line(first, "made step 10$")
     second.kill()
     paused = stage.until(lambda status: status["phase"].startswith("paused"))
-    assert "1 of 2 workers" in paused["phase"], paused["phase"]
-    stage.until(lambda status: "1 of 2 workers to come back" in " ".join(waits(status)))
+    assert "1 of 2 nodes" in paused["phase"], paused["phase"]
+    stage.until(lambda status: "1 of 2 nodes to come back" in " ".join(waits(status)))
     versions = [-1]
 
     def stands(status: dict[str, Any]) -> bool:
