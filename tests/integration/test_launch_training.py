@@ -25,6 +25,8 @@ context = psdist.init()
 weights = context.client.parameters(
     "model", init={"w": np.zeros((300, 200), np.float32)}, optimizer=psdist.optim.SGD(lr=1.0), consistency=psdist.BSP()
 )
+if "wrong" in sys.argv and context.rank == 1:
+    weights.push_pull({"w": np.ones(3, np.float32)})
 for step in range(4):
     if "die" in sys.argv and step == 2 and (context.rank, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (1, "0"):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -114,6 +116,16 @@ def test_a_killed_worker_comes_back_and_the_run_ends_well(stage: Stage) -> None:
     assert status == 0, text
     assert "worker 1 failed: killed by SIGKILL; restart 1 of 3" in text
     assert "[worker 1] rank 1 of 2" in text and "[worker 0] rank 0 of 2" in text
+
+
+def test_wrong_arguments_are_said_once_and_the_others_stopped(stage: Stage) -> None:
+    status, text = stage.run("psdist", "run", "--nproc-per-node", "2", "--stop-timeout", "3600", "train.py", "wrong")
+    assert status == 78, text
+    assert text.count("Traceback") == text.count("expected (300, 200)") == 1 and "restart 1" not in text, text
+    assert re.findall(r'File "(.*)", line', text) == [str(stage.path / "train.py")], text
+    assert "frames of psdist left out; PSDIST_FULL_TRACEBACK=1 shows all)" in text, text
+    failed = "psdist: worker 1 failed: exit code 78 (wrong settings or arguments: not restarted)"
+    assert text.splitlines()[-1] == failed
 
 
 def test_status_of_the_run_on_this_machine(stage: Stage) -> None:
