@@ -252,14 +252,30 @@ def test_a_failed_worker_is_restarted_with_its_rank(stage: Stage) -> None:
     stage.assert_clean()
 
 
-def test_the_traceback_of_the_first_failure_comes_last(stage: Stage) -> None:
+def test_a_traceback_that_the_console_had_is_not_repeated(stage: Stage) -> None:
     flags = ("--nproc-per-node", "2", "--max-restarts", "1")
+    status, text = stage.run(*flags, "train.py", "connect", "0:wait", "1:fail")
+    assert status == 1
+    assert text.count("RuntimeError: boom in attempt 1") == 1 and "last lines" not in text
+    assert text.splitlines()[-1] == "psdist: worker 1 failed: exit code 1 (--max-restarts 1 used up)"
+    stage.assert_clean()
+
+
+def test_a_traceback_that_the_console_did_not_have_comes_last(stage: Stage) -> None:
+    flags = ("--nproc-per-node", "2", "--max-restarts", "0", "--local-ranks-filter", "0")
     status, text = stage.run(*flags, "train.py", "connect", "0:wait", "1:fail")
     assert status == 1
     end = text[text.index("psdist: last lines of worker 1") :].splitlines()
     assert end[1] == "  | Traceback (most recent call last):"
-    assert end[-2] == "  | RuntimeError: boom in attempt 1"
-    assert end[-1] == "psdist: worker 1 failed: exit code 1 (--max-restarts 1 used up)"
+    assert end[-2] == "  | RuntimeError: boom in attempt 0"
+    assert end[-1] == "psdist: worker 1 failed: exit code 1"
+    stage.assert_clean()
+
+
+def test_after_a_failure_who_does_not_end_is_killed_without_the_stop_timeout(stage: Stage) -> None:
+    flags = ("--nproc-per-node", "2", "--max-restarts", "0", "--stop-timeout", "3600")
+    status, text = stage.run(*flags, "train.py", "0:deaf", "connect", "0:wait", "1:fail")
+    assert status == 1 and "worker 0 did not end within 1 s of SIGTERM: killed" in text
     stage.assert_clean()
 
 
@@ -295,7 +311,7 @@ def test_a_server_or_scheduler_that_is_dead_for_good_ends_the_run(
     status, text = stage.run("--nproc-per-node", "2", "train.py", "connect", "wait", STAND_IN=stand_in)
     assert status == 70
     assert text.splitlines()[-1].startswith(f"psdist: {who} died: {words}")
-    assert f"  | the {who.split()[0]}'s last words" in text
+    assert f"the {who.split()[0]}'s last words" in text and "last lines" not in text
     stage.assert_clean()
 
 
