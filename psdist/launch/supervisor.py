@@ -187,7 +187,7 @@ class Supervisor:
             return self._shutdown.begin(cause, now)
         self._first_failure = self._first_failure or cause
         if others := self.table.of("worker"):
-            return [Say(f"{cause.message}; the run is elastic: {enumerate_keys(others)} goes on")]
+            return [Say(f"{cause.message}; the run is elastic, so others go on: {enumerate_keys(others)}")]
         # The end of a run that fails says why by itself.
         is_cause = self._first_failure is cause and not self._succeeded
         return [*(() if is_cause else (Say(cause.message),)), *self._check_all_ended(now)]

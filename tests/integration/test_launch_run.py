@@ -134,7 +134,7 @@ class Stage:
         self.environ = {
             **os.environ,
             "PYTHONPATH": inherited,
-            "XDG_STATE_HOME": str(path / "state"),
+            "XDG_RUNTIME_DIR": str(path),
             "TMPDIR": str(path),
             "STAGE_MARK": self.mark,
         }
@@ -165,7 +165,7 @@ class Stage:
         _, alive = psutil.wait_procs(self.processes(), timeout=60)
         assert [process.cmdline() for process in alive] == []
         assert list(self.path.glob("psdist-*")) == []
-        assert list((self.path / "state").glob("**/*.json")) == []
+        assert list(self.path.glob("psdist/**/*.json")) == []
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_while_it_runs_it_is_noted_and_then_not_any_more(stage: Stage) -> None:
     run.until(r"\[server 0\] pid \d+ server-0")
     run.until(r"\[worker 0\] pid")
     # The note gets the address at the launcher's next look; the servers have it from the file itself.
-    note = stage.path / "state" / "psdist" / "runs" / "noted.json"
+    note = stage.path / "psdist" / "runs" / "noted.json"
     values = json.loads(note.read_text())
     directory = Path(values["directory"])
     assert values["pid"] == run.process.pid and note.stat().st_mode & 0o777 == 0o600

@@ -44,7 +44,7 @@ class Stage:
         self.path = path
         self.started: list[subprocess.Popen[str]] = []
         (path / "train.py").write_text(_SCRIPT)
-        self.environ = {**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)}
+        self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(path), "TMPDIR": str(path)}
 
     def start(self, command: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
         """Starts ``psdist``, ``psdist-scheduler``, ``psdist-server`` or ``psdist-worker``."""

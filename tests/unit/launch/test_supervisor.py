@@ -169,7 +169,7 @@ def test_a_worker_with_wrong_settings_is_not_started_again() -> None:
 def test_in_an_elastic_run_the_others_go_on_and_one_success_is_enough() -> None:
     machine = elastic_agent()
     (said,) = machine.on(Exited(W0, 1, True), 1.0)
-    assert said == Say("worker 0 failed: exit code 1; the run is elastic: worker 1 goes on")
+    assert said == Say("worker 0 failed: exit code 1; the run is elastic, so others go on: worker 1")
     assert machine.on(Exited(W1, 0, True), 2.0) == [Finish(0)]
     machine = elastic_agent()
     machine.on(Exited(W0, 0, True), 1.0)
