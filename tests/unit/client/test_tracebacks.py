@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import psdist
-from psdist import tracebacks
+from psdist.client import tracebacks
 from psdist.client.core import partition
 from psdist.errors import (
     ConfigurationError,
