@@ -10,14 +10,15 @@ from psdist_scheduler.events import worker_events as we
 from tests.support.scheduler_driver import Driver
 
 
-def elastic(nodes: tuple[int, int] = (2, 4), agents: int = 2) -> tuple[Driver, list[int]]:
-    """A run with a server and two workers of agents that said --nnodes MIN:MAX, training; and the workers' sessions."""
+def elastic(nodes: tuple[int, int] = (2, 4), agents: int = 2, processes: int = 1) -> tuple[Driver, list[int]]:
+    """A run with a server and the workers of agents that said --nnodes MIN:MAX, training; and the workers' sessions."""
     run = Driver(workers_min=1)
     run.join("server", member_id="server-0", host="s")
     for number in range(agents):
-        run.on(ev.EnterRendezvous(run.number(), "run", f"agent-{number}", "h", 2 // agents, *nodes))
+        run.on(ev.EnterRendezvous(run.number(), "run", f"agent-{number}", "h", processes, *nodes))
     run.tick()
-    workers = [run.join(rank=rank, world_size=2, host="h") for rank in range(2)]
+    world = agents * processes
+    workers = [run.join(rank=rank, world_size=world, host="h") for rank in range(world)]
     calls = [run.create(worker) for worker, _ in workers]
     uploading = next(i for i, call in enumerate(calls) if isinstance(run.state(call), ev.Upload))
     run.ask(ev.CommitParameters, workers[uploading][0])
@@ -60,15 +61,17 @@ def test_nothing_is_paused_before_it_has_begun() -> None:
 
 
 def test_a_node_is_there_while_one_of_its_workers_is() -> None:
-    run, sessions = elastic((1, 4), agents=1)
-    run.on(ev.SessionClosed(sessions[1], "killed"))
-    assert run.map.paused == ""
+    run, sessions = elastic(processes=2)
     run.on(ev.SessionClosed(sessions[0], "killed"))
-    assert "1 of 1 nodes" in run.map.paused
+    run.on(ev.SessionClosed(sessions[2], "killed"))
+    assert run.map.paused == ""
+    run.join(rank=0, world_size=4, host="h")
+    run.on(ev.SessionClosed(sessions[3], "killed"))
+    assert "1 of 2 nodes" in run.map.paused
 
 
 def test_workers_without_an_agent_count_as_nodes() -> None:
-    run, sessions = elastic((1, 4), agents=1)
+    run, sessions = elastic((1, 4), agents=1, processes=2)
     run.join(rank=2, world_size=3, host="h")
     for session in sessions:
         run.on(ev.SessionClosed(session, "killed"))
