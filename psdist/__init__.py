@@ -1,11 +1,13 @@
 """psdist: training through sharded parameter servers.
 
 The names a script uses, loaded when they are first used, so that ``import psdist`` costs nothing. ``psdist.init()``
-gives a launched script its ``Context``; ``psdist.Client()`` is the connection alone.
+gives a launched script its ``Context``; ``psdist.Client()`` is the connection alone. In a launched script the import
+installs the exception hook of ``psdist.client.tracebacks``.
 """
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -59,3 +61,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if "PSDIST_CONNECTED_FILE" in os.environ:
+    import_module("psdist.client.tracebacks").install()

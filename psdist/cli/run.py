@@ -32,8 +32,8 @@ EPILOG = (
     "Flags come before the script; what follows it is the script's. --some-flag can also be set by PSDIST_SOME_FLAG. "
     "Exit status: the script's; 128+n for signal n; 2 wrong use; 65 a script never connected; 69 no scheduler, or "
     "a storage that cannot be read or written; 70 what a dead server held is lost; 74 the scripts succeeded, but the "
-    "snapshot at the end failed (only where --storage-path is given). The same command with the same --run-id resumes "
-    "from the newest snapshot."
+    "snapshot at the end failed (only where --storage-path is given); 78 a script gave psdist wrong settings or "
+    "arguments. The same command with the same --run-id resumes from the newest snapshot."
 )
 
 
@@ -66,7 +66,8 @@ def script_flags() -> tuple[Flag, ...]:
         "workers",
         Flag("--nproc-per-node", "workers on this machine: a number, auto or cpu", processes, 1, "N",
              variables=torchrun("nproc-per-node")),
-        Flag("--max-restarts", "restarts of each worker whose script fails", integer(0), 3, "N",
+        Flag("--max-restarts", "restarts of each worker whose script fails; wrong settings or arguments of psdist are "
+             "not tried again", integer(0), 3, "N",
              variables=torchrun("max-restarts")),
         Flag("--monitor-interval", "time between two checks of the workers", seconds(0.001), 0.1, "SECONDS",
              variables=torchrun("monitor-interval")),

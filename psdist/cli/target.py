@@ -46,12 +46,17 @@ def find_target(given: Namespace, environ: Mapping[str, str]) -> SchedulerChoice
         address = read_address(Path(environ["PSDIST_SCHEDULER_FILE"]))
     if address:
         return SchedulerChoice(address, find_token(environ, token_file=token_file), "--scheduler or PSDIST_SCHEDULER")
-    record = _choose(RunRegistry(records_directory(environ)).live(), run_id)
+    record = choose_run(run_id, environ)
+    if not record.address:
+        raise SchedulerUnreachableError(f"the scheduler of run {record.run_id} is not up yet: try again")
     token = find_token({"PSDIST_TOKEN_FILE": record.token_file}, token_file=token_file)
     return SchedulerChoice(record.address, token, f"run {record.run_id} on this machine, pid {record.pid}")
 
 
-def _choose(records: list[RunRecord], run_id: str) -> RunRecord:
+def choose_run(run_id: str, environ: Mapping[str, str]) -> RunRecord:
+    """The run of this name on this machine; the only one where the name is empty. Raises SchedulerUnreachableError
+    where there is none, InvalidArgumentError where there are several."""
+    records = RunRegistry(records_directory(environ)).live()
     names = ", ".join(record.run_id for record in records)
     matching = [record for record in records if run_id in ("", record.run_id)]
     if not matching:
@@ -60,8 +65,6 @@ def _choose(records: list[RunRecord], run_id: str) -> RunRecord:
         raise SchedulerUnreachableError(f"{what} running on this machine{others}: pass --scheduler HOST:PORT")
     if len(matching) > 1:
         raise InvalidArgumentError(f"several runs are running on this machine: choose one of {names} by --run-id")
-    if not matching[0].address:
-        raise SchedulerUnreachableError(f"the scheduler of run {matching[0].run_id} is not up yet: try again")
     return matching[0]
 
 

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from psdist.cli.run import EPILOG, SCRIPT_USAGE, hint_misplaced, script_flags, script_options
+from psdist.cli.target import choose_run
 from psdist.errors import ConfigurationError
 from psdist.launch.agent import AgentOptions, run_agent
 from psdist.launch.local import LocalOptions, run_local
 from psdist.settings.config import address_text, check_run_id, find_scheduler
 from psdist.settings.flags import CommandLine, Flag, grouped, integer, one_of, text, torchrun
 from psdist.settings.programs import SCHEDULER_FILE_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
+from psdist.wire.limits import WORLD_MAX
 
 
 def nodes(value: str) -> tuple[int, int]:
@@ -35,9 +37,9 @@ def command_line() -> CommandLine:
         "Runs this node's workers. Scheduler and servers run elsewhere.",
         (
             SCHEDULER_FLAG,
-            Flag("--nnodes", "nodes that take part: N or MIN:MAX", nodes, (1, 1), "N", variables=torchrun("nnodes"),
-                 shown_default="1"),
-            run_id_flag(),
+            Flag("--nnodes", "nodes that take part: N or MIN:MAX (default: 1; any number with a --run-id of this "
+                 "machine)", nodes, None, "N", variables=torchrun("nnodes")),
+            run_id_flag("name of the run, which the scheduler must serve; without a scheduler, a run on this machine"),
             TOKEN_FILE_FLAG,
             *script_flags(),
             *grouped(
@@ -66,9 +68,10 @@ def command_line() -> CommandLine:
 
 
 def scheduler_of(given: Namespace, environ: Mapping[str, str]) -> tuple[str, Path | None]:
-    """Address or address file of the scheduler; the command line takes precedence over variables.
+    """Address or address file of the scheduler; the command line takes precedence over variables. Neither where only
+    the run is named.
 
-    Raises ConfigurationError if none is named, or one without its port.
+    Raises ConfigurationError if not even that is, or a scheduler without its port.
     """
     for considered in (given.explicit, frozenset(vars(given))):
         if given.scheduler and "scheduler" in considered:
@@ -82,28 +85,36 @@ def scheduler_of(given: Namespace, environ: Mapping[str, str]) -> tuple[str, Pat
                 raise ConfigurationError(f"--master-addr {given.master_addr} names no port: add --master-port")
             return f"{given.master_addr}:{given.master_port}", None
     address = find_scheduler(environ)
-    if not address:
-        raise ConfigurationError("no scheduler: pass --scheduler HOST:PORT, or set PSDIST_SCHEDULER")
+    if not address and not (given.run_id or given.rdzv_id):
+        raise ConfigurationError(
+            "no scheduler: pass --scheduler HOST:PORT, set PSDIST_SCHEDULER, or name a run on this machine by --run-id"
+        )
     return address, None
 
 
 def agent_options(given: Namespace, environ: Mapping[str, str]) -> AgentOptions:
-    """The parsed flags as options. Raises ConfigurationError."""
-    least, most = given.nnodes
+    """The parsed flags as options. Raises ConfigurationError, and SchedulerUnreachableError if no run on this machine
+    has the name that was given in place of a scheduler."""
+    run_id, token_file = given.run_id or given.rdzv_id, given.token_file
+    address, file = scheduler_of(given, environ)
+    found = None if address or file is not None else choose_run(run_id, environ)
+    if found is not None:
+        file, token_file = found.address_file, token_file or Path(found.token_file)
+    # Workers of psdist run need no nodes, so those who join it may be any number.
+    least, most = given.nnodes or (1, 1 if found is None else WORLD_MAX)
     if given.node_rank is not None and least != most:
         raise ConfigurationError(f"--node-rank needs a fixed number of nodes, not --nnodes {least}:{most}")
     if given.node_rank is not None and given.node_rank >= most:
         raise ConfigurationError(f"--node-rank {given.node_rank} is not below --nnodes {most}: nodes count from 0")
-    address, file = scheduler_of(given, environ)
     return AgentOptions(
         script=script_options(given),
         scheduler=address,
         scheduler_file=file,
-        token_file=given.token_file,
+        token_file=token_file,
         nodes_min=least,
         nodes_max=most,
         node_rank=given.node_rank,
-        run_id=given.run_id or given.rdzv_id,
+        run_id=run_id,
         local_address=given.local_addr,
     )
 

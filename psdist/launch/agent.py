@@ -135,7 +135,11 @@ async def _supervise(options: AgentOptions, environ: Mapping[str, str], workers:
             ranks=workers.ranks,
             spec=lambda key, attempt: workers.spec(key.number, attempt, environ),
             connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
-            policy=RunPolicy(script.restarts_max, stop_timeout_seconds=script.stop_timeout_seconds),
+            policy=RunPolicy(
+                script.restarts_max,
+                stop_timeout_seconds=script.stop_timeout_seconds,
+                elastic=options.nodes_min < options.nodes_max,
+            ),
         ),
         output,
         interval_seconds=script.interval_seconds,

@@ -145,7 +145,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """All processes ended. Exit with ``status``; show the last lines of ``culprit``, then ``message``."""
+    """All processes ended. Exit with ``status``; show the hidden last lines of ``culprit``, then ``message``."""
 
     status: int
     message: str = ""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import tempfile
@@ -25,6 +26,7 @@ from psdist.launch.events import Event, ProcessKey, RunFailed, ServersWanted
 from psdist.launch.output import STDOUT, Output
 from psdist.launch.plan import (
     SchedulerAddress,
+    ScriptKind,
     ScriptOptions,
     ServicesPlan,
     SnapshotPlan,
@@ -34,7 +36,7 @@ from psdist.launch.plan import (
     server_number,
 )
 from psdist.launch.process import Child, ProcessSpec, free_port
-from psdist.launch.run_record import DIRECTORY_PREFIX, RunRegistry, records_directory
+from psdist.launch.run_record import ADDRESS_FILE, DIRECTORY_PREFIX, RunRegistry, records_directory
 from psdist.launch.runner import ProcessPlan, Runner
 from psdist.launch.scale_watch import ScaleRequest
 from psdist.launch.shutdown import RunPolicy
@@ -113,7 +115,7 @@ def _make_link(directory: Path, token: str, run_id: str) -> SchedulerAddress:
     descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(token + "\n")
-    return SchedulerAddress(file=directory / "scheduler", token_file=token_file, run_id=run_id)
+    return SchedulerAddress(file=directory / ADDRESS_FILE, token_file=token_file, run_id=run_id)
 
 
 async def _run(
@@ -205,11 +207,24 @@ async def _supervise(
         )
         if services.snapshots is not None:
             _report_storage(output, services.snapshots, asked=bool(options.storage))
+        output.say(_how_to_join(run_id, script, RunRegistry(records_directory(environ))))
         announce(output, workers, environ)
         return (await runner.run()).status
     finally:
         await requests.close()
         output.close()
+
+
+def _how_to_join(run_id: str, script: ScriptOptions, registry: RunRegistry) -> str:
+    """The command by which another terminal adds workers to the run, or why there is none."""
+    if all(record.run_id != run_id for record in registry.live()):
+        directory = registry.directory
+        return f"the run is not found by its id: {directory} cannot be written, or is not this user's alone (mode 0700)"
+    name, *arguments = script.command
+    kinds = {ScriptKind.FILE: (), ScriptKind.MODULE: ("--module",), ScriptKind.PROGRAM: ("--no-python",)}
+    shown = str(Path(name).absolute()) if script.kind is ScriptKind.FILE else name
+    command = ("psdist-worker", "--run-id", run_id, *kinds[script.kind], shown, *arguments)
+    return f"to add a worker from another terminal: {shlex.join(command)}"
 
 
 def _report_storage(output: Output, snapshots: SnapshotPlan, asked: bool) -> None:

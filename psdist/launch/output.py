@@ -1,7 +1,8 @@
 """The output of a run: the lines of its processes with a prefix, log files, and the launcher's own messages.
 
 The lines of a process go to the stream that they came from, behind a prefix such as ``[worker 0]``, and with a log
-directory also to a file of the process. Its last lines are kept, to show at the end why it failed.
+directory also to a file of the process. Its last lines are kept, to show at the end why it failed, if the console did
+not have them.
 """
 
 from __future__ import annotations
@@ -138,8 +139,11 @@ class Output:
             self._append(key, lines)
 
     def report(self, key: ProcessKey) -> None:
-        """Shows why a process failed: its traceback if it printed one, else its last lines."""
-        shown = last_words(list(self._tails.get(key, ())))
+        """Shows why a process failed, of lines that the console did not have: its traceback if it printed one, else its
+        last lines."""
+        rank = self._local_rank(key.number) if key.role == "worker" else None
+        hidden = frozenset(stream for stream in (STDOUT, STDERR) if not self._routing.to_console(rank, stream))
+        shown = last_words(list(self._tails.get(key, ())), hidden)
         if shown:
             self.say(f"last lines of {key}:")
             self._write(STDERR, "".join(f"  | {line}\n" for line in shown))
@@ -195,11 +199,12 @@ def stamped(message: str) -> str:
     return f"{time.strftime('%H:%M:%S')} psdist: {message}"
 
 
-def last_words(tail: list[tuple[int, str]]) -> list[str]:
-    """The lines, of a process's last (stream, line) pairs, that show why it failed."""
+def last_words(tail: list[tuple[int, str]], hidden: frozenset[int]) -> list[str]:
+    """The lines, of a process's last (stream, line) pairs, that show why it failed, as far as their stream is
+    ``hidden`` from the console."""
     errors = [line for stream, line in tail if stream == STDERR]
     starts = [number for number, line in enumerate(errors) if line.lstrip().startswith(_TRACEBACK)]
     if starts:
         # From the first one that is kept, since chained tracebacks print the cause first. What follows belongs to it.
-        return errors[starts[0] :][-_TRACEBACK_LINES:]
-    return [line for _, line in tail][-_SHOWN_LINES:]
+        return errors[starts[0] :][-_TRACEBACK_LINES:] if STDERR in hidden else []
+    return [line for stream, line in tail if stream in hidden][-_SHOWN_LINES:]

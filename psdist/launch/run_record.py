@@ -1,9 +1,12 @@
 """Records of the runs on this machine, by which ``psdist status`` finds them: one JSON file for each run.
 
-A launcher removes its record at its end. Records are in ``$XDG_STATE_HOME/psdist/runs`` (else
-``~/.local/state/psdist/runs``), mode 0600, as ``RUN_ID.json``. A record is stale if its launcher is dead: its pid is
-gone, or belongs to a process that started at another time. The first process that reads a stale record removes it, and
-the private directory of its run.
+A launcher removes its record at its end. Records are in ``$XDG_RUNTIME_DIR/psdist/runs``, as ``RUN_ID.json``, mode
+0600; where this user has no such directory, in ``psdist-runs-UID`` in the directory for temporary files. They name the
+file with the token. A record is stale if its launcher is dead: its pid is gone, or belongs to a process that started at
+another time. The first process that reads a stale record removes it, and the private directory of its run.
+
+Anybody may create names in the directory for temporary files. So nothing is read or written unless the directory, and
+the file, belong to this user, and nobody else has any right to them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +26,8 @@ from psdist.errors import ConfigurationError
 from psdist.wire.limits import RUN_RECORD_BYTES_MAX
 
 DIRECTORY_PREFIX: Final = "psdist-"
+#: In a run's private directory, the file in which the scheduler leaves its address.
+ADDRESS_FILE: Final = "scheduler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +41,33 @@ class RunRecord:
     pid: int
     pid_started: int
 
+    @property
+    def address_file(self) -> Path:
+        """The file in which the scheduler leaves its address."""
+        return Path(self.directory, ADDRESS_FILE)
+
 
 def records_directory(environ: Mapping[str, str]) -> Path:
     """The directory of the records of this user."""
-    home = environ.get("XDG_STATE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~")) / ".local" / "state"
-    return base / "psdist" / "runs"
+    base = environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(base):
+        # After su it is that of another user.
+        with contextlib.suppress(OSError):
+            if os.stat(base).st_uid == os.geteuid():
+                return Path(base, "psdist", "runs")
+    return Path(environ.get("TMPDIR") or tempfile.gettempdir(), f"psdist-runs-{os.geteuid()}")
 
 
 class RunRegistry:
-    """The records in one directory. Where that cannot be written, runs are not found by ``psdist status``."""
+    """The records in one directory. Where that cannot be written, or is not private, runs are not found by name."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
 
     def claim(self, run_id: str, token_file: Path, directory: Path) -> RunRecord:
         """Records a run of this process. Raises ConfigurationError if a live one on this machine has the name."""
         with contextlib.suppress(OSError):
-            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for other in self.live():
             if other.run_id == run_id:
                 raise ConfigurationError(
@@ -72,7 +87,8 @@ class RunRegistry:
     def remove(self, run_id: str) -> None:
         """Removes a record."""
         with contextlib.suppress(OSError):
-            self._path(run_id).unlink()
+            if self._is_private():
+                self._path(run_id).unlink()
 
     def live(self) -> list[RunRecord]:
         """Runs whose launcher lives, by name; stale records are swept."""
@@ -85,23 +101,31 @@ class RunRegistry:
         return sorted(found, key=lambda record: record.run_id)
 
     def _records(self) -> Iterator[tuple[Path, RunRecord | None]]:
-        for path in self._directory.glob("*.json"):
+        for path in self.directory.glob("*.json") if self._is_private() else ():
             try:
-                with path.open("rb") as file:
-                    values = json.loads(file.read(RUN_RECORD_BYTES_MAX))
+                values = json.loads(_read_private(path))
                 record = RunRecord(**values)
                 well_formed = all(type(getattr(record, f)) is type(v) for f, v in _SAMPLE.items())
                 yield path, record if well_formed and path.stem == record.run_id else None
-            except FileNotFoundError:
+            except OSError:
                 continue
             except (ValueError, TypeError):
                 yield path, None
 
+    def _is_private(self) -> bool:
+        try:
+            info = self.directory.lstat()
+        except OSError:
+            return False
+        return stat.S_ISDIR(info.st_mode) and _is_mine(info)
+
     def _path(self, run_id: str) -> Path:
-        return self._directory / f"{run_id}.json"
+        return self.directory / f"{run_id}.json"
 
     def _write(self, record: RunRecord) -> None:
-        draft = self._directory / f".{record.run_id}.{os.getpid()}.draft"
+        if not self._is_private():
+            return
+        draft = self.directory / f".{record.run_id}.{os.getpid()}.draft"
         with contextlib.suppress(OSError):
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -110,6 +134,20 @@ class RunRegistry:
 
 
 _SAMPLE: Final = asdict(RunRecord("", "", "", "", 0, 0))
+
+
+def _is_mine(info: os.stat_result) -> bool:
+    """Whether a file belongs to this user, and nobody else has any right to it."""
+    return info.st_uid == os.geteuid() and not info.st_mode & 0o077
+
+
+def _read_private(path: Path) -> bytes:
+    """The content of a record. Raises OSError, also where the file is another's, or others may use it."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        info = os.fstat(file.fileno())
+        if not (stat.S_ISREG(info.st_mode) and _is_mine(info)):
+            raise PermissionError(f"{path} is not a file of this user alone")
+        return file.read(RUN_RECORD_BYTES_MAX)
 
 
 def _sweep(path: Path, record: RunRecord | None) -> None:

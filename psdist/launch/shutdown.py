@@ -5,6 +5,10 @@ runs between workers and servers: the ``snapshot``, which saves what was trained
 when the group's time is over. The snapshot has no time limit. It is left out if no worker ever connected, and if the
 scheduler is gone.
 
+After a worker failed, the others have ``FAILURE_STOP_SECONDS``: the error is known, and a job that has failed should
+not hold its machine. Half of that time is for the common end, then a second SIGTERM interrupts scripts that make no
+call of psdist.
+
 Invariants: a stage ends when none of its processes is left. The exit status is decided when the shutdown begins, except
 that a run that succeeded ends with ``unsaved_status`` if its snapshot fails.
 """
@@ -34,6 +38,8 @@ from psdist.settings import exit_codes
 GRACE_SECONDS: Final = 5.0
 #: Workers end in agreement, after the pushes that are under way, which takes longer.
 STOP_TIMEOUT_SECONDS: Final = 30.0
+#: Time of the other workers to end after one failed.
+FAILURE_STOP_SECONDS: Final = 1.0
 #: The groups in the order in which they are stopped.
 STOP_ORDER: Final[tuple[Role, ...]] = ("worker", "snapshot", "server", "scheduler")
 _SNAPSHOT: Final = ProcessKey("snapshot", 0)
@@ -45,6 +51,7 @@ class RunPolicy:
 
     restarts_max: restarts of each worker.
     grace_seconds, stop_timeout_seconds: how long servers and the scheduler, and workers, are given to end.
+    elastic: whether a worker that failed for good leaves the others to go on.
     durable: whether what a server holds outlives it, so that the run goes on without it.
     saves: whether a snapshot is taken at the end.
     unsaved_status: exit status of a run that succeeded, but for that snapshot.
@@ -56,13 +63,14 @@ class RunPolicy:
     durable: bool = False
     saves: bool = False
     unsaved_status: int = exit_codes.OK
+    elastic: bool = False
 
 
 class _Phase(Enum):
     RUNNING = "running"
     #: The group was sent SIGTERM, or the snapshot was started.
     STOPPING = "stopping"
-    #: It is also known who is waited for.
+    #: It was said who is waited for, or the workers were sent SIGTERM again.
     REPORTED = "reported"
     #: The group was sent SIGKILL.
     KILLED = "killed"
@@ -76,6 +84,7 @@ class Shutdown:
         self._table = table
         self._policy = policy
         self._saves = policy.saves
+        self._worker_failed = False
         self._phase = _Phase.RUNNING
         self._stage = 0
         self._begun_at = 0.0
@@ -87,8 +96,9 @@ class Shutdown:
         return self._phase is not _Phase.RUNNING
 
     def begin(self, end: Finish, now: float) -> list[Effect]:
-        """Begins to stop everything. The run ends with ``end``."""
+        """Begins to stop everything. The run ends with ``end``, whose culprit may be a worker that failed."""
         self._end = end
+        self._worker_failed = end.culprit is not None and end.culprit.role == "worker"
         return self._stop_from(0, now)
 
     def leave_snapshot_out(self) -> None:
@@ -117,14 +127,22 @@ class Shutdown:
             self._phase = _Phase.KILLED
             said = Say(f"{enumerate_keys(late)} did not end within {limit:g} s of SIGTERM: killed")
             return [said, *(Kill(key, signal.SIGKILL) for key in late)]
-        if self._phase is _Phase.STOPPING and now >= self._begun_at + self._policy.grace_seconds:
+        if self._phase is not _Phase.STOPPING:
+            return []
+        if role == "worker" and self._worker_failed and now >= self._begun_at + limit / 2:
+            self._phase = _Phase.REPORTED
+            return [Kill(key, signal.SIGTERM) for key in late]
+        if now >= self._begun_at + self._policy.grace_seconds:
             self._phase = _Phase.REPORTED
             left = self._begun_at + limit - now
             return [Say(f"waiting for {enumerate_keys(late)} to end; killed in {left:.0f} s")]
         return []
 
     def _limit_seconds(self, role: Role) -> float:
-        return self._policy.stop_timeout_seconds if role == "worker" else self._policy.grace_seconds
+        if role != "worker":
+            return self._policy.grace_seconds
+        most = self._policy.stop_timeout_seconds
+        return min(most, FAILURE_STOP_SECONDS) if self._worker_failed else most
 
     def _stop_from(self, stage: int, now: float) -> list[Effect]:
         """Stops the first group from ``stage`` on that has a process."""

@@ -2,8 +2,9 @@
 
 While the run goes on:
 
-* A worker that fails is started again with its rank, up to ``restarts_max`` times. Then everything is stopped, and the
-  first worker that had no restart left is the *cause*: the run ends with its status.
+* A worker that fails is started again with its rank, up to ``restarts_max`` times, unless its settings are wrong. Then
+  everything is stopped, and the first worker that was not started again is the *cause*: the run ends with its status.
+* In an elastic run the others go on instead. It succeeds if one of them does; else the first that failed is the cause.
 * A worker that succeeds without ever having connected is the cause if a running worker is connected, which would wait
   for it for ever.
 * The scheduler is started again, and so is a server if others have a copy of its shards, or a snapshot has them
@@ -106,6 +107,9 @@ class Supervisor:
         #: Workers that succeeded without having connected, in the order of their exits.
         self._unconnected: list[ProcessKey] = []
         self._interrupted = False
+        #: Elastic: the first worker that failed for good, and whether another one succeeded.
+        self._first_failure: Finish | None = None
+        self._succeeded = False
 
     @property
     def stopping(self) -> bool:
@@ -146,9 +150,10 @@ class Supervisor:
             return self._service_exited(event, process, now)
         if event.returncode != 0:
             return self._worker_failed(event, process, now)
+        self._succeeded = True
         if not (process.connected or event.connected):
             self._unconnected.append(event.key)
-        return self._check_unconnected(now) or self._check_all_succeeded(now)
+        return self._check_unconnected(now) or self._check_all_ended(now)
 
     def _service_exited(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:
         key = event.key
@@ -169,13 +174,23 @@ class Supervisor:
 
     def _worker_failed(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:
         how, most = describe(event.returncode), self._policy.restarts_max
-        if process.attempt < most:
+        recurs = event.returncode == exit_codes.CONFIGURATION
+        if process.attempt < most and not recurs:
             attempt = process.attempt + 1
             self.table.start(event.key, now, attempt)
             return [Say(f"{event.key} failed: {how}; restart {attempt} of {most}"), Start(event.key, attempt)]
-        tried = f" (--max-restarts {most} used up)" if most else ""
+        tried = " (wrong settings or arguments: not restarted)" if recurs else ""
+        if most and not recurs:
+            tried = f" (--max-restarts {most} used up)"
         cause = Finish(status_of(event.returncode), f"{event.key} failed: {how}{tried}", event.key)
-        return self._shutdown.begin(cause, now)
+        if not self._policy.elastic:
+            return self._shutdown.begin(cause, now)
+        self._first_failure = self._first_failure or cause
+        if others := self.table.of("worker"):
+            return [Say(f"{cause.message}; the run is elastic, so others go on: {enumerate_keys(others)}")]
+        # The end of a run that fails says why by itself.
+        is_cause = self._first_failure is cause and not self._succeeded
+        return [*(() if is_cause else (Say(cause.message),)), *self._check_all_ended(now)]
 
     def _on_signal(self, signum: int, now: float) -> list[Effect]:
         if self._interrupted:
@@ -199,9 +214,11 @@ class Supervisor:
         )
         return self._shutdown.begin(Finish(exit_codes.NEVER_CONNECTED, message, culprit), now)
 
-    def _check_all_succeeded(self, now: float) -> list[Effect]:
+    def _check_all_ended(self, now: float) -> list[Effect]:
         if self.table.of("worker"):
             return []
+        if self._first_failure is not None and not self._succeeded:
+            return self._shutdown.begin(self._first_failure, now)
         said: list[Effect] = []
         if not self.table.ever_connected:
             said.append(Say("warning: the script never used psdist: no worker called psdist.init() or psdist.Client()"))

@@ -58,13 +58,10 @@ class Cluster:
 
     @property
     def paused(self) -> str:
-        """Why no step begins: an elastic run that has begun has fewer workers than its minimum. Those that are done
+        """Why no step begins: an elastic run that has begun has fewer nodes than its minimum. Workers that are done
         count as there. Empty while steps may begin."""
-        least = self.machines.rendezvous.workers_min
-        missing = least - self.demand.workers_in_service
-        if missing <= 0 or not any(entry.ready for entry in self.registry.entries):
-            return ""
-        return f"for {missing} of {least} workers to come back, which the run needs to go on"
+        begun = any(entry.ready for entry in self.registry.entries)
+        return self.machines.rendezvous.shortage(self.demand.ranks_in_service) if begun else ""
 
     @property
     def waits(self) -> list[str]:

@@ -50,7 +50,7 @@ class Chain:
             *("--nproc-per-node", str(self.workers), "--storage-path", str(self.path / "runs")),
             *(str(SCRIPT), str(STEPS), str(PACE), str(self.path)),
         ]
-        environment = os.environ | {"XDG_STATE_HOME": str(self.path / "state")}
+        environment = os.environ | {"XDG_RUNTIME_DIR": str(self.path)}
         with log:
             return subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -115,7 +115,7 @@ def test_status_tells_several_runs_apart(tmp_path: Path, monkeypatch: pytest.Mon
     from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
     from psdist.launch.run_record import RunRegistry, records_directory
 
-    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     registry = RunRegistry(records_directory(environ))
     (tmp_path / "token").write_text("secret\n")
     for number, name in enumerate(("a", "b")):

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -65,7 +66,7 @@ class Stage:
         self.path = path
         self.run: Run | None = None
         self.agents: list[subprocess.Popen[str]] = []
-        self.environ = {**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)}
+        self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(path), "TMPDIR": str(path)}
 
     def start(self, mode: str, *flags: str) -> Run:
         """Starts ``psdist run``, with two workers."""
@@ -99,7 +100,7 @@ class Stage:
         if self.run is None:
             address, token = (self.path / "scheduler").read_text().strip(), "secret"
         else:
-            note = json.loads(next((self.path / "state").glob("psdist/runs/*.json")).read_text())
+            note = json.loads(next(self.path.glob("psdist/runs/*.json")).read_text())
             address, token = note["address"], Path(note["token_file"]).read_text().strip()
         with grpc.insecure_channel(address) as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
@@ -123,6 +124,23 @@ class Stage:
         )
         self.agents.append(agent)
         return agent
+
+    def services(self) -> dict[str, str]:
+        """Starts a scheduler and a server; the environment of agents."""
+        (self.path / "train.py").write_text(_TRAIN)
+        here = ("--run-id", "elastic", "--log-level", "warning")
+        for module, flag in (("psdist_scheduler", "--address-file"), ("psdist_server", "--scheduler-file")):
+            self.agents.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", module, flag, "scheduler", *here],
+                    env=self.environ | {"PSDIST_TOKEN": "secret"},
+                    cwd=self.path,
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+        return {"PSDIST_TOKEN": "secret", "PSDIST_SCHEDULER_FILE": str(self.path / "scheduler")}
 
     def finish(self) -> tuple[int, str]:
         """Lets the training end; the status of the run and all that it printed."""
@@ -276,10 +294,9 @@ def test_a_server_that_is_told_to_end_hands_over_what_it_holds(stage: Stage) -> 
 @pytest.mark.parametrize("mode", ["bsp", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("ssp", "asp"))])
 def test_workers_join_and_leave_while_training_runs(stage: Stage, mode: str) -> None:
     run = stage.start(mode, *_COPIES)
+    command = run.until("to add a worker from another terminal: psdist-worker (.*)")[1]
     run.until("made step 10$")
-    note = json.loads(next((stage.path / "state").glob("psdist/runs/*.json")).read_text())
-    flags = ("--scheduler", note["address"], "--token-file", note["token_file"], "--nnodes", "1:8")
-    joiner = stage.agent(*flags, "train.py", mode)
+    joiner = stage.agent(*shlex.split(command))
     line(joiner, r"rank 2 made step")
     joiner.send_signal(signal.SIGTERM)
     left = int(line(joiner, r"rank 2 pushed (\d+)")[1])
@@ -297,30 +314,13 @@ def test_workers_join_and_leave_while_training_runs(stage: Stage, mode: str) -> 
 
 
 def test_an_elastic_run_waits_below_its_minimum_and_says_so(stage: Stage) -> None:
-    (stage.path / "train.py").write_text(_TRAIN)
-    environ = {"PSDIST_TOKEN": "secret", "PSDIST_SCHEDULER_FILE": str(stage.path / "scheduler")}
-    here = ("--run-id", "elastic", "--log-level", "warning")
-    services = [
-        ("psdist_scheduler", "--address-file", "scheduler", *here),
-        ("psdist_server", "--scheduler-file", "scheduler", *here),
-    ]
-    for module, *arguments in services:
-        stage.agents.append(
-            subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                env=stage.environ | {"PSDIST_TOKEN": "secret"},
-                cwd=stage.path,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        )
+    environ = stage.services()
     first, second = (stage.agent("--nnodes", "2:4", *_FILE, "train.py", "bsp", **environ) for _ in range(2))
     line(first, "made step 10$")
     second.kill()
     paused = stage.until(lambda status: status["phase"].startswith("paused"))
-    assert "1 of 2 workers" in paused["phase"], paused["phase"]
-    stage.until(lambda status: "1 of 2 workers to come back" in " ".join(waits(status)))
+    assert "1 of 2 nodes" in paused["phase"], paused["phase"]
+    stage.until(lambda status: "1 of 2 nodes to come back" in " ".join(waits(status)))
     versions = [-1]
 
     def stands(status: dict[str, Any]) -> bool:
@@ -336,6 +336,25 @@ def test_an_elastic_run_waits_below_its_minimum_and_says_so(stage: Stage) -> Non
         assert agent.stdout is not None
         text = agent.stdout.read()
         assert agent.wait(60) == 0, text
+
+
+def test_one_death_does_not_end_the_others_of_an_elastic_agent(stage: Stage) -> None:
+    environ = stage.services()
+    flags = ("--nnodes", "1:4", "--max-restarts", "0", "--nproc-per-node", "3")
+    agent = stage.agent(*flags, *_FILE, "train.py", "bsp", **environ)
+    line(agent, "made step 10$")
+    status = stage.until(lambda status: sum(member["role"] == "worker" for member in status["members"]) == 3)
+    (victim,) = [member["pid"] for member in status["members"] if member["rank"] == 1]
+    os.kill(victim, signal.SIGKILL)
+    failed = line(agent, "psdist: worker 1 failed: (.*)")[1]
+    assert failed == "killed by SIGKILL; the run is elastic, so others go on: worker 0, worker 2"
+    version = status["parameters"][0]["version_max"]
+    stage.until(lambda status: status["parameters"][0]["version_max"] > version + 20)
+    (stage.path / "stop").touch()
+    assert agent.stdout is not None
+    text = agent.stdout.read()
+    assert agent.wait(60) == 0, text
+    assert re.findall(r"rank (\d) sees", text) in (["0", "2"], ["2", "0"])
 
 
 _FILE = ("--scheduler-file", "scheduler")

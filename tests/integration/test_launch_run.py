@@ -134,7 +134,7 @@ class Stage:
         self.environ = {
             **os.environ,
             "PYTHONPATH": inherited,
-            "XDG_STATE_HOME": str(path / "state"),
+            "XDG_RUNTIME_DIR": str(path),
             "TMPDIR": str(path),
             "STAGE_MARK": self.mark,
         }
@@ -165,7 +165,7 @@ class Stage:
         _, alive = psutil.wait_procs(self.processes(), timeout=60)
         assert [process.cmdline() for process in alive] == []
         assert list(self.path.glob("psdist-*")) == []
-        assert list((self.path / "state").glob("**/*.json")) == []
+        assert list(self.path.glob("psdist/**/*.json")) == []
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_while_it_runs_it_is_noted_and_then_not_any_more(stage: Stage) -> None:
     run.until(r"\[server 0\] pid \d+ server-0")
     run.until(r"\[worker 0\] pid")
     # The note gets the address at the launcher's next look; the servers have it from the file itself.
-    note = stage.path / "state" / "psdist" / "runs" / "noted.json"
+    note = stage.path / "psdist" / "runs" / "noted.json"
     values = json.loads(note.read_text())
     directory = Path(values["directory"])
     assert values["pid"] == run.process.pid and note.stat().st_mode & 0o777 == 0o600
@@ -254,14 +254,30 @@ def test_a_failed_worker_is_restarted_with_its_rank(stage: Stage) -> None:
     stage.assert_clean()
 
 
-def test_the_traceback_of_the_first_failure_comes_last(stage: Stage) -> None:
+def test_a_traceback_that_the_console_had_is_not_repeated(stage: Stage) -> None:
     flags = ("--nproc-per-node", "2", "--max-restarts", "1")
+    status, text = stage.run(*flags, "train.py", "connect", "0:wait", "1:fail")
+    assert status == 1
+    assert text.count("RuntimeError: boom in attempt 1") == 1 and "last lines" not in text
+    assert text.splitlines()[-1].endswith(" psdist: worker 1 failed: exit code 1 (--max-restarts 1 used up)")
+    stage.assert_clean()
+
+
+def test_a_traceback_that_the_console_did_not_have_comes_last(stage: Stage) -> None:
+    flags = ("--nproc-per-node", "2", "--max-restarts", "0", "--local-ranks-filter", "0")
     status, text = stage.run(*flags, "train.py", "connect", "0:wait", "1:fail")
     assert status == 1
     end = text[text.index("psdist: last lines of worker 1") :].splitlines()
     assert end[1] == "  | Traceback (most recent call last):"
-    assert end[-2] == "  | RuntimeError: boom in attempt 1"
-    assert end[-1].endswith(" psdist: worker 1 failed: exit code 1 (--max-restarts 1 used up)")
+    assert end[-2] == "  | RuntimeError: boom in attempt 0"
+    assert end[-1].endswith(" psdist: worker 1 failed: exit code 1")
+    stage.assert_clean()
+
+
+def test_after_a_failure_who_does_not_end_is_killed_without_the_stop_timeout(stage: Stage) -> None:
+    flags = ("--nproc-per-node", "2", "--max-restarts", "0", "--stop-timeout", "3600")
+    status, text = stage.run(*flags, "train.py", "0:deaf", "connect", "0:wait", "1:fail")
+    assert status == 1 and "worker 0 did not end within 1 s of SIGTERM: killed" in text
     stage.assert_clean()
 
 
@@ -297,7 +313,7 @@ def test_a_server_or_scheduler_that_is_dead_for_good_ends_the_run(
     status, text = stage.run("--nproc-per-node", "2", "train.py", "connect", "wait", STAND_IN=stand_in)
     assert status == 70
     assert f" psdist: {who} died: {words}" in text.splitlines()[-1]
-    assert f"  | the {who.split()[0]}'s last words" in text
+    assert f"the {who.split()[0]}'s last words" in text and "last lines" not in text
     stage.assert_clean()
 
 

@@ -25,6 +25,8 @@ context = psdist.init()
 weights = context.client.parameters(
     "model", init={"w": np.zeros((300, 200), np.float32)}, optimizer=psdist.optim.SGD(lr=1.0), consistency=psdist.BSP()
 )
+if "wrong" in sys.argv and context.rank == 1:
+    weights.push_pull({"w": np.ones(3, np.float32)})
 for step in range(4):
     if "die" in sys.argv and step == 2 and (context.rank, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (1, "0"):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -42,7 +44,7 @@ class Stage:
         self.path = path
         self.started: list[subprocess.Popen[str]] = []
         (path / "train.py").write_text(_SCRIPT)
-        self.environ = {**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)}
+        self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(path), "TMPDIR": str(path)}
 
     def start(self, command: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
         """Starts ``psdist``, ``psdist-scheduler``, ``psdist-server`` or ``psdist-worker``."""
@@ -131,6 +133,16 @@ def test_status_is_watched_until_ctrl_c(stage: Stage) -> None:
     assert status == 0 and "Traceback" not in rest and "Interrupt" not in rest, rest
     run.send_signal(signal.SIGINT)
     assert stage.end(run)[0] == 130
+
+
+def test_wrong_arguments_are_said_once_and_the_others_stopped(stage: Stage) -> None:
+    status, text = stage.run("psdist", "run", "--nproc-per-node", "2", "--stop-timeout", "3600", "train.py", "wrong")
+    assert status == 78, text
+    assert text.count("Traceback") == text.count("expected (300, 200)") == 1 and "restart 1" not in text, text
+    assert re.findall(r'File "(.*)", line', text) == [str(stage.path / "train.py")], text
+    assert "frames of psdist left out; PSDIST_FULL_TRACEBACK=1 shows all)" in text, text
+    failed = "psdist: worker 1 failed: exit code 78 (wrong settings or arguments: not restarted)"
+    assert text.splitlines()[-1].endswith(failed)
 
 
 def test_status_of_the_run_on_this_machine(stage: Stage) -> None:

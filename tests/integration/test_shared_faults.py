@@ -497,7 +497,7 @@ def test_the_end_of_a_run_sweeps_what_its_workers_left(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(_STALE)
     done = subprocess.run(
         [sys.executable, "-m", "psdist.cli.main", "run", "--nservers", "1", "--max-restarts", "0", "dies.py"],
-        env={**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "TMPDIR": str(tmp_path)},
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

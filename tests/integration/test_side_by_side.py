@@ -18,7 +18,7 @@ def start(directory: Path, seed: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *COMMAND, "--epochs", "1", "--seed", str(seed)],
         cwd=ROOT,
-        env={**os.environ, "XDG_STATE_HOME": str(directory)},
+        env={**os.environ, "XDG_RUNTIME_DIR": str(directory)},
         text=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

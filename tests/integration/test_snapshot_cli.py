@@ -47,7 +47,7 @@ class Stage:
         self.path = path
         self.started: list[subprocess.Popen[str]] = []
         (path / "train.py").write_text(_SCRIPT)
-        self.environ = {**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)}
+        self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(path), "TMPDIR": str(path)}
         del self.environ["PSDIST_STORAGE_PATH"]
 
     def start(self, *arguments: str, cwd: Path | None = None) -> subprocess.Popen[str]:

@@ -23,8 +23,7 @@ class Run:
         defaults = () if "--nservers" in flags else ("--nservers", "2")
         self.process = subprocess.Popen(
             [*command, *defaults, *flags, "train.py", *arguments],
-            env={**os.environ, "XDG_STATE_HOME": str(path / "state"), "TMPDIR": str(path)}
-            | {"PSDIST_TRANSPORT": transport},
+            env={**os.environ, "XDG_RUNTIME_DIR": str(path), "TMPDIR": str(path)} | {"PSDIST_TRANSPORT": transport},
             cwd=path,
             text=True,
             stdin=subprocess.DEVNULL,

@@ -204,15 +204,15 @@ class Demand:
         return [worker for worker in gone if worker.reason in _DONE]
 
     @property
-    def workers_in_service(self) -> int:
-        """Workers that live, and those that left when their work was done."""
-        return len(self._members.workers) + len(self.workers_done)
+    def ranks_in_service(self) -> list[int]:
+        """Ranks of the workers that live, and of those that left when their work was done."""
+        return [worker.rank for worker in (*self._members.workers, *self.workers_done)]
 
     def shortage(self, begun: bool = False, servers: int | None = None, workers: int | None = None) -> str:
         """What is missing before anything can begin, as a sentence that begins with "for"; empty if nothing is. Once a
         run has begun, workers that left when they were done are not missed. ``servers``, ``workers``: so few are
         enough."""
-        there = self.workers_in_service if begun else len(self._members.workers)
+        there = len(self.ranks_in_service) if begun else len(self._members.workers)
         servers = self.servers_min if servers is None else servers
         workers = self.workers_min if workers is None else workers
         counts = (("server", servers, len(self._members.staying)), ("worker", workers, there))

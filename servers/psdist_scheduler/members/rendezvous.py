@@ -9,7 +9,7 @@ Invariants: no rank is given twice. An agent waits in at most one call. A call t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.types import check_name
@@ -67,23 +67,29 @@ class Rendezvous:
             yield "rendezvous", [event.call for event in self._waiting.values()], self._missing(now)
 
     def validate(self) -> None:
-        ranks = [
-            rank for node in self._nodes.values() for rank in range(node.first_rank, node.first_rank + node.processes)
-        ]
+        ranks = [rank for node in self._nodes.values() for rank in range(node.first_rank, _end(node))]
         assert len(set(ranks)) == len(ranks), f"ranks were given twice: {ranks}"
         assert not self._waiting.keys() & self._nodes.keys(), "an agent waits that has its ranks"
 
-    @property
-    def workers_min(self) -> int:
-        """Workers without which an elastic run does not go on; 0 where the number of nodes is fixed, or none came."""
+    def shortage(self, ranks: Iterable[int]) -> str:
+        """Why an elastic run with workers of these ranks does not go on, as a sentence that begins with "for". Empty
+        if it does, and where the number of nodes is fixed, or none came.
+
+        A node is there while one of its workers is. A worker that came without an agent counts as a node.
+        """
         first = min(self._nodes.values(), key=lambda node: node.node_rank, default=None)
         if first is None or first.nodes_min == first.nodes_max:
-            return 0
-        return sum(sorted(node.processes for node in self._nodes.values())[: first.nodes_min])
+            return ""
+        nodes = self._nodes.values()
+        owners = {rank: node.first_rank for node in nodes for rank in range(node.first_rank, _end(node))}
+        missing = first.nodes_min - len({owners.get(rank, rank) for rank in ranks})
+        if missing <= 0:
+            return ""
+        return f"for {missing} of {first.nodes_min} nodes to come back, which the run needs to go on"
 
     @property
     def _world_size(self) -> int:
-        return max((node.first_rank + node.processes for node in self._nodes.values()), default=0)
+        return max(map(_end, self._nodes.values()), default=0)
 
     def _missing(self, now: float) -> str:
         first = next(iter(self._waiting.values()))
@@ -137,3 +143,8 @@ class Rendezvous:
 
     def _formed(self, call: int, node: Node) -> Answer:
         return Answer(call, Formed(node, len(self._nodes), self._world_size))
+
+
+def _end(node: Node) -> int:
+    """The rank after the node's last one."""
+    return node.first_rank + node.processes

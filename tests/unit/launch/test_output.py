@@ -16,7 +16,7 @@ from psdist.launch.events import ProcessKey
 from psdist.launch.output import STDERR, STDOUT, Output, Routing, last_words, parse_streams
 from psdist.launch.plan import SchedulerAddress, ScriptKind, ScriptOptions, WorkersPlan
 from psdist.launch.process import LineSplitter
-from psdist.launch.run_record import RunRegistry
+from psdist.launch.run_record import RunRegistry, records_directory
 from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
 
 WORKER = ProcessKey("worker", 5)
@@ -46,9 +46,16 @@ def test_progress_bars_and_lines_without_end() -> None:
 
 def test_last_words_are_the_traceback_if_there_is_one() -> None:
     tail = [(STDOUT, "step 1"), (STDERR, "warning"), (STDERR, "Traceback (most recent call last):"), (STDERR, "E: x")]
-    assert last_words([*tail, (STDOUT, "bye")]) == ["Traceback (most recent call last):", "E: x"]
-    assert last_words(tail[:2]) == ["step 1", "warning"]
-    assert last_words([]) == []
+    both = frozenset((STDOUT, STDERR))
+    assert last_words([*tail, (STDOUT, "bye")], both) == ["Traceback (most recent call last):", "E: x"]
+    assert last_words(tail[:2], both) == ["step 1", "warning"]
+    assert last_words([], both) == []
+
+
+def test_last_words_leave_out_what_the_console_had() -> None:
+    tail = [(STDOUT, "step 1"), (STDERR, "Traceback (most recent call last):"), (STDERR, "E: x")]
+    assert last_words(tail, frozenset((STDOUT,))) == last_words(tail, frozenset()) == []
+    assert last_words(tail[:1], frozenset((STDOUT,))) == ["step 1"]
 
 
 def test_streams_in_torchruns_notation() -> None:
@@ -79,8 +86,7 @@ def test_lines_go_to_their_stream_and_file(tmp_path: Path, capsys: pytest.Captur
     output.close()
     captured = capsys.readouterr()
     assert captured.out == "[trainer 5] a\n[trainer 5] b\n"
-    assert captured.err.startswith("[trainer 5] c\n[scheduler] d\n")
-    assert captured.err.endswith("  | a\n  | b\n  | c\n")
+    assert captured.err == "[trainer 5] c\n[scheduler] d\n"
     assert (tmp_path / "logs" / "worker-5.log").read_text() == "a\nb\nc\n"
     assert (tmp_path / "logs" / "scheduler.log").read_text() == "d\n"
 
@@ -145,6 +151,41 @@ def test_notes_of_runs(tmp_path: Path) -> None:
     assert registry.live() == []
 
 
+def test_records_lie_in_a_directory_of_this_user(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path / "t")}
+    assert records_directory(environ) == tmp_path / "psdist" / "runs"
+    fallback = tmp_path / "t" / f"psdist-runs-{os.geteuid()}"
+    for unusable in ("", "relative", str(tmp_path / "absent")):
+        assert records_directory({**environ, "XDG_RUNTIME_DIR": unusable}) == fallback
+
+
+def test_what_others_may_write_is_neither_read_nor_written(tmp_path: Path) -> None:
+    directory = tmp_path / "runs"
+    registry = RunRegistry(directory)
+    for name in ("mine", "shared", "linked"):
+        registry.claim(name, tmp_path / "token", tmp_path / "psdist-mine")
+    (directory / "shared.json").chmod(0o644)
+    (directory / "linked.json").rename(tmp_path / "elsewhere.json")
+    (directory / "linked.json").symlink_to(tmp_path / "elsewhere.json")
+    assert [record.run_id for record in registry.live()] == ["mine"]
+    assert (directory / "shared.json").exists()
+    directory.chmod(0o755)
+    registry.claim("late", tmp_path / "token", tmp_path / "psdist-mine")
+    registry.remove("mine")
+    assert registry.live() == [] and not (directory / "late.json").exists() and (directory / "mine.json").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_records_of_others_are_not_read(tmp_path: Path) -> None:
+    registry = RunRegistry(tmp_path / "runs")
+    registry.claim("theirs", tmp_path / "token", tmp_path / "psdist-theirs")
+    os.chown(tmp_path / "runs" / "theirs.json", 12345, 12345)
+    assert registry.live() == []
+    registry.claim("mine", tmp_path / "token", tmp_path / "psdist-mine")
+    os.chown(tmp_path / "runs", 12345, 12345)
+    assert registry.live() == []
+
+
 def test_stale_notes_are_swept_with_their_directory(tmp_path: Path) -> None:
     registry = RunRegistry(tmp_path / "runs")
     (tmp_path / "psdist-old").mkdir()
@@ -156,6 +197,7 @@ def test_stale_notes_are_swept_with_their_directory(tmp_path: Path) -> None:
         # The pid lives, but it is another process than the one that wrote the note.
         path.write_text(json.dumps({**json.loads(path.read_text()), "pid_started": 1}))
     (tmp_path / "runs" / "broken.json").write_text("[]")
+    (tmp_path / "runs" / "broken.json").chmod(0o600)
     assert registry.live() == []
     assert list((tmp_path / "runs").iterdir()) == []
     assert not (tmp_path / "psdist-old").exists() and (tmp_path / "precious").exists()

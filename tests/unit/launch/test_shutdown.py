@@ -42,6 +42,16 @@ def test_a_group_is_named_and_then_killed_when_its_time_is_over() -> None:
     assert machine.on_time(41.0) == []
 
 
+def test_after_a_failure_the_others_are_interrupted_and_killed_within_a_second() -> None:
+    machine = shutdown(ProcessTable((WORKER,), 0.0))
+    assert machine.begin(Finish(1, "worker 1 failed", ProcessKey("worker", 1)), 10.0) == [Kill(WORKER, signal.SIGTERM)]
+    assert machine.on_time(10.4) == []
+    assert machine.on_time(10.5) == [Kill(WORKER, signal.SIGTERM)]
+    assert machine.on_time(10.9) == []
+    said, kill = machine.on_time(11.0)
+    assert said == Say("worker 0 did not end within 1 s of SIGTERM: killed") and kill == Kill(WORKER, signal.SIGKILL)
+
+
 def test_a_snapshot_has_no_time_limit_and_its_failure_a_status() -> None:
     table = ProcessTable((SERVER, SCHEDULER), 0.0)
     table.connect(WORKER)

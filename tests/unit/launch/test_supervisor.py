@@ -39,6 +39,10 @@ def supervisor(restarts: int = 0, durable: bool = False, saves: bool = False) ->
     return Supervisor(ALL, policy)
 
 
+def elastic_agent() -> Supervisor:
+    return Supervisor((W0, W1), RunPolicy(restarts_max=0, elastic=True))
+
+
 def test_all_workers_end_well() -> None:
     machine = supervisor()
     assert machine.on(Exited(W0, 0, True), 1.0) == []
@@ -153,6 +157,31 @@ def test_the_first_worker_without_restarts_is_the_cause() -> None:
     assert isinstance(end, Finish)
     assert (end.status, end.culprit) == (139, W1)
     assert "SIGSEGV" in end.message
+
+
+def test_a_worker_with_wrong_settings_is_not_started_again() -> None:
+    machine = supervisor(restarts=3)
+    assert machine.on(Exited(W1, 78), 1.0) == [Kill(W0, signal.SIGTERM)]
+    end = finish(machine, {W0, S0, S1, SCHEDULER})
+    assert (end.status, end.culprit) == (78, W1) and "not restarted" in end.message
+
+
+def test_in_an_elastic_run_the_others_go_on_and_one_success_is_enough() -> None:
+    machine = elastic_agent()
+    (said,) = machine.on(Exited(W0, 1, True), 1.0)
+    assert said == Say("worker 0 failed: exit code 1; the run is elastic, so others go on: worker 1")
+    assert machine.on(Exited(W1, 0, True), 2.0) == [Finish(0)]
+    machine = elastic_agent()
+    machine.on(Exited(W0, 0, True), 1.0)
+    assert machine.on(Exited(W1, 1, True), 2.0) == [Say("worker 1 failed: exit code 1"), Finish(0)]
+
+
+def test_an_elastic_agent_whose_workers_all_failed_has_the_status_of_the_first() -> None:
+    machine = elastic_agent()
+    machine.on(Exited(W1, 3, True), 1.0)
+    said, end = machine.on(Exited(W0, 1, True), 2.0)
+    assert said == Say("worker 0 failed: exit code 1")
+    assert end == Finish(3, "worker 1 failed: exit code 3", W1)
 
 
 def test_a_server_that_handed_over_what_it_held_is_started_again() -> None:
@@ -331,7 +360,7 @@ NUMBERS = st.lists(st.integers(0, 3), max_size=2).map(tuple)
 @given(
     st.lists(
         st.one_of(
-            st.builds(Exited, st.sampled_from((*ALL, SNAPSHOT)), st.sampled_from([0, 1, -9]), st.booleans()),
+            st.builds(Exited, st.sampled_from((*ALL, SNAPSHOT)), st.sampled_from([0, 1, 78, -9]), st.booleans()),
             st.builds(Connected, st.sampled_from(ALL[:2])),
             st.just(Interrupted(signal.SIGTERM)),
             st.builds(ServersWanted, st.integers(1, 4), NUMBERS, NUMBERS),
@@ -342,13 +371,14 @@ NUMBERS = st.lists(st.integers(0, 3), max_size=2).map(tuple)
     st.integers(0, 2),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
 def test_every_history_ends_once_and_leaves_nobody(
-    history: list[Event], restarts: int, durable: bool, saves: bool
+    history: list[Event], restarts: int, durable: bool, saves: bool, elastic: bool
 ) -> None:
     """Invariants: one Finish, when nobody is alive; only the living are signalled; no process runs twice at a time;
     restarts of workers stay within the limit."""
-    machine = Supervisor(ALL, RunPolicy(restarts, durable=durable, saves=saves))
+    machine = Supervisor(ALL, RunPolicy(restarts, durable=durable, saves=saves, elastic=elastic))
     alive = dict.fromkeys(ALL, 0)
     attempts: dict[ProcessKey, int] = dict.fromkeys(ALL, 0)
     ends: list[Finish] = []

@@ -10,7 +10,9 @@ import pytest
 from psdist.cli import run, worker
 from psdist.cli.commands import call
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
+from psdist.launch.agent import AgentOptions
 from psdist.launch.plan import SnapshotPlan
+from psdist.launch.run_record import RunRegistry, records_directory
 from psdist.settings import config
 from psdist.settings.config import client_settings
 from psdist.settings.programs import scheduler_settings, server_settings
@@ -91,7 +93,7 @@ def test_redirects_need_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
 # --- psdist-worker ----------------------------------------------------------------------------------------------------
 
 
-def agent(*argv: str, **environ: str) -> object:
+def agent(*argv: str, **environ: str) -> AgentOptions:
     return worker.agent_options(worker.command_line().parse([*argv, "x.py"], environ), environ)
 
 
@@ -109,6 +111,21 @@ def test_ways_to_name_the_scheduler() -> None:
         address()
     with pytest.raises(InvalidArgumentError, match="--master-port"):
         address("--master-addr", "h")
+
+
+def test_a_run_of_this_machine_is_found_by_its_id(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    RunRegistry(records_directory(environ)).claim("mine", tmp_path / "token", tmp_path / "psdist-mine")
+    for flag in ("--run-id", "--rdzv-id"):
+        found = agent(flag, "mine", **environ)
+        assert (found.scheduler, found.scheduler_file) == ("", tmp_path / "psdist-mine" / "scheduler")
+        assert (found.run_id, found.token_file) == ("mine", tmp_path / "token")
+        assert (found.nodes_min, found.nodes_max) == (1, 4096)
+    assert agent("--run-id", "mine", "--nnodes", "2", "--token-file", "t", **environ).token_file == Path("t")
+    with pytest.raises(SchedulerUnreachableError, match=r"no run named other .* there are mine"):
+        agent("--run-id", "other", **environ)
+    named = agent("--run-id", "mine", "--scheduler", "h:1", **environ)
+    assert (named.scheduler, named.scheduler_file, named.token_file, named.nodes_max) == ("h:1", None, None, 1)
 
 
 def test_nodes_and_their_ranks() -> None:

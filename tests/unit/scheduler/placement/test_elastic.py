@@ -10,14 +10,15 @@ from psdist_scheduler.events import worker_events as we
 from tests.support.scheduler_driver import Driver
 
 
-def elastic(nodes: tuple[int, int] = (2, 4)) -> tuple[Driver, list[int]]:
-    """A run with a server and two workers of agents that said --nnodes MIN:MAX, training; and the workers' sessions."""
+def elastic(nodes: tuple[int, int] = (2, 4), agents: int = 2, processes: int = 1) -> tuple[Driver, list[int]]:
+    """A run with a server and the workers of agents that said --nnodes MIN:MAX, training; and the workers' sessions."""
     run = Driver(workers_min=1)
     run.join("server", member_id="server-0", host="s")
-    for number in range(2):
-        run.on(ev.EnterRendezvous(run.number(), "run", f"agent-{number}", "h", 1, *nodes))
+    for number in range(agents):
+        run.on(ev.EnterRendezvous(run.number(), "run", f"agent-{number}", "h", processes, *nodes))
     run.tick()
-    workers = [run.join(rank=rank, world_size=2, host="h") for rank in range(2)]
+    world = agents * processes
+    workers = [run.join(rank=rank, world_size=world, host="h") for rank in range(world)]
     calls = [run.create(worker) for worker, _ in workers]
     uploading = next(i for i, call in enumerate(calls) if isinstance(run.state(call), ev.Upload))
     run.ask(ev.CommitParameters, workers[uploading][0])
@@ -30,8 +31,8 @@ def test_an_elastic_run_is_paused_below_its_minimum_and_says_so() -> None:
     run, sessions = elastic()
     assert run.map.paused == ""
     run.on(ev.SessionClosed(sessions[1], "killed"))
-    assert "1 of 2 workers" in run.map.paused
-    assert run.cluster.phase.startswith("paused, waiting for 1 of 2 workers")
+    assert "1 of 2 nodes" in run.map.paused
+    assert run.cluster.phase.startswith("paused, waiting for 1 of 2 nodes")
     run.join(rank=1, world_size=2, host="h")
     assert run.map.paused == ""
 
@@ -59,12 +60,30 @@ def test_nothing_is_paused_before_it_has_begun() -> None:
     assert run.map.paused == ""
 
 
-def test_the_minimum_is_that_of_the_smallest_nodes_and_survives_a_restart() -> None:
+def test_a_node_is_there_while_one_of_its_workers_is() -> None:
+    run, sessions = elastic(processes=2)
+    run.on(ev.SessionClosed(sessions[0], "killed"))
+    run.on(ev.SessionClosed(sessions[2], "killed"))
+    assert run.map.paused == ""
+    run.join(rank=0, world_size=4, host="h")
+    run.on(ev.SessionClosed(sessions[3], "killed"))
+    assert "1 of 2 nodes" in run.map.paused
+
+
+def test_workers_without_an_agent_count_as_nodes() -> None:
+    run, sessions = elastic((1, 4), agents=1, processes=2)
+    run.join(rank=2, world_size=3, host="h")
+    for session in sessions:
+        run.on(ev.SessionClosed(session, "killed"))
+    assert run.map.paused == ""
+
+
+def test_the_minimum_survives_a_restart() -> None:
     run, sessions = elastic()
     run.on(ev.EnterRendezvous(run.number(), "run", "agent-2", "h", 5, 2, 4))
     run.tick()
     run.on(ev.SessionClosed(sessions[1], "killed"))
-    assert "1 of 2 workers" in run.map.paused
+    assert "1 of 2 nodes" in run.map.paused
     again = Driver(run.stored, workers_min=1)
     assert again.map.paused == run.map.paused
 

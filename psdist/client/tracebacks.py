@@ -1,0 +1,109 @@
+"""The exception hook of a script that a launcher started: a short traceback, and an exit status for wrong settings.
+
+Frames of psdist, and of libraries that psdist called, are left out of a traceback: the call in the script and the
+message say what is wrong. A line below says how many were left out; with ``PSDIST_FULL_TRACEBACK=1`` all are printed.
+An exception that is none of psdist's, and was raised within it, is printed whole, because it may be a defect.
+
+The hook is installed when psdist is imported in such a process, since errors may be raised before ``psdist.init()``.
+The hook that was there before prints the traceback. An error that would come again with every attempt ends the script
+with ``exit_codes.CONFIGURATION``, at which launchers do not start it again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Final
+
+from psdist.settings import exit_codes
+
+_FULL: Final = "PSDIST_FULL_TRACEBACK"
+#: The standard library, and what is installed below it.
+_LIBRARIES: Final = os.path.dirname(os.__file__) + os.sep
+
+
+def install() -> None:
+    """Makes this module's hook the process's."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.environ.get(_FULL, "0") in ("", "0"):
+            shorten(error)
+        previous(kind, error, error.__traceback__)
+        if would_recur(error):
+            # SystemExit is how a hook chooses the status.
+            raise SystemExit(exit_codes.CONFIGURATION)
+
+    sys.excepthook = hook
+
+
+def would_recur(error: BaseException) -> bool:
+    """Whether another attempt of the script would end with the same error: its settings or arguments are wrong."""
+    from psdist import errors
+
+    settings = (
+        *(errors.InvalidArgumentError, errors.LayoutMismatchError, errors.SettingsMismatchError),
+        *(errors.NoStorageError, errors.ProtocolMismatchError, errors.UnauthenticatedError, errors.WrongRunError),
+    )
+    # The next gradient may be finite.
+    return isinstance(error, settings) and not isinstance(error, errors.NonFiniteGradientError)
+
+
+def shorten(error: BaseException) -> None:
+    """Removes psdist's frames from the tracebacks of ``error`` and of those that led to it, and notes how many."""
+    hidden = 0
+    for each in _chain(error):
+        frames = list(_frames(each.__traceback__))
+        kept = _outside(frames)
+        # One that was raised here: only psdist's own errors are understood without the place.
+        if kept and (kept[-1] is frames[-1] or _is_understood(each)):
+            hidden += len(frames) - len(kept)
+            each.__traceback__ = _linked(kept)
+    if hidden:
+        count = "1 frame" if hidden == 1 else f"{hidden} frames"
+        error.add_note(f"({count} of psdist left out; {_FULL}=1 shows all)")
+
+
+def _is_understood(error: BaseException) -> bool:
+    from psdist.errors import InternalError, PsdistError
+
+    return isinstance(error, PsdistError | KeyboardInterrupt) and not isinstance(error, InternalError)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """``error``, and those that are printed before it."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _outside(frames: list[TracebackType]) -> list[TracebackType]:
+    """The frames that are neither psdist's nor of a library that psdist called."""
+    kept, inside = [], False
+    for frame in frames:
+        code = frame.tb_frame.f_code
+        # By its module and not by its file: the methods of a dataclass have none.
+        module = frame.tb_frame.f_globals.get("__name__", "")
+        inside = module.split(".")[0] == "psdist" or (inside and code.co_filename.startswith(_LIBRARIES))
+        if not inside:
+            kept.append(frame)
+    return kept
+
+
+def _linked(frames: list[TracebackType]) -> TracebackType | None:
+    """A traceback of these frames."""
+    trace: TracebackType | None = None
+    for frame in reversed(frames):
+        trace = TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return trace

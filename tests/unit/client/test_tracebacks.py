@@ -1,0 +1,132 @@
+"""Tracebacks of launched scripts: which frames are left out, and the exit status of errors that would come again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import psdist
+from psdist.client import tracebacks
+from psdist.client.core import partition
+from psdist.errors import (
+    ConfigurationError,
+    InternalError,
+    NonFiniteGradientError,
+    SettingsMismatchError,
+    ShapeMismatchError,
+    WaitTimeoutError,
+)
+from psdist.settings.flags import CommandLine, Flag
+from psdist.types import Layout, TensorSpec
+
+LAYOUT = Layout((TensorSpec("w", (4,)),))
+
+
+def ended(path: Path, script: str, **environ: str) -> tuple[int, str]:
+    """Status and standard error of a script that believes that a launcher started it."""
+    (path / "train.py").write_text(script)
+    environment = {**os.environ, "PSDIST_CONNECTED_FILE": str(path / "connected"), **environ}
+    done = subprocess.run(
+        [sys.executable, "train.py"], env=environment, cwd=path, capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stderr
+
+
+def printed(call: Callable[[], object]) -> str:
+    """The traceback of what ``call`` raises, shortened."""
+    with pytest.raises(BaseException) as caught:
+        call()
+    tracebacks.shorten(caught.value)
+    return "".join(traceback.format_exception(caught.value))
+
+
+def test_an_error_of_psdist_ends_at_the_call_in_the_script(tmp_path: Path) -> None:
+    status, text = ended(tmp_path, "import psdist\n\npsdist.optim.SGD(lr=-1.0)\n")
+    assert status == 78
+    lines = text.splitlines()
+    assert [line for line in lines if line.startswith("  File")] == [
+        f'  File "{tmp_path}/train.py", line 3, in <module>'
+    ]
+    assert lines[-1].endswith("of psdist left out; PSDIST_FULL_TRACEBACK=1 shows all)")
+
+
+def test_all_frames_are_printed_on_request(tmp_path: Path) -> None:
+    status, text = ended(tmp_path, "import psdist\npsdist.optim.SGD(lr=-1.0)\n", PSDIST_FULL_TRACEBACK="1")
+    assert status == 78 and "optim.py" in text and "left out" not in text
+
+
+def test_an_error_of_the_script_is_untouched(tmp_path: Path) -> None:
+    status, text = ended(tmp_path, "import psdist\nraise ValueError('mine')\n")
+    assert status == 1 and text.splitlines()[-1] == "ValueError: mine" and "left out" not in text
+
+
+def test_without_a_launcher_nothing_is_installed() -> None:
+    program = "import sys, psdist; print(sys.excepthook is sys.__excepthook__)"
+    environ = {name: value for name, value in os.environ.items() if name != "PSDIST_CONNECTED_FILE"}
+    assert subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True).stdout == b"True\n"
+
+
+def test_the_hook_before_prints_the_traceback_and_cleanup_runs(tmp_path: Path) -> None:
+    script = """
+import atexit, sys
+sys.excepthook = lambda kind, error, trace: print("mine:", kind.__name__, file=sys.stderr)
+import psdist
+atexit.register(lambda: print("cleaned", file=sys.stderr))
+psdist.optim.SGD(lr=-1.0)
+"""
+    status, text = ended(tmp_path, script)
+    assert status == 78 and text.splitlines() == ["mine: InvalidArgumentError", "cleaned"]
+
+
+def test_frames_of_a_callback_are_kept_and_those_between_left_out() -> None:
+    def convert(value: str) -> str:
+        raise ZeroDivisionError("in the callback")
+
+    line = CommandLine("x", "", (Flag("--some", "", convert),))
+    text = printed(lambda: line.parse(["--some", "1"], {}))
+    assert "in convert" in text and "flags.py" not in text and "of psdist left out" in text
+
+
+def test_what_may_be_a_defect_is_printed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition, "_write", None)
+    text = printed(lambda: partition.flatten(LAYOUT, {"w": [1.0, 2.0, 3.0, 4.0]}))
+    assert "partition.py" in text and "left out" not in text
+
+
+def test_internal_errors_are_printed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition, "ShapeMismatchError", InternalError)
+    text = printed(lambda: partition.flatten(LAYOUT, {"w": [1.0]}))
+    assert "partition.py" in text and "left out" not in text
+
+
+def test_causes_are_shortened_too() -> None:
+    def script() -> None:
+        try:
+            partition.flatten(LAYOUT, {"w": [1.0]})
+        except ShapeMismatchError as error:
+            raise RuntimeError("my own") from error
+
+    text = printed(script)
+    assert "partition.py" not in text and text.count("Traceback") == 2 and "direct cause" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "recurs"),
+    [
+        (ConfigurationError(""), True),
+        (ShapeMismatchError(""), True),
+        (SettingsMismatchError(""), True),
+        (NonFiniteGradientError(""), False),
+        (WaitTimeoutError(""), False),
+        (psdist.PsdistError(""), False),
+        (ValueError(""), False),
+    ],
+)
+def test_errors_that_would_come_again(error: BaseException, recurs: bool) -> None:
+    assert tracebacks.would_recur(error) == recurs
