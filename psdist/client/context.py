@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from psdist.client import loop
+from psdist.client.exit_status import mark_refusals
 from psdist.client.sync_client import Client
 from psdist.errors import ConfigurationError
 
@@ -71,13 +72,15 @@ def init(**client_arguments: Any) -> Context:
     on a common end, so that the last snapshot is of a step that all have made, and this worker leaves. Then the call
     under way, or the next one, raises SystemExit with status 143 (see ``sigterm``). A handler that the script
     installed, before or after this call, is kept. In other threads than the main one no handler is installed. A process
-    that the script forks has the default handling of signals.
+    that the script forks has the default handling of signals. Under a launcher a script that the run refuses, for
+    example with SettingsMismatchError, ends with status 78, and is not restarted.
 
     Raises ConfigurationError, SchedulerUnreachableError, and what the scheduler refuses with.
     """
     global _current
     with _lock:
         if _current is None:
+            mark_refusals()
             _current = _connect(client_arguments)
             loop.shared().end_on_sigterm()
         elif client_arguments:

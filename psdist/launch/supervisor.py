@@ -2,7 +2,8 @@
 
 While the run goes on:
 
-* A worker that fails is started again with its rank, up to ``restarts_max`` times. Then everything is stopped, and the
+* A worker that fails is started again with its rank, up to ``restarts_max`` times, but not where the run refused it
+  (status 78). Then everything is stopped, and the
   first worker that had no restart left is the *cause*: the run ends with its status.
 * A worker that succeeds without ever having connected is the cause if a running worker is connected, which would wait
   for it for ever.
@@ -168,12 +169,14 @@ class Supervisor:
         return [Say(f"{how}; the run goes on, and it is started again"), Start(key, process.attempt + 1)]
 
     def _worker_failed(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:
-        how, most = describe(event.returncode), self._policy.restarts_max
+        refused = event.returncode == exit_codes.REFUSED
+        how, most = describe(event.returncode), 0 if refused else self._policy.restarts_max
         if process.attempt < most:
             attempt = process.attempt + 1
             self.table.start(event.key, now, attempt)
             return [Say(f"{event.key} failed: {how}; restart {attempt} of {most}"), Start(event.key, attempt)]
         tried = f" (--max-restarts {most} used up)" if most else ""
+        tried = " (the run refuses it, and would do so again: see its error)" if refused else tried
         cause = Finish(status_of(event.returncode), f"{event.key} failed: {how}{tried}", event.key)
         return self._shutdown.begin(cause, now)
 

@@ -20,5 +20,7 @@ UNAVAILABLE: Final = 69
 INFRASTRUCTURE: Final = 70
 #: The scripts succeeded, but the snapshot at the end failed, for which a storage was named.
 UNSAVED: Final = 74
+#: A script's settings, tensors, run or token are not those of the run. It would be refused again after a restart.
+REFUSED: Final = 78
 #: Add the number of the signal that ended the command (130 is Ctrl-C, 143 is SIGTERM).
 SIGNAL_BASE: Final = 128

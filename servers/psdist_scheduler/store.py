@@ -149,8 +149,8 @@ class SqliteStore(Store):
         self._known_layouts.update(record.entry.spec.name for record in changes.parameters)
 
     def discard(self) -> None:
+        self.close()  # deletes the other files of the database
         self._path.unlink(missing_ok=True)
-        self.close()  # removes the other files of the database
 
     def close(self) -> None:
         self._db.close()

@@ -25,6 +25,7 @@ from psdist.launch.events import (
 )
 from psdist.launch.shutdown import RunPolicy
 from psdist.launch.supervisor import Supervisor
+from psdist.settings import exit_codes
 
 W0, W1 = ProcessKey("worker", 0), ProcessKey("worker", 1)
 S0, S1 = ProcessKey("server", 0), ProcessKey("server", 1)
@@ -141,6 +142,19 @@ def test_a_failed_worker_is_started_again_with_its_rank() -> None:
     assert machine.table.attempt(W1) == 1
     assert machine.on(Exited(W1, -9), 2.0)[1] == Start(W1, 2)
     assert not machine.stopping
+
+
+def test_a_worker_that_the_run_refuses_is_not_started_again() -> None:
+    """It would be refused again. Before the first restart, and after one."""
+    for attempt in range(2):
+        machine = supervisor(restarts=3)
+        if attempt:
+            assert machine.on(Exited(W0, 1, True), 1.0)[-1] == Start(W0, 1)
+        assert machine.on(Exited(W0, exit_codes.REFUSED, True), 2.0)[0] == Kill(W1, signal.SIGTERM)
+        for key, at in ((W1, 2.1), (S0, 2.2), (S1, 2.3)):
+            machine.on(Exited(key, 0), at)
+        (end,) = machine.on(Exited(SCHEDULER, 0), 2.4)
+        assert isinstance(end, Finish) and end.status == 78 and "refuses" in end.message and end.culprit == W0
 
 
 def test_the_first_worker_without_restarts_is_the_cause() -> None:
