@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 #: The first build downloads the dependencies.
 BUILD_SECONDS = 900
-TRAIN_SECONDS = 150
+TRAIN_SECONDS = 240
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(BUILD_SECONDS + 2 * TRAIN_SECONDS)]
 
