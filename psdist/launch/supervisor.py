@@ -3,8 +3,8 @@
 While the run goes on:
 
 * A worker that fails is started again with its rank, up to ``restarts_max`` times, but not where the run refused it
-  (status 78). Then everything is stopped, and the
-  first worker that had no restart left is the *cause*: the run ends with its status.
+  (status 78). Then everything is stopped, and the first worker that had no restart left is the *cause*: the run ends
+  with its status.
 * A worker that succeeds without ever having connected is the cause if a running worker is connected, which would wait
   for it for ever.
 * The scheduler is started again, and so is a server if others have a copy of its shards, or a snapshot has them
