@@ -3,7 +3,8 @@
     psdist run --nservers 2 --nproc-per-node 2 examples/digits.py
     psdist run --nservers 2 --nproc-per-node 4 examples/digits.py --consistency ssp --staleness 2
 
-Every worker computes gradients on its part of each pass over the data; the servers hold the weights and run Adam.
+Every worker computes gradients on its part of each batch; the servers hold the weights and run Adam. Batches and steps
+are the same for any number of workers, so a run may go on with another number of them, and a late one fits in.
 Without a launcher (``python examples/digits.py``) it is a world of one. The 1797 images of 8 x 8 pixels are
 scikit-learn's.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import time
 from pathlib import Path
 
@@ -80,11 +82,11 @@ def accuracy(weights: Arrays, images: np.ndarray, labels: np.ndarray) -> float:
 
 
 def batches(rank: int, world: int, epoch: int, size: int, options: argparse.Namespace) -> list[np.ndarray]:
-    """This rank's batches of one pass over ``size`` samples, as indices."""
+    """This rank's parts of the batches of one pass over ``size`` samples, as indices. None is empty."""
     sampler = DistributedSampler(size, world, rank, seed=options.seed)
     sampler.set_epoch(epoch)
     mine = sampler.indices()
-    return [mine[start : start + options.batch_size] for start in range(0, len(mine), options.batch_size)]
+    return np.array_split(mine, min(math.ceil(size / options.batch_size), len(mine)))
 
 
 def updates(world: int, options: argparse.Namespace) -> int:
@@ -175,7 +177,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--consistency", choices=("bsp", "ssp", "asp"), default="bsp")
     parser.add_argument("--staleness", type=int, default=2, help="steps a worker may be ahead (with ssp)")
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples per worker and step")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples per step, of all workers together")
     parser.add_argument("--lr", type=float, default=6e-3, help="Adam's learning rate at first; it falls along a cosine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compression", default="none", help="of the gradients: none, float16, bfloat16")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -120,6 +121,26 @@ def find_token(environ: Mapping[str, str], argument: str | None = None, token_fi
     if environ.get("PSDIST_TOKEN_FILE"):
         return _read_token(Path(environ["PSDIST_TOKEN_FILE"]), "PSDIST_TOKEN_FILE")
     return ""
+
+
+def create_token_file(environ: Mapping[str, str], token_file: Path | None = None) -> None:
+    """Writes a new random token (256 bits) to the file that ``find_token`` would read, where there is no such file;
+    only this user may read it. Does nothing where ``PSDIST_TOKEN`` has a token that comes first. Raises
+    ConfigurationError where no file is named, or it cannot be written."""
+    if token_file is None and environ.get("PSDIST_TOKEN"):
+        return
+    path = token_file or Path(environ.get("PSDIST_TOKEN_FILE", ""))
+    if not path.name:
+        raise ConfigurationError("--create-token names no file: add --token-file FILE, or set PSDIST_TOKEN_FILE")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if path.exists():
+            return
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(f"{secrets.token_urlsafe(32)}\n")
+        unfinished.replace(path)  # in one step: whoever sees the file sees all of it
+    except OSError as error:
+        raise ConfigurationError(f"the token file {path} cannot be created: {error.strerror}") from None
 
 
 def _read_token(path: Path, source: str) -> str:

@@ -22,6 +22,7 @@ from psdist.settings.config import (
     address_text,
     await_address,
     check_run_id,
+    create_token_file,
     find_scheduler,
     find_token,
     is_loopback,
@@ -62,6 +63,7 @@ class SchedulerSettings(ProgramSettings):
     failure_timeout_seconds: float
     worker_timeout_seconds: float
     join_grace_seconds: float
+    idle_timeout_seconds: float
     store_path: Path | None
     address_file: Path | None
     #: Where snapshots lie: an absolute path or a URL; empty for none.
@@ -99,6 +101,8 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
     given = line.parse(argv, environ)
     try:
         policy = save_policy(given, bool(given.storage_path))
+        if given.create_token:
+            create_token_file(environ, given.token_file)
     except ConfigurationError as error:
         fail(line.program, str(error))
     return _settings(
@@ -109,6 +113,7 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
         failure_timeout_seconds=given.failure_timeout,
         worker_timeout_seconds=given.worker_timeout,
         join_grace_seconds=given.join_grace,
+        idle_timeout_seconds=given.idle_timeout,
         store_path=given.store,
         token=_program_token(line.program, given, environ),
         storage=given.storage_path or "",
@@ -273,15 +278,18 @@ def scheduler_line() -> CommandLine:
             *grouped(
                 TIMEOUTS_TITLE,
                 Flag("--join-grace", "wait for late workers when parameters are made", seconds(), 0.0, "SECONDS"),
+                Flag("--idle-timeout", "end, and the servers before, when no worker has been there for so long, after "
+                     "some were; what was trained is saved first. 0 never ends", seconds(), 0.0, "SECONDS"),
             ),
             Flag("--store", "SQLite file that keeps the map over a restart", Path, None, "FILE"),
             Flag("--address-file", "file to write HOST:PORT into once listening", Path, None, "FILE"),
             *storage_flags("none"),
             Flag("--storage-optional", "where the storage cannot be written, warn and take no snapshots"),
             *_process_flags(),
+            Flag("--create-token", "where the token's file does not exist, write a new random token to it"),
         ),
         first=("--host", "--port", "--min-workers", "--min-servers", "--storage-path"),
-    )
+    )  # fmt: skip
 
 
 def server_line() -> CommandLine:

@@ -430,7 +430,7 @@ class ReplicaUnreachable(_message.Message):
     def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait", "check_values")
+    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait", "check_values", "run_ended")
     class JoinProposal(_message.Message):
         __slots__ = ("proposal_id", "parameters", "member")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -495,6 +495,9 @@ class SessionResponse(_message.Message):
         lost: _containers.RepeatedCompositeFieldContainer[SessionResponse.RolledBack.Lost]
         text: str
         def __init__(self, directory: _Optional[str] = ..., lost: _Optional[_Iterable[_Union[SessionResponse.RolledBack.Lost, _Mapping]]] = ..., text: _Optional[str] = ...) -> None: ...
+    class RunEnded(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
     MAP_FIELD_NUMBER: _ClassVar[int]
     JOIN_PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     JOIN_WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
@@ -505,6 +508,7 @@ class SessionResponse(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     MUTUAL_WAIT_FIELD_NUMBER: _ClassVar[int]
     CHECK_VALUES_FIELD_NUMBER: _ClassVar[int]
+    RUN_ENDED_FIELD_NUMBER: _ClassVar[int]
     map: _common_pb2.ClusterMap
     join_proposal: SessionResponse.JoinProposal
     join_withdrawn: SessionResponse.JoinWithdrawn
@@ -515,7 +519,8 @@ class SessionResponse(_message.Message):
     stop: StopCommand
     mutual_wait: MutualWait
     check_values: SessionResponse.CheckValues
-    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ..., check_values: _Optional[_Union[SessionResponse.CheckValues, _Mapping]] = ...) -> None: ...
+    run_ended: SessionResponse.RunEnded
+    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ..., check_values: _Optional[_Union[SessionResponse.CheckValues, _Mapping]] = ..., run_ended: _Optional[_Union[SessionResponse.RunEnded, _Mapping]] = ...) -> None: ...
 
 class MutualWait(_message.Message):
     __slots__ = ("sequence", "error")

@@ -3,7 +3,7 @@
 It binds, serves SchedulerService with the standard health service (and reflection on loopback), and writes its address
 into a file for processes that start at the same time. It ends at SIGTERM, at SIGINT, or when the lifeline, a pipe held
 by its launcher, breaks. Its end changes nothing for the members: they go on, and rejoin when a scheduler with the same
-store is back.
+store is back. With ``--idle-timeout`` it also ends, and its servers before it, when no worker is left.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
 
 
 async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, address: str) -> int:
-    """Serves until somebody wants the end, or the store fails."""
+    """Serves until somebody wants the end, the run is over, or the store fails."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -95,12 +95,16 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     if settings.lifeline_fd is not None:
         loop.add_reader(settings.lifeline_fd, _watch_lifeline, settings.lifeline_fd, ended)
     waiting = asyncio.create_task(ended.wait())
+    over = asyncio.create_task(scheduler.is_over.wait())
     working = [asyncio.create_task(scheduler.run()), asyncio.create_task(scheduler.tick())]
     if settings.address_file is not None:
         _write_address(settings.address_file, address)
     log.info("run %s: listening at %s", scheduler.cluster.settings.run_id, address)
-    await asyncio.wait([waiting, *working], return_when=asyncio.FIRST_COMPLETED)
-    if waiting.done():
+    await asyncio.wait([waiting, over, *working], return_when=asyncio.FIRST_COMPLETED)
+    if waiting.done() or over.done():
+        if over.done():
+            idle = settings.idle_timeout_seconds
+            log.info("no worker has been there for %g s (--idle-timeout): the run ends, and the servers with it", idle)
         ended.clear()
         saving, again = asyncio.create_task(_save_at_end(scheduler)), asyncio.create_task(ended.wait())
         await asyncio.wait([saving, again, *working], return_when=asyncio.FIRST_COMPLETED)
@@ -110,18 +114,19 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     if settings.address_file is not None:
         settings.address_file.unlink(missing_ok=True)
     failures = [task.exception() for task in working if task.done() and not task.cancelled()]
-    for task in (waiting, *working):
+    for task in (waiting, over, *working):
         task.cancel()
-    await asyncio.gather(waiting, *working, return_exceptions=True)
+    await asyncio.gather(waiting, over, *working, return_exceptions=True)
     for failure in failures:
         log.error("the scheduler ends, because it cannot go on safely: %s", failure, exc_info=failure)
     return exit_codes.INFRASTRUCTURE if failures else exit_codes.OK
 
 
 async def _save_at_end(scheduler: Scheduler) -> None:
-    """Returns when what was trained is saved, or cannot be. Another signal, or the engine's patience, ends this."""
+    """Returns when what was trained is saved, or cannot be, and servers have ended if the run is over. Another signal,
+    or the engine's patience, ends this."""
     with scheduler.calls.call() as (number, outbox):
-        scheduler.post(Stop(number))
+        scheduler.post(Stop(number, servers=scheduler.is_over.is_set()))
         async for value in outbox:
             if isinstance(value, Done):
                 return
@@ -208,6 +213,7 @@ def _cluster_settings(settings: SchedulerSettings, run_id: str, opened: _Opened)
         storage=opened.storage.url if opened.storage is not None else "",
         unwritable=opened.unwritable,
         policy=policy,
+        idle_timeout_seconds=settings.idle_timeout_seconds,
         salt=secrets.token_hex(3),
     )
 

@@ -263,7 +263,7 @@ class Cluster:
         # A scheduler that begins is in its own epoch at once: what it numbers by it must be above all that the one
         # before used.
         effects += machines.snapshots.progress(self.epoch + changed, now) + machines.stops.progress(now)
-        effects += machines.shutdown.go_on() + machines.scaling.progress(now) + machines.barriers.progress()
+        effects += machines.shutdown.go_on(now) + machines.scaling.progress(now) + machines.barriers.progress()
         effects += machines.rendezvous.progress(now, max(self.members.ranks, default=-1) + 1)
         if changed or self.members.changed:
             effects += machines.datasets.lose(self.members.is_live)

@@ -339,6 +339,8 @@ def command(value: ev.Value | ev.News) -> pb.SessionResponse:
             return message(check_values=make_message(message.CheckValues, value))
         case ev.MemberLost():
             return message(member_lost=make_message(message.MemberLost, value, role=ROLES[value.role]))
+        case ev.RunEnded():
+            return message(run_ended=message.RunEnded())
         case ev.ShardsLost():
             return message(shards_lost=make_message(message.ShardsLost, value))
         case sn.RolledBack(directory, lost, text):

@@ -47,6 +47,8 @@ class Scheduler:
         self.calls = OpenCalls(self.post)
         #: What members reported of themselves in their last heartbeats, by id.
         self._reports: dict[str, pb.MemberStatus] = {}
+        #: Set when the run is over (``shutdown``).
+        self.is_over = asyncio.Event()
         self.events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
         self._loop = asyncio.get_running_loop()
         self.started = self._loop.time()
@@ -84,15 +86,27 @@ class Scheduler:
         while True:
             await asyncio.sleep(self.cluster.settings.tick_seconds)
             self.post(Tick())
+            if self.cluster.machines.shutdown.is_over(self._loop.time()):
+                self.is_over.set()
 
     def stop(self) -> None:
         """From now on nothing changes: the members live on while the scheduler does not."""
         self._stopping = True
 
     def close(self) -> None:
-        """Frees the store, after a write in progress."""
+        """Frees the store, after a write in progress. Where the run has ended, and all members with it, what was kept
+        is deleted: it would tell a next run of servers, ranks and values that are gone."""
         self._writer.shutdown(wait=True)
-        self._store.close()
+        if self.has_ended:
+            self._store.discard()
+        else:
+            self._store.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all members have left in order, or the run is over."""
+        members = self.cluster.members.all
+        return self.is_over.is_set() or (bool(members) and all(member.state == "left" for member in members))
 
     def status(self) -> pb.GetStatusResponse:
         now = self._loop.time()

@@ -82,6 +82,10 @@ class Store:
     def write(self, changes: Persist) -> None:
         """Makes the changes durable, all or none, before it returns."""
 
+    def discard(self) -> None:
+        """Deletes what was kept, and closes the store: the run has ended."""
+        self.close()
+
     def close(self) -> None:
         """Frees the store for another scheduler."""
 
@@ -143,6 +147,10 @@ class SqliteStore(Store):
                 self._write_parameters(record, record.entry.spec.name in changes.forgotten)
         self._known_layouts.difference_update(changes.forgotten)
         self._known_layouts.update(record.entry.spec.name for record in changes.parameters)
+
+    def discard(self) -> None:
+        self.close()  # deletes the other files of the database
+        self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         self._db.close()

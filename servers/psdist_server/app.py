@@ -1,7 +1,7 @@
 """The server program: one event loop with the data path, the standard services and the session with the scheduler.
 
 A server may start before or after the others. It serves once it is registered. It ends on SIGTERM or SIGINT, when its
-launcher's lifeline breaks, or when the scheduler no longer knows it.
+launcher's lifeline breaks, when the scheduler says that the run has ended, or when it no longer knows this server.
 """
 
 from __future__ import annotations
@@ -102,21 +102,22 @@ async def _until_stopped(
 ) -> int:
     session = asyncio.create_task(link.run(host))
     stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({session, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    run_ended = asyncio.create_task(link.run_ended.wait())
+    await asyncio.wait({session, stopped, run_ended}, return_when=asyncio.FIRST_COMPLETED)
     code = 0
     if session.done() and (error := session.exception()):
         _log.error("the scheduler does not know this server any more", reason=str(error))
         code = exit_codes.INFRASTRUCTURE
-    if code == 0:
+    if code == 0 and not run_ended.done():
         draining = asyncio.create_task(link.drain(drain_timeout_seconds))
         await asyncio.wait({draining, session}, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
     await probe.enter_graceful_shutdown()
     if code == 0:
         await link.leave("stopped")
-    session.cancel()
-    stopped.cancel()
-    await asyncio.gather(session, stopped, return_exceptions=True)
+    for task in (session, stopped, run_ended):
+        task.cancel()
+    await asyncio.gather(session, stopped, run_ended, return_exceptions=True)
     service.disconnect()
     await server.stop(_GRACE_SECONDS)
     await host.close()

@@ -40,6 +40,8 @@ class ServerSession:
         self._connection = MemberConnection(address, "--scheduler or PSDIST_SCHEDULER", token, rng or Random())
         self._advertise = advertise
         self.registration = ServerRegistration(run_id, server_id)
+        #: Set when the scheduler says that no worker is left, and that what was trained is saved.
+        self.run_ended = asyncio.Event()
         self._in_session = False
         self._leaving = False
         #: Proposals of earlier sessions: those that the first map does not confirm are withdrawn.
@@ -179,6 +181,9 @@ class ServerSession:
                 server.snapshot_writer.command(response.snapshot)
             case "rolled_back":
                 _log.warning("rolled back", text=response.rolled_back.text)
+            case "run_ended":
+                _log.info("the run has ended")
+                self.run_ended.set()
 
     async def drain(self, timeout_seconds: float) -> None:
         """Asks the scheduler to move all shards away from this server; returns when it holds none, when none can be

@@ -1,4 +1,4 @@
-"""``docker-compose up`` for real, where a container engine answers: it trains, prints an accuracy, its workers exit 0.
+"""``docker-compose up`` for real, where a container engine answers: it trains, prints an accuracy, and ends with 0.
 
 Each case is a project of its own name, and takes its containers and networks away again. The image is built once by
 Compose itself from ``servers/Dockerfile``.
@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 #: The first build downloads the dependencies.
 BUILD_SECONDS = 900
-TRAIN_SECONDS = 150
+TRAIN_SECONDS = 240
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(BUILD_SECONDS + 2 * TRAIN_SECONDS)]
 
@@ -74,6 +74,14 @@ class Project:
         """Exit codes of a service's containers, once all have ended."""
         return [int(code) for code in _run(["docker", "wait", *self.containers(service)], TRAIN_SECONDS).split()]
 
+    def statuses(self) -> dict[str, list[int]]:
+        """Exit codes of the containers of each service, all of which have ended."""
+        services = ("scheduler", "server", "worker")
+        states = {
+            s: [_inspect(c, "{{.State.Status}} {{.State.ExitCode}}") for c in self.containers(s)] for s in services
+        }
+        return {service: [int(state.removeprefix("exited ")) for state in of] for service, of in states.items()}
+
     def logs(self, service: str) -> str:
         """What a service's containers have printed."""
         return self.compose("logs", "--no-color", service)
@@ -93,22 +101,24 @@ def project(engine: list[str]) -> Iterator[Project]:
     assert not [container for service in ("scheduler", "server", "worker") for container in project.containers(service)]
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_digits_train_to_an_accuracy(project: Project, workers: int) -> None:
-    project.compose("up", "--build", "--detach", "--scale", f"worker={workers}")
-    codes = project.wait("worker")
-    logs = project.logs("worker")
-
-    assert codes == [0] * workers, logs + project.logs("scheduler") + project.logs("server")
-    (accuracy,) = re.findall(r"\btest accuracy ([\d.]+)%$", logs.replace("\r", ""), re.M)
-    assert float(accuracy) >= 97.0, logs
-    assert len(project.containers("server")) == 2
-    assert {_health(container) for container in project.containers("server")} == {"healthy"}
+def test_the_commands_of_the_file_in_their_order(project: Project) -> None:
+    """A run ends by itself, with all containers, and the next one goes on from it with another number of workers."""
+    for number, (workers, words) in enumerate(((2, ()), (4, ("--scale", "worker=4")), (4, ("--scale", "worker=4")))):
+        if number == 2:
+            project.compose("down")
+        output = project.compose("up", *words)
+        assert project.statuses() == {"scheduler": [0], "server": [0] * 3, "worker": [0] * workers}, output
+        accuracies = re.findall(r"\btest accuracy ([\d.]+)%$", output.replace("\r", ""), re.M)
+        assert len(accuracies) == 1 and float(accuracies[0]) >= 97.0, output
+        assert ("go on from step 690" in output) == (number > 0), output
+        assert "failed" not in output and "settings" not in output, output
+    project.compose("down", "-v")
+    assert "go on from" not in project.compose("up")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may kill a container's process from outside")
-def test_with_two_copies_a_server_and_the_scheduler_may_die(project: Project) -> None:
-    project.compose("up", "--detach", "--scale", "server=3", PSDIST_REPLICAS="2")
+def test_a_server_and_the_scheduler_may_die(project: Project) -> None:
+    project.compose("up", "--detach")
     with project.follow("worker") as worker:
         assert worker.stdout is not None
         assert any("step" in line for line in worker.stdout), project.logs("worker")
@@ -120,14 +130,38 @@ def test_with_two_copies_a_server_and_the_scheduler_may_die(project: Project) ->
     codes, logs = project.wait("worker"), project.logs("worker")
     assert codes == [0, 0], logs + project.logs("scheduler") + project.logs("server")
     assert re.search(r"\btest accuracy (9[7-9]|100)", logs), logs
-    assert [_inspect(container, "{{.RestartCount}} {{.State.Running}}") for container in killed] == ["1 true"] * 2
+    assert project.wait("scheduler") + project.wait("server") == [0] * 4
+    assert [_inspect(container, "{{.RestartCount}}") for container in killed] == ["1"] * 2
 
 
-def test_processes_are_not_root_and_publish_no_port(project: Project) -> None:
+def test_scheduler_and_servers_stay_where_that_is_wanted(project: Project) -> None:
+    project.compose("up", "--detach", PSDIST_IDLE_TIMEOUT="0")
+    assert project.wait("worker") == [0, 0]
+    assert {_health(container) for container in project.containers("server")} == {"healthy"}
+    (scheduler,) = project.containers("scheduler")
+    assert "step 690" in _run(["docker", "exec", scheduler, "psdist", "snapshot", "save"], 60)
+
+
+def test_processes_are_not_root_publish_no_port_and_have_a_token_of_their_own(project: Project) -> None:
     project.compose("up", "--detach", "scheduler")
     (container,) = project.containers("scheduler")
     assert _run(["docker", "exec", container, "id", "-u"], 30).strip() != "0"
     assert not json.loads(_run(["docker", "inspect", "--format", "{{json .NetworkSettings.Ports}}", container], 30))
+    token = _run(["docker", "exec", container, "cat", "/var/lib/psdist-token/token"], 30).strip()
+    mode = _run(["docker", "exec", container, "stat", "-c", "%a %U", "/var/lib/psdist-token/token"], 30).strip()
+    assert len(token) == 43 and mode == "600 psdist"
+    assert token not in _run(["docker", "inspect", container], 30)
+
+
+def test_a_wrong_setting_is_not_tried_for_ever(project: Project) -> None:
+    project.compose("up", "--detach", "scheduler", PSDIST_REPLICAS="many")
+    (container,) = project.containers("scheduler")
+    assert [_run(["docker", "wait", container], TRAIN_SECONDS).strip() for _ in range(2)] == ["2"] * 2
+    assert "not a whole number" in project.logs("scheduler")
+
+
+def test_the_image_is_small(engine: list[str]) -> None:
+    assert int(_inspect("psdist", "{{.Size}}")) < 450_000_000
 
 
 def _health(container: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -49,6 +50,19 @@ def test_digits_reach_the_accuracy_of_one_process(synchronous: str) -> None:
     assert through_servers >= 97.0, synchronous
     assert through_servers >= alone - 0.6, "more than two of the 360 test images behind one process\n" + synchronous
     assert re.search(r"step +\d+ +loss +[\d.]+ +test accuracy +[\d.]+% +[\d,]+ samples/s", synchronous), synchronous
+
+
+def test_digits_take_the_same_steps_for_any_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a run may go on with another number, and late workers name the same schedule."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(sys, "argv", ["digits.py"])
+    digits = importlib.import_module("digits")
+    options = digits.arguments()
+    assert {digits.updates(world, options) for world in range(1, 65)} == {690}
+    for world in (1, 2, 3, 64, 500):
+        parts = [digits.batches(rank, world, 1, digits.TRAIN_IMAGES, options) for rank in range(world)]
+        assert len({len(part) for part in parts}) == 1 and all(len(batch) for part in parts for batch in part)
+        assert {int(index) for part in parts for batch in part for index in batch} == set(range(digits.TRAIN_IMAGES))
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,39 @@ async def test_a_run_from_registration_to_a_restarted_scheduler(start: Start, pe
     assert not again.file.exists()
 
 
+async def test_an_idle_scheduler_ends_after_its_servers_and_forgets_the_run(
+    start: Start, peer: Any, tmp_path: Path
+) -> None:
+    """What is kept of a run that has ended would give the next one ranks after those of members that are gone."""
+    flags = ("--store", str(tmp_path / "s"), "--run-id", "digits")
+    process = await start(*flags, "--idle-timeout", "0.2")
+    server, worker = peer(process), peer(process)
+    await server.register(pb.ROLE_SERVER)
+    await worker.register()
+    await worker.ask("Leave", pb.LeaveRequest(member_id="worker-0", incarnation=1, reason="done"))
+    await server.read("run_ended")
+    assert process.process.returncode is None
+    await server.ask("Leave", pb.LeaveRequest(member_id="server-0", incarnation=1, reason="stopped"))
+    await process.process.wait()
+    code, log = await process.end()
+    assert code == 0 and "--idle-timeout" in log
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_scheduler_that_is_told_to_end_forgets_a_run_that_all_have_left(
+    start: Start, peer: Any, tmp_path: Path
+) -> None:
+    """It keeps one that a member has not left."""
+    for leaves in (False, True):
+        process = await start("--store", str(store := tmp_path / f"store-{leaves}"))
+        server = peer(process)
+        incarnation = (await server.register(pb.ROLE_SERVER)).incarnation
+        if leaves:
+            await server.ask("Leave", pb.LeaveRequest(member_id=server.member.member_id, incarnation=incarnation))
+        assert (await process.end())[0] == 0
+        assert store.exists() != leaves
+
+
 async def _fill(cluster: common.ClusterMap, servers: dict[str, Peer]) -> None:
     """Primaries say that all copies are complete."""
     for number, shard in enumerate(cluster.parameters[0].shards):

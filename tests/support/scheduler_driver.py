@@ -40,6 +40,7 @@ class Driver:
         self.closed: list[int] = []
         self.lost: list[ev.MemberLost] = []
         self.shards_lost: list[ev.ShardsLost] = []
+        self.run_ended = 0
         self.notes: list[str] = []
         self.map = ClusterMap("run", 0)
         self.attached: list[int] = []
@@ -199,6 +200,8 @@ class Driver:
                     self.attached.append(call)
                 case ev.Broadcast(ev.ShardsLost() as news):
                     self.shards_lost.append(news)
+                case ev.Broadcast(ev.RunEnded()):
+                    self.run_ended += 1
                 case ev.Broadcast(ev.MemberLost() as news):
                     self.lost.append(news)
                 case ev.Answer(call, ev.CheckValues() as check):

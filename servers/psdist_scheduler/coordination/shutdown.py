@@ -4,20 +4,27 @@ A snapshot of what was trained since the last one comes first, if the policy wan
 the request say exactly what was trained. So they are waited for, unless no worker was there since the last snapshot
 began. An end does not wait for a snapshot that fails.
 
+A run is over when no worker has been there for the idle timeout, after some were. Then the scheduler is to end, and its
+servers before it: they are told when what was trained is saved, and waited for.
+
 Not here: moving shards away (``scaling``). A server is released as soon as nothing needs it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from psdist.errors import PsdistError
-from psdist_scheduler.events.cluster_events import Answer, Done, Drain, Effect, Refuse, Stop
+from psdist_scheduler.events.cluster_events import Answer, Broadcast, Done, Drain, Effect, Refuse, RunEnded, Stop
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.placement.scaling import Scaling
 from psdist_scheduler.snapshots.snapshots import Snapshots
+
+#: Servers that do not end when the run is over keep the scheduler no longer.
+SERVERS_END_SECONDS: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -28,6 +35,8 @@ class _Held:
     since: float
     #: Whether it was decided if a snapshot is needed.
     asked: bool = False
+    #: When servers were told that the run is over; None if they were not.
+    told_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -71,18 +80,33 @@ class GracefulShutdown:
                 effects += self._snapshots.save_before_the_end(call, server, now)
         return effects
 
-    def go_on(self) -> list[Effect]:
+    def go_on(self, now: float) -> list[Effect]:
         """Lets those end that nothing keeps."""
         effects: list[Effect] = []
         for call, held in list(self._held.items()):
-            if held.asked and call not in self._snapshots.waiters:
-                del self._held[call]
-                try:
-                    event = held.event
-                    effects += self._scaling.drain(event) if isinstance(event, Drain) else [Answer(call, Done())]
-                except PsdistError as error:
-                    effects.append(Refuse(call, error))
+            if not held.asked or call in self._snapshots.waiters:
+                continue
+            if isinstance(held.event, Stop) and held.event.servers and held.told_at is None:
+                held.told_at = now
+                effects.append(Broadcast(RunEnded()))
+            if self._waits_for_servers(held, now):
+                continue
+            del self._held[call]
+            try:
+                event = held.event
+                effects += self._scaling.drain(event) if isinstance(event, Drain) else [Answer(call, Done())]
+            except PsdistError as error:
+                effects.append(Refuse(call, error))
         return effects
+
+    def is_over(self, now: float) -> bool:
+        """Whether no worker has been there for the idle timeout, after some were."""
+        limit, deserted = self._settings.idle_timeout_seconds, self._deserted
+        return bool(limit and self._members.ranks and deserted is not None and now - deserted >= limit)
+
+    def _waits_for_servers(self, held: _Held, now: float) -> bool:
+        """Whether servers that were told that the run is over are still to end."""
+        return held.told_at is not None and bool(self._members.servers) and now - held.told_at < SERVERS_END_SECONDS
 
     def _is_known(self, since: float, now: float) -> bool:
         """Whether it is known what was trained until ``since``."""

@@ -188,9 +188,10 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """This scheduler is to end, as soon as what was trained is saved."""
+    """This scheduler is to end, as soon as what was trained is saved. ``servers``: they are to end before it."""
 
     call: int
+    servers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +373,12 @@ class ShardsLost:
     text: str
 
 
-News = MemberLost | ShardsLost | sn.RolledBack
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """To everyone: no worker is left, and what was trained is saved. Servers end."""
+
+
+News = MemberLost | ShardsLost | sn.RolledBack | RunEnded
 #: Answers that others follow upon, and last answers.
 Interim = Waiting | Upload | Draining | ScaleNews | sn.Saving
 Last = Registered | ParametersReady | Described | Done | Withdrawn | Formed | Drained | Scaled | sn.Saved

@@ -35,6 +35,7 @@ class ClusterSettings:
     storage: where servers write snapshots to: an absolute path or a URL; empty for nowhere.
     unwritable: why nothing can be saved there, where the run goes on nevertheless; empty where it can.
     policy: when snapshots are taken, and which are kept.
+    idle_timeout_seconds: the run is over when no worker has been there for so long, after some were; 0 for never.
     salt: of this process of the scheduler alone; in the names of directories, so that none is used twice.
     """
 
@@ -49,6 +50,7 @@ class ClusterSettings:
     policy: SavePolicy = field(default_factory=SavePolicy)
     salt: str = "0"
     worker_lease_seconds: float = 30.0
+    idle_timeout_seconds: float = 0.0
 
     @property
     def heartbeat_seconds(self) -> float:

@@ -201,3 +201,13 @@ def test_without_a_path_nothing_is_kept() -> None:
     store.write(Persist(1, (MEMBER,)))
     assert store.load() is None
     store.close()
+
+
+def test_what_is_discarded_is_gone_with_all_files(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s", "run")
+    store.write(Persist(1, (MEMBER,), (RECORD,), (NODE,)))
+    store.discard()
+    assert list(tmp_path.iterdir()) == []
+    store = SqliteStore(tmp_path / "s", "another")
+    assert store.load() is None
+    store.close()

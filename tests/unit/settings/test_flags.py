@@ -359,3 +359,24 @@ def test_addresses() -> None:
 )
 def test_loopback(host: str, loopback: bool) -> None:
     assert config.is_loopback(host) is loopback
+
+
+def test_a_token_is_created_once_and_for_this_user_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "token"
+    environ = {"PSDIST_TOKEN": "", "PSDIST_TOKEN_FILE": str(file)}
+    token = scheduler_settings(["--create-token"], environ).token
+    assert len(token) == 43 and file.read_text() == f"{token}\n" and file.stat().st_mode & 0o777 == 0o600
+    assert scheduler_settings(["--create-token"], environ).token == token
+    assert server_settings(["--scheduler", "h:1"], environ).token == token
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
+    other = tmp_path / "other"
+    assert scheduler_settings(["--create-token", "--token-file", str(other)], environ).token not in ("", token)
+    # The token that was given comes first, so that none is needed.
+    given = {"PSDIST_TOKEN": "given", "PSDIST_TOKEN_FILE": str(tmp_path / "third")}
+    assert scheduler_settings(["--create-token"], given).token == "given" and not (tmp_path / "third").exists()
+    nowhere = {"PSDIST_TOKEN_FILE": str(tmp_path / "no" / "token")}
+    unnamed: dict[str, str] = {}
+    for wrong, words in ((unnamed, "PSDIST_TOKEN_FILE"), (nowhere, "No such file")):
+        with pytest.raises(SystemExit) as caught:
+            scheduler_settings(["--create-token"], wrong)
+        assert caught.value.code == 2 and words in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psdist.snapshots.policy import SavePolicy
+from psdist_scheduler.coordination.shutdown import SERVERS_END_SECONDS
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from tests.support.scheduler_driver import caller
@@ -76,3 +77,51 @@ def test_servers_end_at_once_where_there_is_nothing_to_save(policy: SavePolicy) 
         calls.append(d.number())
         d.on(ev.Drain(calls[-1], "", server))
     assert all(isinstance(d.state(call), ev.Drained) for call in calls)
+
+
+def test_a_run_is_over_when_no_worker_has_been_there_for_the_idle_timeout() -> None:
+    """Not before the first worker came, and not while another is there, or is back within that time."""
+    d = Ready(idle_timeout_seconds=5.0)
+    shutdown = d.cluster.machines.shutdown
+    d.now += 60.0
+    d.tick()
+    assert not shutdown.is_over(d.now)
+    d.members = d.begin(servers=2, workers=2)
+    for worker in d.members:
+        assert not shutdown.is_over(d.now + 60.0)
+        d.on(ev.Leave(d.number(), caller(worker), "done"))
+    assert not shutdown.is_over(d.now + 4.9) and shutdown.is_over(d.now + 5.0)
+    d.now += 4.9
+    (late, _) = d.join()
+    assert not shutdown.is_over(d.now + 60.0)
+    d.on(ev.Leave(d.number(), caller(late), "done"))
+    assert not shutdown.is_over(d.now + 4.9) and shutdown.is_over(d.now + 5.0)
+
+
+def test_a_run_without_an_idle_timeout_is_never_over() -> None:
+    d = ready()
+    d.on(ev.Leave(d.number(), caller(d.members[0]), "done"))
+    assert not d.cluster.machines.shutdown.is_over(d.now + 1e6)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_servers_are_told_that_the_run_is_over_when_it_is_saved_and_waited_for(ends: bool) -> None:
+    """Those that do not end are waited for no longer than that."""
+    d = ready(idle_timeout_seconds=5.0)
+    d.train(5)
+    d.on(ev.Leave(d.number(), caller(d.members[0]), "done"))
+    d.writing = False
+    d.on(ev.Stop(call := d.number(), servers=True))
+    know(d)
+    assert d.run_ended == 0 and not isinstance(d.state(call), ev.Done)
+    d.writing = True
+    d.go_on()
+    assert d.run_ended == 1 and not isinstance(d.state(call), ev.Done) and d.steps == [{"mlp": 5}]
+    if ends:
+        for server in list(d.cluster.members.servers):
+            d.on(ev.Leave(d.number(), caller(server), "stopped"))
+    else:
+        d.now += SERVERS_END_SECONDS
+        d.beat_versions()
+        d.tick()
+    assert d.state(call) == ev.Done() and d.run_ended == 1

@@ -1,0 +1,46 @@
+"""A script that its run refuses ends with a status of its own, and is not restarted: it would be refused again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launched import Run
+
+_SCRIPT = """
+import sys
+import numpy as np
+import psdist
+with psdist.init() as context:
+    rank = context.rank if "differs" in sys.argv else 0
+    weights = context.client.parameters("w", {"w": np.zeros(8, np.float32)}, psdist.optim.SGD(lr=1.0 + rank))
+    try:
+        context.client.parameters("w", {"w": np.zeros(9, np.float32)}, psdist.optim.SGD(lr=1.0 + rank))
+    except psdist.errors.LayoutMismatchError:
+        print("caught", flush=True)
+    if "raises" in sys.argv:
+        raise psdist.errors.StorageError("not there now")
+"""
+
+
+# A script goes on after an error that it catches, and another error is no reason not to try again.
+@pytest.mark.parametrize(("what", "status"), [("differs", 78), ("raises", 1), ("agrees", 0)])
+def test_a_script_is_not_restarted_that_would_be_refused_again(tmp_path: Path, what: str, status: int) -> None:
+    flags = ("--nservers", "1", "--storage-path", "none", "--max-restarts", "1")
+    run = Run(tmp_path, _SCRIPT, what, flags=flags)
+    try:
+        code, text = run.end()
+    finally:
+        run.stop()
+    assert code == status, text
+    assert ("restart 1 of 1" in text) == (what == "raises"), text
+    assert ("settings differ from" in text and "not restarted" in text) == (what == "differs"), text
+    assert "caught" in text or what == "differs", text
+
+
+def test_without_a_launcher_the_status_is_pythons(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("import psdist\nwith psdist.init():\n    raise psdist.errors.WrongRunError('x')\n")
+    done = subprocess.run([sys.executable, "x.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and "WrongRunError: x" in done.stderr, done.stderr
