@@ -2,7 +2,7 @@
 
 The names a script uses, loaded when they are first used, so that ``import psdist`` costs nothing. ``psdist.init()``
 gives a launched script its ``Context``; ``psdist.Client()`` is the connection alone. In a launched script the import
-installs the exception hook of ``psdist.client.tracebacks``.
+installs the exception hook of ``psdist.client.process.tracebacks``.
 """
 
 from __future__ import annotations
@@ -64,4 +64,4 @@ def __dir__() -> list[str]:
 
 
 if "PSDIST_CONNECTED_FILE" in os.environ:
-    import_module("psdist.client.tracebacks").install()
+    import_module("psdist.client.process.tracebacks").install()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from psdist.errors import InvalidArgumentError, PsdistError, SchedulerUnreachableError
+from psdist.errors import InvalidArgumentError, PsdistError, SchedulerUnreachableError, UnauthenticatedError
 from psdist.settings import exit_codes
 from psdist.settings.flags import CommandLine, fail
 
@@ -75,6 +75,8 @@ def call(command: Any, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         status: int = command.run(given, environ)
     except SchedulerUnreachableError as error:
         fail(line.program, str(error), exit_codes.UNAVAILABLE)
+    except UnauthenticatedError as error:
+        fail(line.program, str(error), exit_codes.CONFIGURATION)
     except InvalidArgumentError as error:
         fail(line.program, str(error), exit_codes.USAGE)
     except PsdistError as error:

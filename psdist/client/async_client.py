@@ -19,12 +19,12 @@ from typing import Self, get_args
 from numpy.typing import ArrayLike
 
 from psdist import __version__, default_log
-from psdist.client import loop
 from psdist.client.datasets import AsyncDataset
 from psdist.client.exchange import Options
 from psdist.client.handles import Handles
 from psdist.client.parameters import AsyncParameters
-from psdist.client.process_bound import ProcessBound
+from psdist.client.process import loop
+from psdist.client.process.process_bound import ProcessBound
 from psdist.client.session.barriers import Barrier
 from psdist.client.session.drops import OnDrop, check_on_drop
 from psdist.client.session.registration import Registration

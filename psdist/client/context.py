@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
-from psdist.client import loop
+from psdist.client.process import loop
 from psdist.client.sync_client import Client
 from psdist.errors import ConfigurationError
 from psdist.settings.config import TransportName

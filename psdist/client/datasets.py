@@ -30,8 +30,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.client import loop
-from psdist.client.process_bound import ProcessBound
+from psdist.client.process import loop
+from psdist.client.process.process_bound import ProcessBound
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.data import RangeOrder

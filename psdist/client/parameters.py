@@ -29,7 +29,7 @@ from psdist.client.bucket_step import AsyncBucket
 from psdist.client.core.partition import Arrays
 from psdist.client.core.push_sequence import PushSequence
 from psdist.client.exchange import Exchange
-from psdist.client.process_bound import ProcessBound
+from psdist.client.process.process_bound import ProcessBound
 from psdist.client.session.drops import DropCounter, OnDrop
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.steps import Statistics, Steps

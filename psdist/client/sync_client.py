@@ -13,16 +13,16 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from psdist.client import loop
 from psdist.client.async_client import AsyncClient
 from psdist.client.bucket_step import AsyncBucket
 from psdist.client.core.partition import Arrays
 from psdist.client.datasets import Dataset
 from psdist.client.parameters import AsyncParameters
-from psdist.client.process_bound import ProcessBound
+from psdist.client.process import loop
+from psdist.client.process.process_bound import ProcessBound
+from psdist.client.process.sigterm import sigterm
 from psdist.client.session.drops import OnDrop
 from psdist.client.session.worker_state import Restore, Save
-from psdist.client.sigterm import sigterm
 from psdist.client.snapshots import SnapshotInfo
 from psdist.client.steps import Statistics
 from psdist.compression import Cast

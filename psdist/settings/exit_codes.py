@@ -20,7 +20,8 @@ UNAVAILABLE: Final = 69
 INFRASTRUCTURE: Final = 70
 #: The scripts succeeded, but the snapshot at the end failed, for which a storage was named.
 UNSAVED: Final = 74
-#: A script gave psdist wrong settings or arguments: it would fail again, so it is not started again.
+#: A script gave psdist wrong settings or arguments, or the token is wrong: it would fail again, so it is not started
+#: again.
 CONFIGURATION: Final = 78
 #: Add the number of the signal that ended the command (130 is Ctrl-C, 143 is SIGTERM).
 SIGNAL_BASE: Final = 128

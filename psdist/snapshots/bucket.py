@@ -239,6 +239,9 @@ _threads = _Threads()
 
 def _hint(error: BaseException) -> str:
     """A remedy, if one is known."""
+    # Without credentials Amazon's client asks the machine that it believes to run on.
+    if "/latest/api/token" in str(error):
+        return "; no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return "; check the credentials in the environment and what they may do, or use another --storage-path"
     return "; create the bucket, or use another --storage-path" if "NoSuchBucket" in str(error) else ""

@@ -21,7 +21,7 @@ import uvloop
 from grpc_health.v1.health import aio as health
 
 from psdist import logs
-from psdist.errors import PsdistError
+from psdist.errors import PsdistError, UnauthenticatedError
 from psdist.settings import exit_codes
 from psdist.settings.config import is_loopback, parse_address
 from psdist.settings.programs import ServerSettings
@@ -49,7 +49,7 @@ def main(settings: ServerSettings) -> int:
         return code
     except PsdistError as error:
         print(f"psdist-server: {error}", file=sys.stderr)
-        return exit_codes.UNAVAILABLE
+        return exit_codes.CONFIGURATION if isinstance(error, UnauthenticatedError) else exit_codes.UNAVAILABLE
 
 
 def default_kernel_threads(cluster: ClusterMap, advertise: str) -> int:

@@ -127,7 +127,7 @@ async def test_initial_values_that_are_not_finite(training: Training, bad: float
     name = f"other-{next(_numbers)}"
     wrong = INIT | {"w": np.where(np.arange(8910).reshape(90, 99) == 5000, bad, 0).astype(np.float32)}
     waiting = asyncio.create_task(training.clients[1].parameters(name, INIT, SGD))
-    with pytest.raises(errors.InvalidArgumentError, match=r"hold NaN or Inf in elements 4096 to 8191 \(slice 1\)"):
+    with pytest.raises(errors.InvalidArgumentError, match="init 'w' holds 1 NaN or Inf of 8910"):
         await training.clients[0].parameters(name, wrong, SGD)
     await training.goes_on()
     one = await training.clients[0].parameters(name, INIT, SGD)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from psdist.launch.embedded import EmbeddedCluster
+
 
 def call(*arguments: str, program: str = "main") -> tuple[int, str, str]:
     done = subprocess.run(
@@ -79,11 +81,28 @@ def test_version() -> None:
 def test_unknown_words() -> None:
     status, _, text = call("frobnicate")
     assert status == 2 and "'frobnicate'" in text
-    assert "run, status, snapshot, scale, drain, bench, chaos and version" in text
+    assert "run, status, snapshot, scale, drain, bench, chaos, warmup and version" in text
     status, _, text = call()
     assert status == 2 and text.startswith("usage: psdist")
     status, _, text = call("version", "--loud")
     assert status == 2 and "--loud" in text
+
+
+@pytest.mark.parametrize("arguments", [("main", "status"), ("server",), ("worker", "x.py")], ids=" ".join)
+def test_a_wrong_token_has_one_status_everywhere(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PSDIST_TOKEN", "w" * 32)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").write_text("import psdist; psdist.init()")
+    program, *rest = arguments
+    words = rest[:1] if program == "main" else []
+    cluster = EmbeddedCluster(servers=1)
+    try:
+        status, _, text = call(*words, "--scheduler", cluster.address, *rest[len(words) :], program=program)
+    finally:
+        cluster.close()
+    assert status == 78 and "token is missing or wrong" in text, text
 
 
 def test_scale_and_drain_refuse_what_makes_no_sense() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psdist
 from psdist.cli import run, worker
 from psdist.launch.embedded import EmbeddedCluster
+from psdist.settings import exit_codes
 from psdist.settings import programs as programs_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -31,6 +32,13 @@ def test_the_commands_of_the_wire_page_make_stubs(tmp_path: Path) -> None:
     made = {path.relative_to(tmp_path / "stubs").as_posix() for path in (tmp_path / "stubs").rglob("*.py")}
     names = ("common", "scheduler", "server")
     assert made == {f"psdist/v1/{name}_pb2{kind}.py" for name in names for kind in ("", "_grpc")}
+
+
+def test_every_exit_status_is_in_the_table() -> None:
+    rows = re.findall(r"^\| (\d+)( \+ n)? \|", (DOCS / "use.md").read_text(), re.M)
+    assert [int(number) for number, _ in rows] == sorted(
+        value for name, value in vars(exit_codes).items() if name.isupper()
+    )
 
 
 def test_the_client_of_the_wire_page_trains(tmp_path: Path) -> None:

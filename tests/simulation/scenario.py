@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-import psdist.client.loop
+import psdist.client.process.loop
 from tests.simulation.cluster import World
 from tests.simulation.environment import RunLoop
 from tests.simulation.loop import Deadlock, Failed, TooLong
@@ -107,7 +107,7 @@ def tear_down(loop: RunLoop) -> None:
     """Lets go of all nodes. What dies now may complain, as it dies in the middle of something."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
-        psdist.client.loop.open_clients.clear()
+        psdist.client.process.loop.open_clients.clear()
         loop.close()
         loop.world = loop.network = loop.answered = None
         gc.collect()

@@ -1,9 +1,9 @@
 """What a worker's script does in ordinary life, and how SIGTERM comes to it.
 
-``Script.call`` does around each call of the client what the synchronous client does (``psdist.client.loop``): a script
-that is to end gets SystemExit from it. The handler is the real one, but for the signal, which here is a message to the
-node; SystemExit is raised in the script where it awaits something. A script may lose it, as one does that catches
-everything, or in which it is raised inside a finalizer.
+``Script.call`` does around each call of the client what the synchronous client does (``psdist.client.process.loop``): a
+script that is to end gets SystemExit from it. The handler is the real one, but for the signal, which here is a message
+to the node; SystemExit is raised in the script where it awaits something. A script may lose it, as one does that
+catches everything, or in which it is raised inside a finalizer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from psdist.client.async_client import AsyncClient
-from psdist.client.sigterm import EXIT_STATUS, SigtermHandler
+from psdist.client.process.sigterm import EXIT_STATUS, SigtermHandler
 
 T = TypeVar("T")
 

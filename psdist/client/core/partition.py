@@ -11,7 +11,6 @@ Not here: where slices go (``routing``), how they are encoded (``psdist.compress
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -95,12 +94,13 @@ def _as_float(name: str, value: ArrayLike) -> NDArray[Any]:
 
 def _without_torch(value: Any) -> Any:
     """A torch tensor as what numpy can read: without its graph, and bfloat16 as ml_dtypes has it. Other values as they
-    are. torch is never imported here: without it there are no tensors of it."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.Tensor):
+    are. torch need not be installed, so its tensors are known by what they have."""
+    if not hasattr(value, "detach"):
         return value
     value = value.detach()
-    return value.view(torch.int16).numpy().view(NUMPY_DTYPES["bfloat16"]) if value.dtype is torch.bfloat16 else value
+    if str(value.dtype) != "torch.bfloat16":
+        return value
+    return np.asarray(value.float()).astype(NUMPY_DTYPES["bfloat16"])
 
 
 def tensor_names(layout: Layout) -> str:

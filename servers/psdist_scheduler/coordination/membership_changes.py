@@ -87,7 +87,7 @@ class MembershipChanges:
         counts, effects = self.deferred.defer([(member.member_id, reason)], now)
         if not counts:
             return [*effects, done]
-        gone, session = self._members.end(member.member_id, "left", reason)
+        gone, session = self._members.end(member.member_id, "left", reason, now)
         effects = [ev.LogEvent(f"{gone} left: {gone.reason}"), done]
         return [*effects, ev.Close(session)] if session else effects
 
@@ -102,7 +102,7 @@ class MembershipChanges:
 
     def progress(self, now: float) -> list[ev.Effect]:
         """Losses that were deferred and count now."""
-        return self._end(self.deferred.due(now))
+        return self._end(self.deferred.due(now), now)
 
     @property
     def _stall_seconds(self) -> float:
@@ -122,13 +122,13 @@ class MembershipChanges:
     def _lose(self, gone: Losses, now: float) -> list[ev.Effect]:
         """Members are lost, each for its reason: now, or when it is known to which snapshot the run goes back then."""
         counts, effects = self.deferred.defer(gone, now)
-        return effects + self._end(counts)
+        return effects + self._end(counts, now)
 
-    def _end(self, gone: Losses) -> list[ev.Effect]:
+    def _end(self, gone: Losses, now: float) -> list[ev.Effect]:
         notes: list[ev.Effect] = []
         news: list[ev.Effect] = []
         for member_id, reason in gone:
-            member, session = self._members.end(member_id, "lost", reason)
+            member, session = self._members.end(member_id, "lost", reason, now)
             notes.append(ev.LogEvent(f"{member} is lost: {reason}", "warning"))
             news.append(ev.Broadcast(ev.MemberLost(member_id, member.role, reason)))
             if session:

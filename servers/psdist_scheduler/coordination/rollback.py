@@ -81,7 +81,7 @@ class Rollback:
             for w in self._members.workers
             if self._members.sessions.of(w.member_id) or (w.member_id, w.incarnation) in knowing
         ]:
-            _, session = self._members.end(worker.member_id, "lost", WENT_BACK)
+            _, session = self._members.end(worker.member_id, "lost", WENT_BACK, now)
             effects += [Close(session)] if session else []
         return effects
 

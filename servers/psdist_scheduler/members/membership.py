@@ -46,6 +46,8 @@ class Membership:
         self.changed: dict[str, None] = {}
         #: When the last worker registered.
         self.last_joined = now
+        #: When the last member left or was lost.
+        self.last_ended = now
 
     @property
     def all(self) -> tuple[Member, ...]:
@@ -136,13 +138,14 @@ class Membership:
             if self.is_live(member_id, incarnation) and self.sessions.of(member_id):
                 self.sessions.refresh(member_id, now)
 
-    def end(self, member_id: str, state: str, reason: str) -> tuple[Member, int]:
+    def end(self, member_id: str, state: str, reason: str, now: float) -> tuple[Member, int]:
         """A live member left or is lost. Returns it as it is now, and the session that it had (0: none)."""
         member = self._members[member_id]
         if not member.live:
             raise InvalidArgumentError(f"{member_id} is not live, it {_fate(member)}")
         gone = replace(member, state="left" if state == "left" else "lost", reason=reason[:_TEXT_CHARACTERS])
         self._put(gone)
+        self.last_ended = now
         return gone, self.sessions.end(member_id)
 
     def leave_late(self, caller: Caller, reason: str) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Final
 
 from psdist.consistency import BSP
 from psdist.errors import (
@@ -41,6 +42,9 @@ from psdist_scheduler.placement.commits import Commits
 from psdist_scheduler.placement.join_proposals import Joins
 from psdist_scheduler.placement.registry import REMEDY, ParameterSet, Registry, name_shards
 from psdist_scheduler.placement.restore_point import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS, Resume
+
+#: A worker that ended its script is waited for so long: it may be about to make another client.
+RETURN_GRACE_SECONDS: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -124,7 +128,7 @@ class Creation:
                 effects += self._refuse(_lost_error(p), (*p.creators, *p.describers))
             elif p.record is None and not self._missing(p, now):
                 effects += self._gather(p, epoch)
-            elif p.record is None and (error := self._worker_left(p)):
+            elif p.record is None and (error := self._worker_left(p, now)):
                 effects += self._refuse(error, (*p.creators, *p.describers))
         effects += self.joins.check() + self._check_commits()
         for p in self._registry.all:
@@ -189,9 +193,12 @@ class Creation:
         workers = None if now - since < WORKERS_GRACE_SECONDS else 1
         return self._demand.shortage(begun=True, servers=servers, workers=workers)
 
-    def _worker_left(self, p: ParameterSet) -> WorkerLeftError | None:
-        """Why enough workers will never ask for a parameter set: those that are missed have ended their scripts."""
+    def _worker_left(self, p: ParameterSet, now: float) -> WorkerLeftError | None:
+        """Why enough workers will never ask for a parameter set: those that are missed have ended their scripts, and
+        did not come again, as another client of the same process may."""
         if self._resume.since is not None:  # Who was done then is not missed.
+            return None
+        if now - max(self._members.last_joined, self._members.last_ended) < RETURN_GRACE_SECONDS:
             return None
         live, done, wanted = len(self._members.workers), self._demand.workers_done, self._demand.workers_min
         if not live < wanted <= live + len(done):

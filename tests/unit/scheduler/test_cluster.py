@@ -315,33 +315,6 @@ def test_a_creator_that_gives_up_is_waited_for() -> None:
     assert d.state(other) == ev.Waiting("for worker-0 (rank 0) to create 'mlp'")
 
 
-@pytest.mark.parametrize(("reason", "is_over"), [("closed", True), ("failed", False), ("stopped", False)])
-def test_the_wait_for_a_worker_ends_where_its_script_has_ended(reason: str, is_over: bool) -> None:
-    d, workers, _, _ = started()
-    call = d.create(workers[0])
-    assert d.state(call) == ev.Waiting("for worker-1 (rank 1) to create 'mlp'")
-    d.on(ev.Leave(d.number(), caller(workers[1]), reason))
-    if is_over:
-        assert isinstance(d.errors[call], errors.WorkerLeftError)
-        assert "worker-1 (rank 1) ended without asking for 'mlp'" in str(d.errors[call])
-    else:  # It comes again.
-        assert d.state(call) == ev.Waiting("for 1 of 2 workers to register")
-
-
-def test_others_that_have_not_come_yet_are_waited_for() -> None:
-    d = Driver(workers_min=3)
-    d.join("server")
-    first, _ = d.join()
-    second, _ = d.join()
-    call = d.create(first)
-    d.on(ev.Leave(d.number(), caller(second), "closed"))
-    assert d.state(call) == ev.Waiting("for 2 of 3 workers to register")
-    d.join()  # In the place of the one that ended.
-    assert d.state(call) == ev.Waiting("for 1 of 3 workers to register")
-    d.join()
-    assert "to create 'mlp'" in d.state(call).text
-
-
 def test_commit_is_for_the_uploader_and_may_be_repeated() -> None:
     d, workers, _, _ = started()
     assert isinstance(d.errors[d.ask(ev.CommitParameters, workers[0])], errors.UnknownParametersError)

@@ -453,6 +453,20 @@ async def test_a_bucket_that_does_not_answer_is_a_storage_error_of_one_line(monk
         assert "hidden" not in caught.value.message
 
 
+async def test_missing_credentials_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from psdist.snapshots import bucket
+
+    monkeypatch.setattr(bucket, "RETRIES", 0)
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(f"AWS_{name}", raising=False)
+    # Where it asks for the credentials of the machine nobody listens.
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    storage = open_storage("s3://bucket/x")
+    for attempt in (storage.list(), storage.check_writable("a")):
+        with pytest.raises(StorageError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+            await attempt
+
+
 def test_obstore_is_loaded_only_where_it_is_used() -> None:
     program = (
         "import sys, psdist.snapshots.reader, psdist.snapshots.opening as s; s.open_storage('x'); "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from psdist import errors
 from psdist.client.core import partition
@@ -206,3 +207,34 @@ def test_views_are_read_only_and_conversions_use_their_memory_again() -> None:
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 0
     flat += 1  # The vector itself stays writable.
+
+
+# --- torch, and initial values ---------------------------------------------------------------------------------------
+
+
+def test_torch_tensors_are_taken_as_they_are() -> None:
+    values = {
+        "grad": torch.arange(3.0, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.ones(2, 2).T),
+        "brain": torch.tensor([1.0, -2.5], dtype=torch.bfloat16),
+        "half": torch.tensor([0.5], dtype=torch.float16),
+    }
+    layout = partition.layout_of(values)
+    assert [tensor.dtype for tensor in layout.tensors] == ["float32", "float32", "bfloat16", "float16"]
+    assert partition.flatten(layout, values).tolist() == [0, 1, 2, 1, 1, 1, 1, 1, -2.5, 0.5]
+
+
+def test_what_is_no_array_is_refused_with_the_name() -> None:
+    sparse = torch.eye(2).to_sparse()
+    with pytest.raises(errors.InvalidArgumentError, match="tensor 'w': Tensor is no array: "):
+        partition.layout_of({"w": sparse})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
+def test_initial_values_must_be_finite(value: float) -> None:
+    values = {"a": np.zeros(3), "b": np.array([[1.0, value], [value, 1.0]])}
+    layout = partition.layout_of(values)
+    with pytest.raises(errors.InvalidArgumentError, match="init 'b' holds 2 NaN or Inf of 4 elements"):
+        partition.check_initial(layout, partition.flatten(layout, values))
+    values["b"] = np.full((2, 2), 3e38)
+    partition.check_initial(layout, partition.flatten(layout, values))

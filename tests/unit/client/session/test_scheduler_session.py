@@ -12,7 +12,7 @@ from client_fakes import FakeScheduler
 
 import psdist
 from psdist import errors
-from psdist.client import loop
+from psdist.client.process import loop
 from psdist.client.session.activity import Activities
 from psdist.wire import limits
 

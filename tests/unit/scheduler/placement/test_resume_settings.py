@@ -96,7 +96,8 @@ def test_a_worker_that_joins_later_reads_it_too() -> None:
     worker, _ = d.join()
     call = d.create(worker, consistency=ASP(), optimizer=optim.SGD(lr=0.5))
     assert "lr 0.1 -> 0.5" in d.state(call).notice
-    assert "lr=0.1" in str(refused(d, consistency=ASP())), "the run's settings hold for all, not the snapshot's"
+    # The settings of the run hold for all, not those of the snapshot.
+    assert "optimizer.lr is 0.1" in str(refused(d, consistency=ASP()))
 
 
 def test_overrides_are_those_of_the_workers() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from psdist.client.sigterm import StoppableClient, sigterm
+from psdist.client.process.sigterm import StoppableClient, sigterm
 from psdist.errors import ClosedError, ConfigurationError
 
 T = TypeVar("T")

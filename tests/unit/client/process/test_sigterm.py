@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 
 from psdist import errors
-from psdist.client import sigterm
-from psdist.client.sigterm import EXIT_STATUS, SigtermHandler
+from psdist.client.process import sigterm
+from psdist.client.process.sigterm import EXIT_STATUS, SigtermHandler
 from tests.simulation.loop import SimLoop
 
 HEAD = """
 import asyncio, os, signal, sys, threading
-import psdist.client.sigterm as module
-from psdist.client import loop
-from psdist.client.sigterm import sigterm
+import psdist.client.process.sigterm as module
+from psdist.client.process import loop
+from psdist.client.process.sigterm import sigterm
 from psdist.errors import ClosedError
 
 class Client:

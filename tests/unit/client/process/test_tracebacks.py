@@ -9,11 +9,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import psdist
-from psdist.client import tracebacks
 from psdist.client.core import partition
+from psdist.client.process import tracebacks
 from psdist.errors import (
     ConfigurationError,
     InternalError,
@@ -94,8 +95,8 @@ def test_frames_of_a_callback_are_kept_and_those_between_left_out() -> None:
 
 
 def test_what_may_be_a_defect_is_printed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "_write", None)
-    text = printed(lambda: partition.flatten(LAYOUT, {"w": [1.0, 2.0, 3.0, 4.0]}))
+    monkeypatch.setattr(partition, "_shared_vector", None)
+    text = printed(lambda: partition.flatten(LAYOUT, {"w": np.zeros(4, np.float32)}))
     assert "partition.py" in text and "left out" not in text
 
 

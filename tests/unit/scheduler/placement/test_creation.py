@@ -1,0 +1,85 @@
+"""What creating parameters refuses: workers that will not come, and settings that cannot be meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from psdist import errors
+from psdist.consistency import BSP
+from psdist.optim import SGD, Adam, override
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events.records import Member
+from psdist_scheduler.placement.creation import RETURN_GRACE_SECONDS
+from tests.support.scheduler_driver import Driver, caller
+
+
+def started() -> tuple[Driver, list[Member], list[int]]:
+    """A driver with two workers, a server, and the sessions of all."""
+    d = Driver(workers_min=2)
+    _, server_session = d.join("server")
+    workers, sessions = zip(*(d.join() for _ in range(2)), strict=True)
+    return d, list(workers), [server_session, *sessions]
+
+
+@pytest.mark.parametrize(("reason", "is_over"), [("closed", True), ("failed", False), ("stopped", False)])
+def test_the_wait_for_a_worker_ends_where_its_script_has_ended(reason: str, is_over: bool) -> None:
+    d, workers, sessions = started()
+    call = d.create(workers[0])
+    assert d.state(call) == ev.Waiting("for worker-1 (rank 1) to create 'mlp'")
+    d.on(ev.Leave(d.number(), caller(workers[1]), reason))
+    assert d.state(call) == ev.Waiting("for 1 of 2 workers to register")  # It may come again at once.
+    d.now += RETURN_GRACE_SECONDS
+    d.beat(*sessions)
+    d.tick()
+    if is_over:
+        assert isinstance(d.errors[call], errors.WorkerLeftError)
+        assert "worker-1 (rank 1) ended without asking for 'mlp'" in str(d.errors[call])
+    else:  # It comes again.
+        assert d.state(call) == ev.Waiting("for 1 of 2 workers to register")
+
+
+def test_others_that_have_not_come_yet_are_waited_for() -> None:
+    d = Driver(workers_min=3)
+    d.join("server")
+    first, _ = d.join()
+    second, _ = d.join()
+    call = d.create(first)
+    d.on(ev.Leave(d.number(), caller(second), "closed"))
+    assert d.state(call) == ev.Waiting("for 2 of 3 workers to register")
+    d.join()  # In the place of the one that ended.
+    assert d.state(call) == ev.Waiting("for 1 of 3 workers to register")
+    d.join()
+    assert "to create 'mlp'" in d.state(call).text
+
+
+def test_an_override_that_matches_no_tensor_is_refused() -> None:
+    d, workers, _ = started()
+    call = d.create(workers[0], optimizer=SGD(lr=0.1, overrides=(override("w", lr=0.2), override("*.bias", lr=0.0))))
+    assert isinstance(d.errors[call], errors.InvalidArgumentError)
+    assert "override '*.bias' matches no tensor of w, b" in str(d.errors[call])
+    assert d.cluster.registry.all == ()
+    # One that another takes everything from does match.
+    d.create(workers[0], optimizer=SGD(lr=0.1, overrides=(override("*", lr=0.2), override("b", lr=0.0))))
+    assert d.cluster.registry.all != ()
+
+
+@pytest.mark.parametrize("backup", [1, 2, 3])
+def test_backup_workers_leave_one_to_wait_for(backup: int) -> None:
+    d, workers, _ = started()
+    calls = [d.create(worker, consistency=BSP(backup_workers=backup)) for worker in workers]
+    if backup < 2:
+        assert d.state(calls[0]) == ev.Upload()
+        return
+    for call in calls:
+        assert isinstance(d.errors[call], errors.InvalidArgumentError)
+        assert "there are 2 workers, so use at most 1" in str(d.errors[call])
+    assert d.cluster.registry.all == ()
+
+
+def test_a_mismatch_names_the_field() -> None:
+    d, workers, _ = started()
+    d.create(workers[0], optimizer=Adam(lr=0.1))
+    call = d.create(workers[1], optimizer=Adam(lr=0.2))
+    assert "optimizer.lr is 0.2, not 0.1;" in str(d.errors[call])
+    call = d.create(workers[1], optimizer=SGD(lr=0.1))
+    assert "optimizer is SGD, not Adam;" in str(d.errors[call])
