@@ -1,8 +1,9 @@
-"""``psdist scale servers N`` and ``psdist drain SERVER``: more or fewer servers while a run trains.
+"""``psdist scale servers N``, ``psdist scale workers N`` and ``psdist drain SERVER``, while a run trains.
 
 The launcher of ``psdist run`` starts those that are missing; elsewhere the output says how to. Surplus servers are
-drained: everything is moved away from them first, so that nothing is lost. Both commands may be interrupted and
-repeated, since the scheduler remembers what was asked for. The keys of their JSON forms are stable.
+drained: everything is moved away from them first, so that nothing is lost. Surplus workers end after their push. All
+commands may be interrupted and repeated, since the scheduler remembers what was asked for. The keys of their JSON forms
+are stable.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, integer
 
 if TYPE_CHECKING:
-    from psdist.v1.scheduler_pb2 import DrainResponse
+    from psdist.v1.scheduler_pb2 import DrainResponse, ScaleRequest
 
 
 # --- scale ------------------------------------------------------------------------------------------------------------
@@ -27,26 +28,29 @@ if TYPE_CHECKING:
 def _scale_line() -> CommandLine:
     return CommandLine(
         "psdist scale",
-        "Changes how many servers a run has. Training goes on meanwhile: shards move to new servers, and away "
-        "from surplus ones. Workers need no command: psdist-worker joins a run at any time.",
+        "Changes how many servers or workers a run has. Training goes on meanwhile: shards move to new servers, and "
+        "away from surplus ones; new workers join at a later step, and surplus ones end after their push. The number "
+        "of workers is that of the launcher, psdist run: those of psdist-worker do not count, and end by themselves.",
         target_flags(),
-        words=("servers", "N"),
-        epilog="Example: psdist scale servers 3",
+        words=("servers|workers", "N"),
+        epilog="Examples: psdist scale servers 3; psdist scale workers 4",
     )
 
 
 def _scale(given: Namespace, environ: Mapping[str, str]) -> int:
-    from psdist.v1 import scheduler_pb2
-
     what, text = given.words
-    if what != "servers":
-        raise InvalidArgumentError(f"{what!r} cannot be scaled: only servers can, and workers join by psdist-worker")
+    if what not in ("servers", "workers"):
+        raise InvalidArgumentError(f"{what!r} cannot be scaled: only servers and workers can")
     try:
         wanted = integer(1, 1024)(text)
     except ValueError as error:
-        raise InvalidArgumentError(f"servers: {error}") from None
-    target, request = find_target(given, environ), scheduler_pb2.ScaleRequest(servers=wanted)
+        raise InvalidArgumentError(f"{what}: {error}") from None
+    target, request = find_target(given, environ), _request(what, wanted)
     answer = ask(target, given.timeout, lambda call: call("Scale", request, given.timeout))
+    if what == "workers":
+        report = {"workers_wanted": wanted, **values(answer, "workers_before", "launchers")}
+        show(given.format, report, lambda _: print(_workers(report, target)))
+        return OK
     report = {
         "servers_before": answer.servers_before,
         "servers_wanted": wanted,
@@ -55,6 +59,24 @@ def _scale(given: Namespace, environ: Mapping[str, str]) -> int:
     }
     show(given.format, report, lambda _: print(sentences(report, target)))
     return OK
+
+
+def _request(what: str, wanted: int) -> ScaleRequest:
+    from psdist.v1.scheduler_pb2 import ScaleRequest
+
+    return ScaleRequest(servers=wanted) if what == "servers" else ScaleRequest(workers=wanted)
+
+
+def _workers(report: Mapping[str, Any], target: SchedulerChoice) -> str:
+    """The report of ``psdist scale workers`` for people."""
+    before, wanted = report["workers_before"], report["workers_wanted"]
+    line = f"workers: {before} before, {wanted} wanted"
+    if report["launchers"]:
+        return f"{line}\nthe launcher of the run starts and stops its own until it has {wanted}"
+    return (
+        f"{line}\nno launcher watches this run, so start or stop them by hand: psdist-worker --scheduler "
+        f"{target.address} (with Compose: docker-compose up --scale worker={wanted})"
+    )
 
 
 def sentences(report: Mapping[str, Any], target: SchedulerChoice) -> str:

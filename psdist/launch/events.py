@@ -110,11 +110,19 @@ class ServersWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersWanted:
+    """The scheduler wants ``workers`` workers here. Those that are started get ranks from ``next_rank`` on."""
+
+    workers: int
+    next_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Time passed."""
 
 
-Event = Exited | Connected | Interrupted | RunFailed | ServersWanted | TimePassed
+Event = Exited | Connected | Interrupted | RunFailed | ServersWanted | WorkersWanted | TimePassed
 
 
 # --- effects ----------------------------------------------------------------------------------------------------------

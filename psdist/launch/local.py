@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from psdist.errors import ConfigurationError
-from psdist.launch.events import Event, ProcessKey, RunFailed, ServersWanted
+from psdist.launch.events import Event, ProcessKey, RunFailed, ServersWanted, WorkersWanted
 from psdist.launch.output import STDOUT, Output
 from psdist.launch.plan import (
     SchedulerAddress,
@@ -238,7 +238,7 @@ def _report_storage(output: Output, snapshots: SnapshotPlan, asked: bool) -> Non
 
 
 class _ScaleRequests:
-    """Reports what the scheduler wants of this launcher: servers started or stopped, or the end."""
+    """Reports what the scheduler wants of this launcher: servers and workers started or stopped, or the end."""
 
     def __init__(self, services: ServicesPlan, environ: Mapping[str, str], on_event: Callable[[Event], None]) -> None:
         self._link = services.link
@@ -287,6 +287,8 @@ class _ScaleRequests:
                 # 0: nobody has set a number, so the one that the run began with holds.
                 servers = wanted.servers or self._servers
                 self._on_event(ServersWanted(servers, _numbers(wanted.draining), _numbers(wanted.stop)))
+                if wanted.workers:
+                    self._on_event(WorkersWanted(wanted.workers, wanted.next_rank))
 
 
 def _numbers(server_ids: list[str]) -> tuple[int, ...]:

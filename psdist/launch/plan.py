@@ -156,19 +156,22 @@ class WorkersPlan:
         return self.connected_directory / f"{rank}.{attempt}"
 
     def spec(self, rank: int, attempt: int, base: Mapping[str, str]) -> ProcessSpec:
-        """The worker ``rank`` at its start number ``attempt``, counted from 0."""
+        """The worker ``rank`` at its start number ``attempt``, counted from 0. Ranks beyond ``ranks`` were
+        added while the run trained."""
+        local_rank = rank - self.first_rank
+        world_size = str(max(self.world_size, rank + 1))
         environment = self.link.environment(base)
         if self.limits_threads(base):
             environment["OMP_NUM_THREADS"] = "1"
         environment |= {
             "RANK": str(rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(rank - self.first_rank),
-            "LOCAL_WORLD_SIZE": str(self.script.processes),
+            "WORLD_SIZE": world_size,
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(max(self.script.processes, local_rank + 1)),
             "GROUP_RANK": str(self.node_rank),
             "ROLE_NAME": self.script.role,
             "ROLE_RANK": str(rank),
-            "ROLE_WORLD_SIZE": str(self.world_size),
+            "ROLE_WORLD_SIZE": world_size,
             "MASTER_ADDR": self.master[0],
             "MASTER_PORT": str(self.master[1]),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),

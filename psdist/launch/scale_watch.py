@@ -1,4 +1,4 @@
-"""Watches how many servers the scheduler wants, in a process of its own, because the launcher must not import grpc.
+"""Watches how many servers and workers the scheduler wants, in a process of its own: the launcher must not import grpc.
 
 ``python -m psdist.launch.scale_watch SCHEDULER RUN_ID``; the token comes from the environment. It prints a
 ``ScaleRequest`` in JSON, one per line, at once and after every change. A scheduler that does not answer is asked again
@@ -21,14 +21,17 @@ _RETRY_SECONDS: Final = 0.25
 class ScaleRequest:
     """What the scheduler wants of the launcher.
 
-    servers: their number. draining: ids of servers that are being drained, which do not count. stop: ids of those that
-    are drained and are to be stopped. lost: why the run cannot go on; empty while it can.
+    servers, workers: their numbers; 0 if none was set. draining: ids of servers that are being drained, which do not
+        count. stop: ids of those that are drained and are to be stopped.
+    lost: why the run cannot go on; empty while it can. next_rank: the rank of the next worker that is started.
     """
 
     servers: int
     draining: list[str]
     stop: list[str]
     lost: str
+    workers: int = 0
+    next_rank: int = 0
 
     @classmethod
     def from_line(cls, line: str) -> ScaleRequest | None:
@@ -49,8 +52,13 @@ async def _follow(scheduler: str, run_id: str, token: str) -> None:
     async with scheduler_at(scheduler, token) as call:
         while True:
             try:
-                async for answer in call("WatchScale", scheduler_pb2.WatchScaleRequest(run_id=run_id)):
-                    wanted = ScaleRequest(answer.servers_wanted, list(answer.draining), list(answer.stop), answer.lost)
+                told = 0 if said is None else said.workers
+                request = scheduler_pb2.WatchScaleRequest(run_id=run_id, workers_wanted=told)
+                async for answer in call("WatchScale", request):
+                    wanted = ScaleRequest(
+                        answer.servers_wanted, list(answer.draining), list(answer.stop), answer.lost,
+                        answer.workers_wanted, answer.next_rank,
+                    )  # fmt: skip
                     if wanted != said:
                         said = wanted
                         print(json.dumps(asdict(wanted)), flush=True)

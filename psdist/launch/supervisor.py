@@ -11,7 +11,8 @@ While the run goes on:
   (``durable``). A process that ends by itself ``QUICK_DEATHS_ALLOWED`` times in a row, each time soon after its start,
   is the cause. Without a copy a server that fails is the cause; one that succeeds has handed its shards over. A
   scheduler that refuses its settings, or cannot begin with them, is the cause at once.
-* Servers are started, and drained ones are stopped, as the scheduler wants (``ServerScaling``).
+* Servers are started, and drained ones are stopped, as the scheduler wants (``ServerScaling``). So are workers
+  (``WorkerScaling``): who is stopped ends in order, after its push.
 * When all workers have succeeded, the run does.
 
 How everything is stopped then is in ``shutdown``. No snapshot is taken where servers or the scheduler are the cause.
@@ -42,6 +43,7 @@ from psdist.launch.events import (
     ServersWanted,
     Start,
     TimePassed,
+    WorkersWanted,
     describe,
     enumerate_keys,
     status_of,
@@ -96,6 +98,48 @@ class ServerScaling:
         return [Kill(key, signal.SIGKILL) for key in late]
 
 
+class WorkerScaling:
+    """Starts workers, and stops those of the highest ranks, when another number of them is wanted.
+
+    Workers that end by themselves are not replaced. Invariant: a worker that is being stopped stays in the table until
+    it has ended.
+    """
+
+    def __init__(self, table: ProcessTable, stop_timeout_seconds: float) -> None:
+        self._table = table
+        self._stop_timeout_seconds = stop_timeout_seconds
+        self._wanted = 0
+        #: Workers that were sent SIGTERM, and when they are killed.
+        self._stopping: dict[ProcessKey, float] = {}
+
+    def on_wanted(self, event: WorkersWanted, now: float) -> list[Effect]:
+        """Starts and stops workers. The same number again changes nothing: some may be done since."""
+        if event.workers == self._wanted:
+            return []
+        self._wanted = event.workers
+        active = sorted(self._table.of("worker").keys() - self._stopping.keys())
+        first = max(event.next_rank, *(key.number + 1 for key in self._table.of("worker")))
+        effects: list[Effect] = []
+        for rank in range(first, first + event.workers - len(active)):
+            key = ProcessKey("worker", rank)
+            self._table.start(key, now)
+            effects += [Say(f"{key} is started: {event.workers} workers are wanted"), Start(key, 0)]
+        for key in active[event.workers :]:
+            self._stopping[key] = now + self._stop_timeout_seconds
+            effects += [Say(f"{key} is stopped: {event.workers} workers are wanted"), Kill(key, signal.SIGTERM)]
+        return effects
+
+    def has_stopped(self, key: ProcessKey) -> bool:
+        """Whether the process that ended is a worker that was being stopped."""
+        return self._stopping.pop(key, None) is not None
+
+    def on_time(self, now: float) -> list[Effect]:
+        """Kills workers that do not end."""
+        late = [key for key, deadline in self._stopping.items() if now >= deadline]
+        self._stopping |= dict.fromkeys(late, math.inf)
+        return [Kill(key, signal.SIGKILL) for key in late]
+
+
 class Supervisor:
     """The state of one run. All processes in ``keys`` are taken as started at ``now``; ``table`` has those that run."""
 
@@ -103,6 +147,7 @@ class Supervisor:
         self._policy = policy
         self.table = ProcessTable(keys, now)
         self._servers = ServerScaling(self.table, policy.grace_seconds)
+        self._workers = WorkerScaling(self.table, policy.stop_timeout_seconds)
         self._shutdown = Shutdown(self.table, policy)
         #: Workers that succeeded without having connected, in the order of their exits.
         self._unconnected: list[ProcessKey] = []
@@ -135,8 +180,12 @@ class Supervisor:
                 return [] if self.stopping else self._give_up(Finish(status, message, key), now)
             case ServersWanted():
                 return [] if self.stopping else self._servers.on_wanted(event, now)
+            case WorkersWanted():
+                return [] if self.stopping or not self.table.of("worker") else self._workers.on_wanted(event, now)
+            case TimePassed() if self.stopping:
+                return self._shutdown.on_time(now)
             case TimePassed():
-                return (self._shutdown if self.stopping else self._servers).on_time(now)
+                return [*self._servers.on_time(now), *self._workers.on_time(now)]
 
     def _exited(self, event: Exited, now: float) -> list[Effect]:
         process = self.table.remove(event.key)
@@ -146,6 +195,8 @@ class Supervisor:
             return self._shutdown.on_exited(event, now)
         if self._servers.has_stopped(event.key):
             return []
+        if self._workers.has_stopped(event.key):
+            return self._check_all_ended(now)
         if event.key.role != "worker":
             return self._service_exited(event, process, now)
         if event.returncode != 0:

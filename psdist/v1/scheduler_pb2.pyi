@@ -757,42 +757,52 @@ class DrainResponse(_message.Message):
     def __init__(self, waiting_for: _Optional[str] = ..., shards_left: _Optional[int] = ..., shards_total: _Optional[int] = ..., drained: _Optional[bool] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
-    __slots__ = ("run_id", "servers")
+    __slots__ = ("run_id", "servers", "workers")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     servers: int
-    def __init__(self, run_id: _Optional[str] = ..., servers: _Optional[int] = ...) -> None: ...
+    workers: int
+    def __init__(self, run_id: _Optional[str] = ..., servers: _Optional[int] = ..., workers: _Optional[int] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
-    __slots__ = ("servers_before", "drained", "missing", "launchers")
+    __slots__ = ("servers_before", "drained", "missing", "launchers", "workers_before")
     SERVERS_BEFORE_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     LAUNCHERS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_BEFORE_FIELD_NUMBER: _ClassVar[int]
     servers_before: int
     drained: _containers.RepeatedScalarFieldContainer[str]
     missing: int
     launchers: int
-    def __init__(self, servers_before: _Optional[int] = ..., drained: _Optional[_Iterable[str]] = ..., missing: _Optional[int] = ..., launchers: _Optional[int] = ...) -> None: ...
+    workers_before: int
+    def __init__(self, servers_before: _Optional[int] = ..., drained: _Optional[_Iterable[str]] = ..., missing: _Optional[int] = ..., launchers: _Optional[int] = ..., workers_before: _Optional[int] = ...) -> None: ...
 
 class WatchScaleRequest(_message.Message):
-    __slots__ = ("run_id",)
+    __slots__ = ("run_id", "workers_wanted")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_WANTED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
-    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+    workers_wanted: int
+    def __init__(self, run_id: _Optional[str] = ..., workers_wanted: _Optional[int] = ...) -> None: ...
 
 class WatchScaleResponse(_message.Message):
-    __slots__ = ("servers_wanted", "stop", "lost", "draining")
+    __slots__ = ("servers_wanted", "stop", "lost", "draining", "workers_wanted", "next_rank")
     SERVERS_WANTED_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    NEXT_RANK_FIELD_NUMBER: _ClassVar[int]
     servers_wanted: int
     stop: _containers.RepeatedScalarFieldContainer[str]
     lost: str
     draining: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, servers_wanted: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., lost: _Optional[str] = ..., draining: _Optional[_Iterable[str]] = ...) -> None: ...
+    workers_wanted: int
+    next_rank: int
+    def __init__(self, servers_wanted: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., lost: _Optional[str] = ..., draining: _Optional[_Iterable[str]] = ..., workers_wanted: _Optional[int] = ..., next_rank: _Optional[int] = ...) -> None: ...
 
 class OpenDatasetRequest(_message.Message):
     __slots__ = ("run_id", "worker_id", "incarnation", "spec")

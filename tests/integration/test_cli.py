@@ -107,15 +107,16 @@ def test_a_wrong_token_has_one_status_everywhere(
 
 def test_scale_and_drain_refuse_what_makes_no_sense() -> None:
     for arguments, words in (
-        (("scale", "workers", "3"), ("'workers'", "psdist-worker")),
+        (("scale", "schedulers", "3"), ("'schedulers'", "servers and workers")),
         (("scale", "servers", "0"), ("servers", "at least 1")),
+        (("scale", "workers", "0"), ("workers", "at least 1")),
         (("scale", "servers"), ("N",)),
         (("drain",), ("SERVER",)),
         (("drain", "server-1", "server-2"), ("server-2",)),
     ):
         status, text, error = call(*arguments)
         assert status == 2 and not text and all(word in error for word in words), error
-    for arguments in (("scale", "servers", "3"), ("drain", "server-1")):
+    for arguments in (("scale", "servers", "3"), ("scale", "workers", "3"), ("drain", "server-1")):
         status, _, error = call(*arguments, "--scheduler", "127.0.0.1:1")
         assert status == 69 and "127.0.0.1:1" in error, error
 

@@ -313,6 +313,35 @@ def test_workers_join_and_leave_while_training_runs(stage: Stage, mode: str) -> 
         assert re.findall(r"sees \[(\d+)\.\]", text) == [str(total)] * 2, (left, text)
 
 
+def live_ranks(status: dict[str, Any]) -> list[int]:
+    return sorted(m["rank"] for m in status["members"] if m["state"] == "live" and m["role"] == "worker")
+
+
+@pytest.mark.parametrize("mode", ["bsp", "asp"])
+def test_the_launcher_starts_and_stops_workers(stage: Stage, mode: str) -> None:
+    run = stage.start(mode, *_COPIES)
+    run.until("made step 10$")
+    scaled = stage.psdist("scale", "workers", "4")
+    assert scaled.returncode == 0 and "workers: 2 before, 4 wanted" in scaled.stdout, scaled
+    run.until("psdist: worker 3 is started: 4 workers are wanted")
+    run.until("rank 3 made step")
+    fewer = json.loads(stage.psdist("scale", "workers", "1", "--format", "json").stdout)
+    assert (fewer["workers_before"], fewer["workers_wanted"], fewer["launchers"]) == (4, 1, 1)
+    stage.until(lambda status: live_ranks(status) == [0])
+    run.until("rank 0 made step", 2)
+    more = stage.psdist("scale", "workers", "2")
+    assert more.returncode == 0, more
+    run.until("rank 4 made step")  # No rank is given twice.
+    code, text = stage.finish()
+    assert code == 0 and "Traceback" not in text and "failed" not in text, text
+    assert sorted(re.findall(r"worker (\d) is (started|stopped)", text)) == [
+        ("1", "stopped"), ("2", "started"), ("2", "stopped"), ("3", "started"), ("3", "stopped"), ("4", "started"),
+    ]  # fmt: skip
+    if mode == "asp":
+        total = sum(int(count) for count in re.findall(r"rank \d pushed (\d+)", text))
+        assert re.findall(r"sees \[(\d+)\.\]", text) == [str(total)] * 2, text
+
+
 def test_an_elastic_run_waits_below_its_minimum_and_says_so(stage: Stage) -> None:
     environ = stage.services()
     first, second = (stage.agent("--nnodes", "2:4", *_FILE, "train.py", "bsp", **environ) for _ in range(2))

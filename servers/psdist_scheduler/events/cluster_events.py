@@ -196,17 +196,22 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
+    """One of the two numbers is not 0."""
+
     call: int
     run_id: str
     servers: int
+    workers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WatchScale:
-    """A launcher wants to know how many servers to run, and which of them to stop."""
+    """A launcher wants to know how many servers and workers to run, and which servers to stop. workers_wanted: what it
+    was told last."""
 
     call: int
     run_id: str
+    workers_wanted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,17 +345,21 @@ class Scaled:
     drained: tuple[str, ...]
     missing: int
     launchers: int
+    workers_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleNews:
     """Not the last answer. How many servers a run shall have (0: not set) besides those that are drained, which of
-    these are to be stopped, and what is lost, so that the run cannot go on."""
+    these are to be stopped, and what is lost, so that the run cannot go on. How many workers each launcher shall have
+    (0: not set), and the first rank that none has had."""
 
     servers_wanted: int
     draining: tuple[str, ...]
     stop: tuple[str, ...]
     lost: str
+    workers_wanted: int = 0
+    next_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

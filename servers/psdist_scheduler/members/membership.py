@@ -179,19 +179,22 @@ class Membership:
 
 @dataclass(slots=True)
 class Demand:
-    """How many members one run needs, and whom it still waits for. servers_wanted: servers that it shall have; 0 if
-    none was set. Who starts and stops them is not decided here (``scaling``)."""
+    """How many members one run needs, and whom it still waits for. servers_wanted, workers_wanted: how many it shall
+    have; 0 if none was set. Who starts and stops them is not decided here (``scaling``)."""
 
     _settings: ClusterSettings
     _members: Membership
     servers_wanted: int
     changed: bool = False
+    workers_wanted: int = 0
 
     @property
     def workers_min(self) -> int:
-        """Workers that the run needs: those of the settings, or the largest world that a live worker names."""
+        """Workers that the run needs: those of the settings, or the largest world that a live worker names; fewer if
+        fewer are wanted by now."""
         world = max((worker.world_size for worker in self._members.workers), default=0)
-        return max(self._settings.workers_min, world)
+        least = max(self._settings.workers_min, world)
+        return min(least, self.workers_wanted or least)
 
     @property
     def servers_min(self) -> int:

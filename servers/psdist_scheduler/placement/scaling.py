@@ -1,9 +1,9 @@
-"""Draining servers, and the wanted number of them: drains, scaling, and launchers that watch the number. Pure.
+"""Draining servers, and the wanted numbers of servers and workers: drains, scaling, and launchers that watch. Pure.
 
 A drained server is marked, durably, and ``replicas`` moves everything away from it. This module has the calls that wait
 for that, and the numbers that launchers act on. A drain goes on after its caller is gone.
 
-Not here: who starts and stops servers (launchers do), which shard moves where (``replicas``).
+Not here: who starts and stops servers and workers (launchers do), which shard moves where (``replicas``).
 """
 
 from __future__ import annotations
@@ -63,8 +63,14 @@ class Scaling:
         return self._mark([member])
 
     def scale(self, event: ev.Scale) -> list[ev.Effect]:
-        """A number of servers is wanted. Raises WrongRunError, InvalidArgumentError, LimitExceededError."""
+        """A number of servers or workers is wanted. Raises WrongRunError, InvalidArgumentError, LimitExceededError."""
         self._members.check_run(event.run_id)
+        if bool(event.servers) == bool(event.workers):
+            raise InvalidArgumentError(
+                f"{event.servers} servers and {event.workers} workers: name one number, at least 1, and leave the other"
+            )
+        if event.workers:
+            return self._scale_workers(event)
         least = self._settings.replicas
         if event.servers < least:
             raise InvalidArgumentError(
@@ -85,9 +91,22 @@ class Scaling:
             answer,
         ]
 
+    def _scale_workers(self, event: ev.Scale) -> list[ev.Effect]:
+        """Only launchers know which workers are theirs, so they choose which to stop."""
+        if event.workers > MEMBERS_MAX:
+            raise LimitExceededError(f"{event.workers} workers are more than the limit of {MEMBERS_MAX}")
+        there = len(self._members.workers)
+        self._demand.workers_wanted = event.workers
+        missing = max(0, event.workers - there)
+        return [
+            ev.LogEvent(f"{event.workers} workers are wanted, {there} are there"),
+            ev.Answer(event.call, ev.Scaled(len(self._members.staying), (), missing, len(self._watchers), there)),
+        ]
+
     def watch(self, event: ev.WatchScale) -> list[ev.Effect]:
         """A launcher watches. Raises WrongRunError."""
         self._members.check_run(event.run_id)
+        self._demand.workers_wanted = self._demand.workers_wanted or min(event.workers_wanted, MEMBERS_MAX)
         self._watchers[event.call] = None
         return []
 
@@ -102,7 +121,11 @@ class Scaling:
             effects += self._go_on(call, drain, now)
         draining = {server.member_id: self._held(server) for server in self._members.servers if server.draining}
         stop = tuple(server for server, held in draining.items() if not held)
-        news = ev.ScaleNews(self._demand.servers_wanted, tuple(draining), stop, self._registry.lost_text)
+        workers = self._demand.workers_wanted
+        # Without a number nothing is started, so that launchers need not be told of each rank.
+        next_rank = max(self._members.ranks, default=-1) + 1 if workers else 0
+        lost = self._registry.lost_text
+        news = ev.ScaleNews(self._demand.servers_wanted, tuple(draining), stop, lost, workers, next_rank)
         for call, told in self._watchers.items():
             if told != news:
                 self._watchers[call] = news

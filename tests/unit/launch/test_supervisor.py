@@ -20,10 +20,11 @@ from psdist.launch.events import (
     ServersWanted,
     Start,
     TimePassed,
+    WorkersWanted,
     describe,
     status_of,
 )
-from psdist.launch.shutdown import RunPolicy
+from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS, RunPolicy
 from psdist.launch.supervisor import Supervisor
 
 W0, W1 = ProcessKey("worker", 0), ProcessKey("worker", 1)
@@ -251,6 +252,42 @@ def test_a_server_that_is_drained_while_as_many_are_wanted_is_replaced_at_once()
     assert [e for e in machine.on(ServersWanted(2, (1,)), 1.0) if isinstance(e, Start)] == [Start(S2, 0)]
     assert machine.on(ServersWanted(2, (1,), (1,)), 2.0)[1:] == [Kill(S1, signal.SIGTERM)]
     assert machine.on(Exited(S1, 0), 2.1) == []
+
+
+def test_workers_are_started_under_ranks_that_none_has_had() -> None:
+    machine = supervisor()
+    starts = [e for e in machine.on(WorkersWanted(4, 3), 1.0) if isinstance(e, Start)]
+    assert starts == [Start(ProcessKey("worker", 3), 0), Start(ProcessKey("worker", 4), 0)]
+    assert machine.on(WorkersWanted(4, 5), 1.1) == []
+    machine.on(Exited(ProcessKey("worker", 4), 0, True), 2.0)
+    assert machine.on(WorkersWanted(4, 5), 2.1) == []  # It is done, and is not replaced.
+    assert [e for e in machine.on(WorkersWanted(5, 5), 3.0) if isinstance(e, Start)] == [
+        Start(ProcessKey("worker", 5), 0),
+        Start(ProcessKey("worker", 6), 0),
+    ]
+
+
+def test_surplus_workers_are_stopped_from_the_highest_rank_on_and_are_no_failures() -> None:
+    machine = supervisor(restarts=3)
+    machine.on(WorkersWanted(3, 2), 1.0)
+    effects = machine.on(WorkersWanted(1), 2.0)
+    assert [e for e in effects if isinstance(e, Kill)] == [
+        Kill(W1, signal.SIGTERM),
+        Kill(ProcessKey("worker", 2), signal.SIGTERM),
+    ]
+    assert machine.on(Exited(W1, 143, True), 3.0) == []
+    late = 2.0 + STOP_TIMEOUT_SECONDS
+    assert machine.on(TimePassed(), late) == [Kill(ProcessKey("worker", 2), signal.SIGKILL)]
+    assert machine.on(TimePassed(), late + 1) == []
+    assert machine.on(Exited(ProcessKey("worker", 2), -9, True), late + 2) == [] and not machine.stopping
+    # The last one ends the run.
+    assert machine.on(Exited(W0, 0, True), late + 3) and machine.stopping
+
+
+def test_when_a_run_ends_no_workers_are_started() -> None:
+    machine = supervisor()
+    machine.on(Interrupted(signal.SIGINT), 1.0)
+    assert machine.on(WorkersWanted(9, 2), 1.1) == []
 
 
 def test_a_drained_server_that_does_not_stop_is_killed() -> None:
