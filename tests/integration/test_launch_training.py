@@ -175,7 +175,7 @@ def test_programs_started_by_hand_form_a_world(stage: Stage) -> None:
     status, text = stage.run("psdist-worker", "--scheduler", address, "--nnodes", "2", "train.py", PSDIST_TOKEN="wrong")
     assert status == 78 and "token is missing or wrong" in text
     status, text = stage.run("psdist", "status", "--scheduler", address)
-    assert status == 1 and "token is missing or wrong" in text
+    assert status == 78 and "token is missing or wrong" in text
     flags = ("--rdzv-endpoint", address, "--nnodes", "2", "--rdzv-id", "by-hand")
     agents = [stage.start("psdist-worker", *flags, "train.py", PSDIST_TOKEN="secret") for _ in range(2)]
     ends = [stage.end(agent) for agent in agents]
