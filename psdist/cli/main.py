@@ -36,7 +36,7 @@ PSDIST: Final = Group(
                 lambda: import_module("psdist.cli.status")),
         Command("snapshot", "save, list, show, verify, export or delete snapshots of a run",
                 lambda: import_module("psdist.cli.snapshot").SNAPSHOT),
-        Command("scale", "more or fewer servers while a run trains: psdist scale servers 3",
+        Command("scale", "more or fewer servers or workers while a run trains: psdist scale servers 3",
                 lambda: import_module("psdist.cli.servers").SCALE),
         Command("drain", "move everything away from a server: psdist drain server-1",
                 lambda: import_module("psdist.cli.servers").DRAIN),
