@@ -197,7 +197,7 @@ def _any_order(put: Put) -> None:
 
 @_ablation("a step waits for every member", consistency=BSP(), workers=3, lives=7)
 def _no_apply_gate(put: Put) -> None:
-    put(gates, "bsp_complete", lambda *_: True)
+    put(gates, "bsp_complete", lambda _step, _members, contributed, *_: bool(contributed))
 
 
 @_ablation("the bound of SSP", consistency=SSP(0), optimizer=SGD(lr=1.0), workers=3, lives=7, bare_pushes=0.0)
