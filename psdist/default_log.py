@@ -2,7 +2,7 @@
 
 Python itself prints such messages without a time (``logging.lastResort``), which makes it hard to say what happened
 first in a run of many processes. As soon as the script, or what it imports, adds a handler of its own to the root or to
-the ``psdist`` logger, that one counts alone.
+the ``psdist`` logger, only that handler is used.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ SCRIPT_USAGE = "script.py [script arguments]"
 
 EPILOG = (
     "Flags come before the script; what follows it is the script's. --some-flag can also be set by PSDIST_SOME_FLAG. "
-    "Exit status: the script's; 128+n for signal n; 2 wrong use; 78 the run refuses the script's settings, which is "
-    "not tried again; 65 a script never connected; 69 no scheduler, or "
+    "Exit status: the script's; 128+n for signal n; 2 wrong use; 65 a script never connected; 69 no scheduler, or "
     "a storage that cannot be read or written; 70 what a dead server held is lost; 74 the scripts succeeded, but the "
     "snapshot at the end failed (only where --storage-path is given); 78 a script gave psdist wrong settings or "
     "arguments. The same command with the same --run-id resumes from the newest snapshot."

@@ -8,11 +8,12 @@ are stable.
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from psdist.cli.commands import Leaf, show, values
+from psdist.cli.commands import Leaf, show
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
 from psdist.errors import InternalError, InvalidArgumentError
 from psdist.settings.exit_codes import OK
@@ -20,6 +21,10 @@ from psdist.settings.flags import CommandLine, integer
 
 if TYPE_CHECKING:
     from psdist.v1.scheduler_pb2 import DrainResponse, ScaleRequest
+
+
+#: A launcher is awaited so long.
+_LAUNCHER_SECONDS: Final = 4.0
 
 
 # --- scale ------------------------------------------------------------------------------------------------------------
@@ -47,15 +52,20 @@ def _scale(given: Namespace, environ: Mapping[str, str]) -> int:
         raise InvalidArgumentError(f"{what}: {error}") from None
     target, request = find_target(given, environ), _request(what, wanted)
     answer = ask(target, given.timeout, lambda call: call("Scale", request, given.timeout))
+    launchers, until = answer.launchers, time.monotonic() + _LAUNCHER_SECONDS
+    while not launchers and time.monotonic() < until:  # It begins to watch some seconds after its run does.
+        time.sleep(0.25)
+        launchers = ask(target, given.timeout, lambda call: call("Scale", request, given.timeout)).launchers
     if what == "workers":
-        report = {"workers_wanted": wanted, **values(answer, "workers_before", "launchers")}
+        report = {"workers_wanted": wanted, "workers_before": answer.workers_before, "launchers": launchers}
         show(given.format, report, lambda _: print(_workers(report, target)))
         return OK
     report = {
         "servers_before": answer.servers_before,
         "servers_wanted": wanted,
         "drained": list(answer.drained),
-        **values(answer, "missing", "launchers"),
+        "missing": answer.missing,
+        "launchers": launchers,
     }
     show(given.format, report, lambda _: print(sentences(report, target)))
     return OK
@@ -70,7 +80,7 @@ def _request(what: str, wanted: int) -> ScaleRequest:
 def _workers(report: Mapping[str, Any], target: SchedulerChoice) -> str:
     """The report of ``psdist scale workers`` for people."""
     before, wanted = report["workers_before"], report["workers_wanted"]
-    line = f"workers: {before} before, {wanted} wanted"
+    line = f"workers: {before} in the run, {wanted} wanted of its launcher"
     if report["launchers"]:
         return f"{line}\nthe launcher of the run starts and stops its own until it has {wanted}"
     return (

@@ -395,7 +395,11 @@ def _spec(
 ) -> ParametersSpec:
     consistency = BSP() if consistency is None else consistency
     if not isinstance(optimizer, Optimizer):
-        raise InvalidArgumentError(f"optimizer={optimizer!r:.60} is none of psdist.optim, such as psdist.optim.Adam()")
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        raise InvalidArgumentError(
+            f"optimizer is of type {kind}: give one of psdist.optim, such as psdist.optim.Adam(lr=1e-3), which runs on "
+            "the servers"
+        )
     if not isinstance(consistency, get_args(Consistency)):
         raise InvalidArgumentError(f"consistency={consistency!r:.60} is none of psdist.BSP(), SSP(n), ASP()")
     return ParametersSpec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer)

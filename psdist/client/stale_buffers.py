@@ -6,7 +6,7 @@ compared. That must cost next to nothing. A sample of some elements is read at e
 is the whole vector hashed, which costs less than the search for NaN that each push makes anyway.
 
 Equal gradients are possible (all zeros, or a constant), so that this is a warning, given once, after several pushes
-in a row, and never an error. It cannot come where a single element differs between two pushes in a row.
+in a row, and never an error. A single changed element prevents the warning.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StaleBufferCheck:
 
     def on_push(self, number: int, vector: Flat) -> None:
         """Push ``number`` is about to send the buffers, which are ``vector``. One that is made again does not count."""
-        if self._is_over or number == self._push:
+        if self._is_over or number == self._push or not vector.size:
             return
         self._push = number
         sample = _sample(vector)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Final
 
 import numba
 from numba import types
@@ -31,6 +32,10 @@ IN = types.Array(FLOAT, 1, "C", readonly=True, aligned=False)
 OUT_BITS16 = types.Array(types.uint16, 1, "C")
 IN_BITS16 = types.Array(types.uint16, 1, "C", readonly=True, aligned=False)
 IN_BITS32 = types.Array(types.uint32, 1, "C", readonly=True, aligned=False)
+
+#: A process that holds a lock for longer is taken to stand still.
+LOCK_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 0.05
 
 _compile_lock = Lock()
 
@@ -113,23 +118,36 @@ def compile_all(kernels: Iterable[Kernel], compiled: Callable[[], None] = lambda
 def locked(path: Path | None, wait: bool) -> Iterator[bool]:
     """Holds the lock that the file ``path`` is; yields False where another process holds it.
 
-    Without a file, or on a file system without locks, nothing is locked: then work may be done twice, and no worse.
+    Without a file, on a file system without locks, and where the other process holds it for LOCK_SECONDS, nothing is
+    locked: then two processes may compile the same kernel, which is harmless.
     """
     fd, is_free = None, True
     try:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        is_free = False
+            fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            is_free = _acquire(fd, LOCK_SECONDS if wait else 0.0)
     except OSError:
         pass
     try:
-        yield is_free
+        yield is_free or wait
     finally:
         if fd is not None:
             os.close(fd)
+
+
+def _acquire(fd: int, seconds: float) -> bool:
+    """Whether the lock could be taken within so long."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        else:
+            return True
 
 
 def kernel(*arguments: Any, result: Any = types.void) -> Callable[[Callable[..., Any]], Kernel]:

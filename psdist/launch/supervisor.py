@@ -113,12 +113,12 @@ class WorkerScaling:
         self._stopping: dict[ProcessKey, float] = {}
 
     def on_wanted(self, event: WorkersWanted, now: float) -> list[Effect]:
-        """Starts and stops workers. The same number again changes nothing: some may be done since."""
+        """Starts and stops workers. Repeating a number is a no-op: workers that finished are not replaced."""
         if event.workers == self._wanted:
             return []
         self._wanted = event.workers
         active = sorted(self._table.of("worker").keys() - self._stopping.keys())
-        first = max(event.next_rank, *(key.number + 1 for key in self._table.of("worker")))
+        first = max([event.next_rank, *(key.number + 1 for key in self._table.of("worker"))])
         effects: list[Effect] = []
         for rank in range(first, first + event.workers - len(active)):
             key = ProcessKey("worker", rank)

@@ -174,7 +174,7 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CommitParameters(self, request, context):
-        """The uploader's word that all initial values are on the servers. Refused if a server lacks any.
+        """The uploader states that all initial values are on the servers. Refused if a server lacks any.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

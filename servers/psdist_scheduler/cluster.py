@@ -264,7 +264,7 @@ class Cluster:
         # before used.
         effects += machines.snapshots.progress(self.epoch + changed, now) + machines.stops.progress(now)
         effects += machines.shutdown.go_on(now) + machines.scaling.progress(now) + machines.barriers.progress()
-        effects += machines.rendezvous.progress(now, max(self.members.ranks, default=-1) + 1)
+        effects += machines.rendezvous.progress(now, max(self.members.next_rank, self.demand.ranks_used))
         if changed or self.members.changed:
             effects += machines.datasets.lose(self.members.is_live)
         changed = changed or machines.has_changed

@@ -265,7 +265,9 @@ def rates(message: pb.WorkerRates) -> pb.WorkerRates:
     """How fast a worker reports that it trains; without numbers where they make no sense."""
     if not 0 <= message.waiting_seconds <= message.seconds < math.inf or len(message.pushes) > PARAMETERS_MAX:
         return pb.WorkerRates()
-    return message
+    # Made anew: a message that is kept must not keep what else a peer put into it.
+    pushes = {name: count for name, count in message.pushes.items() if len(name) <= TEXT_CHARACTERS_MAX}
+    return pb.WorkerRates(seconds=message.seconds, waiting_seconds=message.waiting_seconds, pushes=pushes)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

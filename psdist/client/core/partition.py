@@ -82,6 +82,13 @@ def _spec_of(name: str, value: ArrayLike) -> TensorSpec:
 
 def _as_float(name: str, value: ArrayLike) -> NDArray[Any]:
     """``value`` as an array of one of the four float dtypes."""
+    if value is None:
+        raise DTypeMismatchError(
+            f"tensor {name!r} is None: a gradient is None where the loss does not depend on the tensor. Give zeros, or "
+            "leave the tensor out of the parameter set",
+            tensor=name,
+            given="None",
+        )
     try:
         array = value if type(value) is np.ndarray else np.asarray(_without_torch(value))
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""What belongs to one process: it has connections and memory that no copy of it could have."""
+"""A base for objects that can be neither pickled nor copied."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Final
@@ -20,8 +21,8 @@ from typing import Final
 from psdist.settings import exit_codes
 
 _FULL: Final = "PSDIST_FULL_TRACEBACK"
-#: The standard library, and what is installed below it.
-_LIBRARIES: Final = os.path.dirname(os.__file__) + os.sep
+#: The standard library, and what is installed, also in a virtual environment.
+_LIBRARIES: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def install() -> None:
@@ -46,6 +47,7 @@ def would_recur(error: BaseException) -> bool:
     settings = (
         *(errors.InvalidArgumentError, errors.LayoutMismatchError, errors.SettingsMismatchError),
         *(errors.NoStorageError, errors.ProtocolMismatchError, errors.UnauthenticatedError, errors.WrongRunError),
+        *(errors.MutualWaitError, errors.NotMemberError, errors.WorkerLeftError),
     )
     # The next gradient may be finite.
     return isinstance(error, settings) and not isinstance(error, errors.NonFiniteGradientError)

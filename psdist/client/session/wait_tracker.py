@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import Final, Self
 
 from psdist.wire import limits
@@ -23,21 +24,20 @@ _SENTENCES_MAX: Final = 16
 class Wait:
     """One wait, which lasts as long as its ``with`` block. Made by ``WaitTracker.open``."""
 
-    def __init__(self, reason: str, open_waits: dict[int, Wait], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, reason: str, tracker: WaitTracker, loop: asyncio.AbstractEventLoop) -> None:
         self.reason = reason
-        self._open = open_waits
+        self._tracker = tracker
         self._loop = loop
         self._since = loop.time()
-        self._reported: set[str] = set()
         self._timer = loop.call_later(limits.REPORT_WAIT_SECONDS, self._report)
 
     def __enter__(self) -> Self:
-        self._open[id(self)] = self
+        self._tracker.open_waits[id(self)] = self
         return self
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        del self._open[id(self)]
+        del self._tracker.open_waits[id(self)]
 
     @property
     def seconds(self) -> float:
@@ -62,25 +62,24 @@ class Wait:
     def progress(self) -> None:
         """Begins the silence anew, because something arrived."""
         self._since = self._loop.time()
-        self._reported.clear()
+        self._tracker.reported.pop(self.reason, None)
 
     def _report(self) -> None:
         left = limits.REPORT_WAIT_SECONDS - self.seconds
         if left > 0.001:  # there was progress meanwhile
             self._timer = self._loop.call_later(left, self._report)
             return
-        self._reported.clear()
         self._warn()
         self._timer = self._loop.call_later(_REPEAT_SECONDS, self._report)
 
     def _warn(self) -> None:
-        others = (wait for wait in self._open.values() if wait is not self)
-        if self.reason not in self._reported and not any(wait._has_reported(self.reason) for wait in others):
+        now, reported = self._loop.time(), self._tracker.reported
+        # The timers of several waits with one reason end a little after each other.
+        if now - reported.get(self.reason, -math.inf) >= _REPEAT_SECONDS / 2:
             logger.warning("%s", self.sentence)
-        self._reported.add(self.reason)
-
-    def _has_reported(self, reason: str) -> bool:
-        return self.reason == reason and reason in self._reported
+            for reason in [old for old, at in reported.items() if now - at > _REPEAT_SECONDS]:
+                del reported[reason]
+            reported[self.reason] = now
 
 
 class WaitTracker:
@@ -89,10 +88,12 @@ class WaitTracker:
     def __init__(self) -> None:
         #: Waits under way, by the identity of each.
         self.open_waits: dict[int, Wait] = {}
+        #: When each reason was logged last.
+        self.reported: dict[str, float] = {}
 
     def open(self, reason: str) -> Wait:
         """Opens a wait, for a ``with`` block, with its first reason."""
-        return Wait(reason, self.open_waits, asyncio.get_running_loop())
+        return Wait(reason, self, asyncio.get_running_loop())
 
     def sentences(self) -> list[str]:
         """The reasons of waits that have lasted, and for how long, longest first."""

@@ -78,7 +78,8 @@ class Machines:
         joins = Joins(registry, members, (epoch + 1) << _COMMANDS_BITS)
         creation = Creation(settings, registry, resume, members, demand, joins, Commits(registry, members))
         replica_manager = ReplicaManager(settings, registry, members)
-        scaling = Scaling(settings, registry, members, demand)
+        rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, now)
+        scaling = Scaling(settings, registry, members, demand, rendezvous)
         datasets = Datasets(stored.datasets, resume)
         snapshots = Snapshots(settings, registry, members, datasets, history, now)
         rollback = Rollback(registry, joins, members, datasets, snapshots)
@@ -90,7 +91,6 @@ class Machines:
         )
         barriers = Barriers(members, demand, stored.barriers)
         mutual_waits = MutualWaits(members, registry, barriers)
-        rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, now)
         held = (members, demand, registry, creation, replica_manager, scaling, datasets, snapshots, rollback, shutdown)
         return cls(*held, stops, changes, barriers, mutual_waits, rendezvous)
 

@@ -206,8 +206,8 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class WatchScale:
-    """A launcher wants to know how many servers and workers to run, and which servers to stop. workers_wanted: what it
-    was told last."""
+    """A launcher wants to know how many servers and workers to run, and which servers to stop. workers_wanted: the
+    last number that this launcher received."""
 
     call: int
     run_id: str

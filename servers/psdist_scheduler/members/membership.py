@@ -46,8 +46,8 @@ class Membership:
         self.changed: dict[str, None] = {}
         #: When the last worker registered.
         self.last_joined = now
-        #: When the last member left or was lost.
-        self.last_ended = now
+        #: When the last worker left whose work was done.
+        self.last_done = now
 
     @property
     def all(self) -> tuple[Member, ...]:
@@ -58,6 +58,11 @@ class Membership:
     def ranks(self) -> list[int]:
         """The rank of each worker that is or was there."""
         return [member.rank for member in self._members.values() if member.role == "worker"]
+
+    @property
+    def next_rank(self) -> int:
+        """The first rank such that no worker has had it or a higher one."""
+        return max(self.ranks, default=-1) + 1
 
     @property
     def staying(self) -> list[Member]:
@@ -145,7 +150,8 @@ class Membership:
             raise InvalidArgumentError(f"{member_id} is not live, it {_fate(member)}")
         gone = replace(member, state="left" if state == "left" else "lost", reason=reason[:_TEXT_CHARACTERS])
         self._put(gone)
-        self.last_ended = now
+        if gone.role == "worker" and gone.state == "left" and gone.reason in _DONE:
+            self.last_done = now
         return gone, self.sessions.end(member_id)
 
     def leave_late(self, caller: Caller, reason: str) -> bool:
@@ -187,6 +193,9 @@ class Demand:
     servers_wanted: int
     changed: bool = False
     workers_wanted: int = 0
+    #: Ranks from the first on are for the workers that launchers start; those from the second on are nobody's.
+    first_rank: int = 0
+    ranks_used: int = 0
 
     @property
     def workers_min(self) -> int:
@@ -226,6 +235,13 @@ class Demand:
             if there < wanted:
                 return f"for {f'{wanted - there} of {wanted} {role}s' if wanted > 1 else f'a {role}'} to register"
         return ""
+
+    def want_workers(self, workers: int, first_rank: int) -> None:
+        """Workers are wanted, under ranks that nobody has had: from ``first_rank`` on, or higher."""
+        self.workers_wanted = workers
+        if workers:
+            self.first_rank = max(first_rank, self.ranks_used)
+            self.ranks_used = self.first_rank + workers
 
     def want_servers(self, servers: int) -> None:
         self.servers_wanted, self.changed = servers, True

@@ -52,9 +52,9 @@ class Rendezvous:
         round_ = list(self._waiting.values())
         self._waiting.clear()
         for event in round_:
-            self._give_ranks(event, max(self._world_size, ranks_used))
+            self._give_ranks(event, max(self.world_size, ranks_used))
         nodes = [self._nodes[event.agent_id] for event in round_]
-        note = LogEvent(f"rendezvous formed: {len(self._nodes)} nodes, {self._world_size} ranks")
+        note = LogEvent(f"rendezvous formed: {len(self._nodes)} nodes, {self.world_size} ranks")
         return [*(self._formed(event.call, node) for event, node in zip(round_, nodes, strict=True)), note]
 
     def take_changes(self) -> tuple[Node, ...]:
@@ -88,7 +88,8 @@ class Rendezvous:
         return f"for {missing} of {first.nodes_min} nodes to come back, which the run needs to go on"
 
     @property
-    def _world_size(self) -> int:
+    def world_size(self) -> int:
+        """The rank after the last one that was given."""
         return max(map(_end, self._nodes.values()), default=0)
 
     def _missing(self, now: float) -> str:
@@ -124,7 +125,7 @@ class Rendezvous:
                 "admit more",
                 nodes_max=event.nodes_max,
             )
-        world = self._world_size + sum(other.processes for other in others) + event.processes
+        world = self.world_size + sum(other.processes for other in others) + event.processes
         if world > WORLD_MAX:
             raise LimitExceededError(f"a world of {world} workers is larger than the limit of {WORLD_MAX}")
 
@@ -142,7 +143,7 @@ class Rendezvous:
         self.changed.append(node)
 
     def _formed(self, call: int, node: Node) -> Answer:
-        return Answer(call, Formed(node, len(self._nodes), self._world_size))
+        return Answer(call, Formed(node, len(self._nodes), self.world_size))
 
 
 def _end(node: Node) -> int:

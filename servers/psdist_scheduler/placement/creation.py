@@ -69,8 +69,8 @@ class Creation:
             _check_lost(p)
             p.check_same(event)
         self._resume.check(event.spec, event.layout)
-        placement.check_overrides(event.layout, event.spec.optimizer.overrides)
         if p is None or p.spec is None:
+            placement.check_overrides(event.layout, event.spec.optimizer.overrides)
             placement.choose_slicing(event.layout.total, event.spec.slice_elements)
         return self._registry.open(event.spec.name).add_creator(event, worker)
 
@@ -194,11 +194,12 @@ class Creation:
         return self._demand.shortage(begun=True, servers=servers, workers=workers)
 
     def _worker_left(self, p: ParameterSet, now: float) -> WorkerLeftError | None:
-        """Why enough workers will never ask for a parameter set: those that are missed have ended their scripts, and
-        did not come again, as another client of the same process may."""
+        """Why enough workers will never ask for a parameter set: the missing ones closed their clients after all that
+        are here had registered, and have not registered again."""
         if self._resume.since is not None:  # Who was done then is not missed.
             return None
-        if now - max(self._members.last_joined, self._members.last_ended) < RETURN_GRACE_SECONDS:
+        ended = self._members.last_done
+        if ended < self._members.last_joined or now - ended < RETURN_GRACE_SECONDS:
             return None
         live, done, wanted = len(self._members.workers), self._demand.workers_done, self._demand.workers_min
         if not live < wanted <= live + len(done):

@@ -67,13 +67,16 @@ def place(slicing: Slicing, servers: Sequence[str], held: Mapping[str, int]) -> 
 
 def check_overrides(layout: Layout, overrides: Sequence[Override]) -> None:
     """Raises InvalidArgumentError for an override whose pattern matches no tensor."""
-    for item in overrides:
-        if not any(group_of(tensor.name, [item]) for tensor in layout.tensors):
-            names = name_some([tensor.name for tensor in layout.tensors])
-            raise InvalidArgumentError(
-                f"override {item.pattern!r} matches no tensor of {names}: correct the pattern or leave it out",
-                pattern=item.pattern,
-            )
+    unmatched = list(overrides)
+    for tensor in layout.tensors:
+        if not unmatched:
+            return
+        unmatched = [item for item in unmatched if not group_of(tensor.name, [item])]
+    if unmatched:
+        names, pattern = name_some([tensor.name for tensor in layout.tensors]), unmatched[0].pattern
+        raise InvalidArgumentError(
+            f"override {pattern!r} matches no tensor of {names}: correct the pattern or leave it out", pattern=pattern
+        )
 
 
 def group_ranges(layout: Layout, overrides: Sequence[Override]) -> tuple[GroupRange, ...]:

@@ -17,6 +17,7 @@ from psdist.wire.limits import MEMBERS_MAX
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, Member, name_some
 from psdist_scheduler.members.membership import Demand, Membership
+from psdist_scheduler.members.rendezvous import Rendezvous
 from psdist_scheduler.placement.registry import Registry
 
 #: A drain in progress is reported again after so long, so that a wait differs from a dead connection.
@@ -41,6 +42,7 @@ class Scaling:
     _registry: Registry
     _members: Membership
     _demand: Demand
+    _rendezvous: Rendezvous
     _drains: dict[int, _Drain] = field(default_factory=dict)
     #: What each watching call was sent last.
     _watchers: dict[int, ev.ScaleNews | None] = field(default_factory=dict)
@@ -96,17 +98,22 @@ class Scaling:
         if event.workers > MEMBERS_MAX:
             raise LimitExceededError(f"{event.workers} workers are more than the limit of {MEMBERS_MAX}")
         there = len(self._members.workers)
-        self._demand.workers_wanted = event.workers
+        self._want_workers(event.workers)
         missing = max(0, event.workers - there)
         return [
             ev.LogEvent(f"{event.workers} workers are wanted, {there} are there"),
             ev.Answer(event.call, ev.Scaled(len(self._members.staying), (), missing, len(self._watchers), there)),
         ]
 
+    def _want_workers(self, workers: int) -> None:
+        """Reserves ranks: who was given one, or is started with one, is known here only when it registers."""
+        self._demand.want_workers(workers, max(self._members.next_rank, self._rendezvous.world_size))
+
     def watch(self, event: ev.WatchScale) -> list[ev.Effect]:
         """A launcher watches. Raises WrongRunError."""
         self._members.check_run(event.run_id)
-        self._demand.workers_wanted = self._demand.workers_wanted or min(event.workers_wanted, MEMBERS_MAX)
+        if not self._demand.workers_wanted:
+            self._want_workers(min(event.workers_wanted, MEMBERS_MAX))
         self._watchers[event.call] = None
         return []
 
@@ -121,11 +128,10 @@ class Scaling:
             effects += self._go_on(call, drain, now)
         draining = {server.member_id: self._held(server) for server in self._members.servers if server.draining}
         stop = tuple(server for server, held in draining.items() if not held)
-        workers = self._demand.workers_wanted
-        # Without a number nothing is started, so that launchers need not be told of each rank.
-        next_rank = max(self._members.ranks, default=-1) + 1 if workers else 0
-        lost = self._registry.lost_text
-        news = ev.ScaleNews(self._demand.servers_wanted, tuple(draining), stop, lost, workers, next_rank)
+        wanted, lost = self._demand, self._registry.lost_text
+        news = ev.ScaleNews(
+            wanted.servers_wanted, tuple(draining), stop, lost, wanted.workers_wanted, wanted.first_rank
+        )
         for call, told in self._watchers.items():
             if told != news:
                 self._watchers[call] = news

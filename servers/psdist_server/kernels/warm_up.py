@@ -21,8 +21,8 @@ _FIRST_REPORT_SECONDS: Final = 0.5
 _REPORT_SECONDS: Final = 2.5
 
 
-#: One call at a time: the others find everything compiled.
-_turn = threading.Lock()
+#: One call at a time: later ones load from the cache.
+_lock = threading.Lock()
 
 
 def warm_up(kernels: Sequence[Kernel], purpose: str) -> None:
@@ -30,7 +30,7 @@ def warm_up(kernels: Sequence[Kernel], purpose: str) -> None:
 
     purpose: what they are for, in a log line.
     """
-    with _turn, locked(kernels[0].file("progress"), wait=False) as is_reporter:
+    with _lock, locked(kernels[0].file("progress"), wait=False) as is_reporter:
         progress = _Progress(len(kernels), purpose)
         thread = threading.Thread(target=progress.report, name="compile-progress", daemon=True)
         if is_reporter:

@@ -80,6 +80,19 @@ def test_a_kernel_that_another_compiles_comes_last(module: Path) -> None:
     assert out.tolist() == [0, 2, 4]
 
 
+def test_a_process_that_stands_still_is_not_waited_for_for_ever(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import some_kernels
+
+    from psdist.compression import compiled
+
+    monkeypatch.setattr(compiled, "LOCK_SECONDS", 0.01)
+    other = _lock(module, "double")
+    try:
+        compile_all([some_kernels.double])
+    finally:
+        os.close(other)
+
+
 def test_processes_share_the_work(module: Path) -> None:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(module), *sys.path))}
     processes = [

@@ -8,8 +8,10 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 
 import numpy as np
+import psutil
 import pytest
 
 import psdist
@@ -131,3 +133,13 @@ def test_causes_are_shortened_too() -> None:
 )
 def test_errors_that_would_come_again(error: BaseException, recurs: bool) -> None:
     assert tracebacks.would_recur(error) == recurs
+
+
+def test_an_error_of_an_installed_library_is_printed_whole() -> None:
+    def call() -> None:
+        psutil.Process(-1)
+
+    # As if it stood in a module of psdist.
+    inside = FunctionType(call.__code__, {"__name__": "psdist.somewhere", "psutil": psutil}, "inside_psdist")
+    text = printed(inside)
+    assert "psutil.Process(-1)" in text and "pid must be a positive integer" in text and "left out" not in text

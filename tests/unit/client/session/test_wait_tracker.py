@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from psdist.client.session.wait_tracker import WaitTracker
@@ -32,3 +34,20 @@ async def test_a_reason_is_logged_once_for_all_calls_that_wait_for_it(
         ]
         other.update_reason("for server-1 to answer")
         assert "waiting 0 s for server-1 to answer" in caplog.text
+
+
+async def test_a_wait_that_lasts_is_logged_again_each_minute_however_many_wait(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = WaitTracker()
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    with waits.open("for worker-1"), waits.open("for worker-1"):
+        for minutes in range(1, 4):
+            monkeypatch.setattr(loop, "time", lambda minutes=minutes: now + 60.0 * minutes)
+            for wait in waits.open_waits.values():
+                wait.update_reason("for nobody")
+                wait.update_reason("for worker-1")
+            logged = [record.message for record in caplog.records if record.message.endswith(" s for worker-1")]
+            assert len(logged) == minutes
+        monkeypatch.undo()

@@ -38,6 +38,21 @@ def test_the_wait_for_a_worker_ends_where_its_script_has_ended(reason: str, is_o
         assert d.state(call) == ev.Waiting("for 1 of 2 workers to register")
 
 
+def test_workers_that_ended_before_this_one_came_are_no_reason() -> None:
+    d = Driver(workers_min=2)
+    d.join("server")
+    for worker in [d.join()[0] for _ in range(2)]:
+        d.on(ev.Leave(d.number(), caller(worker), "closed"))
+    d.now += 60
+    late, session = d.join()
+    server = d.join("server")[1]
+    call = d.create(late)
+    d.now += RETURN_GRACE_SECONDS
+    d.beat(session, server)
+    d.tick()
+    assert d.state(call) == ev.Waiting("for 1 of 2 workers to register")
+
+
 def test_others_that_have_not_come_yet_are_waited_for() -> None:
     d = Driver(workers_min=3)
     d.join("server")

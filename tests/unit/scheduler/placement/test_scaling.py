@@ -66,3 +66,21 @@ def test_there_is_a_limit() -> None:
     d = Driver()
     assert isinstance(d.errors[scale(d, workers=MEMBERS_MAX + 1)], errors.LimitExceededError)
     assert d.state(watch(d, MEMBERS_MAX + 1)).workers_wanted == MEMBERS_MAX
+
+
+def test_ranks_that_were_given_or_are_being_started_are_not_given_again() -> None:
+    d = Driver(workers_min=1)
+    d.join(rank=0, world_size=1)
+    agents = [d.number() for _ in range(2)]
+    d.on(ev.EnterRendezvous(agents[0], "run", "agent-0", "h", 2, 1, 4))
+    d.tick()
+    formed = d.state(agents[0])
+    assert formed.node.first_rank == 1  # Ranks 1 and 2: neither has registered yet.
+    launcher = watch(d)
+    scale(d, workers=3)
+    assert d.state(launcher).next_rank == 3
+    d.on(ev.EnterRendezvous(agents[1], "run", "agent-1", "h", 1, 1, 4))
+    d.tick()
+    assert d.state(agents[1]).node.first_rank == 6  # The launcher may have started three from rank 3 on.
+    scale(d, workers=4)
+    assert d.state(launcher).next_rank == 7
