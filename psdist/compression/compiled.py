@@ -82,6 +82,12 @@ class Kernel:
         directory = self._dispatcher().stats.cache_path
         return None if directory is None else Path(directory) / f"{self.function.__module__}.{self.__name__}.{suffix}"
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether numba's cache has a file of this function. It may be of an older version of it."""
+        directory, line = self._dispatcher().stats.cache_path, self.function.__code__.co_firstlineno
+        return directory is not None and any(Path(directory).glob(f"*.{self.__name__}-{line}.*.nbi"))
+
     def _dispatcher(self) -> Any:
         """What compiles the function."""
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}

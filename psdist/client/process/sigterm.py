@@ -128,7 +128,9 @@ class SigtermHandler:
             return "stopped"
         # Python notes here what it is about to end for.
         failed = error if error is not None else getattr(sys, "last_value", None)
-        return "closed" if failed is None else "failed"
+        # A script that ends by sys.exit() has not failed: its launcher does not start it again.
+        done = failed is None or (isinstance(failed, SystemExit) and not failed.code)
+        return "closed" if done else "failed"
 
     # --- in the main thread -------------------------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ def warm_up(kernels: Sequence[Kernel], purpose: str) -> None:
     with _lock, locked(kernels[0].file("progress"), wait=False) as is_reporter:
         progress = _Progress(len(kernels), purpose)
         thread = threading.Thread(target=progress.report, name="compile-progress", daemon=True)
+        # A machine that does much else may take long to load them, too.
+        is_reporter = is_reporter and not all(kernel.is_cached for kernel in kernels)
         if is_reporter:
             thread.start()
         try:

@@ -59,6 +59,7 @@ def test_a_kernel_that_another_compiles_comes_last(module: Path) -> None:
     import some_kernels  # type: ignore[import-not-found]
 
     done = []
+    assert not some_kernels.double.is_cached
     other = _lock(module, "double")
     try:
         assert not some_kernels.double.try_compile()
@@ -75,6 +76,7 @@ def test_a_kernel_that_another_compiles_comes_last(module: Path) -> None:
     finally:
         if not done:
             os.close(other)
+    assert some_kernels.double.is_cached
     out = np.zeros(3, np.float32)
     some_kernels.double(np.arange(3, dtype=np.float32), out)
     assert out.tolist() == [0, 2, 4]

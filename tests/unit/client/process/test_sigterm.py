@@ -418,6 +418,8 @@ def test_why_a_worker_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys, "last_value", raising=False)
     assert handler.reason() == "closed"
     assert handler.reason(ValueError()) == "failed"
+    assert handler.reason(SystemExit()) == handler.reason(SystemExit(0)) == "closed"
+    assert handler.reason(SystemExit(1)) == handler.reason(SystemExit("no data")) == "failed"
     monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
     assert handler.reason() == "failed"
     handler.asked = True
