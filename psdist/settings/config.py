@@ -12,8 +12,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, cast, get_args
@@ -132,15 +134,26 @@ def create_token_file(environ: Mapping[str, str], token_file: Path | None = None
     path = token_file or Path(environ.get("PSDIST_TOKEN_FILE", ""))
     if not path.name:
         raise ConfigurationError("--create-token names no file: add --token-file FILE, or set PSDIST_TOKEN_FILE")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        if path.exists():
-            return
-        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(f"{secrets.token_urlsafe(32)}\n")
-        unfinished.replace(path)  # in one step: whoever sees the file sees all of it
+        if not path.exists():
+            _create_token_file(path)
     except OSError as error:
-        raise ConfigurationError(f"the token file {path} cannot be created: {error.strerror}") from None
+        raise ConfigurationError(
+            f"the token file {path} cannot be created: {error.strerror}. Its directory must be writable, and on a file "
+            "system with hard links; or write a token into the file yourself"
+        ) from None
+
+
+def _create_token_file(path: Path) -> None:
+    descriptor, unfinished = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # of mode 0600
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{secrets.token_urlsafe(32)}\n")
+        # In one step, and never over another file: of several starters, all read the token of the first.
+        with suppress(FileExistsError):
+            os.link(unfinished, path)
+    finally:
+        os.unlink(unfinished)
 
 
 def _read_token(path: Path, source: str) -> str:

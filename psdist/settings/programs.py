@@ -279,7 +279,8 @@ def scheduler_line() -> CommandLine:
                 TIMEOUTS_TITLE,
                 Flag("--join-grace", "wait for late workers when parameters are made", seconds(), 0.0, "SECONDS"),
                 Flag("--idle-timeout", "end, and the servers before, when no worker has been there for so long, after "
-                     "some were; what was trained is saved first. 0 never ends", seconds(), 0.0, "SECONDS"),
+                     "some were; what was trained is saved first. Longer than a worker's restart; 0 never ends",
+                     seconds(), 0.0, "SECONDS"),
             ),
             Flag("--store", "SQLite file that keeps the map over a restart", Path, None, "FILE"),
             Flag("--address-file", "file to write HOST:PORT into once listening", Path, None, "FILE"),

@@ -95,16 +95,14 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     if settings.lifeline_fd is not None:
         loop.add_reader(settings.lifeline_fd, _watch_lifeline, settings.lifeline_fd, ended)
     waiting = asyncio.create_task(ended.wait())
-    over = asyncio.create_task(scheduler.is_over.wait())
+    over = asyncio.create_task(_end_when_idle(scheduler))
     working = [asyncio.create_task(scheduler.run()), asyncio.create_task(scheduler.tick())]
     if settings.address_file is not None:
         _write_address(settings.address_file, address)
     log.info("run %s: listening at %s", scheduler.cluster.settings.run_id, address)
     await asyncio.wait([waiting, over, *working], return_when=asyncio.FIRST_COMPLETED)
-    if waiting.done() or over.done():
-        if over.done():
-            idle = settings.idle_timeout_seconds
-            log.info("no worker has been there for %g s (--idle-timeout): the run ends, and the servers with it", idle)
+    if waiting.done() and not over.done():
+        over.cancel()
         ended.clear()
         saving, again = asyncio.create_task(_save_at_end(scheduler)), asyncio.create_task(ended.wait())
         await asyncio.wait([saving, again, *working], return_when=asyncio.FIRST_COMPLETED)
@@ -113,7 +111,9 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
         await asyncio.gather(saving, again, return_exceptions=True)
     if settings.address_file is not None:
         settings.address_file.unlink(missing_ok=True)
-    failures = [task.exception() for task in working if task.done() and not task.cancelled()]
+    done = [task for task in (over, *working) if task.done() and not task.cancelled()]
+    failures = [error for task in done if (error := task.exception())]
+    scheduler.has_ended = not failures and (over in done or scheduler.all_have_left)
     for task in (waiting, over, *working):
         task.cancel()
     await asyncio.gather(waiting, over, *working, return_exceptions=True)
@@ -122,11 +122,24 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     return exit_codes.INFRASTRUCTURE if failures else exit_codes.OK
 
 
-async def _save_at_end(scheduler: Scheduler) -> None:
-    """Returns when what was trained is saved, or cannot be, and servers have ended if the run is over. Another signal,
-    or the engine's patience, ends this."""
+async def _end_when_idle(scheduler: Scheduler) -> None:
+    """Returns when the run is over, what was trained is saved, and servers have ended. While a worker is back, or the
+    snapshot fails, the run goes on. A signal ends this."""
+    while True:
+        await scheduler.is_over.wait()
+        log.info("no worker has been there for the time of --idle-timeout: the run ends, and the servers with it")
+        try:
+            return await _save_at_end(scheduler, servers=True)
+        except PsdistError as error:
+            log.warning("the run does not end: %s", error)
+            scheduler.is_over.clear()
+
+
+async def _save_at_end(scheduler: Scheduler, servers: bool = False) -> None:
+    """Returns when what was trained is saved, and, with ``servers``, these have been told to end and have. Another
+    signal, or the engine's patience, ends this. Raises PsdistError where nothing is saved."""
     with scheduler.calls.call() as (number, outbox):
-        scheduler.post(Stop(number, servers=scheduler.is_over.is_set()))
+        scheduler.post(Stop(number, servers))
         async for value in outbox:
             if isinstance(value, Done):
                 return

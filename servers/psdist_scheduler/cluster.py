@@ -130,7 +130,7 @@ class Cluster:
             case ev.Register():
                 return machines.changes.register(event, now)
             case ev.SessionOpened():
-                return machines.changes.open_session(event, self.epoch, now)
+                return machines.changes.open_session(event, self.epoch, now) + machines.shutdown.on_session(event.call)
             case ev.SessionClosed():
                 return machines.changes.close_session(event, now)
             case ev.Leave():

@@ -47,8 +47,10 @@ class Scheduler:
         self.calls = OpenCalls(self.post)
         #: What members reported of themselves in their last heartbeats, by id.
         self._reports: dict[str, pb.MemberStatus] = {}
-        #: Set when the run is over (``shutdown``).
+        #: Set when the run is over (``shutdown``), until that is withdrawn.
         self.is_over = asyncio.Event()
+        #: Whether the run has ended in order, so that nothing of it is needed any more.
+        self.has_ended = False
         self.events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
         self._loop = asyncio.get_running_loop()
         self.started = self._loop.time()
@@ -94,8 +96,8 @@ class Scheduler:
         self._stopping = True
 
     def close(self) -> None:
-        """Frees the store, after a write in progress. Where the run has ended, and all members with it, what was kept
-        is deleted: it would tell a next run of servers, ranks and values that are gone."""
+        """Frees the store, after a write in progress. Where the run has ended, the store is deleted, because a later
+        run would otherwise restore stale members."""
         self._writer.shutdown(wait=True)
         if self.has_ended:
             self._store.discard()
@@ -103,10 +105,10 @@ class Scheduler:
             self._store.close()
 
     @property
-    def has_ended(self) -> bool:
-        """Whether all members have left in order, or the run is over."""
+    def all_have_left(self) -> bool:
+        """Whether there were members, and all have left in order."""
         members = self.cluster.members.all
-        return self.is_over.is_set() or (bool(members) and all(member.state == "left" for member in members))
+        return bool(members) and all(member.state == "left" for member in members)
 
     def status(self) -> pb.GetStatusResponse:
         now = self._loop.time()

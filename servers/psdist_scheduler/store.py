@@ -149,8 +149,11 @@ class SqliteStore(Store):
         self._known_layouts.update(record.entry.spec.name for record in changes.parameters)
 
     def discard(self) -> None:
-        self.close()  # deletes the other files of the database
-        self._path.unlink(missing_ok=True)
+        # Deleted while the lock is held: a scheduler that starts meanwhile must not get its new file deleted. The file
+        # is last, because it has the lock, and what has its name after that may be another's.
+        for suffix in ("-wal", "-shm", ""):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        self.close()
 
     def close(self) -> None:
         self._db.close()

@@ -271,6 +271,18 @@ async def test_an_idle_scheduler_ends_after_its_servers_and_forgets_the_run(
     assert os.listdir(tmp_path) == []
 
 
+async def test_a_signal_while_servers_end_keeps_the_store(start: Start, peer: Any, tmp_path: Path) -> None:
+    """A server has not left: it goes on when the scheduler is back."""
+    process = await start("--store", str(tmp_path / "s"), "--idle-timeout", "0.2")
+    server, worker = peer(process), peer(process)
+    await server.register(pb.ROLE_SERVER)
+    await worker.register()
+    await worker.ask("Leave", pb.LeaveRequest(member_id="worker-0", incarnation=1, reason="done"))
+    await server.read("run_ended")
+    assert (await process.end())[0] == 0
+    assert (tmp_path / "s").exists()
+
+
 async def test_a_scheduler_that_is_told_to_end_forgets_a_run_that_all_have_left(
     start: Start, peer: Any, tmp_path: Path
 ) -> None:

@@ -384,7 +384,7 @@ class ShardsLost:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """To everyone: no worker is left, and what was trained is saved. Servers end."""
+    """To everyone, and to sessions that open later: no worker is left, and what was trained is saved. Servers end."""
 
 
 News = MemberLost | ShardsLost | sn.RolledBack | RunEnded
@@ -392,7 +392,7 @@ News = MemberLost | ShardsLost | sn.RolledBack | RunEnded
 Interim = Waiting | Upload | Draining | ScaleNews | sn.Saving
 Last = Registered | ParametersReady | Described | Done | Withdrawn | Formed | Drained | Scaled | sn.Saved
 DataAnswer = we.DatasetStanding | we.RangeGiven | sn.StatePlace | sn.StateSource
-Command = JoinProposal | WithdrawJoin | CheckValues | we.MutualWait | we.StopCommand | sn.SnapshotCommand
+Command = JoinProposal | WithdrawJoin | CheckValues | RunEnded | we.MutualWait | we.StopCommand | sn.SnapshotCommand
 Value = Interim | Last | DataAnswer | Command
 
 # --- effects ----------------------------------------------------------------------------------------------------------

@@ -79,6 +79,16 @@ class Snapshots:
         able = self.enabled and self.catalog.known and self._settings.policy.at_end and not self.catalog.replaced
         return able and not self._lacking and not self._registry.lost_text
 
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether something was trained that no snapshot has, or may have been, and that is to be saved when the run
+        ends. What is lost already cannot be."""
+        if not self.enabled or not self._settings.policy.at_end or self._registry.lost_text:
+            return False
+        if self.end_snapshot.state is EndState.TAKEN:
+            return False
+        return not self.catalog.known or self.schedule.has_trained(self._ready, self.catalog.saved_steps)
+
     def waits(self) -> Iterator[Wait]:
         """Key, calls and reason of each wait. The calls are notified by ``progress``."""
         attempt = self.runner.attempt

@@ -211,3 +211,23 @@ def test_what_is_discarded_is_gone_with_all_files(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "s", "another")
     assert store.load() is None
     store.close()
+
+
+def test_a_store_that_is_discarded_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that starts at the same time, as soon as the lock is free, keeps its new file."""
+    store = SqliteStore(tmp_path / "s", "run")
+    store.write(Persist(1, (MEMBER,)))
+    close, others = store.close, []
+
+    def close_and_start() -> None:
+        close()
+        others.append(SqliteStore(tmp_path / "s", "next"))
+
+    monkeypatch.setattr(store, "close", close_and_start)
+    store.discard()
+    (other,) = others
+    other.write(Persist(1, (MEMBER,)))
+    other.close()
+    again = SqliteStore(tmp_path / "s", "")
+    assert again.load() == StoredState("next", 1, (MEMBER,))
+    again.close()

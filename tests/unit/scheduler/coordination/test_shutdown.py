@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from psdist.errors import ClosedError, SnapshotFailedError
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.coordination.shutdown import SERVERS_END_SECONDS
 from psdist_scheduler.events import cluster_events as ev
@@ -125,3 +126,74 @@ def test_servers_are_told_that_the_run_is_over_when_it_is_saved_and_waited_for(e
         d.beat_versions()
         d.tick()
     assert d.state(call) == ev.Done() and d.run_ended == 1
+
+
+def begin_the_end(d: Ready) -> int:
+    """The last worker leaves, the run is over, and its snapshot is being written. Returns the call of the end."""
+    d.train(5)
+    d.on(ev.Leave(d.number(), caller(d.members[0]), "done"))
+    d.writing = False
+    d.on(ev.Stop(call := d.number(), servers=True))
+    know(d)
+    assert d.run_ended == 0 and not isinstance(d.state(call), ev.Done)
+    return call
+
+
+def test_a_run_whose_last_snapshot_fails_goes_on_and_ends_with_the_next() -> None:
+    """Servers have the only values, so that they are not told to end."""
+    d = ready(idle_timeout_seconds=5.0)
+    shutdown = d.cluster.machines.shutdown
+    call = begin_the_end(d)
+    d.on(sn.PartFailed(d.cluster.members.sessions.of("server-0"), d.attempt.number, "no space"))
+    assert isinstance(d.errors[call], SnapshotFailedError) and d.run_ended == 0
+    assert not shutdown.is_over(d.now + 4.9) and shutdown.is_over(d.now + 5.0)
+    d.writing = True
+    d.on(ev.Stop(d.number(), servers=True))
+    know(d)
+    assert d.run_ended == 1 and d.steps == [{"mlp": 5}]
+
+
+def test_a_worker_that_registers_during_the_last_snapshot_withdraws_the_end() -> None:
+    d = ready(idle_timeout_seconds=5.0)
+    call = begin_the_end(d)
+    d.join()
+    assert isinstance(d.errors[call], ClosedError)
+    d.writing = True
+    d.go_on()
+    know(d)
+    assert d.run_ended == 0 and not d.cluster.machines.shutdown.is_over(d.now + 60.0)
+
+
+def test_a_worker_that_was_lost_has_the_time_of_its_lease_to_come_back() -> None:
+    d = ready(workers=2, idle_timeout_seconds=5.0, worker_lease_seconds=30.0)
+    shutdown = d.cluster.machines.shutdown
+    lost, last = d.members
+    d.on(ev.SessionClosed(d.cluster.members.sessions.of(lost.member_id), "its process was killed"))
+    d.on(ev.Leave(d.number(), caller(last), "done"))
+    assert not shutdown.is_over(d.now + 29.9) and shutdown.is_over(d.now + 30.0)
+
+
+def test_a_longer_idle_timeout_counts_for_lost_workers_too() -> None:
+    d = ready(idle_timeout_seconds=60.0, worker_lease_seconds=30.0)
+    d.on(ev.SessionClosed(d.cluster.members.sessions.of(d.members[0].member_id), "its process was killed"))
+    shutdown = d.cluster.machines.shutdown
+    assert not shutdown.is_over(d.now + 59.9) and shutdown.is_over(d.now + 60.0)
+
+
+def test_a_server_that_comes_back_while_servers_end_is_told_too() -> None:
+    """Its session broke, perhaps before it heard: the scheduler is still there when it comes back."""
+    d = ready(idle_timeout_seconds=5.0)
+    call = begin_the_end(d)
+    before = d.open(d.cluster.members.servers[0])
+    assert ev.RunEnded() not in d.told[before]
+    d.writing = True
+    d.go_on()
+    know(d)
+    assert d.run_ended == 1
+    d.on(ev.Leave(d.number(), caller(d.cluster.members.servers[1]), "stopped"))
+    d.on(ev.SessionClosed(before, "its session broke"))
+    assert not d.cluster.members.servers and not isinstance(d.state(call), ev.Done)
+    back, session = d.join("server", member_id="server-0")
+    assert ev.RunEnded() in d.told[session]
+    d.on(ev.Leave(d.number(), caller(back), "stopped"))
+    assert d.state(call) == ev.Done()

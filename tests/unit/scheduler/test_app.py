@@ -1,0 +1,37 @@
+"""The end of a scheduler whose run is over: it is withdrawn where the machine refuses it, and else it is the end."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from psdist.errors import SnapshotFailedError
+from psdist_scheduler import app
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.open_calls import OpenCalls
+
+
+async def test_the_end_of_a_run_is_tried_again_where_it_was_refused() -> None:
+    """Then the run goes on until it is over once more."""
+    asked: list[ev.Stop] = []
+    refused = asyncio.Event()
+
+    def post(event: Any) -> None:
+        if isinstance(event, ev.Stop):
+            asked.append(event)
+            refusal = ev.Refuse(event.call, SnapshotFailedError("no space"))
+            calls.carry_out(refusal if len(asked) == 1 else ev.Answer(event.call, ev.Done()))
+        elif isinstance(event, ev.CallEnded):
+            refused.set()
+
+    calls = OpenCalls(post)
+    scheduler: Any = SimpleNamespace(calls=calls, post=post, is_over=asyncio.Event())
+    scheduler.is_over.set()
+    ending = asyncio.create_task(app._end_when_idle(scheduler))
+    await refused.wait()
+    await asyncio.sleep(0)
+    assert not ending.done() and not scheduler.is_over.is_set() and len(asked) == 1
+    scheduler.is_over.set()
+    await asyncio.wait_for(ending, 30)
+    assert [event.servers for event in asked] == [True, True]
