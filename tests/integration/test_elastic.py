@@ -331,7 +331,8 @@ def test_the_launcher_starts_and_stops_workers(stage: Stage, mode: str) -> None:
     run.until("rank 0 made step", 2)
     more = stage.psdist("scale", "workers", "2")
     assert more.returncode == 0, more
-    run.until(r"rank [4-9] made step")  # No rank is given twice, and some are kept for those that are being started.
+    # No rank is given twice, and some were kept for those that might have been started: 2 to 5 of four, 6 of one.
+    run.until("rank 7 made step")
     code, text = stage.finish()
     assert code == 0 and "Traceback" not in text and "failed" not in text, text
     assert sorted(re.findall(r"worker ([1-3]) is (started|stopped)", text)) == [

@@ -237,9 +237,10 @@ class Demand:
         return ""
 
     def want_workers(self, workers: int, first_rank: int) -> None:
-        """Workers are wanted, under ranks that nobody has had: from ``first_rank`` on, or higher."""
-        self.workers_wanted = workers
-        if workers:
+        """Workers are wanted, under ranks that nobody has had: from ``first_rank`` on, or higher. The same number again
+        keeps its ranks: a call may be repeated."""
+        if workers != self.workers_wanted:
+            self.workers_wanted = workers
             self.first_rank = max(first_rank, self.ranks_used)
             self.ranks_used = self.first_rank + workers
 
