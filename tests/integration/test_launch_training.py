@@ -36,6 +36,21 @@ if "hold" in sys.argv:
     signal.pause()
 """
 
+#: Raises in step 3 as often as it is started.
+_FAILING_SCRIPT = """
+import numpy as np
+import psdist
+
+context = psdist.init()
+weights = context.client.parameters("model", {"w": np.zeros(3, np.float32)}, psdist.optim.SGD(lr=1.0), psdist.BSP())
+print("rank", context.rank, "begins at step", weights.step)
+while weights.step < 5:
+    if weights.step == 3:
+        context.client.barrier("failing")
+    weights.push_pull({"w": np.full(3, np.nan if weights.step == 3 else 1.0, np.float32)})
+print("rank", context.rank, "is done")
+"""
+
 
 class Stage:
     """A directory with the script; commands started in it."""
@@ -119,6 +134,14 @@ def test_a_killed_worker_comes_back_and_the_run_ends_well(stage: Stage) -> None:
     assert status == 0, text
     assert "worker 1 failed: killed by SIGKILL; restart 1 of 3" in text
     assert "[worker 1] rank 1 of 2" in text and "[worker 0] rank 0 of 2" in text
+
+
+def test_a_step_that_nobody_pushed_to_is_not_left_out(stage: Stage) -> None:
+    (stage.path / "failing.py").write_text(_FAILING_SCRIPT)
+    status, text = stage.run("psdist", "run", "--nproc-per-node", "2", "--max-restarts", "2", "failing.py")
+    begins = sorted(re.findall(r"rank (\d) begins at step (\d+)", text))
+    assert status == 1 and "is done" not in text, text
+    assert set(begins) == {(rank, step) for rank in "01" for step in "03"}, text
 
 
 def test_status_is_watched_until_ctrl_c(stage: Stage) -> None:

@@ -47,6 +47,8 @@ from tests.simulation.oracle import Oracle
 from tests.simulation.rpc import SimChannel
 
 _PACKAGES = ("psdist", "psdist_server", "psdist_scheduler")
+#: Modules that deal with the processes of this machine, also in a simulation: kernels are compiled by several at once.
+_REAL = ("psdist.wire.shm", "psdist.wire.fd_passing", "psdist.compression.compiled")
 
 
 class RunLoop(SimLoop):
@@ -328,7 +330,7 @@ def install() -> None:
     }
     for module in [m for name, m in sorted(sys.modules.items()) if name.split(".")[0] in _PACKAGES]:
         for name, value in list(vars(module).items()):
-            if id(value) in stands and module.__name__ not in ("psdist.wire.shm", "psdist.wire.fd_passing"):
+            if id(value) in stands and module.__name__ not in _REAL:
                 put(module, name, stands[id(value)])
     put(WeightsArena, "create", _no_arena)
     put(malloc_options, "keep_buffers", lambda **_: False)

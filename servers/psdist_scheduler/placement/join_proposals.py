@@ -126,10 +126,11 @@ class Joins:
         resume = _resumable(p, worker, p.resumes.get(call))
         if isinstance(consistency, ASP) or not p.entry.shards:
             return [_admit(p, _member(worker, 0, resume), worker)]
-        # Without members nobody moves the slices on: the joiner begins as early as it can.
-        distance = FIRST_DISTANCE if p.entry.members else 1
         # Clocks are known to the servers alone: the first to refuse reports where the slowest is.
-        first_step = p.version + distance if isinstance(consistency, BSP) else 0
+        first_step = 0
+        if isinstance(consistency, BSP):
+            start = _common_start(p, p.version)
+            first_step = p.version + FIRST_DISTANCE if start is None else start
         exact = isinstance(consistency, BSP) and resume is not None
         join = Join(p.name, worker, _route(p.entry), first_step, resume=resume, exact=exact)
         self._by_worker[p.name, worker.member_id] = join
@@ -180,10 +181,16 @@ class Joins:
     def _reroute(self, join: Join, route: Route, version: int) -> list[Effect]:
         withdrawn = join.withdraw(self._members)
         join.route = route
-        return withdrawn + (self._propose(join) if join.exact else self._propose_later(join, version))
+        if join.exact or not self._get(join).entry.members:
+            return withdrawn + self._propose(join)
+        return withdrawn + self._propose_later(join, version)
 
     def _propose_later(self, join: Join, version_max: int) -> list[Effect]:
         join.attempt += 1
+        start = _common_start(self._get(join), version_max)
+        if start is not None and start > join.first_step:
+            join.first_step = start
+            return self._propose(join)
         # The cap holds for the exponent too: an attempt that never succeeds must not grow numbers without end.
         distance = min(DISTANCE_MAX, 1 << min(join.attempt, DISTANCE_MAX.bit_length()))
         join.first_step = max(version_max, join.first_step - FIRST_DISTANCE) + distance
@@ -207,6 +214,13 @@ def _admit(p: ParameterSet, member: ParametersMember, worker: Member) -> LogEven
     p.change(members=p.with_member(member), departed=departed)
     goes_on = f", and goes on as incarnation {member.origin}" if member.origin else ""
     return LogEvent(f"{worker} joins {p.name!r} at step {member.first_step}{goes_on}")
+
+
+def _common_start(p: ParameterSet, version: int) -> int | None:
+    """The step that a joiner and all members begin with; None if one has begun. Without members it is ``version``, so
+    that no step is left out which nobody has pushed to."""
+    start = max((member.first_step for member in p.entry.members), default=version)
+    return start if version <= start else None
 
 
 def _resumable(p: ParameterSet, worker: Member, resume: ResumePush | None) -> ResumePush | None:

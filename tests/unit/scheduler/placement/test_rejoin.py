@@ -164,3 +164,58 @@ def test_departed_workers_outlive_the_scheduler() -> None:
     d, _, sessions, _ = started(ASP())
     d.on(ev.SessionClosed(sessions[1], "its session broke"))
     assert Driver(d.stored, workers_min=2, servers_min=2).map.parameters[0].departed == d.map.parameters[0].departed
+
+
+# --- nobody is left ---------------------------------------------------------------------------------------------------
+
+
+def all_died(version: int) -> tuple[Driver, list[Member], list[int]]:
+    """All workers died, and registered again; the servers had told of this version. Workers, sessions of servers."""
+    d, workers, sessions, servers = started(BSP())
+    for session in servers:
+        d.on(ev.Heartbeat(session, versions=(("mlp", version),)))
+    for session in sessions:
+        d.on(ev.SessionClosed(session, "killed"))
+    again = [d.join(member_id=worker.member_id, rank=worker.rank)[0] for worker in workers]
+    return d, again, servers
+
+
+def test_a_step_that_nobody_pushed_to_is_not_left_out() -> None:
+    d, workers, servers = all_died(7)
+    calls = []
+    for worker in workers:
+        calls.append(d.create(worker))
+        assert proposed(d, servers[0]).first_step == 7
+    for worker in workers:
+        for session in servers:
+            for proposal in [value for value in d.told[session] if isinstance(value, ev.JoinProposal)]:
+                if proposal.member.worker_id == worker.member_id:
+                    d.on(ev.JoinAnswered(session, proposal.proposal_id, True, 7))
+    assert [d.state(call) for call in calls] == [ev.ParametersReady(7)] * 2
+
+
+def test_a_worker_begins_with_members_that_have_not_begun() -> None:
+    d, workers, servers = all_died(7)
+    d.create(workers[0])
+    answer(d, servers, True, True)
+    call = d.create(workers[1])
+    assert proposed(d, servers[0]).first_step == 7
+    for session in servers:
+        d.on(ev.Heartbeat(session, versions=(("mlp", 8),)))
+    answer(d, servers[:1], False, version_max=8)
+    assert proposed(d, servers[0]).first_step == 10
+    answer(d, servers, True, True)
+    assert d.state(call) == ev.ParametersReady(10)
+    d.create(d.join()[0])
+    assert proposed(d, servers[0]).first_step == 10  # One who is there has not begun.
+
+
+def test_where_nobody_is_left_the_first_step_is_the_one_that_the_servers_are_at() -> None:
+    d, (worker, _), servers = all_died(7)
+    call = d.create(worker)
+    answer(d, servers[:1], False, version_max=8)
+    assert proposed(d, servers[1]).first_step == 8
+    answer(d, servers[:1], False, version_max=8)  # This makes no sense: it would be asked again for ever.
+    assert proposed(d, servers[1]).first_step > 8
+    answer(d, servers, True, True)
+    assert isinstance(d.state(call), ev.ParametersReady)
