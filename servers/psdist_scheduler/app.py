@@ -15,6 +15,7 @@ import secrets
 import signal
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -47,8 +48,7 @@ _STOP_SECONDS = 0.25
 def main(settings: SchedulerSettings) -> int:
     """Runs the scheduler to its end. Returns the exit status."""
     try:
-        run_id = settings.run_id or _kept_run_id(settings) or f"run-{secrets.token_hex(4)}"
-        store, run_id = open_store(settings.store_path, run_id)
+        store, run_id = open_store(settings.store_path, settings.run_id, partial(_new_run_id, settings.storage))
         logs.configure("scheduler", run_id=run_id, log_format=settings.log_format, level=settings.log_level)
         status: int = uvloop.run(_serve(settings, store, run_id))
         return status
@@ -145,12 +145,11 @@ async def _save_at_end(scheduler: Scheduler, servers: bool = False) -> None:
                 return
 
 
-def _kept_run_id(settings: SchedulerSettings) -> str:
-    """Whose snapshots the storage has, where nobody named the run; empty if there are none. Raises StorageError."""
-    if not settings.storage or settings.store_path is not None:
-        return ""
-    history = asyncio.run(read_history(open_storage(settings.storage)))
-    return history.commits[0].run_id if history.commits else ""
+def _new_run_id(storage: str) -> str:
+    """For a run that nobody named: that of the snapshots in the storage, as their run goes on, or a new one.
+    Raises StorageError."""
+    history = asyncio.run(read_history(open_storage(storage))) if storage else None
+    return history.commits[0].run_id if history and history.commits else f"run-{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True, slots=True)

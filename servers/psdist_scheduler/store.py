@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Callable
 from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from psdist.errors import ConfigurationError
+from psdist.errors import ConfigurationError, PsdistError
 from psdist.types import Restore, check_directory
 from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.wire import convert
@@ -91,20 +92,21 @@ class Store:
 
 
 class SqliteStore(Store):
-    """One SQLite file. ``run_id`` is written into a new file; an empty one takes what the file has."""
+    """One SQLite file. ``run_id`` is written into a new file; an empty one takes what the file has, and into a new file
+    that of ``new_run_id()``."""
 
-    def __init__(self, path: Path, run_id: str) -> None:
+    def __init__(self, path: Path, run_id: str, new_run_id: Callable[[], str] = lambda: "") -> None:
         """Opens and locks the file. Raises ConfigurationError where it is in use, unusable, or another run's."""
         self._path = path
         # Written from one worker thread at a time, never two.
         self._db = _connect(path)
         try:
-            self.run_id = self._prepare(run_id)
+            self.run_id = self._prepare(run_id, new_run_id)
             self._known_layouts = {name for (name,) in self._db.execute("SELECT name FROM parameters")}
         except sqlite3.Error as error:
             self.close()
             raise _unusable(path, error) from None
-        except ConfigurationError:
+        except PsdistError:
             self.close()
             raise
 
@@ -158,7 +160,7 @@ class SqliteStore(Store):
     def close(self) -> None:
         self._db.close()
 
-    def _prepare(self, run_id: str) -> str:
+    def _prepare(self, run_id: str, new_run_id: Callable[[], str]) -> str:
         """Locks the file, makes its tables if it is new, and returns the run's name."""
         self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
         self._db.execute("PRAGMA journal_mode = WAL")
@@ -169,7 +171,7 @@ class SqliteStore(Store):
         if version == 0:
             for statement in _SCHEMA.split(";"):
                 self._db.execute(statement)
-            self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0, '', x'', 0, 1, 0, 0)", (run_id,))
+            self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0, '', x'', 0, 1, 0, 0)", (run_id or new_run_id(),))
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self._db.execute("COMMIT")
         if version not in (0, SCHEMA_VERSION):
@@ -204,11 +206,12 @@ class SqliteStore(Store):
             )
 
 
-def open_store(path: Path | None, run_id: str) -> tuple[Store, str]:
-    """The store at ``path`` (None: memory) and the run's name that holds for it."""
+def open_store(path: Path | None, run_id: str, new_run_id: Callable[[], str]) -> tuple[Store, str]:
+    """The store at ``path`` (None: memory) and the run's name that holds for it: ``run_id``, or where that is empty the
+    one that the file has, or ``new_run_id()``."""
     if path is None:
-        return Store(), run_id
-    store = SqliteStore(path, run_id)
+        return Store(), run_id or new_run_id()
+    store = SqliteStore(path, run_id, new_run_id)
     return store, store.run_id
 
 

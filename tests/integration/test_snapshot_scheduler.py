@@ -4,6 +4,7 @@ first; a second scheduler on the same storage takes over, and the first one save
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -28,7 +29,9 @@ _SECONDS = 60
 
 
 class Programs:
-    """Schedulers and servers; ``directory`` holds their files and the storage."""
+    """Schedulers and servers; ``directory`` holds their files and the storage. naming: how the run is named."""
+
+    naming: tuple[str, ...] = ("--run-id", "run")
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -40,7 +43,7 @@ class Programs:
     def scheduler(self, name: str, *flags: str, port: str = "0") -> tuple[subprocess.Popen[bytes], str]:
         """A scheduler, and its address."""
         path = self.directory / f"{name}.address"
-        settings = ["--storage-path", str(self.storage), "--run-id", "run", "--address-file", str(path), "--port", port]
+        settings = ["--storage-path", str(self.storage), "--address-file", str(path), "--port", port, *self.naming]
         process = self._start("psdist_scheduler", *settings, "--host", "127.0.0.1", *flags)
         return process, await_address(path, _SECONDS)
 
@@ -157,6 +160,23 @@ async def test_a_storage_that_cannot_be_written_any_more_does_not_keep_a_schedul
         assert mount.remount("size=1m")
         await weights.push(gradient)
         assert (await client.snapshot(timeout=_SECONDS)).steps == {"p": 3}
+
+
+async def test_a_run_that_nobody_named_goes_on_under_its_name(programs: Programs) -> None:
+    """After a crash by its store, and after its end, when there is no store any more, by its snapshots."""
+    programs.naming = ()
+    store = ("--store", str(programs.directory / "store"), "--idle-timeout", "0.5")
+    for name, ends in (("crashes", False), ("ends", True), ("goes-on", True)):
+        scheduler, address = programs.scheduler(name, *store)
+        if not ends:
+            scheduler.kill()
+            scheduler.wait()
+            continue
+        server = programs.server(address)
+        await _train(address, 2)
+        assert await asyncio.to_thread(scheduler.wait, _SECONDS) == server.wait(_SECONDS) == 0
+    first, second = await programs.commits()
+    assert (first.run_id, first.steps, second.steps) == (second.run_id, {"p": 2}, {"p": 4})
 
 
 def test_a_storage_that_cannot_be_written_keeps_a_scheduler_from_beginning(programs: Programs, mount: Mount) -> None:

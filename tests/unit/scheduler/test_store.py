@@ -10,7 +10,7 @@ import pytest
 
 from psdist import optim
 from psdist.consistency import SSP
-from psdist.errors import ConfigurationError
+from psdist.errors import ConfigurationError, StorageError
 from psdist.types import (
     GroupRange,
     Layout,
@@ -195,12 +195,36 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_path_nothing_is_kept() -> None:
-    store, run_id = open_store(None, "run")
+    store, run_id = open_store(None, "run", never)
     assert type(store) is Store
     assert run_id == "run"
+    assert open_store(None, "", lambda: "new")[1] == "new"
     store.write(Persist(1, (MEMBER,)))
     assert store.load() is None
     store.close()
+
+
+def test_a_run_that_nobody_names_keeps_its_name(tmp_path: Path) -> None:
+    for choose in (lambda: "new", never):
+        store, run_id = open_store(tmp_path / "s", "", choose)
+        store.close()
+        assert run_id == "new"
+
+
+def test_a_new_file_whose_name_cannot_be_found_stays_new(tmp_path: Path) -> None:
+    with pytest.raises(StorageError):
+        open_store(tmp_path / "s", "", unreadable)
+    store, run_id = open_store(tmp_path / "s", "run", never)
+    store.close()
+    assert run_id == "run"
+
+
+def unreadable() -> str:
+    raise StorageError("the storage cannot be read")
+
+
+def never() -> str:
+    raise AssertionError("the run has a name")
 
 
 def test_what_is_discarded_is_gone_with_all_files(tmp_path: Path) -> None:
