@@ -151,7 +151,7 @@ def _acquire(fd: int, seconds: float) -> bool:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)  # flock waits without an end, or not at all.
         else:
             return True
 

@@ -209,7 +209,11 @@ async def _supervise(
             _report_storage(output, services.snapshots, asked=bool(options.storage))
         output.say(_how_to_join(run_id, script, RunRegistry(records_directory(environ))))
         announce(output, workers, environ)
-        return (await runner.run()).status
+        status = (await runner.run()).status
+        if status > exit_codes.SIGNAL_BASE and services.snapshots is not None and _has_commits(services.snapshots):
+            again = f"to go on: psdist run --run-id {run_id}, with the same arguments"
+            output.say(f"snapshots are in {services.snapshots.storage}; {again}")
+        return status
     finally:
         await requests.close()
         output.close()
@@ -229,12 +233,17 @@ def _how_to_join(run_id: str, script: ScriptOptions, registry: RunRegistry) -> s
 
 def _report_storage(output: Output, snapshots: SnapshotPlan, asked: bool) -> None:
     """Prints where snapshots lie, if the user ``asked`` for them, or if a directory has some."""
-    there = False
-    with contextlib.suppress(OSError):
-        there = "://" not in snapshots.storage and any(Path(snapshots.storage, "commits").iterdir())
+    there = _has_commits(snapshots)
     if asked or there:
         goes_on = ", from the newest of which this run resumes" if there and not snapshots.fresh else ""
         output.say(f"snapshots {snapshots.policy.text}, in {snapshots.storage}{goes_on}")
+
+
+def _has_commits(snapshots: SnapshotPlan) -> bool:
+    """Whether the storage is a directory with snapshots. A bucket is not asked: the launcher has no client for it."""
+    with contextlib.suppress(OSError):
+        return "://" not in snapshots.storage and any(Path(snapshots.storage, "commits").iterdir())
+    return False
 
 
 class _ScaleRequests:

@@ -58,27 +58,52 @@ QUICK_SECONDS: Final = 10.0
 _FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
-class ServerScaling:
-    """Starts the servers that are missing, and stops those that were drained. A stopped server's number is not reused.
+class Stopping:
+    """Processes that were sent SIGTERM because fewer are wanted, and when each is killed.
 
-    Invariant: a server that is being stopped stays in the table until it has ended.
+    Invariant: such a process stays in the table of processes until it has ended.
     """
 
-    def __init__(self, table: ProcessTable, grace_seconds: float) -> None:
+    def __init__(self) -> None:
+        self._deadlines: dict[ProcessKey, float] = {}
+
+    @property
+    def keys(self) -> set[ProcessKey]:
+        """Those that have not ended yet."""
+        return set(self._deadlines)
+
+    def stop(self, key: ProcessKey, deadline: float, text: str) -> list[Effect]:
+        """Has a process end, and be killed at ``deadline``. The text is for people."""
+        self._deadlines[key] = deadline
+        return [Say(f"{key} {text}"), Kill(key, signal.SIGTERM)]
+
+    def has_stopped(self, key: ProcessKey) -> bool:
+        """Whether the process that ended was being stopped."""
+        return self._deadlines.pop(key, None) is not None
+
+    def on_time(self, now: float) -> list[Effect]:
+        """Kills those that do not end."""
+        late = [key for key, deadline in self._deadlines.items() if now >= deadline]
+        self._deadlines |= dict.fromkeys(late, math.inf)
+        return [Kill(key, signal.SIGKILL) for key in late]
+
+
+class ServerScaling:
+    """Starts servers that are missing, and stops those that were drained. A stopped server's number is not reused."""
+
+    def __init__(self, table: ProcessTable, stopping: Stopping, grace_seconds: float) -> None:
         self._table = table
+        self._stopping = stopping
         self._grace_seconds = grace_seconds
         self._next_number = len(table.of("server"))
-        #: Servers that were sent SIGTERM, and when they are killed.
-        self._stopping: dict[ProcessKey, float] = {}
 
     def on_wanted(self, event: ServersWanted, now: float) -> list[Effect]:
         """Starts and stops servers as the scheduler wants."""
         effects: list[Effect] = []
         for key in (ProcessKey("server", number) for number in event.stop):
-            if key in self._table and key not in self._stopping:
-                self._stopping[key] = now + self._grace_seconds
-                effects += [Say(f"{key} holds nothing any more: stopped"), Kill(key, signal.SIGTERM)]
-        leaving = {*self._stopping, *(ProcessKey("server", number) for number in event.draining)}
+            if key in self._table and key not in self._stopping.keys:
+                effects += self._stopping.stop(key, now + self._grace_seconds, "holds nothing any more: stopped")
+        leaving = self._stopping.keys.union(ProcessKey("server", number) for number in event.draining)
         active = len(self._table.of("server").keys() - leaving)
         for _ in range(event.servers - active):
             key = ProcessKey("server", self._next_number)
@@ -87,37 +112,23 @@ class ServerScaling:
             effects += [Say(f"{key} is started: {event.servers} servers are wanted"), Start(key, 0)]
         return effects
 
-    def has_stopped(self, key: ProcessKey) -> bool:
-        """Whether the process that ended is a server that was being stopped."""
-        return self._stopping.pop(key, None) is not None
-
-    def on_time(self, now: float) -> list[Effect]:
-        """Kills servers that do not end."""
-        late = [key for key, deadline in self._stopping.items() if now >= deadline]
-        self._stopping |= dict.fromkeys(late, math.inf)
-        return [Kill(key, signal.SIGKILL) for key in late]
-
 
 class WorkerScaling:
-    """Starts workers, and stops those of the highest ranks, when another number of them is wanted.
+    """Starts workers, and stops those of the highest ranks, when another number of them is wanted. Workers that end by
+    themselves are not replaced."""
 
-    Workers that end by themselves are not replaced. Invariant: a worker that is being stopped stays in the table until
-    it has ended.
-    """
-
-    def __init__(self, table: ProcessTable, stop_timeout_seconds: float) -> None:
+    def __init__(self, table: ProcessTable, stopping: Stopping, stop_timeout_seconds: float) -> None:
         self._table = table
+        self._stopping = stopping
         self._stop_timeout_seconds = stop_timeout_seconds
         self._wanted = 0
-        #: Workers that were sent SIGTERM, and when they are killed.
-        self._stopping: dict[ProcessKey, float] = {}
 
     def on_wanted(self, event: WorkersWanted, now: float) -> list[Effect]:
         """Starts and stops workers. Repeating a number is a no-op: workers that finished are not replaced."""
         if event.workers == self._wanted:
             return []
         self._wanted = event.workers
-        active = sorted(self._table.of("worker").keys() - self._stopping.keys())
+        active = sorted(self._table.of("worker").keys() - self._stopping.keys)
         first = max([event.next_rank, *(key.number + 1 for key in self._table.of("worker"))])
         effects: list[Effect] = []
         for rank in range(first, first + event.workers - len(active)):
@@ -125,19 +136,9 @@ class WorkerScaling:
             self._table.start(key, now)
             effects += [Say(f"{key} is started: {event.workers} workers are wanted"), Start(key, 0)]
         for key in active[event.workers :]:
-            self._stopping[key] = now + self._stop_timeout_seconds
-            effects += [Say(f"{key} is stopped: {event.workers} workers are wanted"), Kill(key, signal.SIGTERM)]
+            deadline = now + self._stop_timeout_seconds
+            effects += self._stopping.stop(key, deadline, f"is stopped: {event.workers} workers are wanted")
         return effects
-
-    def has_stopped(self, key: ProcessKey) -> bool:
-        """Whether the process that ended is a worker that was being stopped."""
-        return self._stopping.pop(key, None) is not None
-
-    def on_time(self, now: float) -> list[Effect]:
-        """Kills workers that do not end."""
-        late = [key for key, deadline in self._stopping.items() if now >= deadline]
-        self._stopping |= dict.fromkeys(late, math.inf)
-        return [Kill(key, signal.SIGKILL) for key in late]
 
 
 class Supervisor:
@@ -146,8 +147,9 @@ class Supervisor:
     def __init__(self, keys: Iterable[ProcessKey], policy: RunPolicy, now: float = 0.0) -> None:
         self._policy = policy
         self.table = ProcessTable(keys, now)
-        self._servers = ServerScaling(self.table, policy.grace_seconds)
-        self._workers = WorkerScaling(self.table, policy.stop_timeout_seconds)
+        self._stopping = Stopping()
+        self._servers = ServerScaling(self.table, self._stopping, policy.grace_seconds)
+        self._workers = WorkerScaling(self.table, self._stopping, policy.stop_timeout_seconds)
         self._shutdown = Shutdown(self.table, policy)
         #: Workers that succeeded without having connected, in the order of their exits.
         self._unconnected: list[ProcessKey] = []
@@ -185,7 +187,7 @@ class Supervisor:
             case TimePassed() if self.stopping:
                 return self._shutdown.on_time(now)
             case TimePassed():
-                return [*self._servers.on_time(now), *self._workers.on_time(now)]
+                return self._stopping.on_time(now)
 
     def _exited(self, event: Exited, now: float) -> list[Effect]:
         process = self.table.remove(event.key)
@@ -193,10 +195,8 @@ class Supervisor:
             self.table.connect(event.key)
         if self.stopping:
             return self._shutdown.on_exited(event, now)
-        if self._servers.has_stopped(event.key):
-            return []
-        if self._workers.has_stopped(event.key):
-            return self._check_all_ended(now)
+        if self._stopping.has_stopped(event.key):
+            return self._check_all_ended(now) if event.key.role == "worker" else []
         if event.key.role != "worker":
             return self._service_exited(event, process, now)
         if event.returncode != 0:

@@ -6,7 +6,7 @@ import signal
 
 from psdist.launch.events import Exited, Finish, Kill, ProcessKey, ProcessTable, Say, ServersWanted, Start
 from psdist.launch.shutdown import RunPolicy, Shutdown
-from psdist.launch.supervisor import ServerScaling
+from psdist.launch.supervisor import ServerScaling, Stopping
 
 WORKER, SERVER, SCHEDULER = ProcessKey("worker", 0), ProcessKey("server", 0), ProcessKey("scheduler", 0)
 SNAPSHOT = ProcessKey("snapshot", 0)
@@ -65,9 +65,10 @@ def test_a_snapshot_has_no_time_limit_and_its_failure_a_status() -> None:
 
 def test_servers_are_started_and_stopped_as_they_are_wanted() -> None:
     table = ProcessTable((SERVER,), 0.0)
-    servers = ServerScaling(table, grace_seconds=5.0)
+    stopping = Stopping()
+    servers = ServerScaling(table, stopping, grace_seconds=5.0)
     new = ProcessKey("server", 1)
     assert servers.on_wanted(ServersWanted(2), 1.0)[1:] == [Start(new, 0)] and new in table
     assert servers.on_wanted(ServersWanted(1, (0,), (0,)), 2.0)[1:] == [Kill(SERVER, signal.SIGTERM)]
-    assert servers.on_time(6.9) == [] and servers.on_time(7.0) == [Kill(SERVER, signal.SIGKILL)]
-    assert servers.has_stopped(SERVER) and not servers.has_stopped(new)
+    assert stopping.on_time(6.9) == [] and stopping.on_time(7.0) == [Kill(SERVER, signal.SIGKILL)]
+    assert stopping.has_stopped(SERVER) and not stopping.has_stopped(new)

@@ -109,12 +109,7 @@ def test_a_run_without_an_idle_timeout_is_never_over() -> None:
 def test_servers_are_told_that_the_run_is_over_when_it_is_saved_and_waited_for(ends: bool) -> None:
     """Those that do not end are waited for no longer than that."""
     d = ready(idle_timeout_seconds=5.0)
-    d.train(5)
-    d.on(ev.Leave(d.number(), caller(d.members[0]), "done"))
-    d.writing = False
-    d.on(ev.Stop(call := d.number(), servers=True))
-    know(d)
-    assert d.run_ended == 0 and not isinstance(d.state(call), ev.Done)
+    call = begin_the_end(d)
     d.writing = True
     d.go_on()
     assert d.run_ended == 1 and not isinstance(d.state(call), ev.Done) and d.steps == [{"mlp": 5}]
