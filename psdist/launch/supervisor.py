@@ -58,7 +58,7 @@ QUICK_SECONDS: Final = 10.0
 _FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
-class Stopping:
+class StoppingProcesses:
     """Processes that were sent SIGTERM because fewer are wanted, and when each is killed.
 
     Invariant: such a process stays in the table of processes until it has ended.
@@ -91,7 +91,7 @@ class Stopping:
 class ServerScaling:
     """Starts servers that are missing, and stops those that were drained. A stopped server's number is not reused."""
 
-    def __init__(self, table: ProcessTable, stopping: Stopping, grace_seconds: float) -> None:
+    def __init__(self, table: ProcessTable, stopping: StoppingProcesses, grace_seconds: float) -> None:
         self._table = table
         self._stopping = stopping
         self._grace_seconds = grace_seconds
@@ -117,7 +117,7 @@ class WorkerScaling:
     """Starts workers, and stops those of the highest ranks, when another number of them is wanted. Workers that end by
     themselves are not replaced."""
 
-    def __init__(self, table: ProcessTable, stopping: Stopping, stop_timeout_seconds: float) -> None:
+    def __init__(self, table: ProcessTable, stopping: StoppingProcesses, stop_timeout_seconds: float) -> None:
         self._table = table
         self._stopping = stopping
         self._stop_timeout_seconds = stop_timeout_seconds
@@ -147,7 +147,7 @@ class Supervisor:
     def __init__(self, keys: Iterable[ProcessKey], policy: RunPolicy, now: float = 0.0) -> None:
         self._policy = policy
         self.table = ProcessTable(keys, now)
-        self._stopping = Stopping()
+        self._stopping = StoppingProcesses()
         self._servers = ServerScaling(self.table, self._stopping, policy.grace_seconds)
         self._workers = WorkerScaling(self.table, self._stopping, policy.stop_timeout_seconds)
         self._shutdown = Shutdown(self.table, policy)

@@ -6,7 +6,7 @@ import signal
 
 from psdist.launch.events import Exited, Finish, Kill, ProcessKey, ProcessTable, Say, ServersWanted, Start
 from psdist.launch.shutdown import RunPolicy, Shutdown
-from psdist.launch.supervisor import ServerScaling, Stopping
+from psdist.launch.supervisor import ServerScaling, StoppingProcesses
 
 WORKER, SERVER, SCHEDULER = ProcessKey("worker", 0), ProcessKey("server", 0), ProcessKey("scheduler", 0)
 SNAPSHOT = ProcessKey("snapshot", 0)
@@ -65,7 +65,7 @@ def test_a_snapshot_has_no_time_limit_and_its_failure_a_status() -> None:
 
 def test_servers_are_started_and_stopped_as_they_are_wanted() -> None:
     table = ProcessTable((SERVER,), 0.0)
-    stopping = Stopping()
+    stopping = StoppingProcesses()
     servers = ServerScaling(table, stopping, grace_seconds=5.0)
     new = ProcessKey("server", 1)
     assert servers.on_wanted(ServersWanted(2), 1.0)[1:] == [Start(new, 0)] and new in table
