@@ -67,6 +67,8 @@ for word in sys.argv[1:]:
     elif what == "child":
         child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
         print("pid", child.pid)
+    elif what == "meet":  # A FIFO is opened when both ends are.
+        os.open("meeting", os.O_RDONLY if rank else os.O_WRONLY)
     elif what == "wait":
         print("pid", os.getpid())
         signal.pause()
@@ -276,7 +278,8 @@ def test_a_traceback_that_the_console_did_not_have_comes_last(stage: Stage) -> N
 
 def test_after_a_failure_who_does_not_end_is_killed_without_the_stop_timeout(stage: Stage) -> None:
     flags = ("--nproc-per-node", "2", "--max-restarts", "0", "--stop-timeout", "3600")
-    status, text = stage.run(*flags, "train.py", "0:deaf", "connect", "0:wait", "1:fail")
+    os.mkfifo(stage.path / "work" / "meeting")
+    status, text = stage.run(*flags, "train.py", "0:deaf", "meet", "connect", "0:wait", "1:fail")
     assert status == 1 and "worker 0 did not end within 1 s of SIGTERM: killed" in text
     stage.assert_clean()
 

@@ -437,10 +437,10 @@ async def test_a_joiner_is_proposed_to_the_servers(start: Start, peer: Any) -> N
     await late.register()
     joining = late.create()
     proposal = await server.read("join_proposal")
-    assert proposal.member.worker_id == "worker-1" and proposal.member.first_step == 2
+    assert proposal.member.worker_id == "worker-1" and proposal.member.first_step == 0
     answer = pb.SessionRequest.JoinAnswer(proposal_id=proposal.proposal_id, accepted=True)
     await server.session.write(pb.SessionRequest(join_answer=answer))
-    assert (await until(joining, STATE.STATE_READY)).first_step == 2
+    assert (await until(joining, STATE.STATE_READY)).first_step == 0
 
 
 async def test_agents_meet_and_readers_describe(start: Start, peer: Any) -> None:
