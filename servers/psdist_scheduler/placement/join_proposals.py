@@ -127,9 +127,9 @@ class Joins:
         if isinstance(consistency, ASP) or not p.entry.shards:
             return [_admit(p, _member(worker, 0, resume), worker)]
         # Clocks are known to the servers alone: the first to refuse reports where the slowest is.
+        start = _common_start(p, p.version)
         first_step = 0
         if isinstance(consistency, BSP):
-            start = _common_start(p, p.version)
             first_step = p.version + FIRST_DISTANCE if start is None else start
         exact = isinstance(consistency, BSP) and resume is not None
         join = Join(p.name, worker, _route(p.entry), first_step, resume=resume, exact=exact)
@@ -181,7 +181,8 @@ class Joins:
     def _reroute(self, join: Join, route: Route, version: int) -> list[Effect]:
         withdrawn = join.withdraw(self._members)
         join.route = route
-        if join.exact or not self._get(join).entry.members:
+        start = _common_start(self._get(join), version)
+        if join.exact or (start is not None and start <= join.first_step):
             return withdrawn + self._propose(join)
         return withdrawn + self._propose_later(join, version)
 
@@ -217,8 +218,11 @@ def _admit(p: ParameterSet, member: ParametersMember, worker: Member) -> LogEven
 
 
 def _common_start(p: ParameterSet, version: int) -> int | None:
-    """The step that a joiner and all members begin with; None if one has begun. Without members it is ``version``, so
-    that no step is left out which nobody has pushed to."""
+    """BSP: the step that a joiner and all members begin with; None if one has begun. Without members it is ``version``,
+    so that no step is left out which nobody has pushed to. In SSP there is none: its servers hold nothing, and a joiner
+    must not be behind those who go on meanwhile."""
+    if not isinstance(p.entry.spec.consistency, BSP):
+        return None
     start = max((member.first_step for member in p.entry.members), default=version)
     return start if version <= start else None
 

@@ -210,6 +210,19 @@ def test_a_worker_begins_with_members_that_have_not_begun() -> None:
     assert proposed(d, servers[0]).first_step == 10  # One who is there has not begun.
 
 
+def test_in_ssp_a_joiner_does_not_begin_with_others() -> None:
+    """Servers hold nothing: those who are there would go on meanwhile, and read without its pushes."""
+    d, _, _, servers = started(SSP(0))
+    d.create(d.join()[0], consistency=SSP(0))
+    answer(d, servers[:1], False, version_max=1)
+    answer(d, servers, True, True)
+    assert d.map.parameters[0].members[2].first_step == 3
+    d.create(d.join()[0], consistency=SSP(0))
+    assert proposed(d, servers[0]).first_step == 0
+    answer(d, servers[:1], False, version_max=2)
+    assert proposed(d, servers[0]).first_step == 4
+
+
 def test_where_nobody_is_left_the_first_step_is_the_one_that_the_servers_are_at() -> None:
     d, (worker, _), servers = all_died(7)
     call = d.create(worker)
