@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -53,6 +54,12 @@ def module(name: str, *arguments: str, python: str = sys.executable) -> tuple[st
     return (python, "-m", name, *arguments)
 
 
+@cache
+def compile_kernels() -> None:
+    """Compiles psdist's kernels: servers would do it beside their first steps, which are measured."""
+    subprocess.run(module("psdist_server.kernels"), stdout=subprocess.DEVNULL, check=True)
+
+
 class Running:
     """A contender that was started, and is ended on leaving the block."""
 
@@ -70,6 +77,7 @@ class Running:
             raise
 
     def _start(self, contender: Contender) -> None:
+        compile_kernels()
         path = self._directory / "turns"
         # One thread per process, as torchrun does: the workers share the cores.
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | contender.environment | {turns.VARIABLE: str(path)}

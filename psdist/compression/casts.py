@@ -7,12 +7,14 @@ where it needs it (``psdist.compression.payloads``).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from psdist.compression import numpy_casts
 from psdist.compression.compiled import IN_BITS16, IN_BITS32, OUT, OUT_BITS16, Kernel, kernel
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
@@ -79,28 +81,36 @@ narrow_half_one = numba.njit(error_model="numpy")(_single_to_half)
 narrow_brain_one = numba.njit(error_model="numpy")(_single_to_brain)
 
 
-@kernel(IN_BITS32, OUT_BITS16)
+def _narrow_by_numpy(dtype: np.dtype[Any], bits: AnyArray, out: AnyArray) -> None:
+    numpy_casts.narrow(bits.view(np.float32), out.view(dtype))
+
+
+def _widen_by_numpy(dtype: np.dtype[Any], values: AnyArray, out: Floats) -> None:
+    numpy_casts.widen(values.view(dtype), out)
+
+
+@kernel(IN_BITS32, OUT_BITS16, interpreted=partial(_narrow_by_numpy, NUMPY_DTYPES["float16"]))
 def narrow_half(bits: Any, out: Any) -> None:
     """float32 bits to float16 bits."""
     for i in range(out.size):
         out[i] = narrow_half_one(bits[i])
 
 
-@kernel(IN_BITS32, OUT_BITS16)
+@kernel(IN_BITS32, OUT_BITS16, interpreted=partial(_narrow_by_numpy, NUMPY_DTYPES["bfloat16"]))
 def narrow_brain(bits: Any, out: Any) -> None:
     """float32 bits to bfloat16 bits."""
     for i in range(out.size):
         out[i] = narrow_brain_one(bits[i])
 
 
-@kernel(IN_BITS16, OUT)
+@kernel(IN_BITS16, OUT, interpreted=partial(_widen_by_numpy, NUMPY_DTYPES["float16"]))
 def widen_half(halves: Any, out: Any) -> None:
     """float16 bits to float32."""
     for i in range(out.size):
         out[i] = widen_half_one(halves[i])
 
 
-@kernel(IN_BITS16, OUT)
+@kernel(IN_BITS16, OUT, interpreted=partial(_widen_by_numpy, NUMPY_DTYPES["bfloat16"]))
 def widen_brain(brains: Any, out: Any) -> None:
     """bfloat16 bits to float32."""
     for i in range(out.size):

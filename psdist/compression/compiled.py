@@ -3,8 +3,9 @@
 For the servers' arithmetic and both sides' casts. Importing this module imports numba, which takes half a second: the
 client does it in a thread, and only where a payload has 16 bits (``psdist.compression.payloads``).
 
-Nothing is compiled at import. A kernel is compiled, or loaded from numba's cache beside its module, at its first call.
-The lock of the interpreter is not held while a kernel runs.
+Nothing is compiled at import. A kernel is compiled, or loaded from numba's cache beside its module, at its first call;
+or it is interpreted by numpy until somebody has it compiled. The lock of the interpreter is not held while a compiled
+kernel runs.
 
 Invariant: no two processes compile the same kernel at once for one cache. One of them compiles it, and the others wait
 and load it. The lock is a file beside the cache's, which the system releases when its process ends.
@@ -45,18 +46,34 @@ class Kernel:
 
     There is one signature for all combinations of writable, aligned and read-only arrays, so that nothing is compiled
     in the middle of training.
+
+    interpreted: does the same to the byte without a compiler, more slowly.
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any = types.void) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        result: Any = types.void,
+        interpreted: Callable[..., Any] | None = None,
+    ) -> None:
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
         #: The Python function.
         self.function = function
         self.signature = result(*arguments)
+        self.interpreted = interpreted
         self._compiled: Callable[..., Any] | None = None
+        #: What calls run. The first one compiles it, unless ``interpret`` was called.
+        self._current: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        return (self._compiled or self.compile())(*arguments)
+        return (self._current or self.compile())(*arguments)
+
+    def interpret(self) -> None:
+        """From now on calls do not compile. Until ``compile`` was called they are interpreted."""
+        if self._current is None:
+            self._current = self.interpreted
 
     def compile(self) -> Callable[..., Any]:
         """Compiles the function once, and returns it. Any thread may call this."""
@@ -64,7 +81,8 @@ class Kernel:
             if self._compiled is None:
                 dispatcher = self._dispatcher()
                 with locked(self.file("lock"), wait=True):
-                    self._compiled = self._compile(dispatcher)
+                    self._compile(dispatcher)
+            assert self._compiled is not None
             return self._compiled
 
     def try_compile(self) -> bool:
@@ -74,7 +92,7 @@ class Kernel:
                 dispatcher = self._dispatcher()
                 with locked(self.file("lock"), wait=False) as is_mine:
                     if is_mine:
-                        self._compiled = self._compile(dispatcher)
+                        self._compile(dispatcher)
             return self._compiled is not None
 
     def file(self, suffix: str) -> Path | None:
@@ -96,10 +114,10 @@ class Kernel:
         except RuntimeError:  # numba finds no directory that it may write its cache to
             return numba.njit(**options)(self.function)
 
-    def _compile(self, dispatcher: Any) -> Callable[..., Any]:
+    def _compile(self, dispatcher: Any) -> None:
         dispatcher.compile(self.signature)
         dispatcher.disable_compile()
-        return dispatcher  # type: ignore[no-any-return]
+        self._compiled = self._current = dispatcher
 
 
 def compile_all(kernels: Iterable[Kernel], compiled: Callable[[], None] = lambda: None) -> None:
@@ -156,6 +174,8 @@ def _acquire(fd: int, seconds: float) -> bool:
             return True
 
 
-def kernel(*arguments: Any, result: Any = types.void) -> Callable[[Callable[..., Any]], Kernel]:
+def kernel(
+    *arguments: Any, result: Any = types.void, interpreted: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Kernel]:
     """A decorator that makes a function a Kernel of these argument types."""
-    return lambda function: Kernel(function, arguments, result)
+    return lambda function: Kernel(function, arguments, result, interpreted)

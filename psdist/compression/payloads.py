@@ -15,23 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from psdist.compression import numpy_casts
+
 _Cast = Callable[[NDArray[Any], NDArray[Any]], None]
 
 logger = logging.getLogger("psdist")
-
-
-def _narrow(values: NDArray[Any], out: NDArray[Any]) -> None:
-    with np.errstate(over="ignore"):  # The check for what is not finite comes before, and knows the dtype.
-        out[...] = values
-
-
-def _widen(values: NDArray[Any], out: NDArray[Any]) -> None:
-    if values.dtype == np.float16:
-        out[...] = values
-        return
-    bits = out.view(np.uint32)
-    bits[...] = values.view(np.uint16)
-    np.left_shift(bits, 16, out=bits)
 
 
 class Casts:
@@ -41,8 +29,8 @@ class Casts:
         self._load = load
         self._lock = threading.Lock()
         self._loading: threading.Thread | None = None
-        self._narrow: _Cast = _narrow
-        self._widen: _Cast = _widen
+        self._narrow: _Cast = numpy_casts.narrow
+        self._widen: _Cast = numpy_casts.widen
 
     def narrow(self, values: NDArray[np.float32], out: NDArray[Any]) -> None:
         """Writes float32[n] ``values`` to float16[n] or bfloat16[n] ``out``, rounded to nearest, ties to even."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Final
 
 from psdist.errors import StaleEpochError, StaleTermError, UnknownParametersError, WrongRunError
@@ -27,19 +26,16 @@ MAP_WAIT_SECONDS: Final = 10.0
 class Admission:
     """Checks the senders of requests.
 
-    stores: the parameter stores by name. kernels_ready: done when the kernels that all of them need are compiled.
+    stores: the parameter stores by name.
     """
 
-    def __init__(
-        self, run_id: str, stores: Mapping[str, ParameterStore], peers: PeerServers, kernels_ready: Future[None]
-    ) -> None:
+    def __init__(self, run_id: str, stores: Mapping[str, ParameterStore], peers: PeerServers) -> None:
         #: The map that was followed last.
         self.map = ClusterMap(run_id, 0)
         #: Incarnation of each live worker.
         self.live: Mapping[str, int] = {}
         self._stores = stores
         self._peers = peers
-        self._kernels_ready = kernels_ready
         #: Workers that have sent something since ``take_heard``.
         self._heard: dict[tuple[str, int], None] = {}
         self._map_changed = asyncio.Condition()
@@ -89,13 +85,13 @@ class Admission:
                 "route anew and send again",
                 epoch=self.map.epoch,
             )
-        return await self._ready_store(identity.parameters)
+        return self.store(identity.parameters)
 
     async def admit_server(self, run_id: str, epoch: int, parameters: str) -> ParameterStore:
         """The parameter store that another server asks about."""
         self._check_run(run_id)
         await self._wait_for_epoch(epoch)
-        return await self._ready_store(parameters)
+        return self.store(parameters)
 
     async def admit_primary(self, hello: server_pb2.ReplicateRequest.Hello) -> tuple[Replica, ParameterStore]:
         """The sender of ``hello``, and the store that it may send updates for. Raises StaleTermError where this
@@ -109,17 +105,6 @@ class Admission:
     def _check_run(self, run_id: str) -> None:
         if run_id != self.map.run_id:
             raise WrongRunError(f"this server belongs to run {self.map.run_id!r}, not {run_id!r:.80}")
-
-    async def _ready_store(self, parameters: str) -> ParameterStore:
-        """Waits for compilation, which takes seconds where there is no cache yet: on the event loop it would cost the
-        lease."""
-        store = self.store(parameters)
-        for compiled in (self._kernels_ready, store.ready):
-            if compiled.done():
-                compiled.result()
-            else:
-                await asyncio.wrap_future(compiled)
-        return store
 
     def check_live(self, identity: Identity) -> None:
         """Raises FencedError for a worker, or an incarnation of one, that is not in the map."""

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Coroutine
 from typing import Final, TypeVar
 
@@ -28,8 +27,10 @@ from psdist.settings.programs import ServerSettings
 from psdist.types import ClusterMap
 from psdist.wire import channels, malloc_options
 from psdist.wire.standard_services import add_standard_services
+from psdist_server.kernels import kernels
+from psdist_server.kernels.warm_up import BackgroundCompiler
 from psdist_server.scheduler_session import ServerSession
-from psdist_server.server import ParameterServer, compile_kernels
+from psdist_server.server import ParameterServer
 from psdist_server.service import SERVICE, ServerService
 
 _log = structlog.get_logger("psdist.server")
@@ -66,8 +67,9 @@ def default_kernel_threads(cluster: ClusterMap, advertise: str) -> int:
 async def _serve(settings: ServerSettings, scheduler: str) -> int:
     stop = asyncio.Event()
     _stop_on_signals(stop, settings.lifeline_fd)
-    # While the other members start: the first step need not wait half a second for this.
-    threading.Thread(target=compile_kernels, name="compile", daemon=True).start()
+    # While the other members start.
+    compiler = BackgroundCompiler()
+    compiler.begin(kernels.KERNELS, "all optimizers")
     server = channels.make_server(settings.token)
     port = channels.bind(server, settings.host, settings.port, settings.insecure)
     advertise = settings.advertise or f"{_reachable_host(settings.host, scheduler)}:{port}"
@@ -78,7 +80,7 @@ async def _serve(settings: ServerSettings, scheduler: str) -> int:
             return 0
         threads = settings.kernel_threads or default_kernel_threads(first_map, advertise)
         me = link.registration
-        host = ParameterServer(me, settings.token, threads)
+        host = ParameterServer(me, settings.token, threads, compiler=compiler)
         logs.identify(id=me.server_id, run=me.run_id)
         await host.follow(first_map)
         service = ServerService(host)
@@ -88,6 +90,7 @@ async def _serve(settings: ServerSettings, scheduler: str) -> int:
         _log.info("serving", address=advertise, scheduler=scheduler, incarnation=me.incarnation, kernel_threads=threads)
         return await _until_stopped(stop, link, host, service, server, probe, settings.drain_timeout_seconds)
     finally:
+        compiler.close()
         await link.close()
 
 

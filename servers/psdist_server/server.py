@@ -21,20 +21,14 @@ from psdist.snapshots.storage import Storage
 from psdist.types import ClusterMap, ParametersEntry, ParametersMember, Replica
 from psdist.v1 import scheduler_pb2, server_pb2
 from psdist_server.admission import Admission
-from psdist_server.kernels import kernels
 from psdist_server.kernels.pool import KernelPool
-from psdist_server.kernels.warm_up import warm_up
+from psdist_server.kernels.warm_up import BackgroundCompiler
 from psdist_server.peers import NormExchange, PeerServers
 from psdist_server.snapshot_loader import LoadReport, SnapshotLoader
 from psdist_server.snapshot_writer import SnapshotWriter
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.replicator import ReplicaReport
 from psdist_server.store.rpc_call import Call
-
-
-def compile_kernels() -> None:
-    """Compiles the kernels that all parameter sets need, or loads them from the cache. Run it in a thread."""
-    warm_up(kernels.KERNELS, "all optimizers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +50,7 @@ class ParameterServer:
     """The parameter stores of this server, and what serves them all.
 
     kernel_threads: threads that apply updates. opener: opens a storage by its URL.
+    compiler: compiles the kernels of updates; without one each is compiled by the first update that needs it.
     """
 
     def __init__(
@@ -65,15 +60,17 @@ class ParameterServer:
         kernel_threads: int,
         rng: Random | None = None,
         opener: Callable[[str], Storage] = open_storage,
+        compiler: BackgroundCompiler | None = None,
     ) -> None:
         run_id, rng = registration.run_id, rng or Random()
         self.me = Replica(registration.server_id, registration.incarnation)
         self._report: Callable[[], None] = lambda: None
         self._report_snapshot: Callable[[scheduler_pb2.SnapshotReport], None] = lambda report: None
         self._pool: KernelPool[Any, Any] = KernelPool(kernel_threads)
+        self._compiler = compiler
         self.stores: dict[str, ParameterStore] = {}
         self.peers = PeerServers(self.me, run_id, token, rng, registration.lease_seconds, lambda: self._report())
-        self.admission = Admission(run_id, self.stores, self.peers, self._pool.prepare(compile_kernels))
+        self.admission = Admission(run_id, self.stores, self.peers)
         self._norm_exchange = NormExchange(self.peers, lambda: self.admission.map)
         opened = _opened_once(registration.storage, opener)
         self.snapshot_writer = SnapshotWriter(self.stores.get, opened, lambda report: self._report_snapshot(report))
@@ -96,7 +93,7 @@ class ParameterServer:
             if name in self.stores and _begins_anew(self.stores[name].entry, entry):
                 await self._close_store(name)
             if name not in self.stores and any(self.me in shard.replicas for shard in entry.shards):
-                self.stores[name] = ParameterStore(entry, self.me, self._pool, self.peers, self._norm_exchange.find)
+                self.stores[name] = self._open_store(entry)
             if name in self.stores:
                 # First, since the end of a membership ends what its worker waits for too: it would read past the bound.
                 self.stores[name].router.calls.fence(self.admission.live)
@@ -105,6 +102,12 @@ class ParameterServer:
             await self._close_store(gone)
         self.loader.follow(self.stores.values())
         await self.admission.followed(cluster)
+
+    def _open_store(self, entry: ParametersEntry) -> ParameterStore:
+        store = ParameterStore(entry, self.me, self._pool, self.peers, self._norm_exchange.find)
+        if self._compiler is not None:
+            self._compiler.begin([store.dense.rule.fused], entry.spec.optimizer.kind)
+        return store
 
     async def _close_store(self, name: str) -> None:
         self._norm_exchange.cancel(name)

@@ -19,6 +19,8 @@ from psdist_server.kernels.arrays import DenseParameters, Update
 from psdist_server.kernels.optimizers import clip_factor
 from tests.support import reference
 
+pytestmark = pytest.mark.usefixtures("execution")
+
 #: One for each kernel; the first groups of two have hyperparameters of their own.
 SPECS: list[optim.Optimizer] = [
     optim.SGD(lr=0.1, weight_decay=0.1),

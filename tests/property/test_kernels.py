@@ -21,6 +21,8 @@ from tests.support.fused_update import update
 
 Array = NDArray[Any]
 
+pytestmark = pytest.mark.usefixtures("execution")
+
 #: One of each optimizer and kernel; with weight decay, schedule and warm-up, and with a second group of elements.
 SPECS: list[optim.Optimizer] = [
     optim.SGD(lr=0.1),

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import structlog
@@ -151,12 +151,6 @@ class InlinePool:
         self._order = itertools.count()
         self._waiting: list[tuple[int, int, Any, Any, Any]] = []
         self._closed = False
-
-    def prepare(self, work: Callable[[], Any]) -> Future[Any]:
-        """Nothing is to be compiled: kernels are, once per process."""
-        future: Future[Any] = Future()
-        future.set_result(None)
-        return future
 
     def submit(self, priority: int, run: Any, work: Any, told: Any) -> None:
         """See KernelPool."""

@@ -87,7 +87,6 @@ class Driver:
         """Parameters with these initial values, ready."""
         await self.follow(entry)
         store = self.host.admission.store(entry.spec.name)
-        await asyncio.wrap_future(store.ready)
         for index in range(entry.slicing.count):
             part = values[slice(*entry.slicing.bounds(index))]
             store.install(index, memoryview(part.tobytes()), self.epoch)

@@ -8,10 +8,10 @@ may run in kernel threads, at most one per slice at a time. ``hold`` and ``relea
 slices.
 
 Invariants: each contribution is read once, into memory of the kernel, so that it may change meanwhile without harm. No
-NaN or Inf of a contribution reaches the weights. Such a contribution is left out of its block of ``kernels.BLOCK``
-elements, and its position is returned. A block whose sum overflows is not updated. An update by the mean of
-``combine`` gives the bytes of the update by its parts. What a released slice held is gone, except its weights, which
-can be read until ``reclaim``.
+NaN or Inf of a contribution reaches the weights. Such a contribution is left out of its block of ``BLOCK`` elements,
+and its position is returned. A block whose sum overflows is not updated. An update by the mean of ``combine`` gives the
+bytes of the update by its parts. What a released slice held is gone, except its weights, which can be read until
+``reclaim``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InternalError, InvalidArgumentError
 from psdist.types import GroupRange, ParametersEntry, Slicing
 from psdist_server.kernels import kernels
+from psdist_server.kernels.interpreted import BLOCK, CODES
 from psdist_server.kernels.memory import AnonymousMemory, WeightsMemory
 from psdist_server.kernels.optimizers import Rule
-from psdist_server.kernels.warm_up import warm_up
 
 Array = NDArray[np.float32]
 #: A contribution as it came: float32, float16 or bfloat16, aligned, perhaps read-only.
@@ -85,10 +85,6 @@ class DenseParameters:
         self.states = tuple(state.array for state in self._states)
         self._arrived: dict[int, set[int]] = {}
         self._thread = threading.local()
-
-    def compile(self) -> None:
-        """Compiles the update kernel, or loads it from the cache. In a thread."""
-        warm_up([self.rule.fused], self.rule.spec.kind)
 
     @property
     def array_count(self) -> int:
@@ -208,8 +204,8 @@ class DenseParameters:
             return mean, 0.0, ()
         found: set[int] = set()
         for segment in self._segments[index]:
-            for start in range(segment.start, segment.start + segment.size, kernels.BLOCK):
-                block = slice(start, min(start + kernels.BLOCK, segment.start + segment.size))
+            for start in range(segment.start, segment.start + segment.size, BLOCK):
+                block = slice(start, min(start + BLOCK, segment.start + segment.size))
                 # Without a finite part it stays as the sum of them was found, not finite, and is not applied.
                 found.update(_combine(mean[block], [part[block] for part in parts]))
         return mean, 0.0, tuple(sorted(found))
@@ -243,7 +239,7 @@ class DenseParameters:
         for row, (_, update, _) in enumerate(jobs):
             for column, part in enumerate(update.parts):
                 parts[row, column] = kernels.address_of(part)
-                codes[row, column] = kernels.CODES[part.dtype]
+                codes[row, column] = CODES[part.dtype]
         bad = np.zeros((len(jobs), most), np.uint8)
         self.rule.fused(
             np.array([segment.addresses for _, _, segment in jobs], np.uintp),
@@ -261,7 +257,7 @@ class DenseParameters:
         """Working memory of this kernel thread, so that the steady state allocates none."""
         memory: Array | None = getattr(self._thread, "memory", None)
         if memory is None:
-            memory = self._thread.memory = np.zeros(2 * kernels.BLOCK, np.float32)
+            memory = self._thread.memory = np.zeros(2 * BLOCK, np.float32)
         return memory
 
     def _segments_of(self, index: int) -> tuple[_Segment, ...]:

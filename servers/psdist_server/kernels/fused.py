@@ -19,6 +19,10 @@ Arguments of all kernels, for n segments (a segment is a range of one slice whos
 - bad uint8[n, m]: set to 1 for contributions that were left out of a block;
 - scalars: as ``optimizers`` computes them.
 
+The arithmetic of each optimizer is one function, ``_adam`` for Adam: new weights and state from old ones and the
+gradient. It is compiled into the kernel for single elements. Until that is compiled, numpy carries the same function
+out on whole arrays (``interpreted.update``), and gives the same bytes.
+
 The kernels check nothing. Only ``arrays`` calls them. They are written out one by one, because numba keeps what it
 compiled from run to run only for functions that no factory made.
 """
@@ -26,23 +30,30 @@ compiled from run to run only for functions that no factory made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numba import carray, types
+from numba.extending import overload
 
 from psdist.compression.compiled import FLOAT, OUT, Kernel
-from psdist_server.kernels.kernels import BLOCK, add_to_block, mean_of_block, part_of_kernel, pointer
+from psdist_server.kernels import interpreted
+from psdist_server.kernels.interpreted import BLOCK
+from psdist_server.kernels.kernels import add_to_block, mean_of_block, part_of_kernel, pointer
 
 _ADDRESSES = types.Array(types.uintp, 2, "C")
 _INTEGERS = types.Array(types.int64, 2, "C")
 _DIVISIONS = types.Array(FLOAT, 2, "C")
 _BAD = types.Array(types.uint8, 2, "C")
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _JOB = (_ADDRESSES, _INTEGERS, _ADDRESSES, _INTEGERS, _DIVISIONS, OUT, _BAD)
 
 
-def _fused(*, scalars: int) -> Callable[[Callable[..., Any]], Kernel]:
-    return lambda function: Kernel(function, (*_JOB, types.UniTuple(FLOAT, scalars)))
+def _fused(element: Any, *, scalars: int) -> Callable[[Callable[..., Any]], Kernel]:
+    """A decorator that makes a function a kernel. element: its arithmetic, ``part_of_kernel``."""
+    job = (*_JOB, types.UniTuple(FLOAT, scalars))
+    return lambda function: Kernel(function, job, interpreted=partial(interpreted.update, element.py_func))
 
 
 @part_of_kernel
@@ -93,18 +104,34 @@ def _three(addresses: Any, at: Any, size: Any) -> Any:
     return _at(addresses[0], at, size), _at(addresses[1], at, size), _at(addresses[2], at, size)
 
 
+def _select(condition: Any, one: Any, other: Any) -> Any:
+    """``one`` where the condition holds, else ``other``."""
+    return np.where(condition, one, other)
+
+
+@overload(_select, inline="always")  # type: ignore[untyped-decorator]
+def _select_compiled(condition: Any, one: Any, other: Any) -> Any:
+    """The same for single elements, in a form that is vectorized; numba's own ``where`` is not."""
+
+    def select(condition: Any, one: Any, other: Any) -> Any:
+        if condition:
+            return one
+        return other
+
+    return select
+
+
 # --- optimizers -------------------------------------------------------------------------------------------------------
-# The arithmetic of each in place, one pass over memory: w weights, then the state, then g the gradient. Weight decay 0
-# is no special case: the loops wait for memory anyway.
+# w weights, then the state, then g the gradient, then the scalars. Weight decay 0 is no special case: the loops wait
+# for memory anyway.
 
 
 @part_of_kernel
-def _sgd(w: Any, g: Any, rate: Any, decay: Any) -> None:
-    for i in range(w.size):
-        w[i] = w[i] - rate * (g[i] + decay * w[i])
+def _sgd(w: Any, g: Any, rate: Any, decay: Any) -> Any:
+    return w - rate * (g + decay * w)
 
 
-@_fused(scalars=2)
+@_fused(_sgd, scalars=2)
 def sgd(
     arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
 ) -> None:
@@ -112,19 +139,19 @@ def sgd(
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
             size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
-            _sgd(_at(arrays[k, 0], at, size), memory[:size], *scalars)
+            w = _at(arrays[k, 0], at, size)
+            for i in range(size):
+                w[i] = _sgd(w[i], memory[i], *scalars)
 
 
 @part_of_kernel
-def _sgd_momentum(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any) -> None:
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        velocity = keep * buffer[i] + take * gradient
-        buffer[i] = velocity
-        w[i] = w[i] - rate * velocity
+def _sgd_momentum(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any) -> Any:
+    gradient = g + decay * w
+    velocity = keep * buffer + take * gradient
+    return w - rate * velocity, velocity
 
 
-@_fused(scalars=4)
+@_fused(_sgd_momentum, scalars=4)
 def sgd_momentum(
     arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
 ) -> None:
@@ -132,19 +159,19 @@ def sgd_momentum(
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
             size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
-            _sgd_momentum(*_two(arrays[k], at, size), memory[:size], *scalars)
+            w, buffer = _two(arrays[k], at, size)
+            for i in range(size):
+                w[i], buffer[i] = _sgd_momentum(w[i], buffer[i], memory[i], *scalars)
 
 
 @part_of_kernel
-def _sgd_nesterov(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any) -> None:
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        velocity = keep * buffer[i] + take * gradient
-        buffer[i] = velocity
-        w[i] = w[i] - rate * (gradient + keep * velocity)
+def _sgd_nesterov(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any) -> Any:
+    gradient = g + decay * w
+    velocity = keep * buffer + take * gradient
+    return w - rate * (gradient + keep * velocity), velocity
 
 
-@_fused(scalars=4)
+@_fused(_sgd_nesterov, scalars=4)
 def sgd_nesterov(
     arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
 ) -> None:
@@ -152,23 +179,22 @@ def sgd_nesterov(
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
             size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
-            _sgd_nesterov(*_two(arrays[k], at, size), memory[:size], *scalars)
+            w, buffer = _two(arrays[k], at, size)
+            for i in range(size):
+                w[i], buffer[i] = _sgd_nesterov(w[i], buffer[i], memory[i], *scalars)
 
 
 @part_of_kernel
 def _adam(
     w: Any, m: Any, v: Any, g: Any, decay: Any, take1: Any, keep2: Any, take2: Any, size: Any, root: Any, eps: Any
-) -> None:
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        mean = m[i] + take1 * (gradient - m[i])
-        square = keep2 * v[i] + take2 * gradient * gradient
-        m[i] = mean
-        v[i] = square
-        w[i] = w[i] - size * mean / (np.sqrt(square) * root + eps)
+) -> Any:
+    gradient = g + decay * w
+    mean = m + take1 * (gradient - m)
+    square = keep2 * v + take2 * gradient * gradient
+    return w - size * mean / (np.sqrt(square) * root + eps), mean, square
 
 
-@_fused(scalars=7)
+@_fused(_adam, scalars=7)
 def adam(
     arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
 ) -> None:
@@ -176,22 +202,21 @@ def adam(
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
             size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
-            _adam(*_three(arrays[k], at, size), memory[:size], *scalars)
+            w, m, v = _three(arrays[k], at, size)
+            for i in range(size):
+                w[i], m[i], v[i] = _adam(w[i], m[i], v[i], memory[i], *scalars)
 
 
 @part_of_kernel
 def _adamw(
     w: Any, m: Any, v: Any, g: Any, shrink: Any, take1: Any, keep2: Any, take2: Any, size: Any, root: Any, eps: Any
-) -> None:
-    for i in range(w.size):
-        mean = m[i] + take1 * (g[i] - m[i])
-        square = keep2 * v[i] + take2 * g[i] * g[i]
-        m[i] = mean
-        v[i] = square
-        w[i] = w[i] * shrink - size * mean / (np.sqrt(square) * root + eps)
+) -> Any:
+    mean = m + take1 * (g - m)
+    square = keep2 * v + take2 * g * g
+    return w * shrink - size * mean / (np.sqrt(square) * root + eps), mean, square
 
 
-@_fused(scalars=7)
+@_fused(_adamw, scalars=7)
 def adamw(
     arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
 ) -> None:
@@ -199,19 +224,19 @@ def adamw(
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
             size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
-            _adamw(*_three(arrays[k], at, size), memory[:size], *scalars)
+            w, m, v = _three(arrays[k], at, size)
+            for i in range(size):
+                w[i], m[i], v[i] = _adamw(w[i], m[i], v[i], memory[i], *scalars)
 
 
 @part_of_kernel
-def _adagrad(w: Any, total: Any, g: Any, rate: Any, decay: Any, eps: Any) -> None:
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        square = total[i] + gradient * gradient
-        total[i] = square
-        w[i] = w[i] - rate * gradient / (np.sqrt(square) + eps)
+def _adagrad(w: Any, total: Any, g: Any, rate: Any, decay: Any, eps: Any) -> Any:
+    gradient = g + decay * w
+    square = total + gradient * gradient
+    return w - rate * gradient / (np.sqrt(square) + eps), square
 
 
-@_fused(scalars=3)
+@_fused(_adagrad, scalars=3)
 def adagrad(
     arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
 ) -> None:
@@ -219,19 +244,19 @@ def adagrad(
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
             size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
-            _adagrad(*_two(arrays[k], at, size), memory[:size], *scalars)
+            w, total = _two(arrays[k], at, size)
+            for i in range(size):
+                w[i], total[i] = _adagrad(w[i], total[i], memory[i], *scalars)
 
 
 @part_of_kernel
-def _rmsprop(w: Any, v: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any) -> None:
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        square = keep * v[i] + take * gradient * gradient
-        v[i] = square
-        w[i] = w[i] - rate * gradient / (np.sqrt(square) + eps)
+def _rmsprop(w: Any, v: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any) -> Any:
+    gradient = g + decay * w
+    square = keep * v + take * gradient * gradient
+    return w - rate * gradient / (np.sqrt(square) + eps), square
 
 
-@_fused(scalars=5)
+@_fused(_rmsprop, scalars=5)
 def rmsprop(
     arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
 ) -> None:
@@ -239,23 +264,22 @@ def rmsprop(
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
             size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
-            _rmsprop(*_two(arrays[k], at, size), memory[:size], *scalars)
+            w, v = _two(arrays[k], at, size)
+            for i in range(size):
+                w[i], v[i] = _rmsprop(w[i], v[i], memory[i], *scalars)
 
 
 @part_of_kernel
 def _rmsprop_momentum(
     w: Any, v: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any, momentum: Any
-) -> None:
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        square = keep * v[i] + take * gradient * gradient
-        v[i] = square
-        velocity = momentum * buffer[i] + gradient / (np.sqrt(square) + eps)
-        buffer[i] = velocity
-        w[i] = w[i] - rate * velocity
+) -> Any:
+    gradient = g + decay * w
+    square = keep * v + take * gradient * gradient
+    velocity = momentum * buffer + gradient / (np.sqrt(square) + eps)
+    return w - rate * velocity, square, velocity
 
 
-@_fused(scalars=6)
+@_fused(_rmsprop_momentum, scalars=6)
 def rmsprop_momentum(
     arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
 ) -> None:
@@ -263,23 +287,22 @@ def rmsprop_momentum(
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
             size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
-            _rmsprop_momentum(*_three(arrays[k], at, size), memory[:size], *scalars)
+            w, v, buffer = _three(arrays[k], at, size)
+            for i in range(size):
+                w[i], v[i], buffer[i] = _rmsprop_momentum(w[i], v[i], buffer[i], memory[i], *scalars)
 
 
 @part_of_kernel
-def _rmsprop_centered(w: Any, v: Any, mean: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any) -> None:
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        square = keep * v[i] + take * gradient * gradient
-        v[i] = square
-        average = mean[i] + take * (gradient - mean[i])
-        mean[i] = average
-        variance = square - average * average
-        variance = np.float32(0.0) if variance < np.float32(0.0) else variance
-        w[i] = w[i] - rate * gradient / (np.sqrt(variance) + eps)
+def _rmsprop_centered(w: Any, v: Any, mean: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any) -> Any:
+    gradient = g + decay * w
+    square = keep * v + take * gradient * gradient
+    average = mean + take * (gradient - mean)
+    variance = square - average * average
+    variance = _select(variance < _ZERO, _ZERO, variance)  # Rounding may make it negative.
+    return w - rate * gradient / (np.sqrt(variance) + eps), square, average
 
 
-@_fused(scalars=5)
+@_fused(_rmsprop_centered, scalars=5)
 def rmsprop_centered(
     arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
 ) -> None:
@@ -287,27 +310,25 @@ def rmsprop_centered(
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
             size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
-            _rmsprop_centered(*_three(arrays[k], at, size), memory[:size], *scalars)
+            w, v, mean = _three(arrays[k], at, size)
+            for i in range(size):
+                w[i], v[i], mean[i] = _rmsprop_centered(w[i], v[i], mean[i], memory[i], *scalars)
 
 
 @part_of_kernel
 def _rmsprop_centered_momentum(
     w: Any, v: Any, mean: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any, eps: Any, momentum: Any
-) -> None:
-    for i in range(w.size):
-        gradient = g[i] + decay * w[i]
-        square = keep * v[i] + take * gradient * gradient
-        v[i] = square
-        average = mean[i] + take * (gradient - mean[i])
-        mean[i] = average
-        variance = square - average * average
-        variance = np.float32(0.0) if variance < np.float32(0.0) else variance
-        velocity = momentum * buffer[i] + gradient / (np.sqrt(variance) + eps)
-        buffer[i] = velocity
-        w[i] = w[i] - rate * velocity
+) -> Any:
+    gradient = g + decay * w
+    square = keep * v + take * gradient * gradient
+    average = mean + take * (gradient - mean)
+    variance = square - average * average
+    variance = _select(variance < _ZERO, _ZERO, variance)  # Rounding may make it negative.
+    velocity = momentum * buffer + gradient / (np.sqrt(variance) + eps)
+    return w - rate * velocity, square, average, velocity
 
 
-@_fused(scalars=6)
+@_fused(_rmsprop_centered_momentum, scalars=6)
 def rmsprop_centered_momentum(
     arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
 ) -> None:
@@ -315,22 +336,22 @@ def rmsprop_centered_momentum(
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
             size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
-            _rmsprop_centered_momentum(
-                *_two(arrays[k], at, size), *_two(arrays[k, 2:], at, size), memory[:size], *scalars
-            )
+            w, v, mean = _three(arrays[k], at, size)
+            buffer = _at(arrays[k, 3], at, size)
+            for i in range(size):
+                w[i], v[i], mean[i], buffer[i] = _rmsprop_centered_momentum(
+                    w[i], v[i], mean[i], buffer[i], memory[i], *scalars
+                )
 
 
 @part_of_kernel
-def _lion(w: Any, m: Any, g: Any, rate: Any, decay: Any, keep1: Any, take1: Any, keep2: Any, take2: Any) -> None:
-    zero, one = np.float32(0.0), np.float32(1.0)
-    for i in range(w.size):
-        mixed = keep1 * m[i] + take1 * g[i]
-        sign = (one if mixed > zero else zero) - (one if mixed < zero else zero)
-        w[i] = w[i] - rate * (sign + decay * w[i])
-        m[i] = keep2 * m[i] + take2 * g[i]
+def _lion(w: Any, m: Any, g: Any, rate: Any, decay: Any, keep1: Any, take1: Any, keep2: Any, take2: Any) -> Any:
+    mixed = keep1 * m + take1 * g
+    sign = _select(mixed > _ZERO, _ONE, _ZERO) - _select(mixed < _ZERO, _ONE, _ZERO)
+    return w - rate * (sign + decay * w), keep2 * m + take2 * g
 
 
-@_fused(scalars=6)
+@_fused(_lion, scalars=6)
 def lion(
     arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
 ) -> None:
@@ -338,25 +359,25 @@ def lion(
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
             size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
-            _lion(*_two(arrays[k], at, size), memory[:size], *scalars)
+            w, m = _two(arrays[k], at, size)
+            for i in range(size):
+                w[i], m[i] = _lion(w[i], m[i], memory[i], *scalars)
 
 
 @part_of_kernel
-def _ftrl(w: Any, residual: Any, total: Any, g: Any, scale: Any, inverse: Any, beta: Any, l1: Any, l2: Any) -> None:
-    for i in range(w.size):
-        gradient = scale * g[i]
-        square = total[i] + gradient * gradient
-        total[i] = square
-        curvature = (beta + np.sqrt(square)) * inverse + l2
-        pull = residual[i] + gradient
-        dual = pull - curvature * w[i]
-        held = l1 if dual > l1 else (-l1 if dual < -l1 else dual)
-        residual[i] = held
-        moved = w[i] - (pull - held) / curvature if held != dual else np.float32(0.0)
-        w[i] = moved if curvature > np.float32(0.0) else w[i]  # beta 0, and no gradient so far
+def _ftrl(w: Any, residual: Any, total: Any, g: Any, scale: Any, inverse: Any, beta: Any, l1: Any, l2: Any) -> Any:
+    gradient = scale * g
+    square = total + gradient * gradient
+    curvature = (beta + np.sqrt(square)) * inverse + l2
+    pull = residual + gradient
+    dual = pull - curvature * w
+    held = _select(dual > l1, l1, _select(dual < -l1, -l1, dual))
+    moved = _select(held != dual, w - (pull - held) / curvature, _ZERO)
+    # The curvature is 0 where beta is, and there was no gradient so far.
+    return _select(curvature > _ZERO, moved, w), held, square
 
 
-@_fused(scalars=5)
+@_fused(_ftrl, scalars=5)
 def ftrl(
     arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
 ) -> None:
@@ -364,4 +385,6 @@ def ftrl(
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
             size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
-            _ftrl(*_three(arrays[k], at, size), memory[:size], *scalars)
+            w, residual, total = _three(arrays[k], at, size)
+            for i in range(size):
+                w[i], residual[i], total[i] = _ftrl(w[i], residual[i], total[i], memory[i], *scalars)

@@ -11,7 +11,8 @@ Invariants:
 - Elements do not influence each other, except in ``sum_squares``, whose order of additions is fixed.
 - The compiled loops check no bounds. The public functions check lengths and types first.
 - Nothing is compiled at import. A kernel is compiled, or loaded from numba's cache beside this file, at its first call,
-  which takes up to seconds: ``warm_up`` does it ahead of time. The GIL is released while a kernel runs.
+  which takes up to seconds; in a server ``warm_up`` does it, and numpy works meanwhile (``interpreted``). The GIL is
+  released while a kernel runs.
 """
 
 from __future__ import annotations
@@ -23,26 +24,16 @@ import numba
 import numpy as np
 from numba import carray, types
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 
 from psdist.compression import casts
 from psdist.compression.casts import INFINITY, check_output, check_vector, narrow, widen_brain_one, widen_half_one
 from psdist.compression.compiled import FLOAT, IN, IN_BITS16, IN_BITS32, OUT, Kernel, kernel
-from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
+from psdist_server.kernels import interpreted
+from psdist_server.kernels.interpreted import BLOCK, CODES, DTYPES, SUM_LANES, AnyArray, Floats
 
-Floats = NDArray[np.float32]
-AnyArray = NDArray[Any]
-
-#: Element types that contributions and pulled weights may have, by name.
-DTYPES: Final = {name: NUMPY_DTYPES[name] for name in ("float32", "float16", "bfloat16")}
-
-#: ``sum_squares`` adds in this many lanes, element i in lane i % SUM_LANES.
-SUM_LANES: Final = 256
-
-BLOCK = 4096  # elements; 16 KiB of float32 stay in the first-level cache while contributions are added to them
+#: As in ``CODES``; numba takes single numbers as constants.
 _FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
-CODES = dict(zip(DTYPES.values(), (_FLOAT32, _FLOAT16, _BFLOAT16), strict=True))
 
 _U = np.uint32
 
@@ -158,7 +149,10 @@ def mean_of_block(block: Any, addresses: Any, codes: Any, count: Any, start: Any
     return _divide(block, divisor, factor)
 
 
-@kernel(OUT, types.Array(types.uintp, 1, "C"), types.Array(types.int64, 1, "C"), FLOAT, FLOAT, result=types.boolean)
+@kernel(
+    OUT, types.Array(types.uintp, 1, "C"), types.Array(types.int64, 1, "C"), FLOAT, FLOAT,
+    result=types.boolean, interpreted=interpreted.combine,
+)  # fmt: skip
 def _combine(out: Any, addresses: Any, codes: Any, divisor: Any, factor: Any) -> Any:
     # Block by block, so that ``out`` goes to memory once for any number of parts.
     bad = _U(0)
@@ -205,7 +199,7 @@ def division_by(count: int) -> tuple[np.float32, np.float32]:
     return np.float32(count), np.float32(0.0)
 
 
-@kernel(IN, result=types.float64)
+@kernel(IN, result=types.float64, interpreted=interpreted.sum_squares)
 def _sum_squares(values: Any) -> Any:
     lanes = np.zeros(SUM_LANES, np.float64)
     whole = values.size // SUM_LANES * SUM_LANES
@@ -245,8 +239,8 @@ def _all_finite(bits: Any, exponent: Any) -> Any:
     return True
 
 
-_all_finite16 = Kernel(_all_finite, (IN_BITS16, types.uint16), types.boolean)
-_all_finite32 = Kernel(_all_finite, (IN_BITS32, types.uint32), types.boolean)
+_all_finite16 = Kernel(_all_finite, (IN_BITS16, types.uint16), types.boolean, interpreted.all_finite)
+_all_finite32 = Kernel(_all_finite, (IN_BITS32, types.uint32), types.boolean, interpreted.all_finite)
 
 
 def all_finite(values: AnyArray) -> bool:

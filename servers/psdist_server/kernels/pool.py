@@ -16,14 +16,12 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 from psdist.consistency import BSP
 from psdist.types import ParametersEntry
 
-T = TypeVar("T")
 W = TypeVar("W")
 R = TypeVar("R")
 #: Carries several pieces of work out and returns what came of each.
@@ -40,10 +38,7 @@ _LAST: Final = 1 << 48
 
 
 class KernelPool(Generic[W, R]):
-    """``threads`` threads for kernels, and one more that prepares (compiles) while they are at work.
-
-    Made on the event loop on which results are reported.
-    """
+    """``threads`` threads for kernels. Made on the event loop on which results are reported."""
 
     def __init__(self, threads: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -52,14 +47,9 @@ class KernelPool(Generic[W, R]):
         self._changed = threading.Condition()
         self._ended: list[tuple[Done[W, R], W, R | None, BaseException | None]] = []
         self._closed = False
-        self._preparing = ThreadPoolExecutor(1, "compile")
         self._threads = [threading.Thread(target=self._serve, name=f"kernel-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
-
-    def prepare(self, work: Callable[[], T]) -> Future[T]:
-        """Runs ``work`` in the thread that is not for kernels."""
-        return self._preparing.submit(work)
 
     def submit(self, priority: int, run: Run[W, R], work: W, done: Done[W, R]) -> None:
         """Carries ``work`` out by ``run``, perhaps with other work that names the same ``run``, when nothing of a lower
@@ -73,7 +63,6 @@ class KernelPool(Generic[W, R]):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._preparing.shutdown(wait=False, cancel_futures=True)
         for thread in self._threads:
             thread.join()
 

@@ -1,63 +1,104 @@
-"""Compiling kernels ahead of their use, with progress in the log where it takes long.
+"""Compiling kernels while a server is at work: in another process, of low priority, with a line in the log.
 
-The first time on a machine this takes seconds, in which nothing can be updated. The log lines are warnings, so that
-``psdist run`` shows them. Of several servers that compile for one cache, one writes them.
+The first time on a machine this takes seconds. Until a kernel is there it is interpreted (``interpreted``), which gives
+the same bytes, so nothing waits. The compiler keeps the interpreter's lock for long; a process of its own does not take
+it from the event loop, whose heartbeats others wait for. It leaves what it compiled in numba's cache, from which the
+server then loads it.
 """
 
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
-from typing import Final
+from contextlib import ExitStack
+from tempfile import TemporaryFile
+from time import monotonic
+from typing import IO, Final
 
 from psdist.compression.compiled import Kernel, compile_all, locked
 from psdist_server.kernels.memory import release_compiler
 
 log = logging.getLogger("psdist.server")
 
-#: Loading from the cache takes less.
-_FIRST_REPORT_SECONDS: Final = 0.5
-_REPORT_SECONDS: Final = 2.5
+#: Others that compile the same may be about to end, and a machine that does much else takes a while to start a process.
+_REPORT_SECONDS: Final = 0.5
+#: Of the output of a process that failed.
+_PROBLEM_CHARACTERS: Final = 2000
 
 
-#: One call at a time: later ones load from the cache.
-_lock = threading.Lock()
+class BackgroundCompiler:
+    """Compiles kernels for this process. Any thread may call its methods.
 
-
-def warm_up(kernels: Sequence[Kernel], purpose: str) -> None:
-    """Compiles ``kernels``, or loads them from the cache. Run it in a thread.
-
-    purpose: what they are for, in a log line.
+    Invariant: once it is closed, no process that it started is left, and it starts none.
     """
-    with _lock, locked(kernels[0].file("progress"), wait=False) as is_reporter:
-        progress = _Progress(len(kernels), purpose)
-        thread = threading.Thread(target=progress.report, name="compile-progress", daemon=True)
-        # A machine that does much else may take long to load them, too.
-        is_reporter = is_reporter and not all(kernel.is_cached for kernel in kernels)
-        if is_reporter:
-            thread.start()
-        try:
-            compile_all(kernels, progress.advance)
-        finally:
-            progress.ended.set()
-            if is_reporter:
-                thread.join()
-    release_compiler()
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._closed = False
 
-class _Progress:
-    def __init__(self, count: int, purpose: str) -> None:
-        self._count, self._purpose, self._done = count, purpose, 0
-        self.ended = threading.Event()
+    def begin(self, kernels: Sequence[Kernel], purpose: str) -> None:
+        """Has ``kernels`` compiled, or loaded from the cache, and interpreted until then.
 
-    def advance(self) -> None:
-        self._done += 1
+        purpose: what they are for, in a log line.
+        """
+        for kernel in kernels:
+            kernel.interpret()
+        threading.Thread(target=self._compile, args=(kernels, purpose), name="compile").start()
 
-    def report(self) -> None:
-        """Logs until ``ended``."""
-        if self.ended.wait(_FIRST_REPORT_SECONDS):
-            return
-        log.warning("compiling kernels for %s (once on this machine; psdist warmup does it ahead)", self._purpose)
-        while not self.ended.wait(_REPORT_SECONDS):
-            log.warning("still compiling kernels for %s: %d of %d are done", self._purpose, self._done, self._count)
+    def close(self) -> None:
+        """Ends what is being compiled."""
+        with self._lock:
+            self._closed = True
+            for process in list(self._processes):
+                process.kill()
+
+    def _compile(self, kernels: Sequence[Kernel], purpose: str) -> None:
+        missing = [kernel for kernel in kernels if kernel.file("lock") is not None and not kernel.is_cached]
+        if missing:
+            with locked(missing[0].file("progress"), wait=False) as is_reporter:
+                self._fill_cache(missing, purpose, is_reporter)
+        if not self._closed:
+            compile_all(kernels)
+            release_compiler()
+
+    def _fill_cache(self, kernels: Sequence[Kernel], purpose: str, is_reporter: bool) -> None:
+        """Returns when another process has compiled ``kernels``, or has failed to. is_reporter: of several servers that
+        compile for one cache, one writes to the log."""
+        begin = monotonic()
+        with TemporaryFile() as output, ExitStack() as started:
+            process = self._start(sorted({kernel.__name__ for kernel in kernels}), output)
+            if process is None:
+                return
+            started.enter_context(process)
+            started.callback(self._processes.discard, process)
+            try:
+                process.wait(_REPORT_SECONDS)
+            except subprocess.TimeoutExpired:
+                if is_reporter:
+                    log.warning(
+                        "compiling kernels for %s (once on this machine; psdist warmup does it ahead): updates are "
+                        "slower until then",
+                        purpose,
+                    )
+                process.wait()
+            if process.returncode == 0:
+                log.info("kernels for %s are compiled, after %.1f s", purpose, monotonic() - begin)
+            elif not self._closed:  # Then they are compiled here, though that holds up everything else.
+                output.seek(0)
+                problem = output.read().decode(errors="replace")[-_PROBLEM_CHARACTERS:]
+                log.warning("the process that compiles kernels ended with %d: %s", process.returncode, problem)
+
+    def _start(self, names: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes] | None:
+        """A process that compiles the kernels of these names; None once this is closed."""
+        command = [sys.executable, "-m", "psdist_server.kernels", *names]
+        with self._lock:
+            if self._closed:
+                return None
+            # It ends when its standard input does, so that it does not outlive a server that is killed.
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
+            self._processes.add(process)
+        return process

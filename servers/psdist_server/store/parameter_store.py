@@ -53,8 +53,6 @@ class ParameterStore:
         self.entry = entry
         self.counters = Counters()
         self.dense = dense = DenseParameters(entry)
-        #: Done when the update kernel is compiled.
-        self.ready = pool.prepare(dense.compile)
         kernels = KernelLauncher(entry, pool, self.fail)
         self.gradients = PendingGradients(entry.spec, entry.slicing, self.counters)
         self.norms = NormBoard()

@@ -108,10 +108,28 @@ UPDATES = {name: one for name, one in vars(fused).items() if isinstance(one, com
 @pytest.mark.parametrize("name", UPDATES)
 def test_update_is_vectorized(name: str) -> None:
     """What a fused kernel does to a block, alone: compiled in it there are other loops."""
-    function, scalars = vars(fused)[f"_{name}"].py_func, UPDATES[name].signature.args[-1].count
-    arrays = function.__code__.co_argcount - scalars
-    signature = compiled.types.void(*[compiled.OUT] * arrays, *[compiled.FLOAT] * scalars)
-    code = compiled.numba.njit([signature], error_model="numpy")(function).inspect_llvm(signature.args)
+    element, scalars = vars(fused)[f"_{name}"], UPDATES[name].signature.args[-1]
+    arrays = element.py_func.__code__.co_argcount - scalars.count
+
+    def one(w: Any, g: Any, s: Any) -> None:
+        for i in range(w.size):
+            w[i] = element(w[i], g[i], *s)
+
+    def two(w: Any, a: Any, g: Any, s: Any) -> None:
+        for i in range(w.size):
+            w[i], a[i] = element(w[i], a[i], g[i], *s)
+
+    def three(w: Any, a: Any, b: Any, g: Any, s: Any) -> None:
+        for i in range(w.size):
+            w[i], a[i], b[i] = element(w[i], a[i], b[i], g[i], *s)
+
+    def four(w: Any, a: Any, b: Any, c: Any, g: Any, s: Any) -> None:
+        for i in range(w.size):
+            w[i], a[i], b[i], c[i] = element(w[i], a[i], b[i], c[i], g[i], *s)
+
+    loop = {2: one, 3: two, 4: three, 5: four}[arrays]
+    signature = compiled.types.void(*[compiled.OUT] * arrays, scalars)
+    code = compiled.numba.njit([signature], error_model="numpy")(loop).inspect_llvm(signature.args)
     assert re.search(r"load <\d+ x float>", code)
 
 
