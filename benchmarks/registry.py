@@ -38,9 +38,9 @@ def gloo(settings: Settings) -> Contender:
     return Contender("gloo", commands, settings.workers, {"GLOO_SOCKET_IFNAME": "lo"})
 
 
-def _echo(settings: Settings, name: str, server: str, client: str) -> Contender:
+def _echo(settings: Settings, name: str, server: str, client: str, peer: str = "echo") -> Contender:
     def command(role: str, rank: int) -> tuple[str, ...]:
-        return module("benchmarks.peers.echo", replace(settings, role=role, rank=rank).text())
+        return module(f"benchmarks.peers.{peer}", replace(settings, role=role, rank=rank).text())
 
     servers = tuple(command(server, rank) for rank in range(settings.servers))
     clients = tuple(command(client, rank) for rank in range(settings.workers))
@@ -55,6 +55,11 @@ def echo(settings: Settings) -> Contender:
 def echo_tuned(settings: Settings) -> Contender:
     """Raw grpc.aio with psdist's options."""
     return _echo(settings, "echo_tuned", "server-tuned", "client-tuned")
+
+
+def echo_tcp(settings: Settings) -> Contender:
+    """Raw TCP under uvloop."""
+    return _echo(settings, "echo_tcp", "server", "client", "tcp_echo")
 
 
 def round_trips(settings: Settings, role: str) -> Contender:
@@ -106,7 +111,7 @@ def tensorflow(settings: Settings) -> Contender:
 
 
 PEERS: Mapping[str, Callable[[Settings], Contender]] = {
-    one.__name__: one for one in (gloo, ray, ray_dataflow, tensorflow, echo, echo_tuned, kernel, memcpy)
+    one.__name__: one for one in (gloo, ray, ray_dataflow, tensorflow, echo, echo_tuned, echo_tcp, kernel, memcpy)
 }
 
 
