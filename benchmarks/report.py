@@ -116,7 +116,8 @@ def _steps(results: Results) -> str:
         Milliseconds, and in brackets the ratio to psdist's. *gloo*: all-reduce, then torch's fused Adam on each worker.
         *ray*: two parameter-server actors with fused Adam, which the workers call; *ray_dataflow*: the same actors,
         driven by Ray's scheduler. *tensorflow*: ParameterServerStrategy, asynchronous, two servers. *echo*: raw
-        `grpc.aio` that sends the same bytes and gets them back, *echo_tuned* with psdist's options.
+        `grpc.aio` that sends the same bytes and gets them back, *echo_tuned* with psdist's options, *echo_tcp* the
+        same by TCP alone, received into place.
         *kernel*: the sum of all gradients and Adam in one pass over memory, nothing else; *memcpy*: one gradient
         copied. *Plain calls* push the script's own arrays and get new ones; the others use gradient buffers, and read
         weights in place."""
@@ -125,7 +126,7 @@ def _steps(results: Results) -> str:
 
 def _latency(results: Results) -> str:
     rows = []
-    for name in ("latency-shm", "latency-grpc"):
+    for name in ("latency-shm", "latency-tcp", "latency-grpc"):
         if name not in results:
             continue
         for contender, points in results[name]["milliseconds"].items():
