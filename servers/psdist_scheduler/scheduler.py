@@ -1,7 +1,8 @@
 """Drives the machine: gives it events, and carries its effects out.
 
 ``post`` gives the machine an event at once. A single task, ``run``, carries effects out in order, and makes what
-several events changed durable in one commit. A failed write ends the scheduler, so that nothing is told that is not
+several events changed durable in one commit. Workers' registrations wait for that task, and those that came meanwhile
+share an epoch: each epoch is told to everybody. A failed write ends the scheduler, so that nothing is told that is not
 durable.
 
 Not here: RPCs (``service``), the calls that effects answer (``open_calls``).
@@ -23,7 +24,16 @@ from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_scheduler import messages, report
 from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.events.cluster_events import Broadcast, Effect, Event, LogEvent, MemberLost, Persist, Tick
+from psdist_scheduler.events.cluster_events import (
+    Broadcast,
+    Effect,
+    Event,
+    LogEvent,
+    MemberLost,
+    Persist,
+    Register,
+    Tick,
+)
 from psdist_scheduler.events.records import ParametersRecord
 from psdist_scheduler.events.snapshot_events import Prune, ReadHistory, RemoveDirectory, WriteCommit
 from psdist_scheduler.open_calls import OpenCalls
@@ -58,13 +68,20 @@ class Scheduler:
         # sqlite3 blocks until the disk has answered.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._effects: deque[Effect] = deque()
+        #: Registrations of workers that the machine has not been given yet.
+        self._joining: list[Register] = []
         self._pending = asyncio.Event()
         self._stopping = False
         self._enqueue(cluster.start(self.started))
 
     def post(self, event: Event) -> None:
         """Gives the machine an event. Once the scheduler stops, ends of calls are its own doing and mean nothing."""
-        if not self._stopping:
+        if self._stopping:
+            return
+        if isinstance(event, Register) and event.role == "worker":
+            self._joining.append(event)
+            self._pending.set()
+        else:
             self._enqueue(self.cluster.on(event, self._loop.time()))
 
     async def run(self) -> None:
@@ -76,6 +93,9 @@ class Scheduler:
         while True:
             await self._pending.wait()
             self._pending.clear()
+            if self._joining and not self._stopping:
+                joining, self._joining = self._joining, []
+                self._enqueue(self.cluster.on_all(joining, self._loop.time()))
             batch, self._effects = self._effects, deque()
             changes = [effect for effect in batch if isinstance(effect, Persist)]
             if changes:
@@ -113,7 +133,7 @@ class Scheduler:
     def status(self) -> pb.GetStatusResponse:
         now = self._loop.time()
         status = report.status(self.cluster, self._reports, now)
-        status.psdist_version, status.epoch = __version__, self.calls.map.epoch
+        status.psdist_version, status.epoch = __version__, self.calls.published.cluster.epoch
         status.uptime_seconds = now - self.started
         status.events.extend(pb.EventStatus(time=at, text=text) for at, text in self.events)
         return status
