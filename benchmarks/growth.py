@@ -91,18 +91,18 @@ class Scheduler:
         return asyncio.run(ask())
 
 
-def contender(holders: int) -> Contender:
+def contender(sessions: int, holders: int) -> Contender:
     """A scheduler with its store on the disk, as ``psdist run`` starts it, and the processes that hold sessions."""
     scheduler = module(
         "psdist_scheduler", "--address-file", f"{DIRECTORY}/scheduler", "--store", f"{DIRECTORY}/store", "--log-level",
-        "warning",
+        "warning", "--min-workers", str(sessions),
     )  # fmt: skip
     return Contender("sessions", (scheduler, *[module("benchmarks.holder")] * holders), holders)
 
 
 def measure(sessions: int, processes: int, rest_seconds: float) -> Sessions:
     """One number of sessions. Raises ContenderError."""
-    with Running(contender(processes + 1)) as running:
+    with Running(contender(sessions, processes + 1)) as running:
         *crowd, newcomer = range(processes + 1)
         scheduler = Scheduler(running)
         before, cpu = scheduler.status().epoch, scheduler.cpu_seconds()

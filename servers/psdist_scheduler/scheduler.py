@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -67,9 +67,8 @@ class Scheduler:
         self._store = store
         # sqlite3 blocks until the disk has answered.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
-        self._effects: deque[Effect] = deque()
-        #: Registrations of workers that the machine has not been given yet.
-        self._joining: list[Register] = []
+        #: Effects to carry out, and registrations of workers that the machine has not been given yet.
+        self._queue: deque[Effect | Register] = deque()
         self._pending = asyncio.Event()
         self._stopping = False
         self._enqueue(cluster.start(self.started))
@@ -79,8 +78,7 @@ class Scheduler:
         if self._stopping:
             return
         if isinstance(event, Register) and event.role == "worker":
-            self._joining.append(event)
-            self._pending.set()
+            self._enqueue([event])
         else:
             self._enqueue(self.cluster.on(event, self._loop.time()))
 
@@ -93,10 +91,10 @@ class Scheduler:
         while True:
             await self._pending.wait()
             self._pending.clear()
-            if self._joining and not self._stopping:
-                joining, self._joining = self._joining, []
-                self._enqueue(self.cluster.on_all(joining, self._loop.time()))
-            batch, self._effects = self._effects, deque()
+            queued, self._queue = self._queue, deque()
+            joining = [event for event in queued if isinstance(event, Register)]
+            batch = [effect for effect in queued if not isinstance(effect, Register)]
+            batch += self.cluster.on_all(joining, self._loop.time())
             changes = [effect for effect in batch if isinstance(effect, Persist)]
             if changes:
                 await self._loop.run_in_executor(self._writer, self._store.write, merge(changes))
@@ -151,9 +149,9 @@ class Scheduler:
         if heartbeat.HasField("rates"):
             kept.rates.CopyFrom(messages.rates(heartbeat.rates))
 
-    def _enqueue(self, effects: list[Effect]) -> None:
-        if effects:
-            self._effects.extend(effects)
+    def _enqueue(self, items: Iterable[Effect | Register]) -> None:
+        self._queue.extend(items)
+        if self._queue:
             self._pending.set()
 
     def _carry_out(self, effect: Effect) -> None:
