@@ -4,6 +4,7 @@
 the map shows, or of what a restart must know, makes a new epoch: one ``Persist``, then the news of losses, then one
 ``Publish``, then the answers. So nobody learns of anything that is not durable, and the map of an answer is not older
 than the answer. Changes of data sets alone are made durable without an epoch, because the map does not show them.
+Events that came together share an epoch (``on_all``).
 
 Invariants: the epoch grows with every change and never otherwise. Effects do not depend on the order of any set.
 

@@ -56,7 +56,7 @@ class ClusterSettings:
 
     def heartbeat_of(self, role: Role, workers: int) -> float:
         """The period of a member's heartbeats, in seconds, in a run of so many workers: a part of the shorter lease.
-        Many workers send theirs less often, as far as their own lease allows: each costs this process a quarter of a
+        Many workers send theirs less often, as far as their own lease allows: each costs this process a fifth of a
         millisecond."""
         least = min(self.lease_seconds, self.worker_lease_seconds) / HEARTBEATS_PER_LEASE
         if role == "server":
