@@ -91,15 +91,19 @@ class Scheduler:
         while True:
             await self._pending.wait()
             self._pending.clear()
-            queued, self._queue = self._queue, deque()
-            joining = [event for event in queued if isinstance(event, Register)]
-            batch = [effect for effect in queued if not isinstance(effect, Register)]
-            batch += self.cluster.on_all(joining, self._loop.time())
+            batch = self._take()
             changes = [effect for effect in batch if isinstance(effect, Persist)]
             if changes:
                 await self._loop.run_in_executor(self._writer, self._store.write, merge(changes))
             for effect in batch:
                 self._carry_out(effect)
+
+    def _take(self) -> list[Effect]:
+        """What is to be carried out, in order. Registrations that waited are given to the machine now."""
+        queued, self._queue = self._queue, deque()
+        joining = [event for event in queued if isinstance(event, Register)]
+        effects = [effect for effect in queued if not isinstance(effect, Register)]
+        return effects + self.cluster.on_all(joining, self._loop.time())
 
     async def tick(self) -> None:
         """Tells the machine that time passes, for ever."""
