@@ -32,6 +32,7 @@ START_SECONDS = 180.0
 TURN_SECONDS = 900.0
 STOP_SECONDS = 30.0
 WARM_STEPS = 3
+DIRECTORY = "{directory}"
 _LOG_CHARACTERS = 3000
 
 
@@ -41,7 +42,8 @@ class ContenderError(Exception):
 
 @dataclass(frozen=True)
 class Contender:
-    """What to start. ``workers``: how many processes connect and take turns; some may have no steps of their own."""
+    """What to start. ``workers``: how many processes connect and take turns; some may have no steps of their own.
+    ``DIRECTORY`` in a word of a command is replaced by the directory that its processes share."""
 
     name: str
     commands: tuple[tuple[str, ...], ...]
@@ -66,8 +68,8 @@ class Running:
     def __init__(self, contender: Contender) -> None:
         self.name = contender.name
         self.facts: list[dict[str, Any]] = []
-        self._directory = Path(tempfile.mkdtemp(prefix="psdist-bench-"))
-        self._log = self._directory / "log"
+        self.directory = Path(tempfile.mkdtemp(prefix="psdist-bench-"))
+        self._log = self.directory / "log"
         self._lines: list[turns.Line] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -78,11 +80,12 @@ class Running:
 
     def _start(self, contender: Contender) -> None:
         compile_kernels()
-        path = self._directory / "turns"
+        path = self.directory / "turns"
         # One thread per process, as torchrun does: the workers share the cores.
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | contender.environment | {turns.VARIABLE: str(path)}
         with turns.listen(path) as listener, self._log.open("wb") as log:
-            for command in contender.commands:
+            for words in contender.commands:
+                command = [word.replace(DIRECTORY, str(self.directory)) for word in words]
                 self.processes.append(
                     subprocess.Popen(
                         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -104,9 +107,14 @@ class Running:
 
     def turn(self, steps: int) -> list[list[float]]:
         """Lets all workers make ``steps`` steps; seconds by worker. Raises ContenderError."""
-        for line in self._lines:
-            line.send({"steps": steps})
-        return [self._receive(line)["seconds"] for line in self._lines]
+        orders = {number: {"steps": steps} for number in range(len(self._lines))}
+        return [answer["seconds"] for answer in self.carry_out(orders)]
+
+    def carry_out(self, orders: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Gives workers, by their number, an order each, and returns their answers. Raises ContenderError."""
+        for number, order in orders.items():
+            self._lines[number].send(order)
+        return [self._receive(self._lines[number]) for number in orders]
 
     def _receive(self, line: turns.Line) -> dict[str, Any]:
         try:
@@ -135,7 +143,7 @@ class Running:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self

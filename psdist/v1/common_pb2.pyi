@@ -272,6 +272,28 @@ class ClusterMap(_message.Message):
     paused: str
     def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., servers: _Optional[_Iterable[_Union[ServerEntry, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersEntry, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., paused: _Optional[str] = ...) -> None: ...
 
+class ClusterMapDifference(_message.Message):
+    __slots__ = ("base", "epoch", "servers_gone", "servers", "workers_gone", "workers", "parameters_gone", "parameters", "paused")
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_GONE_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_GONE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_GONE_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    base: int
+    epoch: int
+    servers_gone: _containers.RepeatedScalarFieldContainer[str]
+    servers: _containers.RepeatedCompositeFieldContainer[ServerEntry]
+    workers_gone: _containers.RepeatedScalarFieldContainer[str]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
+    parameters_gone: _containers.RepeatedScalarFieldContainer[str]
+    parameters: _containers.RepeatedCompositeFieldContainer[ParametersEntry]
+    paused: str
+    def __init__(self, base: _Optional[int] = ..., epoch: _Optional[int] = ..., servers_gone: _Optional[_Iterable[str]] = ..., servers: _Optional[_Iterable[_Union[ServerEntry, _Mapping]]] = ..., workers_gone: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., parameters_gone: _Optional[_Iterable[str]] = ..., parameters: _Optional[_Iterable[_Union[ParametersEntry, _Mapping]]] = ..., paused: _Optional[str] = ...) -> None: ...
+
 class ErrorDetail(_message.Message):
     __slots__ = ("code", "message", "details")
     class DetailsEntry(_message.Message):

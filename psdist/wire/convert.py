@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from psdist.consistency import ASP, BSP, SSP, Consistency, ResizeLr, StalenessLr, kind_of
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, LimitExceededError
+from psdist.map_difference import MapDifference
 from psdist.optim import Constant, Optimizer, Override, optimizer_from_values, schedule_from_values
 from psdist.types import (
     WIRE_DTYPES,
@@ -292,6 +293,31 @@ def map_from_proto(message: pb.ClusterMap) -> ClusterMap:
         message,
         servers=tuple(_from_proto(ServerEntry, server) for server in message.servers),
         workers=tuple(_from_proto(WorkerEntry, worker) for worker in message.workers),
+        parameters=tuple(map(entry_from_proto, message.parameters)),
+    )
+
+
+def difference_to_proto(change: MapDifference) -> pb.ClusterMapDifference:
+    """The difference between two cluster maps as a message."""
+    return _to_proto(
+        pb.ClusterMapDifference,
+        change,
+        servers=[_to_proto(pb.ServerEntry, server) for server in change.servers],
+        workers=[_to_proto(pb.WorkerEntry, worker) for worker in change.workers],
+        parameters=map(entry_to_proto, change.parameters),
+    )
+
+
+def difference_from_proto(message: pb.ClusterMapDifference) -> MapDifference:
+    """The difference between two cluster maps."""
+    return _from_proto(
+        MapDifference,
+        message,
+        servers_gone=tuple(message.servers_gone),
+        servers=tuple(_from_proto(ServerEntry, server) for server in message.servers),
+        workers_gone=tuple(message.workers_gone),
+        workers=tuple(_from_proto(WorkerEntry, worker) for worker in message.workers),
+        parameters_gone=tuple(message.parameters_gone),
         parameters=tuple(map(entry_from_proto, message.parameters)),
     )
 

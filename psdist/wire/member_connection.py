@@ -156,9 +156,15 @@ class SessionRequests:
         incarnation: int,
         heartbeat: Callable[[], pb.SessionRequest.Heartbeat],
         heartbeat_seconds: float,
+        *,
+        takes_differences: bool = False,
     ) -> AsyncIterator[pb.SessionRequest]:
-        """The requests, until ``close``. heartbeat: makes the next one, every ``heartbeat_seconds``."""
-        yield pb.SessionRequest(hello=pb.SessionRequest.Hello(member_id=member_id, incarnation=incarnation))
+        """The requests, until ``close``. heartbeat: makes the next one, every ``heartbeat_seconds``. takes_differences:
+        whether maps after the first may come as differences."""
+        hello = pb.SessionRequest.Hello(
+            member_id=member_id, incarnation=incarnation, takes_differences=takes_differences
+        )
+        yield pb.SessionRequest(hello=hello)
         clock = asyncio.get_running_loop().time
         next_beat = clock()
         while True:

@@ -4,6 +4,7 @@
 the map shows, or of what a restart must know, makes a new epoch: one ``Persist``, then the news of losses, then one
 ``Publish``, then the answers. So nobody learns of anything that is not durable, and the map of an answer is not older
 than the answer. Changes of data sets alone are made durable without an epoch, because the map does not show them.
+Events that came together share an epoch (``on_all``).
 
 Invariants: the epoch grows with every change and never otherwise. Effects do not depend on the order of any set.
 
@@ -11,6 +12,8 @@ Not here: the decisions themselves (``members``, ``placement``, ``datasets``, ``
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from psdist.errors import FencedError, PsdistError
 from psdist.types import ClusterMap, ServerEntry, WorkerEntry
@@ -98,14 +101,22 @@ class Cluster:
 
     def on(self, event: Event, now: float) -> list[Effect]:
         """Takes one event. Raises nothing: a refused request becomes a Refuse."""
-        try:
-            effects = self._handle(event, now)
-        except PsdistError as error:
-            return [Refuse(call, error)] if (call := getattr(event, "call", 0)) else []
-        # Heartbeats come by the thousand, and no waiting call depends on them.
-        if isinstance(event, ev.Heartbeat | Heard):
-            return effects
-        return self._commit(effects, now)
+        return self.on_all((event,), now)
+
+    def on_all(self, events: Iterable[Event], now: float) -> list[Effect]:
+        """Takes events that came together, in their order: what they change is one epoch. Where there are several,
+        none may depend on what follows from another, as registrations of workers do not. Raises nothing."""
+        effects: list[Effect] = []
+        accepted = False
+        for event in events:
+            try:
+                effects += self._handle(event, now)
+            except PsdistError as error:
+                effects += [Refuse(call, error)] if (call := getattr(event, "call", 0)) else []
+                continue
+            # Heartbeats come by the thousand, and no waiting call depends on them.
+            accepted = accepted or not isinstance(event, ev.Heartbeat | Heard)
+        return self._commit(effects, now) if accepted else effects
 
     def validate(self) -> None:
         self.machines.validate()

@@ -10,17 +10,20 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from psdist.errors import ClosedError, LimitExceededError, PsdistError
+from psdist.types import ClusterMap
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.wire import convert
 from psdist.wire.limits import UNREAD_MAX
 from psdist_scheduler import messages
 from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.published_map import PublishedMap
 
 T = TypeVar("T")
+#: What a session is sent. Of a map, either all of it or what is new to the session.
+SessionMessage: TypeAlias = pb.SessionResponse | PublishedMap
 
 
 class Outbox(Generic[T]):
@@ -82,9 +85,10 @@ class OpenCalls:
 
     def __init__(self, post: Callable[[ev.Event], None]) -> None:
         self._post = post
-        self.map = common_pb2.ClusterMap()
+        #: The map that was published last.
+        self.published = PublishedMap(ClusterMap("", 0))
         self._calls: dict[int, Outbox[ev.Value]] = {}
-        self._sessions: dict[int, Outbox[pb.SessionResponse]] = {}
+        self._sessions: dict[int, Outbox[SessionMessage]] = {}
         self._attached: set[int] = set()
         self._numbers = count(1)
 
@@ -92,9 +96,14 @@ class OpenCalls:
         """Number and outbox of a new call; its end is posted when the block is left."""
         return self._open(self._calls, ev.CallEnded)
 
-    def session(self) -> AbstractContextManager[tuple[int, Outbox[pb.SessionResponse]]]:
+    def session(self) -> AbstractContextManager[tuple[int, Outbox[SessionMessage]]]:
         """Number and outbox of a new session; its end is posted when the block is left."""
         return self._open(self._sessions, lambda number: ev.SessionClosed(number, "its session broke"))
+
+    @property
+    def map(self) -> common_pb2.ClusterMap:
+        """The map that was published last, for answers."""
+        return self.published.message
 
     @contextmanager
     def _open(self, opened: dict[int, Outbox[T]], ended: Callable[[int], ev.Event]) -> Iterator[tuple[int, Outbox[T]]]:
@@ -111,11 +120,11 @@ class OpenCalls:
         """Sends what an effect has for calls and sessions. One that is over gets nothing."""
         match effect:
             case ev.Publish(cluster):
-                self.map = convert.map_to_proto(cluster)
-                self._broadcast(pb.SessionResponse(map=self.map), "map")
+                self.published = PublishedMap(cluster)
+                self._broadcast(self.published, "map")
             case ev.Attach(number) if number in self._sessions:
                 self._attached.add(number)
-                self._sessions[number].put(pb.SessionResponse(map=self.map), "map")
+                self._sessions[number].put(self.published, "map")
             case ev.Broadcast(news):
                 self._broadcast(messages.command(news))
             case ev.Answer(number, value) if number in self._calls:
@@ -129,6 +138,6 @@ class OpenCalls:
             case ev.Close(number) if number in self._sessions:
                 self._sessions[number].close()
 
-    def _broadcast(self, message: pb.SessionResponse, kind: str = "") -> None:
+    def _broadcast(self, message: SessionMessage, kind: str = "") -> None:
         for number in sorted(self._attached):
             self._sessions[number].put(message, kind)

@@ -1,7 +1,8 @@
 """Drives the machine: gives it events, and carries its effects out.
 
 ``post`` gives the machine an event at once. A single task, ``run``, carries effects out in order, and makes what
-several events changed durable in one commit. A failed write ends the scheduler, so that nothing is told that is not
+several events changed durable in one commit. Workers' registrations wait for that task, and those that came meanwhile
+share an epoch: each epoch is told to everybody. A failed write ends the scheduler, so that nothing is told that is not
 durable.
 
 Not here: RPCs (``service``), the calls that effects answer (``open_calls``).
@@ -13,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -23,7 +24,16 @@ from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_scheduler import messages, report
 from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.events.cluster_events import Broadcast, Effect, Event, LogEvent, MemberLost, Persist, Tick
+from psdist_scheduler.events.cluster_events import (
+    Broadcast,
+    Effect,
+    Event,
+    LogEvent,
+    MemberLost,
+    Persist,
+    Register,
+    Tick,
+)
 from psdist_scheduler.events.records import ParametersRecord
 from psdist_scheduler.events.snapshot_events import Prune, ReadHistory, RemoveDirectory, WriteCommit
 from psdist_scheduler.open_calls import OpenCalls
@@ -57,14 +67,19 @@ class Scheduler:
         self._store = store
         # sqlite3 blocks until the disk has answered.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
-        self._effects: deque[Effect] = deque()
+        #: Effects to carry out, and registrations of workers that the machine has not been given yet.
+        self._queue: deque[Effect | Register] = deque()
         self._pending = asyncio.Event()
         self._stopping = False
         self._enqueue(cluster.start(self.started))
 
     def post(self, event: Event) -> None:
         """Gives the machine an event. Once the scheduler stops, ends of calls are its own doing and mean nothing."""
-        if not self._stopping:
+        if self._stopping:
+            return
+        if isinstance(event, Register) and event.role == "worker":
+            self._enqueue([event])
+        else:
             self._enqueue(self.cluster.on(event, self._loop.time()))
 
     async def run(self) -> None:
@@ -76,12 +91,19 @@ class Scheduler:
         while True:
             await self._pending.wait()
             self._pending.clear()
-            batch, self._effects = self._effects, deque()
+            batch = self._take()
             changes = [effect for effect in batch if isinstance(effect, Persist)]
             if changes:
                 await self._loop.run_in_executor(self._writer, self._store.write, merge(changes))
             for effect in batch:
                 self._carry_out(effect)
+
+    def _take(self) -> list[Effect]:
+        """What is to be carried out, in order. Registrations that waited are given to the machine now."""
+        queued, self._queue = self._queue, deque()
+        joining = [event for event in queued if isinstance(event, Register)]
+        effects = [effect for effect in queued if not isinstance(effect, Register)]
+        return effects + self.cluster.on_all(joining, self._loop.time())
 
     async def tick(self) -> None:
         """Tells the machine that time passes, for ever."""
@@ -113,7 +135,7 @@ class Scheduler:
     def status(self) -> pb.GetStatusResponse:
         now = self._loop.time()
         status = report.status(self.cluster, self._reports, now)
-        status.psdist_version, status.epoch = __version__, self.calls.map.epoch
+        status.psdist_version, status.epoch = __version__, self.calls.published.cluster.epoch
         status.uptime_seconds = now - self.started
         status.events.extend(pb.EventStatus(time=at, text=text) for at, text in self.events)
         return status
@@ -131,9 +153,9 @@ class Scheduler:
         if heartbeat.HasField("rates"):
             kept.rates.CopyFrom(messages.rates(heartbeat.rates))
 
-    def _enqueue(self, effects: list[Effect]) -> None:
-        if effects:
-            self._effects.extend(effects)
+    def _enqueue(self, items: Iterable[Effect | Register]) -> None:
+        self._queue.extend(items)
+        if self._queue:
             self._pending.set()
 
     def _carry_out(self, effect: Effect) -> None:

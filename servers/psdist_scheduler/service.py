@@ -18,6 +18,7 @@ import grpc.aio
 
 import psdist
 from psdist.errors import InvalidArgumentError, WaitTimeoutError
+from psdist.types import ClusterMap
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, frames
 from psdist.wire.rpc_handlers import service_handler
@@ -25,7 +26,8 @@ from psdist_scheduler import messages, snapshot_io
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.snapshot_events import GetState, HandedIn, HandIn, StatePlace, StateSource
 from psdist_scheduler.events.worker_events import Heard
-from psdist_scheduler.open_calls import Outbox
+from psdist_scheduler.open_calls import Outbox, SessionMessage
+from psdist_scheduler.published_map import PublishedMap
 from psdist_scheduler.scheduler import Scheduler, background
 
 log = logging.getLogger("psdist.scheduler")
@@ -86,7 +88,7 @@ class Service:
             self._scheduler.post(ev.SessionOpened(number, hello.member_id, hello.incarnation))
             async with (
                 background(self._read_session(number, hello.member_id, context)) as reader,
-                background(_write_all(outbox, context)) as writer,
+                background(_write_all(outbox, context, hello.takes_differences)) as writer,
             ):
                 done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -183,6 +185,13 @@ async def _read(context: Context) -> bytes:
     return b"" if data is grpc.aio.EOF else bytes(data)
 
 
-async def _write_all(outbox: Outbox[pb.SessionResponse], context: Context) -> None:
+async def _write_all(outbox: Outbox[SessionMessage], context: Context, takes_differences: bool) -> None:
+    """Writes what a session is sent. A member that takes differences gets its first map whole, and then what is new
+    since the one before on this stream: no message of a stream is lost while it lasts."""
+    before: ClusterMap | None = None
     async for message in outbox:
-        await context.write(message)
+        if not isinstance(message, PublishedMap):
+            await context.write(message)
+            continue
+        await context.write(message.whole if before is None else message.since(before))
+        before = message.cluster if takes_differences else None

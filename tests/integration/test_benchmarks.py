@@ -94,6 +94,15 @@ def test_memory_of_every_process_is_watched(tmp_path: Path) -> None:
         assert min(one["resident_bytes"]) > 0
 
 
+@pytest.mark.long
+def test_growth_of_sessions(tmp_path: Path) -> None:
+    result = measure(tmp_path, "growth", "--sessions", "2", "6", "--processes", "2", "--rest-seconds", "1")
+    assert [one["sessions"] for one in result["sessions"]] == [2, 6]
+    for one in result["sessions"]:
+        assert 1 <= one["epochs"] <= one["sessions"]
+        assert min(one["joined_seconds"], one["told_seconds"], one["left_seconds"], one["resident_bytes"]) > 0
+
+
 # --- psdist bench -----------------------------------------------------------------------------------------------------
 
 

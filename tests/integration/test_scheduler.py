@@ -19,11 +19,11 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from psdist import errors
+from psdist import errors, map_difference
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
-from psdist.wire import auth, channels, limits, status
+from psdist.wire import auth, channels, convert, limits, status
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -122,9 +122,9 @@ class Peer:
         """One message on the session."""
         await self.session.write(pb.SessionRequest(**event))
 
-    async def open(self) -> common.ClusterMap:
+    async def open(self, **says: bool) -> common.ClusterMap:
         """Opens the session and returns the map that comes first."""
-        hello = pb.SessionRequest.Hello(member_id=self.member.member_id, incarnation=self.member.incarnation)
+        hello = pb.SessionRequest.Hello(member_id=self.member.member_id, incarnation=self.member.incarnation, **says)
         self.session = self.stub.Session(metadata=self.metadata)
         await self.session.write(pb.SessionRequest(hello=hello))
         return await self.read_map()
@@ -392,6 +392,28 @@ async def test_launchers_hear_how_many_servers_are_wanted(start: Start, peer: An
     assert (news.servers_wanted, list(news.stop)) == (1, ["server-1", "server-2"])
     assert (await launcher.ask("Scale", pb.ScaleRequest(servers=2))).missing == 1
     assert (await refusal(launcher.ask("Scale", pb.ScaleRequest(servers=0)))).code == "invalid_argument"
+
+
+async def test_members_that_take_differences_and_members_that_do_not(start: Start, peer: Any) -> None:
+    """Who says nothing of differences, as an earlier release, is sent whole maps. Each session begins with one."""
+    process = await start()
+    old, new, other = peer(process), peer(process), peer(process)
+    await old.register()
+    await new.register()
+    for _ in range(2):
+        first = await new.open(takes_differences=True)
+        epoch = first.epoch
+        joined = await other.register()
+        whole = await old.read_map(lambda cluster, epoch=epoch: cluster.epoch > epoch)
+        change = await new.read("map_difference")
+        assert (change.base, change.epoch) == (epoch, whole.epoch)
+        assert [worker.worker_id for worker in change.workers] == [joined.member_id]
+        followed = map_difference.apply(convert.map_from_proto(first), convert.difference_from_proto(change))
+        assert followed == convert.map_from_proto(whole)
+        await other.ask("Leave", pb.LeaveRequest(member_id=joined.member_id, incarnation=joined.incarnation))
+        gone = await new.read("map_difference")
+        assert (gone.base, list(gone.workers_gone), list(gone.workers)) == (change.epoch, [joined.member_id], [])
+        await old.read_map(lambda cluster, epoch=gone.epoch: cluster.epoch == epoch)
 
 
 async def test_losses_are_news_and_leaving_is_none(start: Start, peer: Any) -> None:

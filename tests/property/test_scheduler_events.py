@@ -65,6 +65,10 @@ class Scheduling(RuleBasedStateMachine):
         address = f"127.0.0.1:{call}" if role == "server" else ""
         self._post(ev.Register(call, PROTOCOL_VERSION, "run", role, "", rank, world, address))
 
+    @rule(ranks=st.lists(st.none() | st.integers(0, 3), min_size=2, max_size=4))
+    def register_together(self, ranks: list[int | None]) -> None:
+        self._post(*(ev.Register(self._call(), PROTOCOL_VERSION, "run", "worker", "", rank) for rank in ranks))
+
     @precondition(lambda self: self._live())
     @rule(data=st.data())
     def open_session(self, data: st.DataObject) -> None:
@@ -294,14 +298,15 @@ class Scheduling(RuleBasedStateMachine):
     def _live(self) -> list[Member]:
         return [member for member in self.cluster.members.all if member.live]
 
-    def _post(self, event: ev.Event) -> None:
+    def _post(self, *events: ev.Event) -> None:
         before = (self.cluster.epoch, self.cluster.map)
-        effects = self.cluster.on(event, self.now)
+        effects = self.cluster.on_all(events, self.now)
         self.cluster.validate()
-        if isinstance(event, ev.Create | ev.Describe | ev.EnterBarrier | ev.EnterRendezvous | ev.Drain | ev.WatchScale):
-            self.waiting[event.call] = event
+        assert self.cluster.epoch <= before[0] + 1, "what came together made several epochs"
+        waiting = ev.Create | ev.Describe | ev.EnterBarrier | ev.EnterRendezvous | ev.Drain | ev.WatchScale
+        self.waiting |= {event.call: event for event in events if isinstance(event, waiting)}
         refused = [effect for effect in effects if isinstance(effect, ev.Refuse)]
-        if len(effects) == 1 and refused:
+        if len(effects) == len(refused) > 0:
             assert (self.cluster.epoch, self.cluster.map) == before, "a refused request changed something"
         assert (self.cluster.epoch == before[0]) == (not any(isinstance(e, ev.Persist) for e in effects))
         if self.cluster.epoch == before[0]:

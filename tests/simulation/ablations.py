@@ -7,7 +7,6 @@ options that make its fault likely; everything else of a run is drawn as ever.
 from __future__ import annotations
 
 import builtins
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -256,7 +255,7 @@ def _publish_first(put: Put) -> None:
         while True:
             await self._pending.wait()
             self._pending.clear()
-            batch, self._effects = self._effects, deque()
+            batch = self._take()
             for effect in batch:
                 self._carry_out(effect)
             changes = [effect for effect in batch if isinstance(effect, Persist)]

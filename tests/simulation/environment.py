@@ -28,7 +28,9 @@ import psdist_scheduler.service  # noqa: F401
 import psdist_server.scheduler_session
 import psdist_server.service  # noqa: F401
 from psdist.wire import channels, convert, malloc_options, status
+from psdist.wire.followed_map import FollowedMap
 from psdist.wire.shm import WeightsArena
+from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.coordination import mutual_waits
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses
 from psdist_scheduler.members.barriers import Barriers
@@ -289,6 +291,18 @@ def _told(to_detail: Any) -> Any:
     return told
 
 
+def _watch_maps(follow: Any) -> Any:
+    """``FollowedMap.follow``, of whose maps the oracle hears."""
+
+    def watched(self: FollowedMap, response: Any) -> Any:
+        cluster = follow(self, response)
+        running().oracle.followed(cluster)
+        running().network.counts[f"followed: {response.WhichOneof('command')}"] += 1
+        return cluster
+
+    return watched
+
+
 #: Paths that a suite must have taken: owner, function, what is counted, and when.
 _PATHS: tuple[tuple[Any, str, str, Callable[[Any, Any], bool]], ...] = (
     (PrimaryReplication, "begin", "a copy began", lambda args, result: True),
@@ -300,6 +314,7 @@ _PATHS: tuple[tuple[Any, str, str, Callable[[Any, Any], bool]], ...] = (
     (ReplicaRoles, "_demote", "demoted", lambda args, result: True),
     (Joins, "_on_refused", "a first step was refused", lambda args, result: True),
     (Joins, "_reroute", "a join met a new primary", lambda args, result: True),
+    (Cluster, "on_all", "workers joined together", lambda args, result: len(args[1]) > 1),
     (DeferredLosses, "defer", "a loss was put off", lambda args, result: bool(result[1])),
     (BspShard, "_pushed", "a contribution came again", lambda args, effects: _again(effects)),
     (AsyncShard, "_pushed", "a push came again", lambda args, effects: _again(effects)),
@@ -333,6 +348,7 @@ def install() -> None:
         put(machine, "_pushed", _watch(machine))
     put(EffectRunner, "_reply", _watch_reply(EffectRunner._reply))
     put(Barriers, "progress", _watch_barriers(Barriers.progress))
+    put(FollowedMap, "follow", _watch_maps(FollowedMap.follow))
     put(mutual_waits, "_text", _watch_circles(mutual_waits._text))
     for owner, name, text, happened in _PATHS:
         put(owner, name, _counted(getattr(owner, name), text, happened))

@@ -191,6 +191,12 @@ class Oracle:
         elif known != cluster:
             self.violation(f"epoch {cluster.epoch} is the number of two different maps")
 
+    def followed(self, cluster: ClusterMap) -> None:
+        """A client has made this map of what its session brought."""
+        known = self._maps.get(cluster.epoch)
+        if known is not None and known != cluster:
+            self.violation(f"a client has another map of epoch {cluster.epoch} than was published")
+
     def _check_terms(self, cluster: ClusterMap) -> None:
         for entry in cluster.parameters:
             for number, shard in enumerate(entry.shards):

@@ -51,6 +51,8 @@ PATHS = (
     "a push came again",
     "a first step was refused",
     "a join met a new primary",
+    "workers joined together",
+    "followed: map_difference",
     "told: FencedError",
     "told: StaleEpochError",
     "told: StaleTermError",

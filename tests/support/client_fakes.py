@@ -278,6 +278,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.epoch += 1
         self.news.put_nowait(scheduler_pb2.SessionResponse(map=self.map()))
 
+    def publish_difference(self, base: int, epoch: int) -> None:
+        """A difference by which nothing changes but the epoch, sent down the session."""
+        change = common_pb2.ClusterMapDifference(base=base, epoch=epoch)
+        self.news.put_nowait(scheduler_pb2.SessionResponse(map_difference=change))
+
     def lose(self, server: FakeServer) -> None:
         """News of a loss; the map follows separately."""
         lost = scheduler_pb2.SessionResponse.MemberLost(

@@ -68,15 +68,19 @@ class Driver:
 
     def on(self, event: ev.Event) -> None:
         """Posts one event."""
+        self.on_all(event)
+
+    def on_all(self, *events: ev.Event) -> None:
+        """Posts events that came together."""
         before = self.cluster.epoch
-        effects = self.cluster.on(event, self.now)
+        effects = self.cluster.on_all(events, self.now)
         self.cluster.validate()
         persists = [effect for effect in effects if isinstance(effect, ev.Persist)]
-        assert len(persists) <= 1, "one event, several changes"
+        assert len(persists) <= 1, "several changes at once"
         assert not persists or effects[0] is persists[0], "something happens before it is durable"
         published = [effect for effect in effects if isinstance(effect, ev.Publish)]
         shown = [effect.epoch for effect in persists if not _is_about_data_alone(effect)]
-        assert len(shown) == self.cluster.epoch - before, "an epoch that is not durable, or no epoch for a change"
+        assert len(shown) == self.cluster.epoch - before <= 1, "an epoch that is not durable, or no epoch for a change"
         assert [effect.map.epoch for effect in published] == shown
         self._carry_out(effects)
         while self.has_values and self.checks:

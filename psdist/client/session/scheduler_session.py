@@ -44,8 +44,9 @@ from psdist.errors import (
     WrongRunError,
 )
 from psdist.v1 import scheduler_pb2
-from psdist.wire import convert, status
+from psdist.wire import status
 from psdist.wire.backoff import Backoff
+from psdist.wire.followed_map import FollowedMap
 from psdist.wire.member_connection import SessionRequests, is_cancelled
 
 logger = logging.getLogger("psdist")
@@ -163,11 +164,14 @@ class WorkerSession:
         self.snapshots.session_began()
         self.stopping.session_began()
         heartbeat = self._heartbeats()
-        sent = requests.stream(mine.worker_id, mine.incarnation, heartbeat, mine.heartbeat_seconds)
+        sent = requests.stream(
+            mine.worker_id, mine.incarnation, heartbeat, mine.heartbeat_seconds, takes_differences=True
+        )
+        followed = FollowedMap()
         call = self.calls.stub.Session(sent, metadata=self.calls.metadata)
         try:
             async for response in call:
-                self._on_response(response)
+                self._on_response(response, followed)
                 backoff.reset()
                 self._accepted.set()
                 if self._broken:
@@ -213,11 +217,11 @@ class WorkerSession:
 
         return heartbeat
 
-    def _on_response(self, response: scheduler_pb2.SessionResponse) -> None:
+    def _on_response(self, response: scheduler_pb2.SessionResponse, followed: FollowedMap) -> None:
         view = self.membership.view
         match response.WhichOneof("command"):
-            case "map":
-                view.on_map(convert.map_from_proto(response.map))
+            case "map" | "map_difference":
+                view.on_map(followed.follow(response))
             case "member_lost" if response.member_lost.role == scheduler_pb2.ROLE_SERVER:
                 lost = response.member_lost
                 logger.warning("%s is lost: %s", lost.member_id, lost.reason)

@@ -48,7 +48,8 @@ class MembershipChanges:
         world_size = max(self._demand.workers_min, member.rank + 1) if member.role == "worker" else 0
         incarnation = f", incarnation {member.incarnation}" if member.incarnation > 1 else ""
         where = f" at {member.address}" if member.address else f" on {member.host or 'an unknown host'}"
-        lease, heartbeat = self._settings.lease_of(member.role), self._settings.heartbeat_seconds
+        workers = max(self._demand.workers_min, len(self._members.workers))
+        lease, heartbeat = self._settings.lease_of(member.role), self._settings.heartbeat_of(member.role, workers)
         return [
             ev.LogEvent(f"{member} registered{where}{incarnation}"),
             *self._replace_at_address(member, now),

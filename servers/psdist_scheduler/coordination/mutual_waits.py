@@ -109,9 +109,11 @@ class MutualWaits:
         yield from self._call_waits()
 
     def _call_waits(self) -> Iterator[WaitFor]:
+        absent_from: dict[str, tuple[str, ...]] = {}
         for name, arrival in self._barriers.arrivals:
-            absent = tuple(worker.member_id for worker in self._barriers.absent(name))
-            yield from self._call_wait(arrival.call, arrival.worker, f"at barrier {name!r}", absent)
+            if name not in absent_from:
+                absent_from[name] = tuple(worker.member_id for worker in self._barriers.absent(name))
+            yield from self._call_wait(arrival.call, arrival.worker, f"at barrier {name!r}", absent_from[name])
         for p in self._registry.all:
             if p.record is None:
                 called = {worker.member_id for worker in (*p.creators.values(), *p.describers.values())}
@@ -124,7 +126,7 @@ class MutualWaits:
         if said is None or said.kind != "call" or known is None or known[0] != worker.incarnation:
             return
         if known[1].kind == "call" and known[1].sequence == said.sequence:
-            yield WaitFor(worker, text, _others(awaited, worker), said.sequence, call)
+            yield WaitFor(worker, text, awaited, said.sequence, call)
 
     def _behind(self, activity: Activity) -> Iterator[str]:
         """Members that have said that they have not pushed what ``activity`` waits for.

@@ -81,6 +81,8 @@ class Stops:
 
     def progress(self, now: float) -> list[Effect]:
         """Goes on as far as all that was said allows."""
+        if self.phase == "idle" and not self._workers and not self._leaving:
+            return []  # Nobody was asked to end. This is asked after every event, and there may be 1,000 workers.
         live = {worker.identity for worker in self.members.workers}
         self._workers = {identity: worker for identity, worker in self._workers.items() if identity in live}
         self._leaving &= live

@@ -99,7 +99,8 @@ class ReplicaManager:
 
     def plan(self, now: float) -> list[ev.Effect]:
         """Puts in hand what is due by now."""
-        confirmed = {id_: presence.epoch for id_, presence in self._members.sessions.liveness.items()}
+        liveness = self._members.sessions.liveness
+        confirmed = {server.member_id: liveness[server.member_id].epoch for server in self._members.servers}
         again = self._due or any(until <= now for until in self._unreachable.values())
         again = again or (self._held_up and confirmed != self._confirmed)
         if not again and not self._members.changed and not self._registry.changed:

@@ -143,6 +143,25 @@ async def test_a_loop_thread_of_another_process_is_not_used(monkeypatch: pytest.
             loop.shared()
 
 
+async def test_a_difference_to_another_map_breaks_the_session_and_the_next_begins_with_a_whole_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "psdist")
+    scheduler = await FakeScheduler([]).start()
+    async with psdist.AsyncClient(scheduler.address) as client:
+        assert client.session is not None
+        view, epoch = client.session.membership.view, scheduler.epoch
+        scheduler.publish_difference(base=epoch, epoch=epoch + 1)
+        await view.newer_than(epoch, 60)
+        assert view.cluster.epoch == epoch + 1 and scheduler.sessions == 1
+        scheduler.epoch = epoch + 7
+        scheduler.publish_difference(base=epoch + 5, epoch=epoch + 6)
+        await view.newer_than(epoch + 1, 60)
+        assert view.cluster.epoch == epoch + 7 and scheduler.sessions == 2
+    assert f"map {epoch + 5} to {epoch + 6} came, and map {epoch + 1} is here" in caplog.text
+    await scheduler.stop()
+
+
 async def test_a_heartbeat_that_cannot_be_made_breaks_the_session_and_no_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

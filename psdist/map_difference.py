@@ -1,0 +1,104 @@
+"""What changed from one cluster map to the next, so that a member that has the one can make the other. Pure.
+
+A map has its servers in the order of their ids and its workers in that of their ranks, so that a difference need not
+say where a new one belongs. Parameter sets keep their places, and new ones come last.
+
+Invariant: ``apply(before, difference(before, after)) == after``, for maps of one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from psdist.errors import StaleEpochError
+from psdist.types import ClusterMap, ParametersEntry, ServerEntry, WorkerEntry
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class MapDifference:
+    """From the map of epoch ``base`` to that of ``epoch``: ids and names that are gone, then entries that are new or
+    changed, and whether the run is paused."""
+
+    base: int
+    epoch: int
+    servers_gone: tuple[str, ...] = ()
+    servers: tuple[ServerEntry, ...] = ()
+    workers_gone: tuple[str, ...] = ()
+    workers: tuple[WorkerEntry, ...] = ()
+    parameters_gone: tuple[str, ...] = ()
+    parameters: tuple[ParametersEntry, ...] = ()
+    paused: str = ""
+
+
+def difference(before: ClusterMap, after: ClusterMap) -> MapDifference:
+    """What makes ``after`` of ``before``."""
+    servers_gone, servers = _changes(_servers(before), _servers(after))
+    workers_gone, workers = _changes(_workers(before), _workers(after))
+    sets_before, sets_after = _parameters(before), _parameters(after)
+    parameters_gone, parameters = _changes(sets_before, sets_after)
+    if [*_merge(sets_before, parameters_gone, _parameters_of(parameters))] != [*sets_after]:  # In another order.
+        parameters_gone, parameters = tuple(sets_before), after.parameters
+    return MapDifference(
+        before.epoch,
+        after.epoch,
+        servers_gone,
+        servers,
+        workers_gone,
+        workers,
+        parameters_gone,
+        parameters,
+        after.paused,
+    )
+
+
+def apply(before: ClusterMap, change: MapDifference) -> ClusterMap:
+    """The map of ``change.epoch``. Raises StaleEpochError where ``before`` is not the map that it is from."""
+    if before.epoch != change.base:
+        raise StaleEpochError(
+            f"a difference from cluster map {change.base} to {change.epoch} came, and map {before.epoch} is here: open "
+            "a new session, which begins with a whole map",
+            epoch=before.epoch,
+        )
+    servers = _merge(_servers(before), change.servers_gone, {one.server_id: one for one in change.servers})
+    workers = _merge(_workers(before), change.workers_gone, {one.worker_id: one for one in change.workers})
+    parameters = _merge(_parameters(before), change.parameters_gone, _parameters_of(change.parameters))
+    return replace(
+        before,
+        epoch=change.epoch,
+        servers=tuple(sorted(servers.values(), key=lambda server: server.server_id)),
+        workers=tuple(sorted(workers.values(), key=lambda worker: worker.rank)),
+        parameters=tuple(parameters.values()),
+        paused=change.paused,
+    )
+
+
+def _servers(cluster: ClusterMap) -> dict[str, ServerEntry]:
+    return {server.server_id: server for server in cluster.servers}
+
+
+def _workers(cluster: ClusterMap) -> dict[str, WorkerEntry]:
+    return {worker.worker_id: worker for worker in cluster.workers}
+
+
+def _parameters(cluster: ClusterMap) -> dict[str, ParametersEntry]:
+    return _parameters_of(cluster.parameters)
+
+
+def _parameters_of(entries: Iterable[ParametersEntry]) -> dict[str, ParametersEntry]:
+    return {entry.spec.name: entry for entry in entries}
+
+
+def _changes(before: Mapping[str, T], after: Mapping[str, T]) -> tuple[tuple[str, ...], tuple[T, ...]]:
+    """Keys that are gone, and entries that are new or changed."""
+    gone = tuple(key for key in before if key not in after)
+    return gone, tuple(entry for key, entry in after.items() if before.get(key) != entry)
+
+
+def _merge(before: Mapping[str, T], gone: Iterable[str], changed: Mapping[str, T]) -> dict[str, T]:
+    """What stays, at its place, and then what is new."""
+    without = set(gone)
+    return {key: entry for key, entry in before.items() if key not in without} | dict(changed)
