@@ -62,11 +62,11 @@ class Exchange:
             view, waits, grpc, participation.sender, participation.entry, options.codec.dtype,
             required=options.transport == "shm", member=participation.is_member, stable=participation.is_stable,
         )  # fmt: skip
-        self._tcp = TcpTransport(
+        self.tcp = TcpTransport(
             view, waits, grpc, participation.sender, participation.entry, required=options.transport == "tcp"
         )
-        preferred: dict[str, tuple[Transport, ...]] = {"shm": (self.shared_memory,), "tcp": (self._tcp,), "grpc": ()}
-        self._transports = Transports(*preferred.get(options.transport, (self.shared_memory, self._tcp)), grpc)
+        preferred: dict[str, tuple[Transport, ...]] = {"shm": (self.shared_memory,), "tcp": (self.tcp,), "grpc": ()}
+        self._transports = Transports(*preferred.get(options.transport, (self.shared_memory, self.tcp)), grpc)
         self.path = DataPath(self._transports, view, waits, session.calls.rng)
         self._planned: tuple[ClusterMap, ServerNews, RoutingPlan] | None = None
         self._rejoining = asyncio.Lock()
@@ -94,7 +94,7 @@ class Exchange:
     async def _start_incarnation(self, mine: Registration) -> None:
         await self.participation.start_incarnation(mine)
         self._planned = None
-        for transport in (self.shared_memory, self._tcp):
+        for transport in (self.shared_memory, self.tcp):
             transport.rejoin(self.participation.sender, self.participation.entry)
 
     @property
@@ -124,7 +124,7 @@ class Exchange:
     async def close(self) -> None:
         """Ends the connections to servers that are this handle's own, and what is shared with them."""
         await self.shared_memory.close()
-        await self._tcp.close()
+        await self.tcp.close()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

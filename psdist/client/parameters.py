@@ -130,6 +130,7 @@ class AsyncParameters(ProcessBound):
         bound.
 
         Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError, SharingUnavailableError (transport "shm"),
+        TcpUnavailableError (transport "tcp"),
         MutualWaitError (``Client`` alone) where the others wait for this worker elsewhere, InvalidArgumentError for
         ``out`` together with ``copy=False`` and while a step is given in buckets, and as ``partition.check_out`` for
         ``out``.

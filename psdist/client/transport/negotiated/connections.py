@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 from psdist.client.core.routing import Route
 from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.wait_tracker import WaitTracker
-from psdist.client.transport.negotiated.calls import CallConnection
 from psdist.client.transport.grpc.streams import GrpcTransport
+from psdist.client.transport.negotiated.calls import CallConnection
 from psdist.client.transport.requests import RequestIdentity
 from psdist.client.transport.transport import Transport
 from psdist.errors import PsdistError, StaleEpochError

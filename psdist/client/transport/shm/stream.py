@@ -8,8 +8,8 @@ answered are read from its arena, at their own bounds. Weights that may change a
 and copied again if the slice was written meanwhile. If that read gave a newer version than the server answered,
 replicas may lack it, and the server is asked about it before it counts.
 
-Not here: calls as such (``negotiated.calls``), which servers are attached and why others are not (``attachment``), what is sent
-again after a break (``data_path``).
+Not here: calls as such (``negotiated.calls``), which servers are attached and why others are not (``attachment``), what
+is sent again after a break (``data_path``).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ as float32. Each slice is answered by itself.
 Invariants: the memory of a call is not written to after the call, nor is its gradient read: a push that ends badly
 while its gradient may be queued ends the connection. Nothing is sent before the server let the connection in.
 
-Not here: calls as such (``negotiated.calls``), which servers are connected to (``connecting``), what is sent again after a break
-(``data_path``).
+Not here: calls as such (``negotiated.calls``), which servers are connected to (``connecting``), what is sent again
+after a break (``data_path``).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from psdist.client.core.routing import Route
 from psdist.client.session.cluster_view import again
 from psdist.client.session.wait_tracker import Wait
-from psdist.client.transport.negotiated.calls import CallConnection, PendingCall, encode_pull
 from psdist.client.transport.grpc.write_queue import WriteQueue
+from psdist.client.transport.negotiated.calls import CallConnection, PendingCall, encode_pull
 from psdist.client.transport.requests import PullRequest, PushRequest, Request
 from psdist.client.transport.transport import Loss
 from psdist.errors import InternalError, PsdistError, ServerUnreachableError, TcpUnavailableError
