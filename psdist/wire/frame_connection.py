@@ -141,8 +141,9 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._closed = False
         self._writable = asyncio.Event()
         self._writable.set()
-        #: Bytes that were received.
+        #: Bytes that were received, and how often the other side did not read what was sent.
         self.received = 0
+        self.paused = 0
 
     def hand_over(self, receiver: FrameReceiver, header_bytes: int = limits.SHARED_MESSAGE_BYTES) -> None:
         """Another receiver takes the frames after this one."""
@@ -224,6 +225,7 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._received(lambda: self._reader.buffer_updated(nbytes))
 
     def pause_writing(self) -> None:
+        self.paused += 1
         self._writable.clear()
 
     def resume_writing(self) -> None:

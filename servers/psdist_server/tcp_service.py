@@ -86,18 +86,20 @@ class TcpCallStream(CallStream):
         self._sender = asyncio.create_task(self._send_answers(connection))
         self.opened.set_result(None)
         self.send(server_pb2.ShareResponse(opened=server_pb2.Opened()))
-        self._watch(connection, -1, False)
+        self._watch(connection, -1, -1)
 
-    def _watch(self, connection: FrameConnection, received: int, was_full: bool) -> None:
+    def _watch(self, connection: FrameConnection, received: int, paused: int) -> None:
         """Cuts the connection off where nothing has moved since this was called before."""
         if connection.is_within_frame and connection.received == received:
             self.connection_ended(LimitExceededError(f"the rest of a frame did not come in {limits.STALL_SECONDS:g} s"))
-        elif connection.is_full and was_full:
+        elif connection.is_full and connection.paused == paused:
             self.connection_ended(LimitExceededError(f"answers were not read for {limits.STALL_SECONDS:g} s"))
         else:
-            loop = asyncio.get_running_loop()
-            arguments = connection, connection.received, connection.is_full
-            self._stall_timer = loop.call_later(limits.STALL_SECONDS, self._watch, *arguments)
+            # A connection that was not full now, and is then, has paused once more.
+            paused = connection.paused if connection.is_full else -1
+            self._stall_timer = asyncio.get_running_loop().call_later(
+                limits.STALL_SECONDS, self._watch, connection, connection.received, paused
+            )
 
     # --- what the connection calls ------------------------------------------------------------------------------------
 
