@@ -313,8 +313,8 @@ class Parameters(ProcessBound):
         the bound.
         Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError; SharingUnavailableError and
         TcpUnavailableError with transport "shm" and "tcp"; MutualWaitError where the others wait for this worker
-        elsewhere; InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets; UnknownTensorError, MissingTensorError,
-        ShapeMismatchError and DTypeMismatchError for ``out``.
+        elsewhere; InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets;
+        UnknownTensorError, MissingTensorError, ShapeMismatchError and DTypeMismatchError for ``out``.
         """
         return loop.shared().call(self._handle.pull(out, copy), reading=True)
 
@@ -348,10 +348,10 @@ class Parameters(ProcessBound):
         first step.
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
         before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError;
-        SharingUnavailableError with transport "shm", TcpUnavailableError with "tcp"; MutualWaitError where the others wait for this worker elsewhere;
-        PushDroppedError as ``on_drop`` of ``Client.parameters`` says; InvalidArgumentError for ``out`` together with
-        ``copy=False`` and while a step is given in buckets. Calling again with the same gradients goes on with the same
-        step.
+        SharingUnavailableError with transport "shm", TcpUnavailableError with "tcp"; MutualWaitError where the others
+        wait for this worker elsewhere; PushDroppedError as ``on_drop`` of ``Client.parameters`` says;
+        InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets. Calling
+        again with the same gradients goes on with the same step.
         """
         return loop.shared().call(self._handle.push_pull(gradients, out, copy))
 
