@@ -18,6 +18,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, Protocol, cast
 
 from psdist.errors import InternalError, LimitExceededError, PsdistError
@@ -200,6 +201,10 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._reader.receiver = _Nobody()
         self._writable.set()
         if self._transport is not None:
+            # uvloop would go on with what is queued until its next turn. The socket must take no more before this
+            # returns: the memory of payloads may be written to then.
+            with suppress(OSError):
+                self._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
             self._transport.abort()
             self._transport = None
 
