@@ -15,6 +15,7 @@ Not here: what headers mean (``tcp_service`` at the server, ``client.transport.t
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
 from collections.abc import Callable
@@ -201,10 +202,8 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._reader.receiver = _Nobody()
         self._writable.set()
         if self._transport is not None:
-            # uvloop would go on with what is queued until its next turn. The socket must take no more before this
-            # returns: the memory of payloads may be written to then.
-            with suppress(OSError):
-                self._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+            if self.is_sending:
+                _shut_down(self._transport)
             self._transport.abort()
             self._transport = None
 
@@ -252,6 +251,13 @@ class FrameConnection(asyncio.BufferedProtocol):
             receiver = self._reader.receiver
             self.abort()
             receiver.connection_ended(error)
+
+
+def _shut_down(transport: asyncio.Transport) -> None:
+    """Sees to it that nothing more is sent. After ``abort`` uvloop goes on with what is queued until its next turn, when
+    the memory of payloads may have been written to."""
+    with suppress(OSError), socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as same:
+        same.shutdown(socket.SHUT_RDWR)
 
 
 class _Nobody:
