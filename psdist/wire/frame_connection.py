@@ -254,8 +254,8 @@ class FrameConnection(asyncio.BufferedProtocol):
 
 
 def _shut_down(transport: asyncio.Transport) -> None:
-    """Ends the sending at once. After ``abort`` uvloop goes on with what is queued until its next turn, when the memory of
-    payloads may have been written to."""
+    """Ends the sending at once. After ``abort`` uvloop goes on with what is queued until its next turn, when the memory
+    of payloads may have been written to."""
     with suppress(OSError), socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as same:
         same.shutdown(socket.SHUT_RDWR)
 
