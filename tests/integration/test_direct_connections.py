@@ -19,7 +19,6 @@ from psdist.client.transport.tcp.stream import TcpStream
 from psdist.consistency import ASP, BSP
 from psdist.errors import TcpUnavailableError, WaitTimeoutError
 from psdist.launch.embedded import EmbeddedCluster
-from psdist.wire import limits
 
 SIZE = 1_000_000
 SLICE = 1 << 15
@@ -146,40 +145,6 @@ async def test_a_given_up_push_leaves_its_gradient_to_the_user(cluster: Embedded
         values = (await handles[0].push_pull(gradient(-3.0)))["w"]
         assert set(values.tolist()) == set((await other)["w"].tolist()) == {3.0}
         assert handles[0].statistics().ignored > 0
-
-
-async def test_a_push_given_up_while_it_is_sent_ends_the_connection(
-    cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "DIRECT_WINDOW_SLICES", 1 << 20)
-    async with members(cluster, {}) as clients:
-        (handle,) = await opened(clients, "sending", consistency=ASP())
-        await steps([handle], 1.0)
-        (first, second) = streams(handle)
-        pushing = asyncio.create_task(handle.push(gradient()))
-        await until(lambda: first.connection.is_sending)
-        pushing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await pushing
-        assert first.broken is not None and not first.connection.is_sending and not second.connection.is_sending
-        monkeypatch.undo()
-        await handle.push(gradient())
-        assert set((await handle.pull())["w"].tolist()) == {2.0}
-
-
-async def test_weights_that_come_after_a_given_up_pull_are_not_written(cluster: EmbeddedCluster) -> None:
-    async with members(cluster, {}) as clients:
-        (handle,) = await opened(clients, "late", consistency=ASP())
-        await steps([handle], 1.0)
-        out = {"w": np.full(SIZE, -7.0, np.float32)}
-        pulling = asyncio.create_task(handle.pull(out=out))
-        await until(lambda: any(one._receiving is not None for one in streams(handle)))
-        pulling.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await pulling
-        out["w"][...] = -7.0
-        await handle.pull()  # comes behind what was on its way
-        assert set(out["w"].tolist()) == {-7.0}
 
 
 async def test_calls_in_opposite_orders_do_not_wait_for_each_other(cluster: EmbeddedCluster) -> None:
