@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     line.add_argument("--workers", type=int, default=2)
     line.add_argument("--servers", type=int, default=2)
     line.add_argument("--params", type=int, default=25_000_000)
-    line.add_argument("--transport", choices=("auto", "grpc", "shm"), default="auto")
+    line.add_argument("--transport", choices=("auto", "shm", "tcp", "grpc"), default="auto")
     line.add_argument("--consistency", choices=list(CONSISTENCIES), default="bsp")
     line.add_argument("--rounds", type=int, default=15, help="turns of each contender (default: %(default)s)")
     line.add_argument("--steps-per-round", type=int, default=8, help="steps of one turn (default: %(default)s)")

@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     line = argparse.ArgumentParser(prog="python -m benchmarks.latency", description="Round trip of a small push_pull.")
     line.add_argument("--params", type=int, default=1000)
-    line.add_argument("--transport", choices=("auto", "grpc", "shm"), default="auto")
+    line.add_argument("--transport", choices=("auto", "shm", "tcp", "grpc"), default="auto")
     line.add_argument("--copy", action="store_true", help="plain calls, with arrays of one's own")
     line.add_argument("--rounds", type=int, default=20, help="turns of each contender (default: %(default)s)")
     line.add_argument("--calls-per-round", type=int, default=250, help="round trips of a turn (default: %(default)s)")

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--servers", type=int, default=2)
     line.add_argument("--params", type=int, default=25_000_000)
     line.add_argument("--compute-ms", type=float, default=400.0, help="of one step (default: %(default)s)")
-    line.add_argument("--transport", choices=("auto", "grpc", "shm"), default="auto")
+    line.add_argument("--transport", choices=("auto", "shm", "tcp", "grpc"), default="auto")
     line.add_argument("--peer", action="append", choices=["gloo"], default=[])
     line.add_argument("--rounds", type=int, default=5, help="turns of each contender (default: %(default)s)")
     line.add_argument("--steps-per-round", type=int, default=4, help="steps of one turn (default: %(default)s)")

@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--workers", type=int, default=2)
     line.add_argument("--servers", type=int, default=2)
     line.add_argument("--params", type=int, default=4_000_000)
-    line.add_argument("--transport", nargs="+", choices=("grpc", "shm"), default=["shm", "grpc"])
+    line.add_argument("--transport", nargs="+", choices=("shm", "tcp", "grpc"), default=["shm", "tcp", "grpc"])
     line.add_argument("--copy", action="store_true", help="plain calls, with arrays of one's own")
     line.add_argument("--json", type=Path, metavar="FILE")
     return line

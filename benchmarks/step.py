@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--workers", type=int, default=2)
     line.add_argument("--servers", type=int, default=2)
     line.add_argument("--params", type=int, default=25_000_000)
-    line.add_argument("--transport", choices=("auto", "grpc", "shm"), default="auto")
+    line.add_argument("--transport", choices=("auto", "shm", "tcp", "grpc"), default="auto")
     line.add_argument("--wire-dtype", choices=WIRE_DTYPES, default="float32", help="of psdist and the echoes")
     line.add_argument("--consistency", choices=list(CONSISTENCIES), default="bsp", help="of psdist")
     line.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adam", help="of psdist; peers have Adam")

@@ -153,6 +153,11 @@ class SharingUnavailableError(PsdistError, code="sharing_unavailable", status="F
     """A worker and a server cannot share memory; the message says why. Nothing is wrong with the data."""
 
 
+class TcpUnavailableError(PsdistError, code="tcp_unavailable", status="FAILED_PRECONDITION"):
+    """A worker cannot open a direct TCP connection to a server; the message says why. Nothing is wrong with the
+    data."""
+
+
 class StaleTermError(PsdistError, code="stale_term", status="ABORTED"):
     """A server acted as the primary of a shard that has a newer one."""
 

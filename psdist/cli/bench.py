@@ -40,7 +40,7 @@ def command_line() -> CommandLine:
                  "DTYPE"),
             Flag("--optimizer", ", ".join(OPTIMIZERS), one_of(*OPTIMIZERS), "adam", "NAME"),
             Flag("--consistency", ", ".join(CONSISTENCIES), one_of(*CONSISTENCIES), "bsp", "NAME"),
-            Flag("--transport", "auto, grpc or shm", one_of(*get_args(TransportName)), "auto", "NAME"),
+            Flag("--transport", "auto, shm, tcp or grpc", one_of(*get_args(TransportName)), "auto", "NAME"),
             Flag("--copy", "plain calls with own arrays, instead of gradient buffers and weights read in place"),
             Flag("--nservers", "servers, where it starts a cluster of its own", integer(1, 1024), 2, "N"),
             SCHEDULER_FLAG,

@@ -46,7 +46,7 @@ def command_line() -> CommandLine:
             Flag("--down", "how long a scheduler stays down and workers are busy; the longest that others are frozen "
                  "or cut off", seconds(), 4.0, "SECONDS"),
             Flag("--pace", "shortest time from one push to the next", seconds(), 0.002, "SECONDS"),
-            Flag("--transport", "auto, grpc or shm", one_of(*get_args(TransportName)), "auto", "NAME"),
+            Flag("--transport", "auto, shm, tcp or grpc", one_of(*get_args(TransportName)), "auto", "NAME"),
             Flag("--seed", "seed of targets and moments", integer(0), 0, "N"),
             Flag("--no-compare", "omit the undisturbed run whose weights BSP must equal byte for byte"),
             Flag("--suite", "one run for each promise; --kills is the largest number of faults of each"),

@@ -55,8 +55,10 @@ class AsyncClient(ProcessBound):
     rank: None reads ``RANK``, else the scheduler gives the lowest free one.
     connect_timeout: seconds for which to look for the scheduler.
     request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
-    transport: "auto" shares memory with the servers of this host and reaches others by gRPC, "grpc" never shares, "shm"
-        raises SharingUnavailableError where memory cannot be shared; None reads ``PSDIST_TRANSPORT``, else is "auto".
+    transport: "auto" shares memory with the servers of this host, and reaches others by direct TCP connections, or by
+        gRPC where there can be none. "grpc" uses gRPC alone. "shm" raises SharingUnavailableError where memory cannot
+        be shared, "tcp" raises TcpUnavailableError where there can be no direct connection. None reads
+        ``PSDIST_TRANSPORT``, else is "auto".
     rejoin: a client that was taken for dead, because it was frozen or cut off for longer than its lease, joins the run
         again by itself, and so do its parameters (see ``AsyncParameters``). False: everything raises FencedError then.
     """

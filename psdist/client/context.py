@@ -88,7 +88,7 @@ def init(
     rank: this worker's number; None reads ``RANK``, else the scheduler gives the lowest free one.
     connect_timeout: seconds for which to look for the scheduler.
     request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
-    transport: "auto", "grpc" or "shm", as for ``Client``; None reads ``PSDIST_TRANSPORT``, else is "auto".
+    transport: "auto", "shm", "tcp" or "grpc", as for ``Client``; None reads ``PSDIST_TRANSPORT``, else is "auto".
     rejoin: whether a worker that was expelled, because it was silent for longer than its lease, joins again by itself.
 
     Afterwards SIGTERM ends the script in order. The workers agree on a common end, so that the last snapshot is of a

@@ -27,7 +27,8 @@ from psdist.client.transport.data_path import DataPath
 from psdist.client.transport.grpc.streams import GrpcTransport
 from psdist.client.transport.requests import ByteCounters, PullRequest, PushRequest, Request
 from psdist.client.transport.shm.attachment import SharedMemory
-from psdist.client.transport.transport import Transports
+from psdist.client.transport.tcp.connecting import TcpTransport
+from psdist.client.transport.transport import Transport, Transports
 from psdist.compression import Cast
 from psdist.errors import FencedError, NotMemberError, WaitTimeoutError
 from psdist.settings.config import TransportName
@@ -61,8 +62,11 @@ class Exchange:
             view, waits, grpc, participation.sender, participation.entry, options.codec.dtype,
             required=options.transport == "shm", member=participation.is_member, stable=participation.is_stable,
         )  # fmt: skip
-        offered = (grpc,) if options.transport == "grpc" else (self.shared_memory, grpc)
-        self._transports = Transports(*offered)
+        self.tcp = TcpTransport(
+            view, waits, grpc, participation.sender, participation.entry, required=options.transport == "tcp"
+        )
+        preferred: dict[str, tuple[Transport, ...]] = {"shm": (self.shared_memory,), "tcp": (self.tcp,), "grpc": ()}
+        self._transports = Transports(*preferred.get(options.transport, (self.shared_memory, self.tcp)), grpc)
         self.path = DataPath(self._transports, view, waits, session.calls.rng)
         self._planned: tuple[ClusterMap, ServerNews, RoutingPlan] | None = None
         self._rejoining = asyncio.Lock()
@@ -90,7 +94,8 @@ class Exchange:
     async def _start_incarnation(self, mine: Registration) -> None:
         await self.participation.start_incarnation(mine)
         self._planned = None
-        self.shared_memory.rejoin(self.participation.sender, self.participation.entry)
+        for transport in (self.shared_memory, self.tcp):
+            transport.rejoin(self.participation.sender, self.participation.entry)
 
     @property
     def expulsion(self) -> Expulsion:
@@ -107,13 +112,19 @@ class Exchange:
         return self._session.activities.throughput.waiting()
 
     def transports(self) -> dict[str, str]:
-        """By server, the transport that is used, and why others are not: "shm", "grpc: the transport is 'grpc'"."""
+        """By server, the transport that is used, and why preferred ones are not: "shm", "grpc: the transport is
+        'grpc'"."""
         entry = self._membership.view.cluster.entry(self.participation.name) or self.participation.entry
         # A shard of few slices may have none.
         servers = tuple(dict.fromkeys(entry.primaries[: self.slicing.count]))
         if self.options.transport == "grpc":
             return dict.fromkeys(servers, "grpc: the transport is 'grpc'")
         return self._transports.statuses(servers)
+
+    async def close(self) -> None:
+        """Ends the connections to servers that are this handle's own, and what is shared with them."""
+        await self.shared_memory.close()
+        await self.tcp.close()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

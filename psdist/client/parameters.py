@@ -130,9 +130,9 @@ class AsyncParameters(ProcessBound):
         bound.
 
         Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError, SharingUnavailableError (transport "shm"),
-        MutualWaitError (``Client`` alone) where the others wait for this worker elsewhere, InvalidArgumentError for
-        ``out`` together with ``copy=False`` and while a step is given in buckets, and as ``partition.check_out`` for
-        ``out``.
+        TcpUnavailableError (transport "tcp"), MutualWaitError (``Client`` alone) where the others wait for this worker
+        elsewhere, InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets,
+        and as ``partition.check_out`` for ``out``.
         """
         async with self._steps.call():
             return await self._steps.pull(out, copy)

@@ -53,8 +53,8 @@ class Statistics:
     rolled_back: how often the parameters went back to a snapshot.
     staleness_mean, staleness_max: over the slices of the last push, in versions.
     push_bytes, pull_bytes: payloads only, those in shared memory too.
-    transport: "shm" or "grpc", "mixed" where it depends on the server.
-    transports: by server: "shm", or "grpc: " and why.
+    transport: "shm", "tcp" or "grpc", "mixed" where it depends on the server.
+    transports: by server: "shm", or "tcp: " or "grpc: " and why none before it.
     """
 
     pushes: int = 0
@@ -196,7 +196,7 @@ class Steps:
         if self._bucket_step is not None:
             await self._bucket_step.close()
         self._results.discard()
-        await self._exchange.shared_memory.close()
+        await self._exchange.close()
 
     # --- their parts --------------------------------------------------------------------------------------------------
 

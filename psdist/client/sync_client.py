@@ -43,8 +43,10 @@ class Client(ProcessBound):
     rank: None reads ``RANK``, else the scheduler gives the lowest free one.
     connect_timeout: seconds for which to look for the scheduler.
     request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
-    transport: "auto" shares memory with the servers of this host and reaches others by gRPC, "grpc" never shares, "shm"
-        raises SharingUnavailableError where memory cannot be shared; None reads ``PSDIST_TRANSPORT``, else is "auto".
+    transport: "auto" shares memory with the servers of this host, and reaches others by direct TCP connections, or by
+        gRPC where there can be none. "grpc" uses gRPC alone. "shm" raises SharingUnavailableError where memory cannot
+        be shared, "tcp" raises TcpUnavailableError where there can be no direct connection. None reads
+        ``PSDIST_TRANSPORT``, else is "auto".
     rejoin: whether a worker that was expelled, because it was silent for longer than its lease, joins again by itself.
         False: every call raises FencedError then.
 
@@ -309,10 +311,10 @@ class Parameters(ProcessBound):
 
         BSP: waits until the step that this worker is at is complete. SSP: waits until no worker is further behind than
         the bound.
-        Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError; SharingUnavailableError with transport
-        "shm"; MutualWaitError where the others wait for this worker elsewhere; InvalidArgumentError for ``out``
-        together with ``copy=False`` and while a step is given in buckets; UnknownTensorError, MissingTensorError,
-        ShapeMismatchError and DTypeMismatchError for ``out``.
+        Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError; SharingUnavailableError and
+        TcpUnavailableError with transport "shm" and "tcp"; MutualWaitError where the others wait for this worker
+        elsewhere; InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets;
+        UnknownTensorError, MissingTensorError, ShapeMismatchError and DTypeMismatchError for ``out``.
         """
         return loop.shared().call(self._handle.pull(out, copy), reading=True)
 
@@ -346,10 +348,10 @@ class Parameters(ProcessBound):
         first step.
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
         before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError;
-        SharingUnavailableError with transport "shm"; MutualWaitError where the others wait for this worker elsewhere;
-        PushDroppedError as ``on_drop`` of ``Client.parameters`` says; InvalidArgumentError for ``out`` together with
-        ``copy=False`` and while a step is given in buckets. Calling again with the same gradients goes on with the same
-        step.
+        SharingUnavailableError with transport "shm", TcpUnavailableError with "tcp"; MutualWaitError where the others
+        wait for this worker elsewhere; PushDroppedError as ``on_drop`` of ``Client.parameters`` says;
+        InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets. Calling
+        again with the same gradients goes on with the same step.
         """
         return loop.shared().call(self._handle.push_pull(gradients, out, copy))
 

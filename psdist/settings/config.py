@@ -23,9 +23,9 @@ from typing import Final, Literal, cast, get_args
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
 from psdist.wire.limits import ADDRESS_FILE_BYTES_MAX, RUN_ID, TOKEN_CHARACTERS_MAX
 
-#: How gradients and weights travel: "auto" shares memory with the servers of this host and uses gRPC to all others,
-#: "grpc" never shares, "shm" fails where memory cannot be shared.
-TransportName = Literal["auto", "grpc", "shm"]
+#: How gradients and weights travel: "auto" shares memory with the servers of this host, and uses direct TCP connections
+#: to others, or gRPC where there can be none. "grpc" uses nothing else. "shm" and "tcp" fail where they cannot be had.
+TransportName = Literal["auto", "shm", "tcp", "grpc"]
 
 START_TIMEOUT_SECONDS: Final = 60.0
 #: The longest silence after which a server, or a worker, still counts as a member.

@@ -146,18 +146,34 @@ class PullResponse(_message.Message):
     def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., waiting_for: _Optional[str] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ShareRequest(_message.Message):
-    __slots__ = ("call_id", "attach", "push", "pull", "cancel")
+    __slots__ = ("call_id", "attach", "push", "pull", "cancel", "open", "slice")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     PUSH_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     attach: Attach
     push: SharedPush
     pull: SharedPull
     cancel: SharedCancel
-    def __init__(self, call_id: _Optional[int] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., push: _Optional[_Union[SharedPush, _Mapping]] = ..., pull: _Optional[_Union[SharedPull, _Mapping]] = ..., cancel: _Optional[_Union[SharedCancel, _Mapping]] = ...) -> None: ...
+    open: OpenConnection
+    slice: SliceHeader
+    def __init__(self, call_id: _Optional[int] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., push: _Optional[_Union[SharedPush, _Mapping]] = ..., pull: _Optional[_Union[SharedPull, _Mapping]] = ..., cancel: _Optional[_Union[SharedCancel, _Mapping]] = ..., open: _Optional[_Union[OpenConnection, _Mapping]] = ..., slice: _Optional[_Union[SliceHeader, _Mapping]] = ...) -> None: ...
+
+class OpenConnection(_message.Message):
+    __slots__ = ("nonce",)
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
+
+class SliceHeader(_message.Message):
+    __slots__ = ("slice",)
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    slice: int
+    def __init__(self, slice: _Optional[int] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("identity", "socket", "dtype")
@@ -182,32 +198,70 @@ class SharedPush(_message.Message):
     def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., wants_weights: _Optional[bool] = ..., slices: _Optional[_Iterable[int]] = ..., base_versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SharedPull(_message.Message):
-    __slots__ = ("identity", "min_version", "slices")
+    __slots__ = ("identity", "min_version", "slices", "dtype")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     min_version: int
     slices: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., min_version: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ...) -> None: ...
+    dtype: _common_pb2.DType
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., min_version: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ...) -> None: ...
 
 class SharedCancel(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ShareResponse(_message.Message):
-    __slots__ = ("call_id", "attached", "answers", "waiting_for", "error")
+    __slots__ = ("call_id", "attached", "answers", "waiting_for", "error", "opened", "slice", "taken")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     attached: Attached
     answers: SharedAnswers
     waiting_for: str
     error: _common_pb2.ErrorDetail
-    def __init__(self, call_id: _Optional[int] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., answers: _Optional[_Union[SharedAnswers, _Mapping]] = ..., waiting_for: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+    opened: Opened
+    slice: SliceResult
+    taken: int
+    def __init__(self, call_id: _Optional[int] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., answers: _Optional[_Union[SharedAnswers, _Mapping]] = ..., waiting_for: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., slice: _Optional[_Union[SliceResult, _Mapping]] = ..., taken: _Optional[int] = ...) -> None: ...
+
+class Opened(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SliceResult(_message.Message):
+    __slots__ = ("slice", "version", "ignored", "staleness")
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    IGNORED_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    slice: int
+    version: int
+    ignored: bool
+    staleness: int
+    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ...) -> None: ...
+
+class ConnectRequest(_message.Message):
+    __slots__ = ("identity",)
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    identity: Identity
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
+
+class ConnectResponse(_message.Message):
+    __slots__ = ("port", "nonce")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    nonce: bytes
+    def __init__(self, port: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("nonce", "weights_nonce")

@@ -59,6 +59,11 @@ class ServerServiceStub:
                 request_serializer=psdist_dot_v1_dot_server__pb2.ShareRequest.SerializeToString,
                 response_deserializer=psdist_dot_v1_dot_server__pb2.ShareResponse.FromString,
                 _registered_method=True)
+        self.Connect = channel.stream_stream(
+                '/psdist.v1.ServerService/Connect',
+                request_serializer=psdist_dot_v1_dot_server__pb2.ConnectRequest.SerializeToString,
+                response_deserializer=psdist_dot_v1_dot_server__pb2.ConnectResponse.FromString,
+                _registered_method=True)
         self.FetchNorms = channel.unary_stream(
                 '/psdist.v1.ServerService/FetchNorms',
                 request_serializer=psdist_dot_v1_dot_server__pb2.FetchNormsRequest.SerializeToString,
@@ -117,6 +122,15 @@ class ServerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Connect(self, request_iterator, context):
+        """A TCP connection between a worker and this server, for one parameters: the only request says who connects, the only
+        answer where to. Calls are the messages of Share, on that connection, with payloads in frames of their own. It lasts
+        as long as both, the stream and the connection. See docs/wire.md.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchNorms(self, request, context):
         """Squared norms of a step's aggregated gradient, for clipping by the global norm. Server to server; waits until
         the step is aggregated.
@@ -167,6 +181,11 @@ def add_ServerServiceServicer_to_server(servicer, server):
                     servicer.Share,
                     request_deserializer=psdist_dot_v1_dot_server__pb2.ShareRequest.FromString,
                     response_serializer=psdist_dot_v1_dot_server__pb2.ShareResponse.SerializeToString,
+            ),
+            'Connect': grpc.stream_stream_rpc_method_handler(
+                    servicer.Connect,
+                    request_deserializer=psdist_dot_v1_dot_server__pb2.ConnectRequest.FromString,
+                    response_serializer=psdist_dot_v1_dot_server__pb2.ConnectResponse.SerializeToString,
             ),
             'FetchNorms': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchNorms,
@@ -319,6 +338,33 @@ class ServerService:
             '/psdist.v1.ServerService/Share',
             psdist_dot_v1_dot_server__pb2.ShareRequest.SerializeToString,
             psdist_dot_v1_dot_server__pb2.ShareResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Connect(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/psdist.v1.ServerService/Connect',
+            psdist_dot_v1_dot_server__pb2.ConnectRequest.SerializeToString,
+            psdist_dot_v1_dot_server__pb2.ConnectResponse.FromString,
             options,
             channel_credentials,
             insecure,

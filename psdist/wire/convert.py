@@ -45,7 +45,13 @@ from psdist.wire import limits
 M = TypeVar("M", bound=Message)
 D = TypeVar("D")
 #: Messages of ServerService that say who sends.
-HasIdentity = server_pb2.PushHeader | server_pb2.InstallRequest | server_pb2.PullRequest | server_pb2.Attach
+HasIdentity = (
+    server_pb2.PushHeader
+    | server_pb2.InstallRequest
+    | server_pb2.PullRequest
+    | server_pb2.Attach
+    | server_pb2.ConnectRequest
+)
 
 _DTYPE_TO_PROTO: Final = {
     "float32": pb.DTYPE_FLOAT32,

@@ -36,6 +36,21 @@ CLIENT_WINDOW_BYTES: Final = 4 << 20
 HELD_SLICES_MAX: Final = 2
 #: Unanswered calls of one Share stream may name each slice of the server so many times on average.
 SHARED_ROUNDS_MAX: Final = 4
+#: Calls of one attachment or direct connection that are not over. Each bucket of a step is a call.
+STREAM_CALLS_MAX: Final = 4096
+#: Payloads of one push over a direct connection that a worker may send before the server lets go of the first of them.
+#: As many are on their way or held by the server.
+DIRECT_WINDOW_SLICES: Final = 4
+#: Direct connections to one server that were promised, and did not come yet.
+NONCES_MAX: Final = CONNECTIONS_MAX
+#: A promised connection must come, and show its nonce, within so long.
+NONCE_SECONDS: Final = 5.0
+#: Direct connections to one server that have not shown a nonce yet. One more cuts off the oldest.
+UNIDENTIFIED_MAX: Final = 256
+#: Header of a connection's first frame, which nobody has authenticated.
+OPENING_BYTES: Final = 64
+#: A frame that has come in part must grow, and a peer must read what it asked for, at least once in so long.
+STALL_SECONDS: Final = 60.0
 
 #: Members of a run in the cluster map, which every member holds.
 MEMBERS_MAX: Final = 4096

@@ -32,6 +32,7 @@ from psdist_server.kernels.warm_up import BackgroundCompiler
 from psdist_server.scheduler_session import ServerSession
 from psdist_server.server import ParameterServer
 from psdist_server.service import SERVICE, ServerService
+from psdist_server.tcp_listener import TcpListener
 
 _log = structlog.get_logger("psdist.server")
 
@@ -83,11 +84,20 @@ async def _serve(settings: ServerSettings, scheduler: str) -> int:
         host = ParameterServer(me, settings.token, threads, compiler=compiler)
         logs.identify(id=me.server_id, run=me.run_id)
         await host.follow(first_map)
-        service = ServerService(host)
+        listener = TcpListener()
+        await listener.open(settings.host)
+        service = ServerService(host, listener)
         server.add_generic_rpc_handlers((service.handler(),))
         probe = await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))
         await server.start()
-        _log.info("serving", address=advertise, scheduler=scheduler, incarnation=me.incarnation, kernel_threads=threads)
+        _log.info(
+            "serving",
+            address=advertise,
+            scheduler=scheduler,
+            incarnation=me.incarnation,
+            tcp_port=listener.port,
+            kernel_threads=threads,
+        )
         return await _until_stopped(stop, link, host, service, server, probe, settings.drain_timeout_seconds)
     finally:
         compiler.close()

@@ -25,6 +25,8 @@ from psdist_server.server import ParameterServer
 from psdist_server.shm_service import serve_share
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call, SliceAnswer
+from psdist_server.tcp_listener import TcpListener
+from psdist_server.tcp_service import serve_connect
 
 log = logging.getLogger("psdist.server")
 
@@ -41,10 +43,12 @@ _Answers = asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None]
 
 
 class ServerService:
-    """Carries the calls of workers and other servers to ``server``."""
+    """Carries the calls of workers and other servers to ``server``. listener: for direct connections; they are refused
+    where it is not open."""
 
-    def __init__(self, server: ParameterServer) -> None:
+    def __init__(self, server: ParameterServer, listener: TcpListener | None = None) -> None:
         self._server = server
+        self._listener = listener or TcpListener()
         self._admission = server.admission
         #: Answers to other servers, by the number of their stream.
         self._replicate_answers: dict[int, _Answers] = {}
@@ -59,6 +63,7 @@ class ServerService:
             "Push": partial(self._push, server_pb2.PushRequest),
             "Pull": self._pull,
             "Share": partial(serve_share, self._server),
+            "Connect": partial(serve_connect, self._server, self._listener),
             "Replicate": self._replicate,
             "FetchNorms": self._fetch_norms,
         }
@@ -205,7 +210,9 @@ class ServerService:
             reader.cancel()
 
     def disconnect(self) -> None:
-        """Ends the streams of other servers, which would keep the server from ending."""
+        """Ends the streams of other servers, which would keep the server from ending, and lets no direct connections in
+        any more."""
+        self._listener.close()
         for answers in self._replicate_answers.values():
             answers.put_nowait(None)
 

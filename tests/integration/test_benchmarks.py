@@ -39,7 +39,9 @@ def measure(tmp_path: Path, module: str, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("transport", "peers"), [("shm", {"gloo", "kernel"}), ("grpc", {"echo_tuned"})])
+@pytest.mark.parametrize(
+    ("transport", "peers"), [("shm", {"gloo", "kernel"}), ("tcp", set()), ("grpc", {"echo_tuned"})]
+)
 def test_a_step_beside_its_peers(tmp_path: Path, transport: str, peers: set[str]) -> None:
     if "gloo" in peers:
         pytest.importorskip("torch")

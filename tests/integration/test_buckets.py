@@ -1,4 +1,4 @@
-"""Steps in buckets, and calls that copy nothing: the same bytes as ``push_pull``, over gRPC and over shared memory."""
+"""Steps in buckets, and calls that copy nothing: the same bytes as ``push_pull``, over each transport."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from psdist.launch.embedded import EmbeddedCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-TRANSPORTS = ("grpc", "shm")
+TRANSPORTS = ("grpc", "tcp", "shm")
 #: 4096 elements are whole pages, so that all servers' slices can be shown as one vector; 1000 are not.
 SLICES = (4096, 1000)
 ADAM = psdist.optim.Adam(lr=0.01)
@@ -421,7 +421,7 @@ async def test_the_synchronous_face(cluster: EmbeddedCluster, transport: str) ->
 # --- the steady state -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", [pytest.param("grpc", marks=pytest.mark.long), "shm"])
+@pytest.mark.parametrize("transport", [pytest.param("grpc", marks=pytest.mark.long), "tcp", "shm"])
 async def test_the_steady_state_takes_no_more_memory(join: Join, transport: str) -> None:
     handle = await (await join(transport=transport)).parameters(new_name(), INIT, ADAM)
     buffers = await handle.gradient_buffers()

@@ -87,7 +87,10 @@ _BUSY_SECONDS = "3"
 _CASES = [
     ("bsp", "shm"),
     ("asp", "grpc"),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in (("bsp", "grpc"), ("asp", "shm"), ("ssp", "shm"))),
+    *(
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in (("bsp", "grpc"), ("asp", "shm"), ("ssp", "shm"), ("bsp", "tcp"), ("asp", "tcp"))
+    ),
 ]
 
 

@@ -1,5 +1,5 @@
-"""BSP is exact: W workers and S servers, over real gRPC and with real server processes, give the very bytes of a plain
-single-process numpy reference that adds the gradients in rank order.
+"""BSP is exact: W workers and S servers, over each transport and with real server processes, give the very bytes of a
+plain single-process numpy reference that adds the gradients in rank order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from psdist import AsyncClient, AsyncParameters, optim
 from psdist.consistency import BSP
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.optim import Optimizer
+from psdist.settings.config import TransportName
 from psdist_server.kernels.optimizers import Rule, clip_factor
 from tests.support import reference
 
@@ -117,13 +118,18 @@ async def create(client: AsyncClient, name: str, spec: Optimizer) -> AsyncParame
     return await client.parameters(name, init=split(values), optimizer=spec, consistency=BSP(), slice_elements=SLICE)
 
 
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize(("cluster", "workers"), _PAIRS, indirect=["cluster"], scope="module")
-async def test_weights_are_byte_identical_to_the_reference(cluster: EmbeddedCluster, workers: int) -> None:
-    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(workers)]
+async def test_weights_are_byte_identical_to_the_reference(
+    cluster: EmbeddedCluster, workers: int, transport: TransportName
+) -> None:
+    clients = [AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport) for rank in range(workers)]
     await asyncio.gather(*(client.connect() for client in clients))
     try:
         for name, spec in OPTIMIZERS.items():
-            handles = await asyncio.gather(*(create(client, f"{name}-{workers}", spec) for client in clients))
+            handles = await asyncio.gather(
+                *(create(client, f"{name}-{workers}-{transport}", spec) for client in clients)
+            )
             expected = reference_run(spec, workers)
             assert joined(await handles[-1].pull()) == initial().tobytes()
             for step in range(STEPS):

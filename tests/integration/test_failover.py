@@ -78,7 +78,11 @@ def _digests(text: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("clip", "transport"),
-    [*(pytest.param(0.0, transport, marks=pytest.mark.long) for transport in ("grpc", "shm")), (1.0, "grpc")],
+    [
+        *(pytest.param(0.0, transport, marks=pytest.mark.long) for transport in ("grpc", "tcp", "shm")),
+        (1.0, "grpc"),
+        pytest.param(1.0, "tcp", marks=pytest.mark.long),
+    ],
 )
 def test_a_killed_server_changes_not_a_bit(tmp_path: Path, runs: list[Run], clip: float, transport: str) -> None:
     arguments = ("60", str(clip))
@@ -105,6 +109,7 @@ def test_a_killed_server_changes_not_a_bit(tmp_path: Path, runs: list[Run], clip
     [
         pytest.param("asp", "grpc", marks=pytest.mark.long),
         ("asp", "shm"),
+        pytest.param("asp", "tcp", marks=pytest.mark.long),
         pytest.param("ssp", "grpc", marks=pytest.mark.long),
     ],
 )

@@ -77,7 +77,7 @@ def runs() -> Iterator[list[Run]]:
 _KILLED = {
     ("1.0", "push_pull", "pull"): "shm",
     ("0.0,1.0", "push", "push"): "grpc",
-    ("0.0,1.0", "push_pull", "pull"): "",
+    ("0.0,1.0", "push_pull", "pull"): "tcp",
     ("0.0,1.0,1.1", "clip", "push"): "shm",
 }
 
@@ -88,7 +88,7 @@ _KILLED = {
     [
         pytest.param(*case, transport, marks=[] if transport == brief else [pytest.mark.long])
         for case, brief in _KILLED.items()
-        for transport in ("shm", "grpc")
+        for transport in ("shm", "tcp", "grpc")
     ],
 )
 def test_killed_inside_a_push(

@@ -1,4 +1,5 @@
-"""Memory of a server: 12 bytes per parameter with Adam, two slices per connected worker, and 150 MB for the rest.
+"""Memory of a server: 12 bytes per parameter with Adam, two slices per connected worker (over tcp four), and 150 MB for
+the rest.
 
 Workers that share memory lend it their gradients' besides: the same memory, which each process that reads it counts.
 """
@@ -15,6 +16,7 @@ from psdist import AsyncClient, optim
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist.types import SLICE_ELEMENTS_MAX
+from psdist.wire import limits
 
 ELEMENTS = 8_000_000
 OTHER_BYTES = 150_000_000
@@ -28,7 +30,7 @@ def peak_bytes(pid: int) -> int:
     raise AssertionError("no VmHWM")
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shm"])
+@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
 # With one worker there is less of the same.
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 4])
 async def test_server_memory_stays_within_its_bound(workers: int, transport: TransportName) -> None:
@@ -45,7 +47,8 @@ async def test_server_memory_stays_within_its_bound(workers: int, transport: Tra
         status = await clients[0].status()
         (server,) = [member for member in status.members if member.member_id == "server-0"]
         lent = 4 * ELEMENTS * workers if transport == "shm" else 0
-        bound = 12 * ELEMENTS + 2 * workers * SLICE_ELEMENTS_MAX * 4 + OTHER_BYTES + lent
+        slices = limits.DIRECT_WINDOW_SLICES if transport == "tcp" else limits.HELD_SLICES_MAX
+        bound = 12 * ELEMENTS + slices * workers * SLICE_ELEMENTS_MAX * 4 + OTHER_BYTES + lent
         peak = peak_bytes(server.pid)
         print(f"peak {peak / 1e6:.0f} MB, bound {bound / 1e6:.0f} MB")
         assert peak <= bound

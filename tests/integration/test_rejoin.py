@@ -83,7 +83,10 @@ def runs() -> Iterator[list[Run]]:
     [
         ("bsp", "shm"),
         ("asp", "grpc"),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("bsp", "grpc"), ("asp", "shm"), ("ssp", "shm"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("bsp", "grpc"), ("asp", "shm"), ("ssp", "shm"), ("bsp", "tcp"), ("asp", "tcp"))
+        ),
     ],
 )
 def test_a_frozen_worker_takes_part_again(tmp_path: Path, runs: list[Run], consistency: str, transport: str) -> None:

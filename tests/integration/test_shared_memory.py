@@ -66,12 +66,19 @@ def check_transports(
     clients: list[AsyncClient], handles: list[AsyncParameters], transports: list[TransportName]
 ) -> None:
     for handle, transport in zip(handles, transports, strict=True):
-        assert handle.statistics().transport == ("grpc" if transport == "grpc" else "shm"), handle.statistics()
+        assert handle.statistics().transport == ("shm" if transport == "auto" else transport), handle.statistics()
 
 
 # --- the same bytes ---------------------------------------------------------------------------------------------------
 
-MIXES: tuple[list[TransportName], ...] = (["shm"], ["shm", "shm"], ["grpc", "shm"], ["shm", "auto", "grpc", "shm"])
+MIXES: tuple[list[TransportName], ...] = (
+    ["shm"],
+    ["tcp"],
+    ["shm", "shm"],
+    ["grpc", "shm"],
+    ["tcp", "tcp"],
+    ["shm", "auto", "tcp", "grpc"],
+)
 
 
 @pytest.mark.parametrize("slice_elements", [4096, 1000], ids=["pages", "uneven"])
@@ -106,7 +113,7 @@ async def test_bytes_are_those_of_the_reference(
 async def test_bytes_are_those_of_grpc_in_fewer_bits(
     cluster: EmbeddedCluster, compression: str | None, pull_dtype: str
 ) -> None:
-    async with workers(cluster, "shm", "grpc") as clients:
+    async with workers(cluster, "shm", "grpc", "tcp") as clients:
         results = []
         # The same training twice: each worker by its transport, then with the ranks' gradients exchanged.
         for turn in (0, 1):
@@ -122,11 +129,11 @@ async def test_bytes_are_those_of_grpc_in_fewer_bits(
                 values = await asyncio.gather(
                     *(handle.push_pull(split(gradient(step, 1))) for rank, handle in enumerate(handles))
                 )
-            check_transports(clients, handles, ["shm", "grpc"])
+            check_transports(clients, handles, ["shm", "grpc", "tcp"])
             results += [joined(value) for value in values]
             results += [joined(await handle.pull(copy=False)) for handle in handles]
             sent = [handle.statistics().push_bytes for handle in handles]
-            assert sent[0] == sent[1] == 3 * TOTAL * (2 if compression else 4)
+            assert sent[0] == sent[1] == sent[2] == 3 * TOTAL * (2 if compression else 4)
         assert len(set(results)) == 1
 
 
@@ -155,7 +162,7 @@ async def test_gradients_in_the_arena_and_weights_in_place(cluster: EmbeddedClus
 
 @pytest.mark.parametrize("consistency", [ASP(), SSP(2), BSP(backup_workers=1)], ids=["asp", "ssp", "backup"])
 async def test_every_push_counts_once_and_versions_are_told(cluster: EmbeddedCluster, consistency: Consistency) -> None:
-    async with workers(cluster, "shm", "grpc", "shm") as clients:
+    async with workers(cluster, "shm", "grpc", "tcp") as clients:
         handles = await opened(
             clients, f"moving-{type(consistency).__name__}", init={"w": np.zeros(9000, np.float32)},
             consistency=consistency, slice_elements=1 << 12,
@@ -168,7 +175,7 @@ async def test_every_push_counts_once_and_versions_are_told(cluster: EmbeddedClu
                 assert handle.version <= values.max()
 
         await asyncio.gather(*(train(handle) for handle in handles))
-        check_transports(clients, handles, ["shm", "grpc", "shm"])
+        check_transports(clients, handles, ["shm", "grpc", "tcp"])
         final = (await handles[0].pull())["w"]
         if isinstance(consistency, BSP):
             assert set(final.tolist()) <= {float(v) for v in range(20, 61)}

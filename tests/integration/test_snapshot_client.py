@@ -142,7 +142,9 @@ async def check(path: Path, rank: int, pushed: int) -> None:
 
 
 @asynchronous
-@pytest.mark.parametrize("transport", ["shm", pytest.param("grpc", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "transport", ["shm", *(pytest.param(name, marks=pytest.mark.long) for name in ("tcp", "grpc"))]
+)
 async def test_a_snapshot_cuts_between_pushes(start: Start, tmp_path: Path, transport: str) -> None:
     """Each push adds one to all elements of its worker, which lie in all slices."""
     cluster = start(2)

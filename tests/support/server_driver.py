@@ -109,7 +109,7 @@ class Driver:
         call = Call(identity, is_push=True, wants_weights=False, step=step, mark=mark)
         store = self.host.admission.store(entry.spec.name)
         for index in range(entry.slicing.count) if slices is None else slices:
-            store.router.push_shared(call, index, 0, gradient[slice(*entry.slicing.bounds(index))])
+            store.router.push_unchecked(call, index, 0, gradient[slice(*entry.slicing.bounds(index))], is_shared=True)
         call.asked_all()
         return call
 

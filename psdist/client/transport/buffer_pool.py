@@ -77,16 +77,34 @@ class PullTarget:
 
         Raises InternalError for a payload of another size.
         """
-        start, stop = self.slicing.bounds(index)
-        size = NUMPY_DTYPES[self.dtype].itemsize * (stop - start)
-        if len(payload) != size:
-            raise InternalError(f"{peer} sent {len(payload)} bytes for slice {index}, which has {size} in {self.dtype}")
+        self._check_size(index, len(payload), peer)
         values = np.frombuffer(payload, NUMPY_DTYPES[self.dtype])
         if self.dtype == "float32":
+            start, stop = self.slicing.bounds(index)
             self.target[start:stop] = values
-        else:
+        self.accept(index, values)
+
+    def memory_for(self, index: int, size: int, peer: str) -> NDArray[Any]:
+        """Memory of ``size`` bytes for the weights of a slice that ``peer`` sends: their own place if they are float32.
+        ``accept`` when they are there.
+
+        Raises InternalError for another size.
+        """
+        self._check_size(index, size, peer)
+        start, stop = self.slicing.bounds(index)
+        return self.target[start:stop] if self.dtype == "float32" else np.empty(stop - start, NUMPY_DTYPES[self.dtype])
+
+    def accept(self, index: int, values: NDArray[Any]) -> None:
+        """The weights of a slice are there: in their own place if they are float32, else in ``values``."""
+        if self.dtype != "float32":
+            start, stop = self.slicing.bounds(index)
             payloads.widen(values, self.target[start:stop])
         self.received.add(index)
+
+    def _check_size(self, index: int, size: int, peer: str) -> None:
+        wanted = NUMPY_DTYPES[self.dtype].itemsize * self.slicing.size(index)
+        if size != wanted:
+            raise InternalError(f"{peer} sent {size} bytes for slice {index}, which has {wanted} in {self.dtype}")
 
     def vector(self, slices: Iterable[int]) -> Flat:
         """The vector that holds the weights of all of ``slices``, which are answered."""

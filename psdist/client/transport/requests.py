@@ -85,12 +85,22 @@ class PushRequest(Request):
 
     def payload(self, index: int) -> memoryview:
         """The encoded gradient of a slice, valid until the next call; empty where this worker abstains."""
+        if self._scratch is None:
+            self._scratch = self._memory(self.slicing.slice_elements)
+        return self._encode(index, self._scratch)
+
+    def lasting_payload(self, index: int) -> memoryview:
+        """The same, valid as long as the gradient stays as it is."""
+        return self._encode(index, self._memory(self.slicing.size(index)))
+
+    def _memory(self, elements: int) -> NDArray[Any]:
+        return np.empty(elements, NUMPY_DTYPES[self.codec.dtype])
+
+    def _encode(self, index: int, memory: NDArray[Any]) -> memoryview:
         if self.flat is None:
             return memoryview(b"")
         start, stop = self.slicing.bounds(index)
-        if self._scratch is None:
-            self._scratch = np.empty(self.slicing.slice_elements, NUMPY_DTYPES[self.codec.dtype])
-        payload = self.codec.encode(self.flat[start:stop], self._scratch[: stop - start]).view(np.uint8).data
+        payload = self.codec.encode(self.flat[start:stop], memory[: stop - start]).view(np.uint8).data
         self.traffic.sent += len(payload)
         return payload
 

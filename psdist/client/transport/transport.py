@@ -42,8 +42,8 @@ class Transport(ABC):
         return False
 
     async def prepare(self, routes: Sequence[Route]) -> None:  # noqa: B027 - most need no preparation
-        """Opens it to the servers of ``routes`` where it is missing. Raises SharingUnavailableError where the user
-        insists on it and it cannot be opened."""
+        """Opens it to the servers of ``routes`` where it is missing. Raises SharingUnavailableError or
+        TcpUnavailableError where the user insists on it and it cannot be opened."""
 
     def why_closed(self, server_id: str) -> str:
         """Why it is not used to a server; empty where it is open."""
@@ -71,21 +71,35 @@ class Transports:
 
     def is_missing(self, routes: Sequence[Route]) -> bool:
         """Whether ``prepare`` would do anything. Call it before each call."""
-        return any(transport.is_missing(route) for transport in self._transports for route in routes)
+        return any(self._is_missing(route) for route in routes)
+
+    def _is_missing(self, route: Route) -> bool:
+        for transport in self._transports:
+            if transport.is_open(route):
+                return False
+            if transport.is_missing(route):
+                return True
+        return False
 
     async def prepare(self, routes: Sequence[Route]) -> None:
-        """Opens the transports to the servers of ``routes`` where that was not tried yet, or they broke."""
+        """Opens the transports to the servers of ``routes`` where that was not tried yet, or they broke, and no
+        preferred one is open."""
         for transport in self._transports:
+            if not routes:
+                return
             await transport.prepare(routes)
+            routes = [route for route in routes if not transport.is_open(route)]
 
     def statuses(self, servers: Iterable[str]) -> dict[str, str]:
         """By server, the transport that is used, and why those before it are not: "shm", "grpc: too old a kernel"."""
         return {server_id: self._status(server_id) for server_id in servers}
 
     def _status(self, server_id: str) -> str:
-        reasons = []
+        reasons: list[tuple[str, str]] = []
         for transport in self._transports:
             if not (reason := transport.why_closed(server_id)):
                 break
-            reasons.append(reason)
-        return f"{transport.name}: {'; '.join(reasons)}" if reasons else transport.name
+            reasons.append((transport.name, reason))
+        if len(reasons) > 1:
+            return f"{transport.name}: {'; '.join(f'no {name}: {reason}' for name, reason in reasons)}"
+        return f"{transport.name}: {reasons[0][1]}" if reasons else transport.name

@@ -1,7 +1,7 @@
 """Gradients that were pushed and wait for their update: checked when they arrive, and kept by token until then.
 
-Contributions in messages are checked for NaN and Inf when they arrive. Contributions in shared memory are checked by
-the kernel that reads them, because they could change in between.
+Contributions in gRPC messages are checked for NaN and Inf when they arrive. Others are checked by the kernel that reads
+them: those in shared memory could change in between.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from psdist_server.store.statistics import Counters
 
 @dataclass(slots=True)
 class PendingGradient:
-    """A contribution that waits for its update. is_shared: it lies in memory of the worker, and takes no slot of its
-    stream."""
+    """A contribution that waits for its update. is_shared: it lies in memory of the worker, and this server holds
+    nothing for it."""
 
     index: int
     call: Call
@@ -103,7 +103,7 @@ class PendingGradients:
         gradient = self._by_token.pop(token, None)
         if gradient is not None and not gradient.is_shared:
             self._counters.bytes_held -= gradient.values.nbytes
-            gradient.call.slots.release()
+            gradient.call.release_payload()
 
     def discard_slices(self, indices: Collection[int]) -> None:
         """All contributions to these slices are needed no more."""

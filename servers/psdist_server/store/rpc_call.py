@@ -104,6 +104,10 @@ class Call:
         """Ends the stream with ``error``, after the answers that are there already."""
         self._answers.put_nowait(error)
 
+    def release_payload(self) -> None:
+        """A payload of the call is not held any more."""
+        self.slots.release()
+
     def _add_answer(self, answer: SliceAnswer) -> None:
         self._answers.put_nowait(answer)
 

@@ -148,11 +148,12 @@ class ShardRouter:
         self._counters.of(call.identity.worker_id).push_bytes += len(payload)
         self._push(call, index, base_version, PendingGradient(index, call, values, is_shared=False), abstain)
 
-    def push_shared(self, call: Call, index: int, base_version: int, values: Gradient) -> None:
-        """Routes one contribution that lies in shared memory: ``values`` are read when the slice is updated, and may
-        hold anything. Raises InvalidArgumentError where the slice is not here; then nothing was changed."""
+    def push_unchecked(self, call: Call, index: int, base_version: int, values: Gradient, *, is_shared: bool) -> None:
+        """Routes one contribution whose ``values`` the kernel checks: they are as many as the slice's, and may hold
+        anything. is_shared: they lie in memory of the worker. Raises InvalidArgumentError and StaleEpochError where the
+        slice is not here; then nothing was changed."""
         self.check_slice(index, call.identity.epoch)
-        self._push(call, index, base_version, PendingGradient(index, call, values, is_shared=True), call.abstain)
+        self._push(call, index, base_version, PendingGradient(index, call, values, is_shared), call.abstain)
 
     def _push(self, call: Call, index: int, base_version: int, gradient: PendingGradient, abstain: bool) -> None:
         token, worker_id, incarnation = self.calls.ask(call, index), call.identity.worker_id, call.identity.incarnation

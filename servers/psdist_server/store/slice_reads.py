@@ -36,6 +36,7 @@ class SliceReads:
         self._counters = counters
         self._waiting: dict[int, list[tuple[asyncio.Future[tuple[int, bytes]], str]]] = {}
         self._encoded: dict[tuple[SliceAnswer, int, str], bytes] = {}
+        self._copies: dict[tuple[int, int, str], bytes] = {}
 
     async def read(self, index: int, dtype: str) -> tuple[int, bytes | memoryview]:
         """Version and payload of a slice. The payload is valid until the next await. Raises StaleEpochError where the
@@ -63,6 +64,17 @@ class SliceReads:
             if len(self._encoded) > ENCODED_MAX:
                 del self._encoded[next(iter(self._encoded))]
         return self._encoded[key]
+
+    async def copy(self, index: int, dtype: str) -> tuple[int, bytes]:
+        """Version and payload of a slice, which stays as it is; the last few are kept, as in ``encode``. Raises
+        StaleEpochError where the slice is not served here any more."""
+        version, payload = await self.read(index, dtype)
+        key = (index, version, dtype)
+        if key not in self._copies:
+            self._copies[key] = bytes(payload)
+            if len(self._copies) > ENCODED_MAX:
+                del self._copies[next(iter(self._copies))]
+        return version, self._copies[key]
 
     def updated(self, index: int, version: int) -> None:
         """Slice ``index`` is at ``version``, and its next update has not begun: serves the reads that wait for it."""

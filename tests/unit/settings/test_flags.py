@@ -330,7 +330,7 @@ def test_client_settings() -> None:
         ({"RANK": "2", "WORLD_SIZE": "2"}, "WORLD_SIZE 2"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
         ({"PSDIST_SCHEDULER": "host"}, "HOST:PORT"),
-        ({"PSDIST_TRANSPORT": "rdma"}, "PSDIST_TRANSPORT='rdma' is unknown: use one of auto, grpc, shm"),
+        ({"PSDIST_TRANSPORT": "rdma"}, "PSDIST_TRANSPORT='rdma' is unknown: use one of auto, shm, tcp, grpc"),
         ({"PSDIST_TOKEN_FILE": "absent"}, "absent"),
         ({"PSDIST_RUN_ID": "a b"}, "'a b'"),
     ],

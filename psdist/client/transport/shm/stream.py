@@ -1,17 +1,15 @@
 """One Share stream: calls to one server whose payloads lie in memory that both processes have mapped.
 
 ``attach`` opens it, and ``SharedStream.exchange`` carries one request to the server. Calls go over the socket on which
-the memory files were exchanged (``psdist.wire.framed_socket``), several at once if need be. The gRPC stream
-authenticates the attachment, and says why it ended.
+the memory files were exchanged (``psdist.wire.framed_socket``).
 
 Invariants: what is in the arena is not touched between a request and its answer. Only slices that the server has just
 answered are read from its arena, at their own bounds. Weights that may change are read under the sequence lock: copied,
 and copied again if the slice was written meanwhile. If that read gave a newer version than the server answered,
-replicas may lack it, and the server is asked about it before it counts. When the socket or the gRPC stream ends, all
-calls of the stream end at once, and it is not used again.
+replicas may lack it, and the server is asked about it before it counts.
 
-Not here: which servers are attached and why others are not (``attachment``), what is sent again after a break
-(``data_path``).
+Not here: calls as such (``negotiated.calls``), which servers are attached and why others are not (``attachment``), what
+is sent again after a break (``data_path``).
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, NamedTuple, Protocol
 
-import grpc.aio
 import numpy as np
 
 from psdist.client.core.partition import Flat
@@ -31,21 +28,20 @@ from psdist.client.core.routing import Route
 from psdist.client.session.cluster_view import again
 from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.buffer_pool import PullTarget
-from psdist.client.transport.grpc import messages
+from psdist.client.transport.negotiated.calls import CallConnection, PendingCall, ask, encode_pull
 from psdist.client.transport.requests import PullRequest, PushRequest, Request
-from psdist.client.transport.transport import Loss, attempt_error
+from psdist.client.transport.transport import Loss
 from psdist.compression import payloads
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import (
     InternalError,
     NotMemberError,
-    PsdistError,
     ServerUnreachableError,
     SharingUnavailableError,
 )
 from psdist.types import ITEM_BYTES, Slicing
 from psdist.v1 import server_pb2
-from psdist.wire import fd_passing, frames, status
+from psdist.wire import fd_passing, frames
 from psdist.wire.framed_socket import FramedSocket
 from psdist.wire.shm import GradientArena, WeightsArena
 
@@ -54,8 +50,6 @@ _SPINS: Final = 4
 _SPIN_SECONDS: Final = 0.0005
 #: After so many of these a slice that cannot be read is asked for again: it may be another server's.
 _WAITS_MAX: Final = 2000
-#: Where the socket closed, the stream is given so long to say why.
-_REASON_SECONDS: Final = 2.0
 
 
 async def attach(
@@ -117,17 +111,8 @@ async def _exchange(
 
 async def _ask(call: Any, attaching: server_pb2.Attach, peer: str) -> server_pb2.Attached:
     """Sends the first request; what the server says to it."""
-    try:
-        await call.write(server_pb2.ShareRequest(attach=attaching).SerializeToString())
-        data = await call.read()
-    except grpc.aio.AioRpcError as failure:
-        if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
-            raise SharingUnavailableError(f"{peer} is of a version that cannot share memory") from None
-        raise status.from_call(failure, peer) from None
-    except asyncio.InvalidStateError:
-        raise ServerUnreachableError(f"{peer} ended the stream while it was written to") from None
-    if data is grpc.aio.EOF:
-        raise ServerUnreachableError(f"{peer} ended the stream before it answered")
+    request = server_pb2.ShareRequest(attach=attaching).SerializeToString()
+    data = await ask(call, request, peer, "shared memory", SharingUnavailableError)
     response = server_pb2.ShareResponse.FromString(data)
     if response.WhichOneof("kind") != "attached":
         raise InternalError(f"{peer} answered attach with {response.WhichOneof('kind')}")
@@ -156,7 +141,7 @@ class _ReadSlice(NamedTuple):
     ignored: bool
 
 
-class SharedStream:
+class SharedStream(CallConnection[PendingCall]):
     """An attached stream.
 
     stable: weights stand still until this worker's next push, so that they are read without a lock.
@@ -172,39 +157,28 @@ class SharedStream:
         loss: Loss,
         stable: bool,
     ) -> None:
-        self.incarnation = route.incarnation
+        super().__init__(call, route, slicing, loss)
         self.weights = weights
-        #: Why no call can be made on it any more.
-        self.broken: PsdistError | None = None
-        self._peer = route.peer
-        self._call = call
         self._arena = arena
-        self._slicing = slicing
         self.stable = stable
-        self._loss = loss
-        self._last_id = 0
-        #: Whether the last push asked for weights, its epoch and slices, and its request. The next one is mostly the
-        #: same but for its numbers, and is made of it.
-        self._pushed: tuple[tuple[bool, int, tuple[int, ...]], server_pb2.ShareRequest] | None = None
-        #: Calls under way: what gets their answer, and the wait that it ends.
-        self.calls: dict[int, tuple[asyncio.Future[server_pb2.ShareResponse | PsdistError], Wait]] = {}
-        self.socket = FramedSocket(self._on_message, self._on_closed)
-        self._reason_timer: asyncio.TimerHandle | None = None
-        self._watcher = asyncio.create_task(self._watch(), name="psdist share")
-        loss.add_done_callback(self._on_loss)
+        self.socket = FramedSocket(self._on_message, self.connection_ended)
 
     async def open(self, connection: socket.socket) -> None:
         """Begins, on the connection that ``attach`` gave."""
         await self.socket.open(connection)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether calls can be made."""
-        return self.broken is None
+    def send(self, request: server_pb2.ShareRequest) -> None:
+        self.socket.send(request.SerializeToString())
+
+    def disconnect(self) -> None:
+        self.socket.close()
+
+    def _on_message(self, data: bytes) -> None:
+        self.on_response(frames.parse(server_pb2.ShareResponse, data))
 
     def view(self, index: int) -> Flat:
         """The weights of a slice where they lie."""
-        start, stop = self._slicing.bounds(index)
+        start, stop = self.slicing.bounds(index)
         return self.weights.weights[start:stop]
 
     # --- a call -------------------------------------------------------------------------------------------------------
@@ -214,9 +188,10 @@ class SharedStream:
         assert isinstance(request, PushRequest | PullRequest), "initial values are sent over gRPC"
         slices = request.progress.unanswered(route.slices)
         if isinstance(request, PullRequest):
-            encoded = _encode_pull(request, route, request.progress.number, slices)
+            encoded = encode_pull(request, route, request.progress.number, slices)
         else:
-            encoded = self._encode_push(request, route, slices)
+            self._stage(request, slices)  # Before the server is told to read it.
+            encoded = self.encode_push(request, route, slices)
         response = await self._call_server(encoded, wait)
         wait.progress()
         read = await self._read(request, response.answers, owner)
@@ -225,22 +200,7 @@ class SharedStream:
         for answer in read.values():
             request.progress.answer(answer.slice, answer.version, answer.staleness, answer.ignored)
         if request.progress.unanswered(slices):
-            raise ServerUnreachableError(f"{self._peer} did not answer all slices")
-
-    def _encode_push(self, push: PushRequest, route: Route, slices: tuple[int, ...]) -> server_pb2.ShareRequest:
-        """The request, after the gradient is where the server will read it."""
-        self._stage(push, slices)
-        wants_weights = push.target is not None
-        kind = (wants_weights, route.epoch, slices)
-        if self._pushed is None or self._pushed[0] != kind:
-            header = messages.push_header(push, route)
-            shared = server_pb2.SharedPush(header=header, wants_weights=wants_weights, slices=slices)
-            self._pushed = kind, server_pb2.ShareRequest(push=shared)
-        request = self._pushed[1]
-        messages.number_push(request.push.header, push)
-        bases = [push.versions[index] for index in slices]
-        request.push.base_versions[:] = bases if min(bases) != max(bases) else bases[:1]
-        return request
+            raise ServerUnreachableError(f"{self.peer} did not answer all slices")
 
     def _stage(self, push: PushRequest, slices: Sequence[int]) -> None:
         """Writes the gradient into the arena, unless it lies there."""
@@ -248,7 +208,7 @@ class SharedStream:
             return
         lies_there = push.flat.__array_interface__["data"][0] == self._arena.address
         for index in slices:
-            start, stop = self._slicing.bounds(index)
+            start, stop = self.slicing.bounds(index)
             part = self._arena.part(start, stop)
             if not lies_there:
                 encoded = push.codec.encode(push.flat[start:stop], part)
@@ -258,25 +218,9 @@ class SharedStream:
 
     async def _call_server(self, request: server_pb2.ShareRequest, wait: Wait) -> server_pb2.ShareResponse:
         """Sends a request, and returns the message that ends its call. Raises why there is none."""
-        if self.broken is not None:
-            raise again(self.broken)
-        self._last_id += 1
-        request.call_id = call_id = self._last_id
-        ended: asyncio.Future[server_pb2.ShareResponse | PsdistError] = asyncio.get_running_loop().create_future()
-        self.calls[call_id] = ended, wait
-        try:
-            self.socket.send(request.SerializeToString())
-            response = await ended
-        finally:
-            if self.calls.pop(call_id, None) is not None:  # Nobody waits for it any more.
-                cancel = server_pb2.ShareRequest(call_id=call_id, cancel=server_pb2.SharedCancel())
-                self.socket.send(cancel.SerializeToString())
-        if isinstance(response, PsdistError):
-            try:
-                raise response
-            finally:
-                del response  # Its traceback holds this frame, and with it the call's arrays.
-        return response
+        call = PendingCall(wait)
+        with self.sent(request, call):
+            return await call.result()
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -288,22 +232,22 @@ class SharedStream:
         versions = answers.versions if len(answers.versions) != 1 else [answers.versions[0]] * count
         staleness = answers.staleness or [0] * count
         if len(versions) != count or len(staleness) != count:
-            raise InternalError(f"{self._peer} answered with {len(versions)} versions for {count} slices")
+            raise InternalError(f"{self.peer} answered with {len(versions)} versions for {count} slices")
         ignored = set(answers.ignored)
         read: dict[int, _ReadSlice] = {}
         target = request.target
         for index, answered, behind in zip(slices, versions, staleness, strict=True):
             version = answered
             if index not in request.progress.pending or index in read:
-                raise InternalError(f"{self._peer} answered slice {index}, which is not asked for")
+                raise InternalError(f"{self.peer} answered slice {index}, which is not asked for")
             if target is not None:
-                request.traffic.received += self._slicing.size(index) * ITEM_BYTES[target.dtype]
+                request.traffic.received += self.slicing.size(index) * ITEM_BYTES[target.dtype]
                 # The vector that shows all weights may show another server's since.
                 if target.shared is None or not self.stable or not owner.shows(index, self.weights):
                     version = await self._copy(target, index, answered)
                 if self.stable and int(self.weights.sequence[index]) != 2 * version:
                     # Since the answer: this worker slept for longer than its lease.
-                    raise NotMemberError(f"{self._peer} went on from version {version} without this worker")
+                    raise NotMemberError(f"{self.peer} went on from version {version} without this worker")
             read[index] = _ReadSlice(index, version, version > answered, behind, index in ignored)
         return read
 
@@ -313,11 +257,11 @@ class SharedStream:
         ahead = [answer for answer in read.values() if answer.is_ahead]
         for version in sorted({answer.version for answer in ahead}):
             slices = sorted(answer.slice for answer in ahead if answer.version == version)
-            await self._call_server(_encode_pull(request, route, version, slices), wait)
+            await self._call_server(encode_pull(request, route, version, slices), wait)
 
     async def _copy(self, target: PullTarget, index: int, version: int) -> int:
         """Copies the weights of a slice into ``target``. Returns their version."""
-        start, stop = self._slicing.bounds(index)
+        start, stop = self.slicing.bounds(index)
         part = target.target[start:stop]
         if self.stable:
             part[...] = self.view(index)
@@ -344,80 +288,4 @@ class SharedStream:
             if self.broken is not None:
                 raise again(self.broken)
             await asyncio.sleep(_SPIN_SECONDS)
-        raise ServerUnreachableError(f"{self._peer} does not let slice {index} be read")
-
-    # --- socket and stream --------------------------------------------------------------------------------------------
-
-    async def _watch(self) -> None:
-        """Waits for the end of the stream, which is the end of everything here."""
-        try:
-            data = await self._call.read()
-            error: PsdistError = ServerUnreachableError(f"{self._peer} ended the stream")
-            if data is not grpc.aio.EOF:
-                error = InternalError(f"{self._peer} sent an answer on the stream after it was attached")
-        except grpc.aio.AioRpcError as failure:
-            error = attempt_error(status.from_call(failure, self._peer))
-        except asyncio.CancelledError:
-            error = ServerUnreachableError(f"the stream to {self._peer} was closed")
-        self._break(error)
-
-    def _on_closed(self, error: PsdistError | None) -> None:
-        if error is not None:
-            self._break(InternalError(f"what {self._peer} sent cannot be read: {error.message}"))
-        else:
-            # The server says why by the stream; but it may hang, or be gone.
-            reason = ServerUnreachableError(f"{self._peer} closed the connection")
-            self._reason_timer = asyncio.get_running_loop().call_later(_REASON_SECONDS, self._break, reason)
-
-    def _on_message(self, data: bytes) -> None:
-        response = frames.parse(server_pb2.ShareResponse, data)
-        waiting = self.calls.get(response.call_id)
-        if waiting is None:  # It was cancelled.
-            return
-        ended, wait = waiting
-        match response.WhichOneof("kind"):
-            case "waiting_for":
-                wait.update_reason(response.waiting_for)
-                return
-            case "answers":
-                result: server_pb2.ShareResponse | PsdistError = response
-            case "error":
-                result = attempt_error(status.from_detail(response.error))
-            case kind:
-                result = InternalError(f"{self._peer} answered a call with {kind}")
-        del self.calls[response.call_id]
-        if not ended.done():
-            ended.set_result(result)
-
-    def _on_loss(self, loss: Loss) -> None:
-        self._break(loss.result())
-
-    def _break(self, error: PsdistError) -> None:
-        """No more calls; those under way end with ``error``."""
-        if self.broken is not None:
-            return
-        self.broken = error
-        self._loss.remove_done_callback(self._on_loss)
-        if self._reason_timer is not None:
-            self._reason_timer.cancel()
-        for ended, _ in self.calls.values():
-            if not ended.done():
-                ended.set_result(again(error))
-        self.calls.clear()
-        self.socket.close()
-        self._call.cancel()
-
-    def close(self) -> None:
-        """Ends the stream; the weights may still be read."""
-        self._break(ServerUnreachableError(f"the stream to {self._peer} was closed"))
-        self._watcher.cancel()
-
-    async def ended(self) -> None:
-        """Waits until nothing of it runs any more."""
-        await asyncio.gather(self._watcher, return_exceptions=True)
-
-
-def _encode_pull(request: Request, route: Route, version: int, slices: Sequence[int]) -> server_pb2.ShareRequest:
-    """Asks for ``slices`` in ``version`` or a newer one."""
-    identity = request.sender.identity(route.epoch)
-    return server_pb2.ShareRequest(pull=server_pb2.SharedPull(identity=identity, min_version=version, slices=slices))
+        raise ServerUnreachableError(f"{self.peer} does not let slice {index} be read")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from psdist.client.core import partition
 from psdist.client.transport.buffer_pool import BufferPool, PullTarget
+from psdist.errors import InternalError
 from psdist.types import Slicing
 
 LAYOUT = partition.layout_of({"a": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.float32)})
@@ -60,3 +62,21 @@ def test_weights_that_lie_in_two_places_are_brought_together() -> None:
     assert arrival.vector([0, 1]).tolist() == [0, 1, 2, 3, 40, 50, 60, 70, -1, -1]
     assert arrival.vector(range(3)).tolist() == [0, 1, 2, 3, 40, 50, 60, 70, 8, 9]
     assert PullTarget(Slicing(10, 4), target).vector(range(3)) is target
+
+
+def test_weights_are_received_in_their_place_and_widened_where_they_are_narrower() -> None:
+    target = np.zeros(10, np.float32)
+    wide = PullTarget(Slicing(10, 4), target)
+    memory = wide.memory_for(1, 16, "server-0")
+    memory[...] = 1
+    wide.accept(1, memory)
+    assert target.tolist() == [0] * 4 + [1] * 4 + [0] * 2 and wide.received == {1}
+    narrow = PullTarget(Slicing(10, 4), target, dtype="float16")
+    memory = narrow.memory_for(2, 4, "server-0")
+    assert memory.dtype == np.float16
+    memory[...] = 0.5
+    narrow.accept(2, memory)
+    assert target.tolist() == [0] * 4 + [1] * 4 + [0.5] * 2 and narrow.received == {2}
+    for size in (0, 15, 17):
+        with pytest.raises(InternalError, match=f"server-0 sent {size} bytes for slice 1, which has 16 in float32"):
+            wide.memory_for(1, size, "server-0")

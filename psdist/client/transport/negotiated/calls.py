@@ -1,0 +1,232 @@
+"""Calls to one server on a connection of their own: what shared memory and direct connections have in common.
+
+A gRPC stream authenticated the connection, stays open beside it, and says why it ended. Calls go over the connection,
+several at once if need be. They have ascending numbers, and each ends once: with its answers, or with an error.
+
+Invariants: when the connection or the gRPC stream ends, all calls end at once, and the connection is not used again. A
+call that nobody waits for any more is cancelled at the server.
+
+Not here: how payloads travel (``shm``, ``tcp``), which servers there are connections to (``connections``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Generic, TypeVar
+
+import grpc.aio
+
+from psdist.client.core.routing import Route
+from psdist.client.session.cluster_view import again
+from psdist.client.session.wait_tracker import Wait
+from psdist.client.transport.grpc import messages
+from psdist.client.transport.requests import PushRequest, Request
+from psdist.client.transport.transport import Loss, attempt_error
+from psdist.errors import InternalError, PsdistError, ServerUnreachableError
+from psdist.types import Slicing
+from psdist.v1 import server_pb2
+from psdist.wire import status
+
+#: Where the connection closed, the stream is given so long to say why.
+_REASON_SECONDS: Final = 2.0
+
+
+class PendingCall:
+    """A call under way."""
+
+    def __init__(self, wait: Wait) -> None:
+        self.wait = wait
+        self.call_id = 0
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._result: server_pb2.ShareResponse | PsdistError | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is a result, or nobody waits for it any more."""
+        return self._ended.done()
+
+    def end(self, result: server_pb2.ShareResponse | PsdistError) -> None:
+        """Ends the call, unless it has ended."""
+        if not self._ended.done():
+            self._result = result
+            self._ended.set_result(None)
+
+    async def result(self) -> server_pb2.ShareResponse:
+        """The message that ended the call. Raises the error that did."""
+        await self._ended
+        # The traceback of an error holds frames that hold this object: without this, memory of a call stays in a cycle.
+        result, self._result = self._result, None
+        assert result is not None
+        if isinstance(result, PsdistError):
+            try:
+                raise result
+            finally:
+                del result
+        return result
+
+
+CallT = TypeVar("CallT", bound=PendingCall)
+
+
+class CallConnection(ABC, Generic[CallT]):
+    """A connection to the server of ``route``. call: the gRPC stream that authenticated it. loss: ends it."""
+
+    def __init__(self, call: Any, route: Route, slicing: Slicing, loss: Loss) -> None:
+        self.incarnation = route.incarnation
+        #: Why no call can be made on it any more.
+        self.broken: PsdistError | None = None
+        #: Calls under way, by number.
+        self.calls: dict[int, CallT] = {}
+        self.peer = route.peer
+        self.slicing = slicing
+        self._call = call
+        self._loss = loss
+        self._last_id = 0
+        #: Whether the last push asked for weights, its epoch and slices, and its request. The next one is mostly the
+        #: same but for its numbers, and is made of it.
+        self._pushed: tuple[tuple[bool, int, tuple[int, ...]], server_pb2.ShareRequest] | None = None
+        self._reason_timer: asyncio.TimerHandle | None = None
+        self._watcher = asyncio.create_task(self._watch(), name="psdist connection")
+        loss.add_done_callback(self._on_loss)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can be made."""
+        return self.broken is None
+
+    @abstractmethod
+    def send(self, request: server_pb2.ShareRequest) -> None:
+        """Sends a message. Does nothing after the end."""
+
+    @abstractmethod
+    def disconnect(self) -> None:
+        """Closes the connection."""
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def sent(self, request: server_pb2.ShareRequest, call: CallT) -> Iterator[None]:
+        """Sends a request as a call, which is cancelled if it has not ended at the end of the block. Raises why there
+        can be none."""
+        if self.broken is not None:
+            raise again(self.broken)
+        self._last_id += 1
+        request.call_id = call.call_id = self._last_id
+        self.calls[call.call_id] = call
+        try:
+            self.send(request)
+            yield
+        finally:
+            if self.calls.pop(call.call_id, None) is not None:  # Nobody waits for it any more.
+                self.send(server_pb2.ShareRequest(call_id=call.call_id, cancel=server_pb2.SharedCancel()))
+
+    def encode_push(self, push: PushRequest, route: Route, slices: tuple[int, ...]) -> server_pb2.ShareRequest:
+        """The request of a push, without payloads."""
+        wants_weights = push.target is not None
+        kind = (wants_weights, route.epoch, slices)
+        if self._pushed is None or self._pushed[0] != kind:
+            header = messages.push_header(push, route)
+            shared = server_pb2.SharedPush(header=header, wants_weights=wants_weights, slices=slices)
+            self._pushed = kind, server_pb2.ShareRequest(push=shared)
+        request = self._pushed[1]
+        messages.number_push(request.push.header, push)
+        bases = [push.versions[index] for index in slices]
+        request.push.base_versions[:] = bases if min(bases) != max(bases) else bases[:1]
+        return request
+
+    def on_response(self, response: server_pb2.ShareResponse) -> None:
+        """Handles a message: news of a call, or its end."""
+        call = self.calls.get(response.call_id)
+        if call is None:  # It was cancelled.
+            return
+        match response.WhichOneof("kind"):
+            case "waiting_for":
+                call.wait.update_reason(response.waiting_for)
+            case "answers":
+                self.end_call(call, response)
+            case "error":
+                self.end_call(call, attempt_error(status.from_detail(response.error)))
+            case kind:
+                self.end_call(call, InternalError(f"{self.peer} answered a call with {kind}"))
+
+    def end_call(self, call: CallT, result: server_pb2.ShareResponse | PsdistError) -> None:
+        """The server has ended a call."""
+        del self.calls[call.call_id]
+        call.end(result)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Waits for the end of the gRPC stream, which is the end of everything here."""
+        try:
+            data = await self._call.read()
+            error: PsdistError = ServerUnreachableError(f"{self.peer} ended the stream")
+            if data is not grpc.aio.EOF:
+                error = InternalError(f"{self.peer} sent more on the stream than its first answer")
+        except grpc.aio.AioRpcError as failure:
+            error = attempt_error(status.from_call(failure, self.peer))
+        except asyncio.CancelledError:
+            error = ServerUnreachableError(f"the stream to {self.peer} was closed")
+        self.break_off(error)
+
+    def connection_ended(self, error: PsdistError | None) -> None:
+        """The connection ended, with the error that ended it, or None where the server did."""
+        if error is not None:
+            self.break_off(InternalError(f"what {self.peer} sent cannot be read: {error.message}"))
+        else:
+            # The server says why by the stream; but it may hang, or be gone.
+            reason = ServerUnreachableError(f"{self.peer} closed the connection")
+            self._reason_timer = asyncio.get_running_loop().call_later(_REASON_SECONDS, self.break_off, reason)
+
+    def _on_loss(self, loss: Loss) -> None:
+        self.break_off(loss.result())
+
+    def break_off(self, error: PsdistError) -> None:
+        """No more calls; those under way end with ``error``."""
+        if self.broken is not None:
+            return
+        self.broken = error
+        self._loss.remove_done_callback(self._on_loss)
+        if self._reason_timer is not None:
+            self._reason_timer.cancel()
+        for call in self.calls.values():
+            call.end(again(error))
+        self.calls.clear()
+        self.disconnect()
+        self._call.cancel()
+
+    def close(self) -> None:
+        """Ends the connection, and the gRPC stream."""
+        self.break_off(ServerUnreachableError(f"the stream to {self.peer} was closed"))
+        self._watcher.cancel()
+
+    async def ended(self) -> None:
+        """Waits until nothing of it runs any more."""
+        await asyncio.gather(self._watcher, return_exceptions=True)
+
+
+def encode_pull(request: Request, route: Route, version: int, slices: Sequence[int]) -> server_pb2.ShareRequest:
+    """Asks for ``slices`` in ``version`` or a newer one."""
+    identity = request.sender.identity(route.epoch)
+    return server_pb2.ShareRequest(pull=server_pb2.SharedPull(identity=identity, min_version=version, slices=slices))
+
+
+async def ask(call: Any, request: bytes, peer: str, what: str, unavailable: type[PsdistError]) -> bytes:
+    """Sends the first request of a stream that was just opened; what the server answers. Raises ``unavailable`` where
+    the server does not know ``what``, and what else it refuses with."""
+    try:
+        await call.write(request)
+        data = await call.read()
+    except grpc.aio.AioRpcError as failure:
+        if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise unavailable(f"{peer} is of a version that has no {what}") from None
+        raise status.from_call(failure, peer) from None
+    except asyncio.InvalidStateError:
+        raise ServerUnreachableError(f"{peer} ended the stream while it was written to") from None
+    if data is grpc.aio.EOF:
+        raise ServerUnreachableError(f"{peer} ended the stream before it answered")
+    answer: bytes = data
+    return answer

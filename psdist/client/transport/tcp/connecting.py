@@ -1,0 +1,62 @@
+"""The tcp transport: a direct connection from one handle to each server that it needs.
+
+A Connect stream says where to connect to, and stays open as long as the connection does (``stream``). The host is that
+of the server's address; the port is another one, which a firewall may not let through. Then gRPC is used.
+
+Not here: which servers are asked, and when (``negotiated``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psdist.client.core.routing import Route
+from psdist.client.session.wait_tracker import Wait
+from psdist.client.transport.negotiated.calls import ask
+from psdist.client.transport.negotiated.connections import NegotiatedTransport
+from psdist.client.transport.requests import Request
+from psdist.client.transport.tcp.stream import TcpStream
+from psdist.client.transport.transport import Loss
+from psdist.errors import PsdistError, TcpUnavailableError
+from psdist.settings.config import parse_address
+from psdist.v1 import server_pb2
+
+
+class TcpTransport(NegotiatedTransport[TcpStream]):
+    """The direct connections of one handle. Arguments as for ``NegotiatedTransport``."""
+
+    name = "tcp"
+    unavailable = TcpUnavailableError
+
+    async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
+        """One call on the connection to the route's server. See ``Transport.exchange``."""
+        stream = self._stream_of(route)
+        assert stream is not None, "a transport that is not open was chosen"
+        await stream.exchange(request, route, wait)
+
+    async def _open(self, route: Route) -> None:
+        sender = self._sender
+        try:
+            with self._waits.open(f"for a connection to {route.peer}"):
+                stream = await self._negotiated(route, "Connect", lambda call, epoch: self._connect(call, epoch, route))
+        except TcpUnavailableError as error:
+            self._refuse(route, error)
+        except PsdistError as error:  # That is for the data path to handle, and connecting is tried again then.
+            self._reasons[route.server_id] = f"connecting failed: {error.message}"
+        else:
+            await self._opened(route, stream)
+            if sender is not self._sender:  # This worker's incarnation has ended meanwhile.
+                stream.close()
+
+    async def _connect(self, call: Any, epoch: int, route: Route) -> TcpStream:
+        request = server_pb2.ConnectRequest(identity=self._sender.identity(epoch))
+        data = await ask(call, request.SerializeToString(), route.peer, "direct connections", self.unavailable)
+        answer = server_pb2.ConnectResponse.FromString(data)
+        loss = self._view.loss_of(route.server_id, route.incarnation)
+        stream = TcpStream(call, route, self._entry.slicing, loss)
+        try:
+            await stream.open(parse_address(route.address)[0], answer.port, answer.nonce)
+        except BaseException:
+            stream.close()
+            raise
+        return stream

@@ -1,0 +1,201 @@
+"""One direct connection: calls to one server, with payloads in frames (``psdist.wire.frame_connection``).
+
+A gradient is sent from where it lies, slice by slice, as the server lets go of those before, and the connection writes
+the lowest slice of all calls first. Weights are received straight into the memory of the call's target where they come
+as float32. Each slice is answered by itself.
+
+Invariants: the memory of a call is not written to after the call, nor is its gradient read: a push that ends badly
+while its gradient may be queued ends the connection. Nothing is sent before the server let the connection in.
+
+Not here: calls as such (``negotiated.calls``), which servers are connected to (``connecting``), what is sent again
+after a break (``data_path``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final
+
+from numpy.typing import NDArray
+
+from psdist.client.core.routing import Route
+from psdist.client.session.cluster_view import again
+from psdist.client.session.wait_tracker import Wait
+from psdist.client.transport.grpc.write_queue import WriteQueue
+from psdist.client.transport.negotiated.calls import CallConnection, PendingCall, encode_pull
+from psdist.client.transport.requests import PullRequest, PushRequest, Request
+from psdist.client.transport.transport import Loss
+from psdist.errors import InternalError, PsdistError, ServerUnreachableError, TcpUnavailableError
+from psdist.types import Slicing
+from psdist.v1 import server_pb2
+from psdist.wire import convert, frames, limits
+from psdist.wire.frame_connection import FrameConnection
+
+#: A firewall that drops packets says nothing.
+CONNECT_SECONDS: Final = 3.0
+
+
+class TcpCall(PendingCall):
+    """A push or pull of ``slices`` under way."""
+
+    def __init__(self, wait: Wait, request: PushRequest | PullRequest, slices: Sequence[int]) -> None:
+        super().__init__(wait)
+        self.request = request
+        #: Slices that are not answered.
+        self.left = set(slices)
+        self._sent = 0
+        self._taken = 0
+        self._window = asyncio.Event()
+
+    async def may_send(self) -> None:
+        """Waits until the server takes one more payload, or the call has ended."""
+        while self._sent - self._taken >= limits.DIRECT_WINDOW_SLICES and not self.has_ended:
+            self._window.clear()
+            await self._window.wait()
+        self._sent += 1
+
+    def on_taken(self, count: int) -> None:
+        """The server has let go of so many payloads."""
+        self._taken = count
+        self._window.set()
+
+    def end(self, result: server_pb2.ShareResponse | PsdistError) -> None:
+        super().end(result)
+        self._window.set()
+
+    def memory_for(self, index: int, size: int, peer: str) -> NDArray[Any] | None:
+        """Memory for the weights of a slice; None where the answer has none. Raises InternalError for a slice that is
+        not asked for, and for another size."""
+        if index not in self.left or index not in self.request.progress.pending:
+            raise InternalError(f"{peer} answered slice {index}, which is not asked for or was answered before")
+        if self.request.target is not None:
+            return self.request.target.memory_for(index, size, peer)
+        if size:
+            raise InternalError(f"{peer} sent {size} bytes of weights for slice {index}, which were not asked for")
+        return None
+
+    def on_slice(self, result: server_pb2.SliceResult, values: NDArray[Any] | None) -> None:
+        """A slice is answered, with its weights in ``memory_for``."""
+        if values is not None and self.request.target is not None:
+            self.request.target.accept(result.slice, values)
+            self.request.traffic.received += values.nbytes
+        self.left.discard(result.slice)
+        self.request.progress.answer(result.slice, result.version, result.staleness, result.ignored)
+        self.wait.progress()
+
+
+class TcpStream(CallConnection[TcpCall]):
+    """A connection, once ``open`` has returned."""
+
+    def __init__(self, call: Any, route: Route, slicing: Slicing, loss: Loss) -> None:
+        super().__init__(call, route, slicing, loss)
+        self.connection = FrameConnection(self)
+        self._writes = WriteQueue()
+        self._let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        #: The message in the frame that is being received, the call that it is for, and where its payload goes.
+        self._response = server_pb2.ShareResponse()
+        self._receiving: TcpCall | None = None
+        self._values: NDArray[Any] | None = None
+
+    async def open(self, host: str, port: int, nonce: bytes) -> None:
+        """Connects. Raises TcpUnavailableError where that cannot be, and what ended the gRPC stream meanwhile."""
+        where = f"{host}:{port}"
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await asyncio.get_running_loop().create_connection(lambda: self.connection, host, port)
+                self.send(server_pb2.ShareRequest(open=server_pb2.OpenConnection(nonce=nonce)))
+                await self._let_in
+        except TimeoutError:
+            raise TcpUnavailableError(
+                f"{where} did not answer within {CONNECT_SECONDS:g} s: a firewall must let workers connect to any port "
+                "of servers"
+            ) from None
+        except OSError as error:
+            raise TcpUnavailableError(f"no connection to {where}: {error.strerror or error}") from None
+
+    # --- a call -------------------------------------------------------------------------------------------------------
+
+    async def exchange(self, request: Request, route: Route, wait: Wait) -> None:
+        """One call for the slices of ``route`` that are not answered. See ``Transport.exchange``."""
+        assert isinstance(request, PushRequest | PullRequest), "initial values are sent over gRPC"
+        slices = request.progress.unanswered(route.slices)
+        call = TcpCall(wait, request, slices)
+        if isinstance(request, PullRequest):
+            encoded = encode_pull(request, route, request.progress.number, slices)
+            encoded.pull.dtype = convert.dtype_to_proto(request.target.dtype)
+        else:
+            encoded = self.encode_push(request, route, slices)
+        try:
+            with self.sent(encoded, call):
+                if isinstance(request, PushRequest) and request.flat is not None:
+                    await self._send_payloads(request, call, slices)
+                await call.result()
+        finally:
+            self._let_go(call)
+
+    async def _send_payloads(self, push: PushRequest, call: TcpCall, slices: Sequence[int]) -> None:
+        """Sends the gradient, unless the call ends meanwhile."""
+        header = server_pb2.ShareRequest(call_id=call.call_id, slice=server_pb2.SliceHeader())
+        for index in slices:
+            await call.may_send()
+            turn = await self._writes.acquire(index)
+            try:
+                await self.connection.drain()
+                if call.has_ended:
+                    return
+                header.slice.slice = index
+                self.connection.send(header.SerializeToString(), push.lasting_payload(index))
+            finally:
+                self._writes.release(turn)
+
+    def _let_go(self, call: TcpCall) -> None:
+        """Sees to it that the memory of a call that is over, which is the user's again, is used no more."""
+        if self._receiving is call:
+            self._receiving, self._values = None, None
+            self.connection.discard_payload()
+        if call.left and isinstance(call.request, PushRequest) and self.connection.is_sending:
+            self.break_off(ServerUnreachableError(f"a push to {self.peer} ended while its gradient was sent"))
+
+    # --- what the connection calls ------------------------------------------------------------------------------------
+
+    def begin_frame(self, header: bytes, size: int) -> memoryview:
+        self._response = response = frames.parse(server_pb2.ShareResponse, header)
+        self._receiving, self._values = None, None
+        if response.WhichOneof("kind") == "slice":
+            self._receiving = self.calls.get(response.call_id)
+            if self._receiving is None:  # It was cancelled.
+                return memoryview(bytearray(size))
+            self._values = self._receiving.memory_for(response.slice.slice, size, self.peer)
+        elif size:
+            raise InternalError(f"a payload of {size} bytes that belongs to no slice")
+        return self._values.view("u1").data if self._values is not None else memoryview(b"")
+
+    def end_frame(self) -> None:
+        response, call, values = self._response, self._receiving, self._values
+        self._receiving, self._values = None, None
+        match response.WhichOneof("kind"):
+            case "slice":
+                if call is not None and response.call_id in self.calls:
+                    call.on_slice(response.slice, values)
+                    if not call.left:
+                        self.end_call(call, response)
+            case "taken":
+                if (pushing := self.calls.get(response.call_id)) is not None:
+                    pushing.on_taken(response.taken)
+            case "opened":
+                if not self._let_in.done():
+                    self._let_in.set_result(None)
+            case _:
+                self.on_response(response)
+
+    # --- what a connection of calls is --------------------------------------------------------------------------------
+
+    def send(self, request: server_pb2.ShareRequest) -> None:
+        self.connection.send(request.SerializeToString())
+
+    def disconnect(self) -> None:
+        if self.broken is not None and not self._let_in.done():
+            self._let_in.set_exception(again(self.broken))
+            self._let_in.exception()  # Nobody may wait for it.
+        self.connection.abort()

@@ -1,0 +1,335 @@
+"""Calls of one worker on a connection of its own: what shared memory and direct connections have in common.
+
+A worker that may use a connection, because a gRPC stream authenticated it, sends calls on it: pushes, pulls and their
+cancellation. All slices of a call are checked before any is taken. Meanwhile the worker is sent the reason of the wait.
+How payloads travel is for the two kinds of stream to say (``shm_service``, ``tcp_service``).
+
+Invariants: calls are taken in the order in which they came. A call with a wrong sender, header or list of slices is
+refused before any slice is taken; after that each slice is taken or refused by its shard. The slices here bound what
+one connection can make this server hold. The calls end with the connection, but their contributions stay.
+
+Not here: what a push does (``parameter_store``), which connections there are (``service``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from psdist.errors import (
+    InternalError,
+    InvalidArgumentError,
+    LimitExceededError,
+    PsdistError,
+    UnknownParametersError,
+)
+from psdist.types import Identity
+from psdist.v1 import server_pb2
+from psdist.wire import convert, limits, status
+from psdist_server.server import ParameterServer
+from psdist_server.store.parameter_store import ParameterStore
+from psdist_server.store.rpc_call import Call, CallState, SliceAnswer
+
+
+@dataclass
+class StreamCall(Call):
+    """A call of a connection."""
+
+    call_id: int = 0
+    stream: CallStream | None = None
+    #: How many slices it named.
+    named: int = 0
+    answers: list[SliceAnswer] = field(default_factory=list)
+    error: PsdistError | None = None
+    #: Slices, and the versions that their gradient is based on, whose payloads come in later frames.
+    coming: deque[tuple[int, int]] = field(default_factory=deque)
+    #: How many payloads this server has let go of, and how many of them it has told the worker of.
+    taken: int = 0
+    told: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        pass  # No queue of answers, nor slots for payloads.
+
+    def fail(self, error: PsdistError) -> None:
+        self.error = self.error or error
+        if self.state is CallState.WAITING or self.coming:
+            self._end()
+
+    def asked_all(self) -> None:
+        super().asked_all()
+        if self.error is not None and self.state is CallState.WAITING:
+            self._end()
+
+    def release_payload(self) -> None:
+        self.taken += 1
+        if self.stream is not None:
+            self.stream.payload_released(self)
+
+    def _add_answer(self, answer: SliceAnswer) -> None:
+        self.answers.append(answer)
+        if self.stream is not None:
+            self.stream.slice_answered(self, answer)
+
+    def _end(self) -> None:
+        self.state = CallState.ENDED
+        self.coming.clear()
+        if self.stream is not None:
+            self.stream.call_ended(self)
+
+
+class CallStream(ABC):
+    """The calls under way of one worker, on one connection. identity: of the worker, as it was admitted."""
+
+    def __init__(self, server: ParameterServer, identity: Identity, store: ParameterStore) -> None:
+        self.store = store
+        #: Done when the connection ended, with the error if one ended it.
+        self.over: asyncio.Future[PsdistError | None] = asyncio.get_running_loop().create_future()
+        #: Calls that are not over: not answered yet, or the worker has not read it.
+        self.calls: dict[int, StreamCall] = {}
+        self._server = server
+        self._identity = identity
+        self._last_id = 0
+        self._named = 0
+        #: The identity that was admitted last; it needs no check again while the map is the same.
+        self._admitted = identity
+        #: Admits a call that has to wait for a map or for confirmations; those after it wait too.
+        self._admitting: asyncio.Task[None] | None = None
+
+    # --- the connection -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def send(self, response: server_pb2.ShareResponse) -> None:
+        """Sends a message."""
+
+    @abstractmethod
+    def hold(self) -> None:
+        """Pauses receiving until ``release``."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Ends a ``hold``."""
+
+    @property
+    @abstractmethod
+    def is_full(self) -> bool:
+        """Whether the worker does not read what was sent."""
+
+    # --- payloads -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def push(self, call: StreamCall, push: server_pb2.SharedPush, bases: Sequence[int]) -> None:
+        """Takes a push whose header and slices were checked, or expects its payloads. bases: of the slices."""
+
+    def slice_answered(self, call: StreamCall, answer: SliceAnswer) -> None:  # noqa: B027 - shared memory waits for all
+        """A slice of a call is answered."""
+
+    @abstractmethod
+    def call_ended(self, call: StreamCall) -> None:
+        """All slices of a call are answered, or it failed: its worker is to be told, and then ``end_call``."""
+
+    def payload_released(self, call: StreamCall) -> None:  # noqa: B027 - in shared memory none is held
+        """A payload of a push is not held any more."""
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def on_request(self, request: server_pb2.ShareRequest) -> None:
+        """Handles a request. Raises InvalidArgumentError for one that names no call that could fail with it, and
+        LimitExceededError for too many."""
+        self._server.admission.heard(self._identity)
+        kind = request.WhichOneof("kind")
+        if kind == "cancel":
+            if (call := self.calls.get(request.call_id)) is not None:
+                self.end_call(call)
+            return
+        if kind != "push" and kind != "pull":
+            raise InvalidArgumentError("a request of an attached worker must be push, pull or cancel")
+        if request.call_id <= self._last_id:
+            raise InvalidArgumentError(f"call_id {request.call_id} does not come after {self._last_id}")
+        if len(self.calls) >= limits.STREAM_CALLS_MAX:
+            raise LimitExceededError(f"{len(self.calls)} calls of one worker are not over: read their answers")
+        self._last_id = request.call_id
+        is_push = kind == "push"
+        wants_weights = not is_push or request.push.wants_weights
+        sender = request.push.header.identity if is_push else request.pull.identity
+        call = StreamCall(self._identity, is_push, wants_weights, call_id=request.call_id, stream=self)
+        self.calls[request.call_id] = call
+        if self._is_admitted(sender) and not (not is_push and self._needs_confirm(request.pull)):
+            self._carry_out(call, request)
+        else:
+            self.hold()
+            self._admitting = asyncio.create_task(self._admit(call, sender, request))
+
+    def _is_admitted(self, sender: server_pb2.Identity) -> bool:
+        """Whether ``sender`` is the identity that was admitted last, and the map is still the same."""
+        before = self._admitted
+        return (
+            sender.epoch == before.epoch == self._server.admission.map.epoch
+            and sender.incarnation == before.incarnation
+            and sender.worker_id == before.worker_id
+            and sender.parameters == before.parameters
+            and sender.run_id == before.run_id
+        )
+
+    def _needs_confirm(self, pull: server_pb2.SharedPull) -> bool:
+        return self.store.replicator.needs_confirm(pull.slices)
+
+    async def _admit(self, call: StreamCall, sender: server_pb2.Identity, request: server_pb2.ShareRequest) -> None:
+        """Carries a call out once its sender is admitted, which may have to wait for a newer map, and once the backups
+        have confirmed that its slices may be read."""
+        try:
+            if not self._is_admitted(sender):
+                await self._check_sender(sender)
+            if not call.is_push and self._needs_confirm(request.pull):
+                await self.store.replicator.confirm(request.pull.slices)
+                self._server.admission.check_live(self._admitted)
+        except PsdistError as error:
+            self._refuse(call, error)
+        except Exception as error:  # Without this the worker would wait for an answer that never comes.
+            self._refuse(call, InternalError(f"admitting the call failed: {error!r}"))
+        else:
+            if call.call_id in self.calls:  # Else it was cancelled meanwhile.
+                self._carry_out(call, request)
+        finally:
+            self.release()
+
+    async def _check_sender(self, sender: server_pb2.Identity) -> None:
+        identity, mine = convert.identity_from_proto(sender), self._identity
+        sender_key = (identity.worker_id, identity.incarnation, identity.parameters)
+        if sender_key != (mine.worker_id, mine.incarnation, mine.parameters):
+            raise InvalidArgumentError("a stream is for the worker and the parameters that opened it")
+        store = await self._server.admission.admit(identity)
+        if store is not self.store:
+            raise UnknownParametersError(f"{identity.parameters!r} are not those that this stream was opened for")
+        self._admitted = identity
+
+    @staticmethod
+    def _refuse(call: StreamCall, error: PsdistError) -> None:
+        call.fail(error)
+        call.asked_all()
+
+    def _carry_out(self, call: StreamCall, request: server_pb2.ShareRequest) -> None:
+        call.identify(self._admitted)
+        try:
+            self.store.check_installed()
+            if call.is_push:
+                self._push(call, request.push)
+            else:
+                self._pull(call, request.pull)
+        except PsdistError as error:
+            call.fail(error)
+        except Exception as error:  # Without this the worker would wait for an answer that never comes.
+            call.fail(InternalError(f"taking the call failed: {error!r}"))
+        if not call.coming:
+            call.asked_all()
+        if call.state is not CallState.ENDED:
+            self._report_later(call)
+
+    def _push(self, call: StreamCall, push: server_pb2.SharedPush) -> None:
+        call.read_header(push.header)
+        self.store.gradients.check_norm(call)
+        self._check_slices(call, push.slices)
+        self.push(call, push, _one_for_each(push.base_versions, push.slices, "base_versions"))
+
+    def _pull(self, call: StreamCall, pull: server_pb2.SharedPull) -> None:
+        self.read_pull(call, pull)
+        self._check_slices(call, pull.slices)
+        for index in pull.slices:
+            self.store.router.pull(call, index, pull.min_version)
+
+    def read_pull(self, call: StreamCall, pull: server_pb2.SharedPull) -> None:  # noqa: B027 - nothing more in memory
+        """Notes what is special in a pull. Raises InvalidArgumentError for an unknown dtype."""
+
+    def _check_slices(self, call: StreamCall, slices: Sequence[int]) -> None:
+        """Raises unless all slices of a call are served here, ascend, and are not too many."""
+        last = -1
+        if not slices:
+            raise InvalidArgumentError("a call must name a slice")
+        most = limits.SHARED_ROUNDS_MAX * len(self.store.dense.indices)
+        if self._named + len(slices) > most:
+            raise LimitExceededError(
+                f"the calls of one worker under way name {self._named + len(slices)} slices, more than {most}: "
+                "wait for their answers"
+            )
+        for index in slices:
+            if index <= last:
+                raise InvalidArgumentError(f"slice {index} came after slice {last}: name each once, in ascending order")
+            self.store.router.check_slice(index, call.identity.epoch)
+            last = index
+        call.named = len(slices)
+        self._named += call.named
+
+    def _report_later(self, call: StreamCall) -> None:
+        loop = asyncio.get_running_loop()
+        call.timer = loop.call_later(limits.WAIT_REASON_SECONDS, self._report, call, len(call.answers))
+
+    def _report(self, call: StreamCall, answered: int) -> None:
+        """Sends the reason why ``call`` waits, unless there was progress, or the worker does not read its answers."""
+        call.note_wait("")
+        if len(call.answers) == answered and call.state is not CallState.ENDED:
+            reason = call.note_wait(self._server.waiting_for(call) or self._own_wait(call))
+            if not self.is_full:
+                self.send(server_pb2.ShareResponse(call_id=call.call_id, waiting_for=reason))
+        self._report_later(call)
+
+    @staticmethod
+    def _own_wait(call: StreamCall) -> str:
+        return "for the rest of the request" if call.coming else "for this server to apply the update"
+
+    def end_call(self, call: StreamCall) -> None:
+        """Nothing answers ``call`` any more."""
+        del self.calls[call.call_id]
+        self._named -= call.named
+        call.state = CallState.ENDED
+        call.coming.clear()
+        if call.timer is not None:
+            call.timer.cancel()
+        if call.outstanding:
+            self._server.cancel_call(call)
+
+    def end(self) -> None:
+        """Ends all calls."""
+        if self._admitting is not None:
+            self._admitting.cancel()
+        for call in list(self.calls.values()):
+            self.end_call(call)
+
+
+async def until_over(stream: CallStream, requests: AsyncIterator[bytes]) -> None:
+    """Returns when the worker ended the gRPC stream or the connection. Raises the error of an invalid message on
+    either."""
+    disconnected = asyncio.create_task(_until_disconnected(requests))
+    try:
+        ends: set[asyncio.Future[Any]] = {disconnected, stream.over}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if stream.over.done() and (error := stream.over.result()) is not None:
+            raise error
+        if disconnected.done():
+            disconnected.result()
+    finally:
+        disconnected.cancel()
+        await asyncio.gather(disconnected, return_exceptions=True)
+
+
+async def _until_disconnected(requests: AsyncIterator[bytes]) -> None:
+    async for _ in requests:
+        raise InvalidArgumentError("only the first request is for the stream: calls go over the connection")
+
+
+def error_response(call: StreamCall) -> server_pb2.ShareResponse:
+    """The message that ends a call that failed."""
+    assert call.error is not None
+    return server_pb2.ShareResponse(call_id=call.call_id, error=status.to_detail(call.error))
+
+
+def _one_for_each(values: Sequence[int], slices: Sequence[int], what: str) -> Sequence[int]:
+    """``values``, or the only one of them as often as there are slices."""
+    if len(values) == 1:
+        return [values[0]] * len(slices)
+    if len(values) != len(slices):
+        raise InvalidArgumentError(f"{len(values)} {what} for {len(slices)} slices: send one for each, or one for all")
+    return values

@@ -1,0 +1,136 @@
+"""The port for direct connections: lets in those that were promised, and cuts off all others.
+
+A gRPC call that was authenticated promises a connection (``TcpListener.promise``), and its worker is told the port and
+a nonce. The first frame of a connection shows a nonce, within ``limits.NONCE_SECONDS``; then the connection belongs to
+the stream that it was promised to. A nonce is good once, and for as long.
+
+Invariants: nothing of a connection is taken before its nonce, and little memory is held for it. Connections that say
+nothing are bounded: one more cuts off the oldest, so that they do not keep others out.
+
+Not here: what is said on the connection afterwards (``tcp_service``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import structlog
+
+from psdist.errors import InvalidArgumentError, PsdistError, TcpUnavailableError
+from psdist.v1 import server_pb2
+from psdist.wire import frames, limits
+from psdist.wire.frame_connection import FrameConnection, FrameReceiver
+
+_log = structlog.get_logger("psdist.server")
+
+
+class Promised(FrameReceiver, Protocol):
+    """What a connection was promised to."""
+
+    def connected(self, connection: FrameConnection) -> None:
+        """The connection is there; frames come from now on."""
+
+
+class TcpListener:
+    """A port for direct connections, on the interface of the gRPC port. gRPC is plaintext there, and so are these;
+    where it is not, no listener must be opened."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._promised: dict[bytes, Promised] = {}
+        self._unidentified: dict[_Unidentified, None] = {}
+        self._server: asyncio.Server | None = None
+
+    async def open(self, host: str) -> None:
+        """Listens on a free port of ``host``. Where that cannot be, workers use gRPC."""
+        loop = asyncio.get_running_loop()
+        try:
+            info = await loop.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            # Of one address alone: each would have a free port of its own.
+            family, address = info[0][0], str(info[0][4][0])
+            self._server = await loop.create_server(self._accept, address, 0, family=family)
+        except OSError as error:
+            _log.warning("no direct connections", host=host, reason=error.strerror or str(error))
+            return
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        """Lets nobody in any more."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._unidentified):
+            connection.cut_off("the server ends")
+
+    @contextmanager
+    def promise(self, stream: Promised) -> Iterator[bytes]:
+        """The nonce by which a connection comes to ``stream``, while this lasts. Raises TcpUnavailableError where too
+        many were promised."""
+        if len(self._promised) >= limits.NONCES_MAX:
+            raise TcpUnavailableError(f"{len(self._promised)} connections are awaited already: try again")
+        nonce = secrets.token_bytes(32)
+        self._promised[nonce] = stream
+        try:
+            yield nonce
+        finally:
+            self._promised.pop(nonce, None)
+
+    def _accept(self) -> FrameConnection:
+        if len(self._unidentified) >= limits.UNIDENTIFIED_MAX:
+            next(iter(self._unidentified)).cut_off(f"{limits.UNIDENTIFIED_MAX} others came after it")
+        unidentified = _Unidentified(self)
+        self._unidentified[unidentified] = None
+        return unidentified.connection
+
+    def identify(self, unidentified: _Unidentified, nonce: bytes) -> None:
+        """Gives a connection to whom it was promised. Raises InvalidArgumentError for a nonce that is not awaited."""
+        stream = self._promised.pop(nonce, None)
+        if stream is None:
+            raise InvalidArgumentError("the nonce is wrong, was used before, or came too late: ask for another one")
+        self.forget(unidentified)
+        unidentified.connection.hand_over(stream)
+        stream.connected(unidentified.connection)
+
+    def forget(self, unidentified: _Unidentified) -> None:
+        """A connection was identified, or has ended."""
+        self._unidentified.pop(unidentified, None)
+
+
+class _Unidentified:
+    """A connection that has not shown its nonce."""
+
+    def __init__(self, listener: TcpListener) -> None:
+        self.connection = FrameConnection(self, limits.OPENING_BYTES)
+        self._listener = listener
+        self._header = b""
+        self._timer = asyncio.get_running_loop().call_later(
+            limits.NONCE_SECONDS, self.cut_off, f"no nonce came within {limits.NONCE_SECONDS:g} s"
+        )
+
+    def begin_frame(self, header: bytes, size: int) -> memoryview:
+        if size:
+            raise InvalidArgumentError(f"the first frame of a connection has a payload of {size} bytes: send the nonce")
+        self._header = header
+        return memoryview(b"")
+
+    def end_frame(self) -> None:
+        request = frames.parse(server_pb2.ShareRequest, self._header)
+        if request.WhichOneof("kind") != "open" or request.call_id != 0:
+            raise InvalidArgumentError("the first frame of a connection must be open, with call_id 0")
+        self._listener.identify(self, request.open.nonce)
+        self._timer.cancel()
+
+    def connection_ended(self, error: PsdistError | None) -> None:
+        self._timer.cancel()
+        self._listener.forget(self)
+        if error is not None:
+            _log.info("a connection was cut off", reason=error.message)
+
+    def cut_off(self, reason: str) -> None:
+        """Ends the connection."""
+        self.connection.abort()
+        self.connection_ended(InvalidArgumentError(reason))

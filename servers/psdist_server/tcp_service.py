@@ -1,0 +1,254 @@
+"""The Connect stream, by which a worker opens a TCP connection of its own for pushes and pulls.
+
+The only request on the stream says who connects, and is answered with a port and a nonce (``tcp_listener``). The
+connection carries the same calls as one for shared memory, in frames (``psdist.wire.frame_connection``). The slices of
+a push follow it, each in a frame whose payload is received into memory of its own, which the kernel reads in place. A
+slice is answered as soon as it may be, with its weights as the payload, from a copy that the workers of a step share.
+
+Invariants: of each push at most ``limits.DIRECT_WINDOW_SLICES`` payloads are held. The worker is told when they are not
+held any more, and sends no more before: what one push waits for may come behind it on the same connection, so this
+server goes on reading. Answers wait without their weights, so that a worker that does not read them costs no memory.
+The memory of a payload is allocated once its slice and size are known to be right. A connection on which a frame, or
+what it is sent, does not move on for ``limits.STALL_SECONDS`` is cut off.
+
+Not here: calls as such (``call_stream``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+import grpc.aio
+import numpy as np
+
+from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, TcpUnavailableError
+from psdist.types import ITEM_BYTES, Identity
+from psdist.v1 import server_pb2
+from psdist.wire import convert, frames, limits
+from psdist.wire.frame_connection import FrameConnection
+from psdist.wire.rpc_handlers import as_psdist_error
+from psdist_server.call_stream import CallStream, StreamCall, error_response, until_over
+from psdist_server.kernels.arrays import Gradient
+from psdist_server.server import ParameterServer
+from psdist_server.store.parameter_store import ParameterStore
+from psdist_server.store.rpc_call import CallState, SliceAnswer
+from psdist_server.tcp_listener import TcpListener
+
+log = logging.getLogger("psdist.server")
+
+
+async def serve_connect(
+    server: ParameterServer, listener: TcpListener, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
+) -> AsyncIterator[server_pb2.ConnectResponse]:
+    """Serves one Connect stream until it ends."""
+    async for data in requests:
+        if not listener.port:
+            raise TcpUnavailableError("this server takes no direct connections")
+        identity = convert.sender_from_proto(frames.parse(server_pb2.ConnectRequest, data))
+        store = await server.admission.admit(identity)
+        stream = TcpCallStream(server, identity, store)
+        try:
+            with listener.promise(stream) as nonce:
+                yield server_pb2.ConnectResponse(port=listener.port, nonce=nonce)
+                await _connected(stream)
+            await until_over(stream, requests)
+        finally:
+            stream.end()
+        break
+
+
+async def _connected(stream: TcpCallStream) -> None:
+    await asyncio.wait({stream.opened}, timeout=limits.NONCE_SECONDS)
+    if not stream.opened.done():
+        raise TcpUnavailableError(f"no connection came within {limits.NONCE_SECONDS:g} s")
+
+
+class TcpCallStream(CallStream):
+    """One connection. The listener gives it."""
+
+    def __init__(self, server: ParameterServer, identity: Identity, store: ParameterStore) -> None:
+        super().__init__(server, identity, store)
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._connection: FrameConnection | None = None
+        #: The request in the frame that is being received, and the gradient that its payload is.
+        self._request = server_pb2.ShareRequest()
+        self._values: Gradient | None = None
+        #: Answers that were not sent, in order; None where a call has ended.
+        self._answers: asyncio.Queue[tuple[StreamCall, SliceAnswer | None]] = asyncio.Queue()
+        self._sender: asyncio.Task[None] | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    def connected(self, connection: FrameConnection) -> None:
+        self._connection = connection
+        self._sender = asyncio.create_task(self._send_answers(connection))
+        self.opened.set_result(None)
+        self.send(server_pb2.ShareResponse(opened=server_pb2.Opened()))
+        self._watch(connection, -1, -1)
+
+    def _watch(self, connection: FrameConnection, received: int, paused: int) -> None:
+        """Cuts the connection off where nothing has moved since this was called before."""
+        if connection.is_within_frame and connection.received == received:
+            self.connection_ended(LimitExceededError(f"the rest of a frame did not come in {limits.STALL_SECONDS:g} s"))
+        elif connection.is_full and connection.paused == paused:
+            self.connection_ended(LimitExceededError(f"answers were not read for {limits.STALL_SECONDS:g} s"))
+        else:
+            # A connection that was not full now, and is then, has paused once more.
+            paused = connection.paused if connection.is_full else -1
+            self._stall_timer = asyncio.get_running_loop().call_later(
+                limits.STALL_SECONDS, self._watch, connection, connection.received, paused
+            )
+
+    # --- what the connection calls ------------------------------------------------------------------------------------
+
+    def begin_frame(self, header: bytes, size: int) -> memoryview:
+        self._request = request = frames.parse(server_pb2.ShareRequest, header)
+        self._values = None
+        if request.WhichOneof("kind") != "slice":
+            if size:
+                raise InvalidArgumentError(f"a payload of {size} bytes that belongs to no slice")
+            return memoryview(b"")
+        call = self.calls.get(request.call_id)
+        if call is None or call.state is CallState.ENDED:
+            if request.call_id > self._last_id:
+                raise InvalidArgumentError(
+                    f"slice {request.slice.slice} is of call {request.call_id}, which has not begun"
+                )
+            return memoryview(bytearray(size))  # Sent before the worker knew that the call has ended.
+        self._values = self._memory_for(call, request.slice.slice, size)
+        return self._values.view(np.uint8).data
+
+    def _memory_for(self, call: StreamCall, index: int, size: int) -> Gradient:
+        """Memory for the payload of a slice. Raises InvalidArgumentError where the slice is not the next one of its
+        push, or has another size, LimitExceededError where too many payloads are held already."""
+        if not call.coming or call.coming[0][0] != index:
+            wanted = f"slice {call.coming[0][0]} is the next" if call.coming else "none is missing"
+            raise InvalidArgumentError(f"slice {index} of call {call.call_id}, of which {wanted}")
+        elements = self.store.dense.slicing.size(index)
+        if size != elements * ITEM_BYTES[call.dtype]:
+            raise InvalidArgumentError(
+                f"slice {index} has {elements * ITEM_BYTES[call.dtype]} bytes in {call.dtype}, not {size}", slice=index
+            )
+        held = call.named - len(call.coming) - call.taken
+        if held >= limits.DIRECT_WINDOW_SLICES:
+            raise LimitExceededError(
+                f"{held} payloads of call {call.call_id} are held: send no more than {limits.DIRECT_WINDOW_SLICES} "
+                "beyond those that were taken"
+            )
+        return np.empty(elements, NUMPY_DTYPES[call.dtype])
+
+    def end_frame(self) -> None:
+        request, values = self._request, self._values
+        if request.WhichOneof("kind") != "slice":
+            self.on_request(request)
+            return
+        self._values = None
+        call = self.calls.get(request.call_id)
+        if values is None or call is None or not call.coming:
+            return  # The call has ended since.
+        self._server.admission.heard(self._identity)
+        index, base = call.coming.popleft()
+        self._take(call, index, base, values)
+        if not call.coming and call.state is CallState.ASKING:
+            call.asked_all()
+
+    def connection_ended(self, error: PsdistError | None) -> None:
+        if not self.over.done():
+            self.over.set_result(error)
+
+    # --- what a stream of calls is ------------------------------------------------------------------------------------
+
+    def send(self, response: server_pb2.ShareResponse) -> None:
+        assert self._connection is not None
+        self._connection.send(response.SerializeToString())
+
+    def hold(self) -> None:
+        assert self._connection is not None
+        self._connection.hold()
+
+    def release(self) -> None:
+        assert self._connection is not None
+        self._connection.release()
+
+    @property
+    def is_full(self) -> bool:
+        assert self._connection is not None
+        return self._connection.is_full
+
+    def push(self, call: StreamCall, push: server_pb2.SharedPush, bases: Sequence[int]) -> None:
+        if call.abstain:
+            nothing = np.empty(0, NUMPY_DTYPES[call.dtype])
+            for index, base in zip(push.slices, bases, strict=True):
+                self.store.router.push_unchecked(call, index, base, nothing, is_shared=True)
+        else:
+            call.coming.extend(zip(push.slices, bases, strict=True))
+
+    def read_pull(self, call: StreamCall, pull: server_pb2.SharedPull) -> None:
+        call.pull_dtype = convert.payload_dtype_from_proto(pull.dtype)
+
+    def _take(self, call: StreamCall, index: int, base: int, values: Gradient) -> None:
+        """Takes a slice of a push, all of whose bytes are there."""
+        try:
+            self.store.router.push_unchecked(call, index, base, values, is_shared=False)
+            self.store.counters.of(call.identity.worker_id).push_bytes += values.nbytes
+        except Exception as error:  # Without this the worker would wait for an answer that never comes.
+            call.fail(as_psdist_error(error, "taking a slice", log))
+
+    def slice_answered(self, call: StreamCall, answer: SliceAnswer) -> None:
+        self._answers.put_nowait((call, answer))
+
+    def call_ended(self, call: StreamCall) -> None:
+        self._answers.put_nowait((call, None))
+
+    def payload_released(self, call: StreamCall) -> None:
+        """Tells the worker, for several payloads at a time."""
+        if call.coming and call.taken - call.told >= limits.DIRECT_WINDOW_SLICES // 2:
+            call.told = call.taken
+            self.send(server_pb2.ShareResponse(call_id=call.call_id, taken=call.taken))
+
+    def end(self) -> None:
+        """Ends the connection and its calls."""
+        if self._connection is not None:
+            self._connection.abort()
+        if self._sender is not None:
+            self._sender.cancel()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+        super().end()
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    async def _send_answers(self, connection: FrameConnection) -> None:
+        try:
+            while True:
+                call, answer = await self._answers.get()
+                await connection.drain()
+                if call.call_id not in self.calls:
+                    continue  # It was cancelled.
+                if answer is None:
+                    self.end_call(call)
+                    if call.error is not None:
+                        self.send(error_response(call))
+                elif call.error is None:
+                    await self._send_answer(connection, call, answer)
+        except Exception as error:  # Without this the worker would wait for answers that never come.
+            self.connection_ended(as_psdist_error(error, "sending an answer", log))
+
+    async def _send_answer(self, connection: FrameConnection, call: StreamCall, answer: SliceAnswer) -> None:
+        version, payload = answer.version, b""
+        if call.wants_weights:
+            try:
+                version, payload = await self.store.reads.copy(answer.index, call.pull_dtype)
+            except PsdistError as error:
+                call.error = call.error or error
+                if call.state is not CallState.ENDED:
+                    call.fail(error)
+                return
+            self.store.counters.of(call.identity.worker_id).pull_bytes += len(payload)
+        result = server_pb2.SliceResult(
+            slice=answer.index, version=version, ignored=answer.ignored, staleness=answer.staleness
+        )
+        response = server_pb2.ShareResponse(call_id=call.call_id, slice=result)
+        connection.send(response.SerializeToString(), memoryview(payload))

@@ -1,0 +1,185 @@
+"""Direct connections of workers, with real servers: what is fallen back to and told, broken connections, given-up
+pushes, and strangers at the port."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psdist
+from psdist import AsyncClient, AsyncParameters
+from psdist.client.transport.tcp import stream
+from psdist.client.transport.tcp.stream import TcpStream
+from psdist.consistency import ASP, BSP
+from psdist.errors import TcpUnavailableError, WaitTimeoutError
+from psdist.launch.embedded import EmbeddedCluster
+
+SIZE = 1_000_000
+SLICE = 1 << 15
+SGD = psdist.optim.SGD(lr=1.0)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EmbeddedCluster]:
+    cluster = EmbeddedCluster(servers=2)
+    yield cluster
+    cluster.close()
+
+
+@asynccontextmanager
+async def members(cluster: EmbeddedCluster, *arguments: dict[str, Any]) -> AsyncIterator[list[AsyncClient]]:
+    """One client for each set of arguments, over tcp unless they say otherwise."""
+    clients = [
+        AsyncClient(cluster.address, cluster.token, **({"rank": rank, "transport": "tcp"} | given))
+        for rank, given in enumerate(arguments)
+    ]
+    try:
+        for client in clients:
+            await client.connect()
+        yield clients
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
+
+
+async def opened(clients: list[AsyncClient], name: str, **settings: Any) -> list[AsyncParameters]:
+    given = {"init": {"w": np.zeros(SIZE, np.float32)}, "optimizer": SGD, "slice_elements": SLICE} | settings
+    return list(await asyncio.gather(*(client.parameters(name, **given) for client in clients)))
+
+
+def gradient(value: float = -1.0) -> dict[str, np.ndarray]:
+    """With the learning rate of 1, ``value`` -1 adds 1 to every weight."""
+    return {"w": np.full(SIZE, value, np.float32)}
+
+
+def streams(handle: AsyncParameters) -> list[TcpStream]:
+    return list(handle.exchange.tcp.streams.values())
+
+
+async def steps(handles: list[AsyncParameters], goal: float) -> None:
+    """One step of all, after which every weight is ``goal``."""
+    results = await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
+    assert all(set(values["w"].tolist()) == {goal} for values in results)
+
+
+async def until(condition: Any) -> None:
+    """Lets others run until there is something to see."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0)
+
+
+# --- what is told -----------------------------------------------------------------------------------------------------
+
+
+async def test_auto_prefers_tcp_to_grpc_and_says_why_not_shm(
+    cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psdist.client.transport.shm.attachment._ORDERED_MACHINES", ())
+    async with members(cluster, {"transport": "auto"}) as clients:
+        (handle,) = await opened(clients, "auto", consistency=ASP())
+        await steps([handle], 1.0)
+        told = handle.statistics()
+        assert told.transport == "tcp"
+        assert all(how.startswith("tcp: weights that change") for how in told.transports.values())
+
+
+@pytest.mark.parametrize("how", ["refused", "silent"])
+async def test_a_firewall_that_lets_only_grpc_through(
+    cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr("psdist.client.transport.shm.attachment._ORDERED_MACHINES", ())
+    monkeypatch.setattr(stream, "CONNECT_SECONDS", 0.2)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        if how == "silent":  # The kernel accepts, and nobody answers.
+            closed.listen()
+        port = closed.getsockname()[1]
+        plain = TcpStream.open
+        monkeypatch.setattr(TcpStream, "open", lambda self, host, _, nonce: plain(self, host, port, nonce))
+        async with members(cluster, {"transport": "auto"}, {}) as clients:
+            handles = await opened(clients, f"firewall-{how}", consistency=ASP())
+            assert set((await handles[0].push_pull(gradient()))["w"].tolist()) == {1.0}
+            reasons = handles[0].statistics().transports.values()
+            text = "no connection to 127.0.0.1" if how == "refused" else "did not answer within 0.2 s"
+            assert all(one.startswith("grpc: no shm: weights that change") for one in reasons), reasons
+            assert all("; no tcp: " in one and text in one for one in reasons), reasons
+            with pytest.raises(TcpUnavailableError, match=r"transport 'tcp'.*transport='auto'"):
+                await handles[1].pull()
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+async def test_connections_that_break_in_the_middle_of_a_push_lose_nothing(cluster: EmbeddedCluster) -> None:
+    async with members(cluster, {}, {}) as clients:
+        handles = await opened(clients, "broken")
+        await steps(handles, 1.0)
+        for goal in (2.0, 3.0, 4.0):
+            pushing = asyncio.create_task(handles[0].push_pull(gradient()))
+            await until(lambda: all(one.calls for one in streams(handles[0])))
+            for one in streams(handles[0]):
+                one.connection._transport.abort()
+            other = (await handles[1].push_pull(gradient()))["w"]
+            assert set(other.tolist()) == set((await pushing)["w"].tolist()) == {goal}
+        await steps(handles, 5.0)
+        assert handles[0].statistics().transport == "tcp"
+
+
+async def test_a_given_up_push_leaves_its_gradient_to_the_user(cluster: EmbeddedCluster) -> None:
+    """The servers take no slice of it that was not whole when it was given up."""
+    async with members(cluster, {"request_timeout": 0.5}, {}) as clients:
+        handles = await opened(clients, "given-up")
+        await steps(handles, 1.0)
+        mine = gradient(-3.0)
+        with pytest.raises(WaitTimeoutError):
+            await handles[0].push_pull(mine)
+        assert not any(one.is_open and one.connection.is_sending for one in streams(handles[0]))
+        mine["w"][...] = 1e6
+        other = asyncio.create_task(handles[1].push_pull(gradient()))
+        values = (await handles[0].push_pull(gradient(-3.0)))["w"]
+        assert set(values.tolist()) == set((await other)["w"].tolist()) == {3.0}
+        assert handles[0].statistics().ignored > 0
+
+
+async def test_calls_in_opposite_orders_do_not_wait_for_each_other(cluster: EmbeddedCluster) -> None:
+    """Each worker gives the other's last bucket first, and slices are held until both have come."""
+    names = [f"t{number}" for number in range(6)]
+    part = {name: np.zeros(8 * SLICE, np.float32) for name in names}
+    async with members(cluster, {}, {}) as clients:
+        handles = await opened(clients, "opposite", init=part, consistency=BSP())
+        for goal in (1.0, 2.0, 3.0):
+            buckets = []
+            for handle, order in zip(handles, (names, names[::-1]), strict=True):
+                for name in order:
+                    buckets.append(await handle.push_pull_async({name: np.full(8 * SLICE, -1.0, np.float32)}))
+            async with asyncio.timeout(60):
+                for bucket in buckets:
+                    (values,) = (await bucket).values()
+                    assert set(values.tolist()) == {goal}
+
+
+async def test_strangers_at_the_port_while_workers_train(cluster: EmbeddedCluster) -> None:
+    async with members(cluster, {}, {}) as clients:
+        handles = await opened(clients, "strangers")
+        await steps(handles, 1.0)
+        ports = [one.connection._transport.get_extra_info("peername") for one in streams(handles[0])]
+        loop = asyncio.get_running_loop()
+        strangers = []
+        try:
+            for number in range(300):
+                strangers.append(one := socket.socket())
+                one.setblocking(False)
+                await loop.sock_connect(one, ports[number % 2])
+                if number % 3:
+                    await loop.sock_sendall(one, bytes([number % 256]) * (number + 1))
+            await steps(handles, 2.0)
+            assert {handle.statistics().transport for handle in handles} == {"tcp"}
+        finally:
+            for one in strangers:
+                one.close()
