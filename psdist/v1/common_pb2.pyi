@@ -229,12 +229,14 @@ class ParametersEntry(_message.Message):
     def __init__(self, spec: _Optional[_Union[ParametersSpec, _Mapping]] = ..., total: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., members: _Optional[_Iterable[_Union[ParametersMember, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[GroupRange, _Mapping]]] = ..., ready: _Optional[bool] = ..., layout_digest: _Optional[bytes] = ..., reference_workers: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., generation: _Optional[int] = ..., departed: _Optional[_Iterable[_Union[ParametersMember, _Mapping]]] = ..., state_since: _Optional[int] = ...) -> None: ...
 
 class WorkerIncarnation(_message.Message):
-    __slots__ = ("worker_id", "incarnation")
+    __slots__ = ("worker_id", "incarnation", "age_seconds")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    age_seconds: float
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., age_seconds: _Optional[float] = ...) -> None: ...
 
 class ServerEntry(_message.Message):
     __slots__ = ("server_id", "incarnation", "address")

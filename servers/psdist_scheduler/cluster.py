@@ -247,7 +247,8 @@ class Cluster:
         if member.role == "worker":
             self.machines.mutual_waits.on_activity(member, event.activity)
             return []
-        self.members.on_activity(event.heard, now)
+        for worker_id, incarnation, age in event.heard:
+            self.members.on_activity([(worker_id, incarnation)], now - age)
         for name, version in event.versions:
             if (p := self.registry.get(name)) is not None:
                 p.on_version(member.member_id, event.epoch, version)

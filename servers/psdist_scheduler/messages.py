@@ -214,7 +214,8 @@ def _heartbeat(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbea
         counts = (report.attempt, report.bytes_done, report.bytes, report.bytes_aside)
         progress = sn.AttemptProgress(*counts, waiting_for, report.loading)
     versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
-    heard = tuple((one.worker_id, one.incarnation) for one in heartbeat.heard[:MEMBERS_MAX])
+    # max takes the 0 where the other one is NaN.
+    heard = tuple((one.worker_id, one.incarnation, max(0.0, one.age_seconds)) for one in heartbeat.heard[:MEMBERS_MAX])
     return make_event(ev.Heartbeat, call, heartbeat, versions=versions, progress=progress, heard=heard)
 
 

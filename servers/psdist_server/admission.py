@@ -36,8 +36,8 @@ class Admission:
         self.live: Mapping[str, int] = {}
         self._stores = stores
         self._peers = peers
-        #: Workers that have sent something since ``take_heard``.
-        self._heard: dict[tuple[str, int], None] = {}
+        #: When workers have sent something last, of those that have since ``take_heard``.
+        self._heard: dict[tuple[str, int], float] = {}
         self._map_changed = asyncio.Condition()
 
     def follow(self, cluster: ClusterMap) -> None:
@@ -114,9 +114,10 @@ class Admission:
 
     def heard(self, identity: Identity) -> None:
         """A worker that was admitted has sent something."""
-        self._heard[identity.worker_id, identity.incarnation] = None
+        self._heard[identity.worker_id, identity.incarnation] = asyncio.get_running_loop().time()
 
-    def take_heard(self) -> list[tuple[str, int]]:
-        """Workers, by id and incarnation, that have sent something since the last call."""
-        heard, self._heard = list(self._heard), {}
-        return heard
+    def take_heard(self) -> list[tuple[str, int, float]]:
+        """Workers, by id and incarnation, that have sent something since the last call, and seconds since."""
+        now = asyncio.get_running_loop().time()
+        heard, self._heard = self._heard, {}
+        return [(*worker, now - when) for worker, when in heard.items()]

@@ -143,8 +143,8 @@ class ServerSession:
             waiting_for=sorted({wait for part in statistics.parameters for wait in part.waiting_for}),
             snapshot=server.snapshot_progress(),
             heard=[
-                common_pb2.WorkerIncarnation(worker_id=worker_id, incarnation=incarnation)
-                for worker_id, incarnation in server.admission.take_heard()
+                common_pb2.WorkerIncarnation(worker_id=worker_id, incarnation=incarnation, age_seconds=age)
+                for worker_id, incarnation, age in server.admission.take_heard()
             ],
         )
 

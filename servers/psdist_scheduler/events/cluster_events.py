@@ -66,8 +66,8 @@ class Heartbeat:
     waiting_for: tuple[str, ...] = ()
     #: Servers, while they write or load.
     progress: sn.AttemptProgress | None = None
-    #: Servers: workers, by id and incarnation, that have sent something since the last heartbeat.
-    heard: tuple[tuple[str, int], ...] = ()
+    #: Servers: workers, by id and incarnation, that have sent something since the last heartbeat, and seconds since.
+    heard: tuple[tuple[str, int, float], ...] = ()
     #: Workers.
     activity: we.Activity | None = None
 

@@ -137,11 +137,11 @@ class Membership:
         if member.role == "worker":
             self.last_joined = now
 
-    def on_activity(self, members: Iterable[Identity], now: float) -> None:
-        """These members have sent something to somebody, so that they are alive."""
+    def on_activity(self, members: Iterable[Identity], when: float) -> None:
+        """These members sent something to somebody at that time, so that they were alive."""
         for member_id, incarnation in members:
             if self.is_live(member_id, incarnation) and self.sessions.of(member_id):
-                self.sessions.refresh(member_id, now)
+                self.sessions.refresh(member_id, when)
 
     def end(self, member_id: str, state: str, reason: str, now: float) -> tuple[Member, int]:
         """A live member left or is lost. Returns it as it is now, and the session that it had (0: none)."""

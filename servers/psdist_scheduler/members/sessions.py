@@ -80,10 +80,11 @@ class Sessions(dict[int, str]):
         self.refresh(member_id, now)
         return replaced
 
-    def refresh(self, member_id: str, now: float) -> None:
-        """The member has sent something: its lease begins anew."""
+    def refresh(self, member_id: str, when: float) -> None:
+        """The member sent something at that time, from which its lease counts now, unless it sent something since."""
         liveness = self.liveness[member_id]
-        liveness.restored, liveness.seen, liveness.deadline = False, now, now + liveness.lease
+        if when >= liveness.seen:
+            liveness.restored, liveness.seen, liveness.deadline = False, when, when + liveness.lease
 
     def on_heartbeat(self, event: Heartbeat, member_id: str, now: float) -> None:
         self.refresh(member_id, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 
 import pytest
@@ -125,7 +126,7 @@ def test_a_worker_that_sends_to_servers_is_alive() -> None:
     d, workers, sessions, server_sessions = started()
     lives = tuple((worker.member_id, worker.incarnation) for worker in workers)
     for _ in range(80):
-        d.on(ev.Heartbeat(server_sessions[0], d.map.epoch, heard=lives[:1]))
+        d.on(ev.Heartbeat(server_sessions[0], d.map.epoch, heard=((*lives[0], 0.4),)))
         d.on(we.Heard((("worker-1", 7), ("worker-9", 1))))  # Nobody who is there.
         d.beat(server_sessions[1])
         d.tick(0.5)
@@ -133,6 +134,25 @@ def test_a_worker_that_sends_to_servers_is_alive() -> None:
     d.on(ev.SessionClosed(sessions[0], "its session broke"))
     assert [news.member_id for news in d.lost] == ["worker-1", "worker-0"], "its stream counts more than what it sends"
     d.on(we.Heard(lives))
+
+
+def test_a_lease_counts_from_when_the_worker_sent_something() -> None:
+    """Not from when a server reports it, which is up to a heartbeat later."""
+    d, workers, sessions, server_sessions = started()
+    lives = tuple((worker.member_id, worker.incarnation) for worker in workers)
+    d.beat(*sessions)
+    for _ in range(59):
+        d.tick(0.5)
+        d.beat(*server_sessions)
+    d.on(ev.Heartbeat(server_sessions[0], d.map.epoch, heard=((*lives[0], 1.5), (*lives[1], 40.0))))
+    for age in (1e9, math.inf):  # What makes no sense takes nothing back.
+        d.on(ev.Heartbeat(server_sessions[0], d.map.epoch, heard=((*lives[0], age),)))
+    lost_at = {}
+    for _ in range(130):
+        d.tick()
+        d.beat(*server_sessions)
+        lost_at |= {news.member_id: d.now for news in d.lost if news.member_id not in lost_at}
+    assert lost_at["worker-0"] - lost_at["worker-1"] == pytest.approx(29.5 - 1.5, abs=0.3)
 
 
 def test_a_member_without_a_session_is_dropped() -> None:

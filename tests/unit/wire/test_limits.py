@@ -142,7 +142,7 @@ def test_workers_that_a_server_hears() -> None:
         common_pb2.WorkerIncarnation(worker_id=f"w{number}", incarnation=1) for number in range(limits.MEMBERS_MAX + 1)
     ]
     event = on_session(heartbeat=pb.SessionRequest.Heartbeat(heard=heard))
-    assert event.heard == tuple((one.worker_id, one.incarnation) for one in heard[:-1])
+    assert event.heard == tuple((one.worker_id, one.incarnation, 0.0) for one in heard[:-1])
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 257, "a\x00b", "b\n"])
