@@ -27,8 +27,8 @@ import structlog
 import psdist_scheduler.service  # noqa: F401
 import psdist_server.scheduler_session
 import psdist_server.service  # noqa: F401
+from psdist.client.session.followed_map import FollowedMap
 from psdist.wire import channels, convert, malloc_options, status
-from psdist.wire.followed_map import FollowedMap
 from psdist.wire.shm import WeightsArena
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.coordination import mutual_waits

@@ -27,6 +27,7 @@ import grpc.aio
 
 from psdist.client.core.push_sequence import PushSequence
 from psdist.client.session.activity import Activities
+from psdist.client.session.followed_map import FollowedMap
 from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.registration import Registrar, SchedulerTarget
 from psdist.client.session.scheduler_calls import SchedulerCalls
@@ -46,7 +47,6 @@ from psdist.errors import (
 from psdist.v1 import scheduler_pb2
 from psdist.wire import status
 from psdist.wire.backoff import Backoff
-from psdist.wire.followed_map import FollowedMap
 from psdist.wire.member_connection import SessionRequests, is_cancelled
 
 logger = logging.getLogger("psdist")
