@@ -19,6 +19,8 @@ from psdist_scheduler.events.records import ClusterSettings, Member, Role
 
 #: Leases that servers have to come back after the scheduler was restarted, and workers at least.
 RESTART_LEASES = 3
+#: Each member that has registered, and has no session, lets those after it have so much longer to open theirs.
+SESSION_SECONDS = 0.05
 _WAITS_KEPT = 16
 _TEXT_CHARACTERS = 500
 
@@ -66,9 +68,11 @@ class Sessions(dict[int, str]):
 
     def begin(self, member: Member, now: float) -> None:
         """A member has registered. Without a session it takes no part in anything yet, so that the shorter lease harms
-        nobody."""
+        nobody. Where many have none yet, as when all workers of a large run begin at a time, they have longer."""
+        others = len(self.liveness) - len(self)
+        deadline = now + self._settings.lease_seconds + others * SESSION_SECONDS
         lease = self._settings.lease_of(member.role)
-        self.liveness[member.member_id] = Liveness(member.role, lease, now, now + self._settings.lease_seconds)
+        self.liveness[member.member_id] = Liveness(member.role, lease, now, deadline)
 
     def open(self, call: int, member_id: str, now: float) -> int:
         """Makes ``call`` the member's session. Returns the session that it replaces; 0 for none."""

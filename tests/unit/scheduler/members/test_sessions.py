@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from psdist_scheduler.events.records import ClusterSettings, Member
-from psdist_scheduler.members.sessions import RESTART_LEASES, Sessions
+from psdist_scheduler.members.sessions import RESTART_LEASES, SESSION_SECONDS, Sessions
 
 SETTINGS = ClusterSettings("run", lease_seconds=2.0, worker_lease_seconds=30.0)
 SERVER, WORKER = Member("server-0", "server", 1), Member("worker-0", "worker", 1)
@@ -23,6 +23,12 @@ def test_a_lease_is_the_members_once_it_has_a_session() -> None:
     made.open(7, "worker-0", 101.0)
     assert made.expired(131.0) == [("server-0", "opened no session within 31.0 s")]
     assert dict(made.expired(131.1))["worker-0"] == "silent for 30.1 s, and --worker-timeout is 30 s"
+
+
+def test_many_that_register_at_a_time_have_longer_to_open_their_sessions() -> None:
+    made = sessions(*(Member(f"worker-{rank}", "worker", 1, rank) for rank in range(1001)))
+    assert [member_id for member_id, _ in made.expired(102.01)] == ["worker-0"]
+    assert len(made.expired(102.0 + 500 * SESSION_SECONDS)) == 500 and len(made.expired(152.1)) == 1001
 
 
 def test_a_session_replaces_the_one_before() -> None:
