@@ -148,7 +148,6 @@ class TcpCallStream(CallStream):
         call = self.calls.get(request.call_id)
         if values is None or call is None or not call.coming:
             return  # The call has ended since.
-        self._server.admission.heard(self._identity)
         index, base = call.coming.popleft()
         self._take(call, index, base, values)
         if not call.coming and call.state is CallState.ASKING:
@@ -189,8 +188,9 @@ class TcpCallStream(CallStream):
         call.pull_dtype = convert.payload_dtype_from_proto(pull.dtype)
 
     def _take(self, call: StreamCall, index: int, base: int, values: Gradient) -> None:
-        """Takes a slice of a push, all of whose bytes are there."""
+        """Takes a slice of a push, all of whose bytes are there. The worker may be fenced since the push began."""
         try:
+            self._server.admission.check_live(self._identity)
             self.store.router.push_unchecked(call, index, base, values, is_shared=False)
             self.store.counters.of(call.identity.worker_id).push_bytes += values.nbytes
         except Exception as error:  # Without this the worker would wait for an answer that never comes.

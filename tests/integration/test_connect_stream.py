@@ -25,8 +25,6 @@ from psdist.errors import (
     NonFiniteGradientError,
     PsdistError,
     StaleEpochError,
-    TcpUnavailableError,
-    UnauthenticatedError,
     UnknownCodecError,
     WrongRunError,
 )
@@ -255,7 +253,9 @@ async def test_a_slice_is_answered_before_the_next_one_comes(bench: TcpBench) ->
     await peer.connection.send(framed(request := peer.push(0)))
     for index, part in enumerate(cut(GRADIENT)):
         await peer.connection.send(peer.slice(request, index, part.tobytes()))
-        response, payload = await peer.connection.frame()
+        while (frame := await peer.connection.frame())[0].WhichOneof("kind") != "slice":
+            pass
+        response, payload = frame
         assert response.slice.slice == index
         assert payload == cut(STEPPED)[index].tobytes()
 
@@ -305,9 +305,9 @@ async def test_for_whom_a_call_waits_is_told(bench: TcpBench, monkeypatch: pytes
     await bench.create(workers=2)
     peer = await connected(bench)
     await peer.send(request := peer.push(0))
-    while (response := (await peer.connection.frame())[0]).WhichOneof("kind") != "waiting_for":
-        pass
-    assert "worker-1 (rank 1) to push step 0" in response.waiting_for
+    async with asyncio.timeout(60):
+        while "worker-1 (rank 1) to push step 0" not in (await peer.connection.frame())[0].waiting_for:
+            pass
     other = await connected(bench, 1)
     await other.say(other.push(0))
     assert len(await peer.answers(request)) == COUNT
@@ -383,12 +383,17 @@ async def test_what_is_not_finite_is_left_out_and_told(bench: TcpBench) -> None:
     assert np.isfinite(np.concatenate([values for _, values in answers.values()])).all()
 
 
-async def test_a_fenced_workers_calls_end(bench: TcpBench) -> None:
+@pytest.mark.parametrize("when", ["before its payloads", "after them"])
+async def test_a_fenced_workers_calls_end(bench: TcpBench, when: str) -> None:
     await bench.create(workers=2)
-    peer, other = await connected(bench), await connected(bench, 1)
-    await peer.send(request := peer.push(0))
-    await other.say(other.pull())
+    peer = await connected(bench)
+    await peer.connection.send(framed(request := peer.push(0)))
+    if when == "after them":
+        await peer.connection.send(peer.slices(request))
+    await peer.say(peer.pull())  # the push was read by now
     await bench.follow(entry(2, ready=True), live=0)
+    if when != "after them":
+        await peer.connection.send(peer.slices(request))
     with pytest.raises(FencedError):
         await peer.answers(request)
 
@@ -517,111 +522,3 @@ async def test_the_end_of_either_ends_the_other_and_what_was_pushed_counts(bench
         with pytest.raises(ConnectionError, match="the stream ended"):
             await peer.stream()
     assert np.array_equal(await other.say(other.push(0)), STEPPED)
-
-
-# --- who may connect --------------------------------------------------------------------------------------------------
-
-
-async def test_who_asks_is_checked(bench: TcpBench) -> None:
-    await bench.create()
-    for error, request in (
-        (WrongRunError, pb.ConnectRequest(identity=bench.identity(run_id="other"))),
-        (FencedError, pb.ConnectRequest(identity=bench.identity(incarnation=9))),
-        (StaleEpochError, pb.ConnectRequest(identity=bench.identity(epoch=1))),
-        (InvalidArgumentError, pb.ConnectRequest()),
-        (InvalidArgumentError, b"\xff\xff"),
-    ):
-        with pytest.raises(error):
-            await Worker(bench).ask(request)
-    with pytest.raises(UnauthenticatedError):
-        try:
-            await bench.channel.stream_stream("/psdist.v1.ServerService/Connect")(metadata=()).read()
-        except grpc.aio.AioRpcError as error:
-            raise status.from_call(error, "server") from None
-    await still_serves(bench)
-
-
-async def test_a_server_without_a_port_says_so(bench: TcpBench) -> None:
-    await bench.create()
-    bench.listener.port = 0
-    with pytest.raises(TcpUnavailableError, match="takes no direct connections"):
-        await Worker(bench).ask()
-
-
-@pytest.mark.parametrize(
-    "first",
-    [
-        opening(b"x" * 32),
-        opening(b""),
-        framed(pb.ShareRequest(call_id=1, open=pb.OpenConnection(nonce=b"x" * 32))),
-        framed(pb.ShareRequest(call_id=1, cancel=pb.SharedCancel())),
-        framed(b"\xff\xff"),
-        framed(b"", b"payload"),
-        framed(b"x" * (limits.OPENING_BYTES + 1)),
-        b"GET / HTTP/1.1\r\n\r\n",
-        bytes(8),
-    ],
-    ids=["wrong", "empty", "numbered", "no opening", "garbage", "payload", "long", "http", "zeros"],
-)
-async def test_a_connection_that_was_not_promised_is_cut_off(bench: TcpBench, first: bytes) -> None:
-    await bench.create()
-    connection = Connection(bench)
-    await connection.open()
-    await connection.send(first)
-    await connection.until_cut_off()
-    await still_serves(bench)
-
-
-async def test_a_nonce_is_good_once(bench: TcpBench) -> None:
-    await bench.create()
-    peer = Worker(bench)
-    nonce = (await peer.ask()).nonce
-    await peer.connection.open()
-    await peer.connection.send(opening(nonce))
-    await peer.connection.frame()
-    second = Connection(bench)
-    await second.open()
-    await second.send(opening(nonce))
-    await second.until_cut_off()
-    assert np.array_equal(await peer.say(peer.push(0)), STEPPED)
-
-
-async def test_a_nonce_that_comes_late_is_none(bench: TcpBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    await bench.create()
-    monkeypatch.setattr(limits, "NONCE_SECONDS", 0.01)
-    peer = Worker(bench)
-    nonce = (await peer.ask()).nonce
-    with pytest.raises(TcpUnavailableError, match="no connection came"):
-        await peer.stream()
-    monkeypatch.setattr(limits, "NONCE_SECONDS", 5.0)
-    await peer.connection.open()
-    await peer.connection.send(opening(nonce))
-    await peer.connection.until_cut_off()
-    await still_serves(bench)
-
-
-async def test_promises_are_bounded(bench: TcpBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "NONCES_MAX", 2)
-    await bench.create()
-    waiting = [Worker(bench) for _ in range(2)]
-    for one in waiting:
-        await one.ask()
-    with pytest.raises(TcpUnavailableError, match="2 connections are awaited"):
-        await Worker(bench).ask()
-
-
-async def test_a_thousand_connections_that_say_nothing(bench: TcpBench) -> None:
-    await bench.create()
-    silent = [Connection(bench) for _ in range(1000)]
-    for connection in silent:
-        await connection.open()
-    await still_serves(bench)
-    for connection in silent[: -limits.UNIDENTIFIED_MAX]:
-        await connection.until_cut_off()
-
-
-async def test_a_connection_that_says_nothing_is_cut_off(bench: TcpBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "NONCE_SECONDS", 0.05)
-    connection = Connection(bench)
-    await connection.open()
-    await connection.until_cut_off()
