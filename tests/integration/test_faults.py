@@ -25,7 +25,8 @@ from psdist.wire import framed_socket
 
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dying, how, first = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
-sent, payload, send = 0, requests.PushRequest.payload, framed_socket.FramedSocket.send
+sent, send = 0, framed_socket.FramedSocket.send
+payloads = {name: getattr(requests.PushRequest, name) for name in ("payload", "lasting_payload")}  # over gRPC, over tcp
 
 def die_in_time(slices):
     global sent
@@ -33,9 +34,12 @@ def die_in_time(slices):
     if f"{rank}.{attempt}" in dying and sent >= 40 + 7 * rank:
         os.kill(os.getpid(), signal.SIGKILL)
 
-def payload_or_die(job, index):
-    die_in_time(1)
-    return payload(job, index)
+def or_die(payload):
+    def encode(job, index):
+        die_in_time(1)
+        return payload(job, index)
+
+    return encode
 
 def send_or_die(connection, message):
     send(connection, message)
@@ -43,7 +47,8 @@ def send_or_die(connection, message):
     loop = asyncio.get_running_loop()
     loop.call_soon(loop.call_soon, die_in_time, slices)  # uvloop writes at the end of a turn
 
-requests.PushRequest.payload = payload_or_die
+for name, payload in payloads.items():
+    setattr(requests.PushRequest, name, or_die(payload))
 framed_socket.FramedSocket.send = send_or_die
 client = psdist.init().client
 clip = 1e9 if how == "clip" else 0.0
