@@ -13,6 +13,7 @@
 #                 INTERRUPTS=n of each kind, ROUNDS=n of barriers)
 #   make bench    psdist beside its peers, in some minutes: writes docs/performance.md anew (--full: BENCH=--full)
 #   make proto    write psdist/v1 anew from proto/
+#   make kernels  compile the kernels of servers, once; those who need them do it
 #   make clean    remove everything that these targets made
 
 PYTHON ?= python3
@@ -45,7 +46,7 @@ PROTOS := $(wildcard proto/psdist/v1/*.proto)
 # What make check runs.
 CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_proto.py
 
-.PHONY: demo test check verify long sim chaos bench proto clean
+.PHONY: demo kernels test check verify long sim chaos bench proto clean
 .DEFAULT_GOAL := test
 
 # --- environment: the demo needs no torch and no linters, so it does not wait for them -------------------------------
@@ -70,7 +71,11 @@ $(VENV)/.dev: pyproject.toml Makefile | $(BIN)/python
 demo: $(VENV)/.installed
 	$(BIN)/psdist run --nservers 2 --nproc-per-node 2 examples/digits.py --compare
 
-test: check
+# Each of some hundred servers would begin to compile beside its test, and end before it is done.
+kernels: $(VENV)/.installed
+	$(WITH_DOTS) "compiling kernels, unless they are in the cache" $(BIN)/python -m psdist_server.kernels
+
+test: check kernels
 	$(PYTEST) -n 2 --dist loadfile -m "not long" $(CHECKS:%=--ignore %)
 
 check: $(VENV)/.dev
@@ -82,7 +87,7 @@ check: $(VENV)/.dev
 verify: $(VENV)/.dev
 	$(BIN)/python -m tests.verify
 
-long: $(VENV)/.dev
+long: $(VENV)/.dev kernels
 	$(PYTEST) -n 2 --dist loadfile -m long tests --ignore tests/chaos
 	$(PYTEST) -n 2 --dist loadfile --hypothesis-profile=full tests/property
 
@@ -92,11 +97,11 @@ proto: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.report $(BENCH)
 
-chaos: $(VENV)/.dev
+chaos: $(VENV)/.dev kernels
 	INTERRUPTS=$(INTERRUPTS) ROUNDS=$(ROUNDS) $(PYTEST) -q tests/chaos
 	$(BIN)/psdist chaos --suite --kills $(KILLS)
 
-sim: $(VENV)/.dev
+sim: $(VENV)/.dev kernels
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)
 	$(BIN)/python -m tests.simulation --ablations
 	$(BIN)/python -m tests.simulation ordinary --seeds $(ORDINARY_SEEDS) --first $(FIRST)
