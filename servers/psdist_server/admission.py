@@ -9,7 +9,7 @@ Invariant: an incarnation of a worker that is not in the newest map is refused, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from psdist.errors import StaleEpochError, StaleTermError, UnknownParametersError, WrongRunError
@@ -26,10 +26,17 @@ MAP_WAIT_SECONDS: Final = 10.0
 class Admission:
     """Checks the senders of requests.
 
-    stores: the parameter stores by name.
+    stores: the parameter stores by name. kernels_loaded: waits for kernels that are being loaded.
     """
 
-    def __init__(self, run_id: str, stores: Mapping[str, ParameterStore], peers: PeerServers) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        stores: Mapping[str, ParameterStore],
+        peers: PeerServers,
+        kernels_loaded: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._kernels_loaded = kernels_loaded
         #: The map that was followed last.
         self.map = ClusterMap(run_id, 0)
         #: Incarnation of each live worker.
@@ -85,13 +92,13 @@ class Admission:
                 "route anew and send again",
                 epoch=self.map.epoch,
             )
-        return self.store(identity.parameters)
+        return await self._ready_store(identity.parameters)
 
     async def admit_server(self, run_id: str, epoch: int, parameters: str) -> ParameterStore:
         """The parameter store that another server asks about."""
         self._check_run(run_id)
         await self._wait_for_epoch(epoch)
-        return self.store(parameters)
+        return await self._ready_store(parameters)
 
     async def admit_primary(self, hello: server_pb2.ReplicateRequest.Hello) -> tuple[Replica, ParameterStore]:
         """The sender of ``hello``, and the store that it may send updates for. Raises StaleTermError where this
@@ -105,6 +112,12 @@ class Admission:
     def _check_run(self, run_id: str) -> None:
         if run_id != self.map.run_id:
             raise WrongRunError(f"this server belongs to run {self.map.run_id!r}, not {run_id!r:.80}")
+
+    async def _ready_store(self, parameters: str) -> ParameterStore:
+        store = self.store(parameters)
+        if self._kernels_loaded is not None:
+            await self._kernels_loaded()
+        return store
 
     def check_live(self, identity: Identity) -> None:
         """Raises FencedError for a worker, or an incarnation of one, that is not in the map."""

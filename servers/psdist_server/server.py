@@ -70,7 +70,7 @@ class ParameterServer:
         self._compiler = compiler
         self.stores: dict[str, ParameterStore] = {}
         self.peers = PeerServers(self.me, run_id, token, rng, registration.lease_seconds, lambda: self._report())
-        self.admission = Admission(run_id, self.stores, self.peers)
+        self.admission = Admission(run_id, self.stores, self.peers, compiler.loaded if compiler is not None else None)
         self._norm_exchange = NormExchange(self.peers, lambda: self.admission.map)
         opened = _opened_once(registration.storage, opener)
         self.snapshot_writer = SnapshotWriter(self.stores.get, opened, lambda report: self._report_snapshot(report))

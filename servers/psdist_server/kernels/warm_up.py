@@ -8,11 +8,13 @@ server then loads it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from tempfile import TemporaryFile
 from time import monotonic
@@ -39,6 +41,13 @@ class BackgroundCompiler:
         self._lock = threading.Lock()
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._closed = False
+        #: Done when kernels that are in the cache are loaded.
+        self._loading: set[Future[None]] = set()
+
+    async def loaded(self) -> None:
+        """Waits for kernels that are in the cache. It takes a moment, and memory, which the first requests want too."""
+        for loading in tuple(self._loading):
+            await asyncio.wrap_future(loading)
 
     def begin(self, kernels: Sequence[Kernel], purpose: str) -> None:
         """Has ``kernels`` compiled, or loaded from the cache, and interpreted until then.
@@ -47,7 +56,9 @@ class BackgroundCompiler:
         """
         for kernel in kernels:
             kernel.interpret()
-        threading.Thread(target=self._compile, args=(kernels, purpose), name="compile").start()
+        loading: Future[None] = Future()
+        self._loading.add(loading)
+        threading.Thread(target=self._compile, args=(kernels, purpose, loading), name="compile").start()
 
     def close(self) -> None:
         """Ends what is being compiled."""
@@ -56,14 +67,25 @@ class BackgroundCompiler:
             for process in list(self._processes):
                 process.kill()
 
-    def _compile(self, kernels: Sequence[Kernel], purpose: str) -> None:
-        missing = [kernel for kernel in kernels if kernel.file("lock") is not None and not kernel.is_cached]
-        if missing:
-            with locked(missing[0].file("progress"), wait=False) as is_reporter:
-                self._fill_cache(missing, purpose, is_reporter)
-        if not self._closed:
-            compile_all(kernels)
-            release_compiler()
+    def _compile(self, kernels: Sequence[Kernel], purpose: str, loading: Future[None]) -> None:
+        try:
+            missing = [kernel for kernel in kernels if not kernel.is_cached]
+            if missing:
+                self._end_loading(loading)
+                if missing[0].file("progress") is not None:
+                    with locked(missing[0].file("progress"), wait=False) as is_reporter:
+                        self._fill_cache(missing, purpose, is_reporter)
+            if not self._closed:
+                compile_all(kernels)
+                release_compiler()
+        finally:
+            self._end_loading(loading)
+
+    def _end_loading(self, loading: Future[None]) -> None:
+        """Nothing waits for these kernels any more."""
+        self._loading.discard(loading)
+        if not loading.done():
+            loading.set_result(None)
 
     def _fill_cache(self, kernels: Sequence[Kernel], purpose: str, is_reporter: bool) -> None:
         """Returns when another process has compiled ``kernels``, or has failed to. is_reporter: of several servers that
