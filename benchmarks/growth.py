@@ -116,7 +116,7 @@ def measure(sessions: int, processes: int, rest_seconds: float) -> Sessions:
             *heard, joins = running.carry_out(orders | {newcomer: {"join": [sessions + number]}})
             told.append(max(one["done"] for one in heard) - joins["began"])
         cpu, began = scheduler.cpu_seconds(), time.monotonic()
-        time.sleep(rest_seconds)
+        time.sleep(rest_seconds)  # What is measured is what it does meanwhile.
         rest_cpu = (scheduler.cpu_seconds() - cpu) / (time.monotonic() - began)
         began = time.monotonic()
         status = scheduler.status()

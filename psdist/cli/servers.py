@@ -54,7 +54,7 @@ def _scale(given: Namespace, environ: Mapping[str, str]) -> int:
     answer = ask(target, given.timeout, lambda call: call("Scale", request, given.timeout))
     launchers, until = answer.launchers, time.monotonic() + _LAUNCHER_SECONDS
     while not launchers and time.monotonic() < until:  # It begins to watch some seconds after its run does.
-        time.sleep(0.25)
+        time.sleep(0.25)  # Nothing tells this command when it does.
         launchers = ask(target, given.timeout, lambda call: call("Scale", request, given.timeout)).launchers
     if what == "workers":
         report = {"workers_wanted": wanted, "workers_before": answer.workers_before, "launchers": launchers}

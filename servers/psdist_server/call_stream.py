@@ -14,6 +14,7 @@ Not here: what a push does (``parameter_store``), which connections there are (`
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -21,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psdist.errors import (
-    InternalError,
     InvalidArgumentError,
     LimitExceededError,
     PsdistError,
@@ -30,9 +30,12 @@ from psdist.errors import (
 from psdist.types import Identity
 from psdist.v1 import server_pb2
 from psdist.wire import convert, limits, status
+from psdist.wire.rpc_handlers import as_psdist_error
 from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call, CallState, SliceAnswer
+
+log = logging.getLogger("psdist.server")
 
 
 @dataclass
@@ -187,10 +190,8 @@ class CallStream(ABC):
             if not call.is_push and self._needs_confirm(request.pull):
                 await self.store.replicator.confirm(request.pull.slices)
                 self._server.admission.check_live(self._admitted)
-        except PsdistError as error:
-            self._refuse(call, error)
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
-            self._refuse(call, InternalError(f"admitting the call failed: {error!r}"))
+            self._refuse(call, as_psdist_error(error, "admitting a call", log))
         else:
             if call.call_id in self.calls:  # Else it was cancelled meanwhile.
                 self._carry_out(call, request)
@@ -220,10 +221,8 @@ class CallStream(ABC):
                 self._push(call, request.push)
             else:
                 self._pull(call, request.pull)
-        except PsdistError as error:
-            call.fail(error)
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
-            call.fail(InternalError(f"taking the call failed: {error!r}"))
+            call.fail(as_psdist_error(error, "taking a call", log))
         if not call.coming:
             call.asked_all()
         if call.state is not CallState.ENDED:

@@ -92,7 +92,11 @@ class BackgroundCompiler:
         compile for one cache, one writes to the log."""
         begin = monotonic()
         with TemporaryFile() as output, ExitStack() as started:
-            process = self._start(sorted({kernel.__name__ for kernel in kernels}), output)
+            try:
+                process = self._start(sorted({kernel.__name__ for kernel in kernels}), output)
+            except OSError as error:  # Then they are compiled here, though that holds up everything else.
+                log.warning("no process could be started to compile kernels: %s", error)
+                return
             if process is None:
                 return
             started.enter_context(process)
@@ -109,7 +113,7 @@ class BackgroundCompiler:
                 process.wait()
             if process.returncode == 0:
                 log.info("kernels for %s are compiled, after %.1f s", purpose, monotonic() - begin)
-            elif not self._closed:  # Then they are compiled here, though that holds up everything else.
+            elif not self._closed:  # Then they are compiled here, too.
                 output.seek(0)
                 problem = output.read().decode(errors="replace")[-_PROBLEM_CHARACTERS:]
                 log.warning("the process that compiles kernels ended with %d: %s", process.returncode, problem)

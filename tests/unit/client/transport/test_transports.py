@@ -38,7 +38,7 @@ class Fake(Transport):
         return "" if server_id in self.open else self._reason
 
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
-        raise NotImplementedError
+        raise AssertionError
 
 
 class Always(Fake):
