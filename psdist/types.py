@@ -27,10 +27,14 @@ ITEM_BYTES: Final[dict[str, int]] = {"float32": 4, "float16": 2, "bfloat16": 2, 
 #: The dtypes of payloads.
 WIRE_DTYPES: Final = ("float32", "float16", "bfloat16")
 
-SLICE_ELEMENTS_MAX: Final = 1 << 18  # 1 MiB of float32
+SLICE_ELEMENTS_MAX: Final = 1 << 20  # 4 MiB of float32
 SLICE_ELEMENTS_MIN: Final = 1 << 12
 SHARDS_PER_SERVER: Final = 4
 _SLICES_WANTED: Final = 16
+#: Slices of up to so many elements keep all servers busy even where there are few of them.
+_SMALL_SLICE_ELEMENTS: Final = 1 << 18
+#: Larger ones, each of which costs the interpreters as much as a small one, are for vectors that have so many of them.
+_LARGE_SLICES_WANTED: Final = 20
 
 SAMPLES_MAX: Final = 1 << 62
 #: Ranges of one data epoch, at most.
@@ -160,9 +164,12 @@ class Slicing:
 
 
 def choose_slice_elements(total: int) -> int:
-    """A power of two, 16 KiB to 1 MiB of float32, that divides ``total`` elements into about 16 slices or more."""
+    """A power of two, 16 KiB to 4 MiB of float32, that divides ``total`` elements into about 16 slices or more, and
+    into 20 or more where it is more than 1 MiB."""
     wanted = max(1, total // _SLICES_WANTED)
-    return min(SLICE_ELEMENTS_MAX, max(SLICE_ELEMENTS_MIN, 1 << (wanted - 1).bit_length()))
+    small = min(_SMALL_SLICE_ELEMENTS, max(SLICE_ELEMENTS_MIN, 1 << (wanted - 1).bit_length()))
+    large = min(SLICE_ELEMENTS_MAX, 1 << max(1, total // _LARGE_SLICES_WANTED).bit_length() - 1)
+    return max(small, large)
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from typing import Final
 #: Registration refuses another number. It is raised when an older peer could misread a message.
 PROTOCOL_VERSION: Final = 3
 
-#: Largest message on the data path: a slice of 1 MiB and its header, with room for slices in float64 one day.
-DATA_MESSAGE_BYTES: Final = 4 << 20
+#: Largest message on the data path: a slice of 4 MiB and its header, with room for slices in float64 one day.
+DATA_MESSAGE_BYTES: Final = 12 << 20
 #: Largest message to or from the scheduler: a layout of TENSORS_MAX tensors with names of up to 200 characters fits.
 CONTROL_MESSAGE_BYTES: Final = 64 << 20
 #: Metadata of a call, which holds the token.
 METADATA_BYTES: Final = 16 << 10
 #: Largest message on the socket of an attachment, which carries no payloads: it is a list of slices.
-SHARED_MESSAGE_BYTES: Final = DATA_MESSAGE_BYTES
+SHARED_MESSAGE_BYTES: Final = 4 << 20
 #: Largest HTTP/2 frame that is asked for. It fits the window.
 FRAME_BYTES: Final = 1 << 20
 
@@ -40,7 +40,7 @@ SHARED_ROUNDS_MAX: Final = 4
 STREAM_CALLS_MAX: Final = 4096
 #: Payloads of one push over a direct connection that a worker may send before the server lets go of the first of them.
 #: As many are on their way or held by the server.
-DIRECT_WINDOW_SLICES: Final = 4
+DIRECT_WINDOW_SLICES: Final = 3
 #: Direct connections to one server that were promised, and did not come yet.
 NONCES_MAX: Final = CONNECTIONS_MAX
 #: A promised connection must come, and show its nonce, within so long.
