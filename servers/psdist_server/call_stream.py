@@ -17,7 +17,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,14 @@ class CallStream(ABC):
         self._admitted = identity
         #: Admits a call that has to wait for a map or for confirmations; those after it wait too.
         self._admitting: asyncio.Task[None] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The map by which the last call was made: the worker reads no slice that was moved before that map."""
+        return self._admitted.epoch
+
+    def fence(self, live: Mapping[str, int]) -> None:  # noqa: B027 - who reads shared memory is sent nothing
+        """A new map, by which these incarnations of workers are live: others are sent nothing more."""
 
     # --- the connection -----------------------------------------------------------------------------------------------
 

@@ -95,8 +95,7 @@ class ParameterServer:
             if name not in self.stores and any(self.me in shard.replicas for shard in entry.shards):
                 self.stores[name] = self._open_store(entry)
             if name in self.stores:
-                # First, since the end of a membership ends what its worker waits for too: it would read past the bound.
-                self.stores[name].router.calls.fence(self.admission.live)
+                self.stores[name].fence(self.admission.live)
                 await self.stores[name].update(entry, cluster.epoch)
         for gone in sorted(self.stores.keys() - {entry.spec.name for entry in cluster.parameters}):
             await self._close_store(gone)

@@ -97,12 +97,7 @@ class ShmCallStream(CallStream):
     async def open(self, connection: socket.socket) -> None:
         """Begins to receive calls."""
         await self._socket.open(connection)
-        self.store.shm_readers.add(self)
-
-    @property
-    def epoch(self) -> int:
-        """The map by which the last call was made: the worker reads no slice that was moved before that map."""
-        return self._admitted.epoch
+        self.store.readers.add(self)
 
     def _on_message(self, data: bytes) -> None:
         self.on_request(frames.parse(server_pb2.ShareRequest, data))
@@ -144,7 +139,7 @@ class ShmCallStream(CallStream):
 
     def end(self) -> None:
         """Ends the attachment and its calls."""
-        self.store.shm_readers.remove(self)
+        self.store.readers.remove(self)
         self._socket.close()
         super().end()
 

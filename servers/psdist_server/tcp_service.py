@@ -3,7 +3,8 @@
 The only request on the stream says who connects, and is answered with a port and a nonce (``tcp_listener``). The
 connection carries the same calls as one for shared memory, in frames (``psdist.wire.frame_connection``). The slices of
 a push follow it, each in a frame whose payload is received into memory of its own, which the kernel reads in place. A
-slice is answered as soon as it may be, with its weights as the payload, from a copy that the workers of a step share.
+slice is answered as soon as it may be, with its weights as the payload: from where they lie if they stand still until
+this worker pushes again, else from a copy that the workers of a step share.
 
 Invariants: of each push at most ``limits.DIRECT_WINDOW_SLICES`` payloads are held. The worker is told when they are not
 held any more, and sends no more before: what one push waits for may come behind it on the same connection, so this
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import grpc.aio
 import numpy as np
@@ -34,7 +35,7 @@ from psdist_server.call_stream import CallStream, StreamCall, error_response, un
 from psdist_server.kernels.arrays import Gradient
 from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
-from psdist_server.store.rpc_call import CallState, SliceAnswer
+from psdist_server.store.rpc_call import CallState, SliceAnswer, fenced
 from psdist_server.tcp_listener import TcpListener
 
 log = logging.getLogger("psdist.server")
@@ -83,6 +84,7 @@ class TcpCallStream(CallStream):
 
     def connected(self, connection: FrameConnection) -> None:
         self._connection = connection
+        self.store.readers.add(self)
         self._sender = asyncio.create_task(self._send_answers(connection))
         self.opened.set_result(None)
         self.send(server_pb2.ShareResponse(opened=server_pb2.Opened()))
@@ -153,6 +155,12 @@ class TcpCallStream(CallStream):
         if not call.coming and call.state is CallState.ASKING:
             call.asked_all()
 
+    def fence(self, live: Mapping[str, int]) -> None:
+        if live.get(self._identity.worker_id) != self._identity.incarnation:
+            if self._connection is not None:
+                self._connection.abort()  # What is queued may lie where others' updates are written from now on.
+            self.connection_ended(fenced(self._identity))
+
     def connection_ended(self, error: PsdistError | None) -> None:
         if not self.over.done():
             self.over.set_result(error)
@@ -212,6 +220,7 @@ class TcpCallStream(CallStream):
         """Ends the connection and its calls."""
         if self._connection is not None:
             self._connection.abort()
+            self.store.readers.remove(self)
         if self._sender is not None:
             self._sender.cancel()
         if self._stall_timer is not None:
@@ -237,10 +246,11 @@ class TcpCallStream(CallStream):
             self.connection_ended(as_psdist_error(error, "sending an answer", log))
 
     async def _send_answer(self, connection: FrameConnection, call: StreamCall, answer: SliceAnswer) -> None:
-        version, payload = answer.version, b""
+        version: int = answer.version
+        payload: bytes | memoryview = b""
         if call.wants_weights:
             try:
-                version, payload = await self.store.reads.copy(answer.index, call.pull_dtype)
+                version, payload = await self.store.reads.lasting(answer, call)
             except PsdistError as error:
                 call.error = call.error or error
                 if call.state is not CallState.ENDED:

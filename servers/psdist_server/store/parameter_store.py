@@ -6,7 +6,7 @@ this server (``replica_roles``). Everything here runs on the event loop except t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -29,7 +29,7 @@ from psdist_server.store.replica_stream import now
 from psdist_server.store.replicator import ReplicaNetwork, Replicator
 from psdist_server.store.rpc_call import Call, CallTable
 from psdist_server.store.shard_router import EffectRunner, ShardRouter
-from psdist_server.store.slice_reads import ShmReaders, SliceReads
+from psdist_server.store.slice_reads import InPlaceReaders, SliceReads
 from psdist_server.store.statistics import Counters, replica_statistics
 
 _log = structlog.get_logger("psdist.server")
@@ -62,13 +62,13 @@ class ParameterStore:
         effects = EffectRunner(calls, self.gradients, self.applier, self.replicator, self.counters)
         self.router = ShardRouter(entry, calls, self.gradients, self.counters, effects.run)
         self.aggregation = Aggregation(self.norms, self.router.version, lambda step: on_aggregated(self, step))
-        self.reads = SliceReads(self.router, dense, self.counters)
-        self.shm_readers = ShmReaders(dense)
+        self.reads = SliceReads(self.router, dense, self.counters, entry.spec.consistency)
+        self.readers = InPlaceReaders(dense)
         self.cuts = CutController(self.router, dense, kernels, self.applier.gate)
         self.backups = BackupShards(entry.spec, dense, kernels, self.norms, self.counters, self.fail_permanently)
         self.roles = ReplicaRoles(
             me, self, self.router, self.replicator, self.backups, self.applier, kernels, dense, self.reads,
-            self.shm_readers, self.aggregation, self.cuts,
+            self.readers, self.aggregation, self.cuts,
         )  # fmt: skip
 
     def check_installed(self) -> None:
@@ -120,6 +120,12 @@ class ParameterStore:
     def _installed(self, index: int) -> None:
         self.replicator.installed(index)
         self.applier.installed(index)
+
+    def fence(self, live: Mapping[str, int]) -> None:
+        """A new map, by which these incarnations of workers are live: ends the calls of others. Comes before
+        ``update``, since the end of a membership ends what its worker waits for too: it would read past the bound."""
+        self.readers.fence(live)
+        self.router.calls.fence(live)
 
     async def update(self, entry: ParametersEntry, epoch: int) -> None:
         """Follows a new map, that of ``epoch``, in which ``entry`` is the same parameter set."""

@@ -31,7 +31,7 @@ from psdist_server.store.global_norm import Aggregation
 from psdist_server.store.replica_stream import not_primary
 from psdist_server.store.replicator import Replicator
 from psdist_server.store.shard_router import ShardRouter
-from psdist_server.store.slice_reads import ShmReaders, SliceReads
+from psdist_server.store.slice_reads import InPlaceReaders, SliceReads
 
 if TYPE_CHECKING:
     from psdist_server.store.parameter_store import ParameterStore
@@ -52,7 +52,7 @@ class ReplicaRoles:
     kernels: KernelLauncher
     dense: DenseParameters
     reads: SliceReads
-    shm_readers: ShmReaders
+    readers: InPlaceReaders
     aggregation: Aggregation
     cuts: CutController
     unloaded: set[int] = field(default_factory=set)
@@ -118,7 +118,7 @@ class ReplicaRoles:
         indices = [index for number in numbers for index in self.router.slices_of(number)]
         if indices:
             self.kernels.readmit(indices)
-            self.shm_readers.release(indices, epoch)
+            self.readers.release(indices, epoch)
 
     def _become_primary(self, number: int, copy: BackupReplication | None, entry: ParametersEntry, epoch: int) -> None:
         """Serves a shard from now on: a new one, or one that this server has a copy of."""

@@ -1,18 +1,21 @@
-"""Reads of weights: those that are sent to workers, and workers on this host that read them in place.
+"""Reads of weights: those that are sent to workers, and workers that are sent them, or read them, from where they lie.
 
-A read that is sent happens between two updates of its slice, so that none is torn.
+A read that is sent happens between two updates of its slice, so that none is torn. Where a slice stands still until a
+worker pushes it again, that worker's answer need not be a copy. This is so in BSP without backup workers, as long as it
+is a member; a worker that is fenced is sent nothing more before others go on without it.
 
-A worker reads the weights of its last calls in place until its next ones. So the weights of slices that moved stay
-until every worker that shares memory has made a call by the map of the move, or a newer one, after which it reads none
+A worker of this host reads the weights of its last calls in place until its next ones. So the weights of slices that
+moved stay until every such worker has made a call by the map of the move, or a newer one, after which it reads none
 of them (``psdist.client.transport.shm.attachment``). They stay for at least a minute, for workers whose stream broke.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
+from psdist.consistency import BSP, Consistency
 from psdist.errors import PsdistError
 from psdist.v1 import server_pb2
 from psdist.wire import frames
@@ -30,8 +33,12 @@ RECLAIM_SECONDS: Final = 60.0
 class SliceReads:
     """Reads slices of one parameter set, at once or when the update under way is done."""
 
-    def __init__(self, router: ShardRouter, dense: DenseParameters, counters: Counters) -> None:
+    def __init__(
+        self, router: ShardRouter, dense: DenseParameters, counters: Counters, consistency: Consistency
+    ) -> None:
         self._router = router
+        #: Whether an update waits for the pushes of all members.
+        self._waits_for_all = isinstance(consistency, BSP) and not consistency.backup_workers
         self._dense = dense
         self._counters = counters
         self._waiting: dict[int, list[tuple[asyncio.Future[tuple[int, bytes]], str]]] = {}
@@ -65,9 +72,24 @@ class SliceReads:
                 del self._encoded[next(iter(self._encoded))]
         return self._encoded[key]
 
-    async def copy(self, index: int, dtype: str) -> tuple[int, bytes]:
-        """Version and payload of a slice, which stays as it is; the last few are kept, as in ``encode``. Raises
-        StaleEpochError where the slice is not served here any more."""
+    async def lasting(self, answer: SliceAnswer, call: Call) -> tuple[int, bytes | memoryview]:
+        """Version and payload of a slice for the answer to a call of a member, or of a worker that reads. The payload
+        stays as it is until that worker pushes the slice again, or is fenced. Raises StaleEpochError where the slice is
+        not served here any more."""
+        if call.pull_dtype == "float32" and self._stands_still(answer, call):
+            return answer.version, self._dense.read(answer.index, call.pull_dtype)
+        return await self._copy(answer.index, call.pull_dtype)
+
+    def _stands_still(self, answer: SliceAnswer, call: Call) -> bool:
+        """Whether the next update of the slice waits for another push of the call's worker."""
+        machine = self._router.get(answer.index)
+        if not self._waits_for_all or not call.is_push or answer.ignored or machine is None:
+            return False
+        state = machine.slices[answer.index]
+        return not state.is_written and state.version == answer.version
+
+    async def _copy(self, index: int, dtype: str) -> tuple[int, bytes]:
+        """Version and payload of a slice, which stays as it is; the last few are kept, as in ``encode``."""
         version, payload = await self.read(index, dtype)
         key = (index, version, dtype)
         if key not in self._copies:
@@ -91,14 +113,18 @@ class SliceReads:
 
 
 class Reader(Protocol):
-    """A worker that can read the weights in place. epoch: of the map by which it made its last call."""
+    """A worker that can read the weights in place, or is sent them from there."""
 
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """Of the map by which it made its last call."""
+
+    def fence(self, live: Mapping[str, int]) -> None:
+        """A new map, by which these incarnations of workers are live: others are sent nothing more."""
 
 
-class ShmReaders:
-    """The workers that read the weights of one parameter store in place."""
+class InPlaceReaders:
+    """The workers that read the weights of one parameter store in place, or are sent them from there."""
 
     def __init__(self, dense: DenseParameters) -> None:
         self._readers: list[Reader] = []
@@ -113,6 +139,11 @@ class ShmReaders:
     def remove(self, reader: Reader) -> None:
         """A worker reads nothing in place any more."""
         self._readers.remove(reader)
+
+    def fence(self, live: Mapping[str, int]) -> None:
+        """A new map, by which these incarnations of workers are live, and which no slice was updated by yet."""
+        for reader in list(self._readers):
+            reader.fence(live)
 
     def release(self, indices: Sequence[int], epoch: int) -> None:
         """These slices were moved by the map of ``epoch``: gives their state back now, and their weights when nothing

@@ -1,19 +1,23 @@
-"""Weights that went elsewhere stay until nobody can be reading them in place."""
+"""Weights that went elsewhere stay until nobody can be reading them in place; which are sent from where they lie."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from psdist import BSP, optim
-from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
+from psdist import ASP, BSP, optim
+from psdist.types import Identity, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.store import slice_reads
-from psdist_server.store.slice_reads import ShmReaders
+from psdist_server.store.rpc_call import Call, SliceAnswer
+from psdist_server.store.slice_reads import InPlaceReaders, SliceReads
+from psdist_server.store.statistics import Counters
 
 SLICE = 4096
 
@@ -21,6 +25,9 @@ SLICE = 4096
 @dataclass
 class Reader:
     epoch: int
+
+    def fence(self, live: Mapping[str, int]) -> None:
+        del live
 
 
 @pytest.fixture
@@ -42,7 +49,7 @@ async def turns() -> None:
 
 
 async def test_weights_stay_until_every_reader_called_by_the_map_by_which_they_went(dense: DenseParameters) -> None:
-    mine = ShmReaders(dense)
+    mine = InPlaceReaders(dense)
     first, second = Reader(4), Reader(5)
     mine.add(first)
     mine.add(second)
@@ -55,7 +62,7 @@ async def test_weights_stay_until_every_reader_called_by_the_map_by_which_they_w
 
 
 async def test_a_slice_that_came_back_and_went_again_stays_for_its_later_readers(dense: DenseParameters) -> None:
-    mine = ShmReaders(dense)
+    mine = InPlaceReaders(dense)
     mine.release([1], epoch=5)
     dense.hold([1])
     mine.add(last := Reader(6))
@@ -65,3 +72,41 @@ async def test_a_slice_that_came_back_and_went_again_stays_for_its_later_readers
     mine.remove(last)
     await turns()
     assert not dense.weights.array[SLICE:].any()
+
+
+STILL = BSP()
+MOVING: dict[str, dict[str, Any]] = {
+    "in an asynchronous mode": {"consistency": ASP()},
+    "with backup workers, which are not waited for": {"consistency": BSP(backup_workers=1)},
+    "for a reader": {"is_push": False},
+    "for a push that was not used": {"ignored": True},
+    "of a later version": {"version": 2},
+    "in another dtype": {"pull_dtype": "float16"},
+}
+
+
+async def sent_in_place(
+    dense: DenseParameters,
+    consistency: Any = STILL,
+    is_push: bool = True,
+    ignored: bool = False,
+    version: int = 1,
+    pull_dtype: str = "float32",
+) -> bool:
+    """Whether the answer to a call that was answered at version 1 is not a copy."""
+    state = SimpleNamespace(version=version, is_written=False)
+    router: Any = SimpleNamespace(get=lambda _: SimpleNamespace(slices={0: state}))
+    call = Call(Identity("run", "worker-0", 1, 1, "p"), is_push, wants_weights=True, pull_dtype=pull_dtype)
+    reads = SliceReads(router, dense, Counters(), consistency)
+    told, payload = await reads.lasting(SliceAnswer(0, 1, ignored, 0), call)
+    assert told == version
+    return np.shares_memory(np.frombuffer(payload, np.uint8), dense.weights.array)
+
+
+async def test_weights_that_stand_still_are_sent_from_where_they_lie(dense: DenseParameters) -> None:
+    assert await sent_in_place(dense)
+
+
+@pytest.mark.parametrize("case", MOVING)
+async def test_other_weights_are_copied(dense: DenseParameters, case: str) -> None:
+    assert not await sent_in_place(dense, **MOVING[case])
