@@ -421,7 +421,9 @@ async def test_the_synchronous_face(cluster: EmbeddedCluster, transport: str) ->
 # --- the steady state -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", [pytest.param("grpc", marks=pytest.mark.long), "tcp", "shm"])
+@pytest.mark.parametrize(
+    "transport", ["tcp", *(pytest.param(name, marks=pytest.mark.long) for name in ("grpc", "shm"))]
+)
 async def test_the_steady_state_takes_no_more_memory(join: Join, transport: str) -> None:
     handle = await (await join(transport=transport)).parameters(new_name(), INIT, ADAM)
     buffers = await handle.gradient_buffers()

@@ -317,7 +317,7 @@ def live_ranks(status: dict[str, Any]) -> list[int]:
     return sorted(m["rank"] for m in status["members"] if m["state"] == "live" and m["role"] == "worker")
 
 
-@pytest.mark.parametrize("mode", ["bsp", "asp"])
+@pytest.mark.parametrize("mode", ["bsp", pytest.param("asp", marks=pytest.mark.long)])
 def test_the_launcher_starts_and_stops_workers(stage: Stage, mode: str) -> None:
     run = stage.start(mode, *_COPIES)
     run.until("made step 10$")

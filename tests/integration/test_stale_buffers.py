@@ -35,7 +35,13 @@ with psdist.init() as context:
 """
 
 
-@pytest.mark.parametrize(("grad", "call"), [("none", "push_pull"), ("none", "buckets"), ("zeros", "push_pull")])
+@pytest.mark.parametrize(
+    ("grad", "call"),
+    [
+        ("none", "push_pull"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("none", "buckets"), ("zeros", "push_pull"))),
+    ],
+)
 def test_torch_that_takes_gradients_out_of_the_buffers(grad: str, call: str) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, grad, call]

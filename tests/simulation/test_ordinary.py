@@ -8,7 +8,9 @@ import pytest
 from tests.simulation import runner
 
 FIRST = 300_000
-SEEDS = 60
+SEEDS = 30
+#: Seeds that take paths which few do. Where the order of messages changes, others do.
+RARE = (300043,)
 #: Paths that so many seeds must have taken.
 PATHS = (
     "busy",
@@ -37,7 +39,7 @@ QUICK = (
 def test_some_seeds() -> None:
     print(f"seeds {FIRST} to {FIRST + SEEDS - 1}")
     total = runner.Summary()
-    for part in runner.run_many("ordinary", range(FIRST, FIRST + SEEDS), processes=2):
+    for part in runner.run_many("ordinary", [*RARE, *range(FIRST, FIRST + SEEDS)], processes=2):
         total.add(part)
     print(total.line)
     assert not total.failures, "\n".join(total.failures)

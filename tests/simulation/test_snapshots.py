@@ -15,7 +15,7 @@ from tests.simulation import runner, snapshot_runner
 from tests.simulation.runner import Summary
 
 FIRST = 200_000
-SEEDS = 20
+SEEDS = 10
 #: Seeds that once showed a defect: snapshots that were committed while the run went back to the one before, numbers of
 #: attempts after a restart, a worker that was done and missed for ever.
 REGRESSIONS = (2, 6043, 137, 532)

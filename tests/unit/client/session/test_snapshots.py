@@ -470,6 +470,7 @@ async def test_a_rollback_is_not_forgotten_where_the_worker_is_expelled_while_it
             await part.start_incarnation(mine)
     await part.start_incarnation(mine)
     assert len(restored) == 1 and not part.goes_on and part.generation == scheduler.generation
+    scheduler.save_answers.put_nowait(saved())  # For what is saved when the client closes.
 
 
 async def test_who_joins_a_training_under_way_is_given_no_state() -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 #: Begins to compile a kernel into a cache that is empty, and uses it at once.
 _SCRIPT = """
@@ -69,6 +70,7 @@ def test_what_is_closed_compiles_no_more(tmp_path: Path) -> None:
     assert out in ("False 0\n", "True 1\n") and process.returncode == 0 and "ended with" not in problems, problems
 
 
+@pytest.mark.long
 def test_where_the_process_fails_kernels_are_compiled_all_the_same(tmp_path: Path) -> None:
     with _script(tmp_path, "broken") as process:
         out, problems = process.communicate("\n")
