@@ -19,16 +19,20 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "flight": ("pyarrow==26.*",),
 }
 #: The environment that a peer needs.
-ENVIRONMENTS: Mapping[str, str] = {"ray": "ray", "ray_dataflow": "ray", "tensorflow": "tensorflow", "flight": "flight"}
+ENVIRONMENTS: Mapping[str, str] = {
+    "ray": "ray", "ray_dataflow": "ray", "tensorflow": "tensorflow", "flight": "flight",
+}  # fmt: skip
 
 
 def psdist(
     settings: Settings, transport: str, name: str = "psdist", environment: Mapping[str, str] | None = None
 ) -> Contender:
-    """psdist as a user starts it: ``psdist run`` with its own choice of threads."""
+    """psdist as a user starts it: ``psdist run`` with its own choice of threads. Without a storage, so that nothing
+    writes a snapshot in another's turn, or leaves one."""
     command = module(
         "psdist.cli.main", "run", "--nservers", str(settings.servers), "--nproc-per-node", str(settings.workers),
-        "--max-restarts", "0", "-m", "benchmarks.worker", settings.text(),
+        "--replicas", str(settings.replicas), "--storage-path", "none", "--max-restarts", "0",
+        "-m", "benchmarks.worker", settings.text(),
     )  # fmt: skip
     return Contender(name, (command,), settings.workers, {"PSDIST_TRANSPORT": transport, **(environment or {})})
 

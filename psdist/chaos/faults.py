@@ -120,8 +120,10 @@ class WorkerNetwork:
     def disconnect(self, host: int, direction: Direction = "both") -> None:
         """Drops all packets to and from the namespace from now on, or those of one direction."""
         for chain in _CHAINS[direction]:
-            run_command(*self.inside(host), "iptables", "-w", "-A", chain, "!", "-i" if chain == "INPUT" else "-o", "lo",
-                 "-j", "DROP")  # fmt: skip
+            run_command(
+                *self.inside(host), "iptables", "-w", "-A", chain, "!", "-i" if chain == "INPUT" else "-o", "lo", "-j",
+                "DROP",
+            )  # fmt: skip
 
     def heal(self, host: int) -> None:
         """Lets all packets pass again."""
