@@ -1,8 +1,8 @@
 """What grows with the size of a run: ``python -m benchmarks.growth``.
 
 Curves of a step: its time by the number of workers, servers, parameters, tensors and copies, while all else stays as it
-is; over shared memory and direct connections. Each point is a run of its own for some seconds. And the curve of the
-scheduler, by the number of its sessions (``sessions``). ``--page`` writes a page with tables, and a picture of each
+is; over shared memory and direct connections. All points of a curve take turns, so that a slow minute of the machine
+does not bend it; those of one curve need up to 12 GB. And the curve of the scheduler, by the number of its sessions (``sessions``). ``--page`` writes a page with tables, and a picture of each
 curve beside it; what a page says from ``## Notes`` on is written by hand, and kept. Results are kept in
 ``.bench/growth.json``, so that one curve can be measured again.
 
@@ -15,19 +15,21 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import growth_page, machine, registry, sessions
-from benchmarks.contenders import PEER_VENVS, WARM_STEPS, ContenderError, Running
+from benchmarks import figures, growth_page, machine, registry, sessions
+from benchmarks.contenders import PEER_VENVS, WARM_STEPS, Contender, ContenderError, Running
 from benchmarks.turns import Settings
 
 TRANSPORTS = ("shm", "tcp")
 RESULTS = PEER_VENVS / "growth.json"
-#: A point is measured for so long, in so many steps.
-SECONDS = 2.0
-STEPS_MIN, STEPS_MAX = 5, 200
+#: Turns of each point, how long one is, and of how many steps.
+ROUNDS = 3
+TURN_SECONDS = 0.8
+STEPS_MIN, STEPS_MAX = 2, 100
 
 
 @dataclass(frozen=True)
@@ -55,28 +57,43 @@ CURVES: Mapping[str, Curve] = {
 SESSIONS = "sessions"
 
 
-def point(settings: Settings, transport: str) -> dict[str, float]:
-    """Milliseconds of a step: the median of all workers' steps, and the 10th and 90th percentile. Raises
+def measure_points(contenders: Mapping[int, Contender]) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step at each point: the median of all workers' steps, and the 10th and 90th percentile. Raises
     ContenderError."""
-    with Running(registry.psdist(settings, transport)) as running:
-        for _ in range(WARM_STEPS - 1):
-            running.turn(1)
-        seconds = statistics.median(one[-1] for one in running.turn(2))
-        steps = min(max(STEPS_MIN, round(SECONDS / seconds)), STEPS_MAX)
-        times = sorted(1e3 * second for one in running.turn(steps) for second in one)
-    tenth = len(times) // 10
-    return {"ms": statistics.median(times), "low": times[tenth], "high": times[-1 - tenth]}
+    times: dict[int, list[float]] = {value: [] for value in contenders}
+    with ExitStack() as stack:
+        running = {value: stack.enter_context(Running(one)) for value, one in contenders.items()}
+        for one in running.values():
+            one.turn(WARM_STEPS)
+        steps = {value: _steps_of(one) for value, one in running.items()}
+        for _ in range(ROUNDS):
+            for value, one in running.items():
+                # The first step wakes processes whose memory the others' turns drove out of the caches.
+                times[value] += [1e3 * second for seconds in one.turn(steps[value] + 1) for second in seconds[1:]]
+    return {
+        str(value): dict(zip(("low", "high"), figures.spread(mine), strict=True)) | {"ms": statistics.median(mine)}
+        for value, mine in times.items()
+    }
+
+
+def _steps_of(running: Running) -> int:
+    """How many steps fit into a turn."""
+    seconds = statistics.median(one[-1] for one in running.turn(2))
+    return min(max(STEPS_MIN, round(TURN_SECONDS / seconds)), STEPS_MAX)
 
 
 def measure_curve(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """All points of a curve of steps. Raises ContenderError."""
     curve = CURVES[name]
-    points: dict[str, dict[str, Any]] = {transport: {} for transport in options.transport}
-    for value in options.values or curve.values:
-        settings = curve.settings(value, options.params)
-        for transport in options.transport:
-            one = points[transport][str(value)] = point(settings, transport)
-            print(f"{value:>12,} {curve.label:12}{transport:6}{one['ms']:10.1f} ms", flush=True)
+    points: dict[str, dict[str, dict[str, float]]] = {}
+    for transport in options.transport:
+        contenders = {
+            value: registry.psdist(curve.settings(value, options.params), transport, f"{value} {curve.label}")
+            for value in options.values or curve.values
+        }
+        points[transport] = measure_points(contenders)
+        for value, one in points[transport].items():
+            print(f"{int(value):>12,} {curve.label:12}{transport:6}{one['ms']:10.1f} ms", flush=True)
     return {"label": curve.label, "params": options.params, "points": points}
 
 

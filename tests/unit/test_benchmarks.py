@@ -251,15 +251,15 @@ def test_curves_change_one_setting_each() -> None:
     assert len(BenchSettings(params=20, layer_elements=settings.layer_elements).layers()) == 7
 
 
-def test_a_point_takes_as_many_steps_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_take_turns_of_as_many_steps_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     turns_taken = []
 
     class Timed:
         def __init__(self, contender: Contender) -> None:
-            pass
+            self.name = contender.name
 
         def turn(self, steps: int) -> list[list[float]]:
-            turns_taken.append(steps)
+            turns_taken.append((self.name, steps))
             return [[0.1] * steps, [0.3] * steps]
 
         def __enter__(self) -> Timed:
@@ -269,9 +269,10 @@ def test_a_point_takes_as_many_steps_as_fit(monkeypatch: pytest.MonkeyPatch) -> 
             pass
 
     monkeypatch.setattr(growth, "Running", Timed)
-    point = growth.point(turns.Settings(params=10), "shm")
-    assert turns_taken[-1] == round(growth.SECONDS / 0.2)
-    assert point == {"ms": pytest.approx(200), "low": pytest.approx(100), "high": pytest.approx(300)}
+    points = growth.measure_points({value: Contender(f"of {value}", (), 2) for value in (1, 2)})
+    steps = round(growth.TURN_SECONDS / 0.2) + 1
+    assert turns_taken[-2 * growth.ROUNDS :] == [("of 1", steps), ("of 2", steps)] * growth.ROUNDS
+    assert points["2"] == {"ms": pytest.approx(200), "low": pytest.approx(100), "high": pytest.approx(300)}
 
 
 def test_the_page_of_growth_keeps_its_notes_and_has_a_picture_of_each_curve(tmp_path: Path) -> None:
