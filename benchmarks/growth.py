@@ -2,9 +2,10 @@
 
 Curves of a step: its time by the number of workers, servers, parameters, tensors and copies, while all else stays as it
 is; over shared memory and direct connections. All points of a curve take turns, so that a slow minute of the machine
-does not bend it; those of one curve need up to 12 GB. And the curve of the scheduler, by the number of its sessions (``sessions``). ``--page`` writes a page with tables, and a picture of each
-curve beside it; what a page says from ``## Notes`` on is written by hand, and kept. Results are kept in
-``.bench/growth.json``, so that one curve can be measured again.
+does not bend it; those of one curve need up to 12 GB. And the curve of the scheduler, by the number of its sessions
+(``sessions``). ``--page`` writes a page with tables, and a picture of each curve beside it; what a page says from
+``## Notes`` on is written by hand, and kept. Results are kept in ``.bench/growth.json``, so that one curve can be
+measured again.
 
 What it is not: a test; it asserts nothing. All processes share the cores of this machine.
 """
