@@ -292,6 +292,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     compile_kernels()
     for one in plan.RUNS:
         if options.only is None or one.name in options.only:
+            if reason := one.missing():
+                print(f"{one.name} is left out: {reason}", flush=True)
+                continue
             try:
                 stored["runs"][one.name] = run(one, full=options.full, install=options.install_peers)
             except subprocess.CalledProcessError:

@@ -175,6 +175,22 @@ def test_notes_are_kept() -> None:
     assert report.notes_of("nothing") == ""
 
 
+def test_a_run_for_which_the_machine_lacks_something_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tuple(plan.Run(name, "benchmarks.x", missing=lambda name=name: name if name == "rootless" else "")
+                 for name in ("rootless", "other"))  # fmt: skip
+    monkeypatch.setattr(plan, "RUNS", runs)
+    monkeypatch.setattr(plan, "GOALS", ())
+    monkeypatch.setattr(report, "run", lambda one, **_: {"of": one.name})
+    monkeypatch.setattr(report, "compile_kernels", lambda: None)
+    monkeypatch.setattr("benchmarks.machine.facts", lambda: FACTS)
+    results = tmp_path / "results.json"
+    report.main(["--page", str(tmp_path / "page.md"), "--results", str(results)])
+    assert list(json.loads(results.read_text())["runs"]) == ["other"]
+    assert "rootless is left out: rootless" in capsys.readouterr().out
+
+
 def test_every_goal_names_a_run() -> None:
     assert {goal.run for goal in plan.GOALS} <= {one.name for one in plan.RUNS}
 
