@@ -39,14 +39,14 @@ from psdist.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Rate:
-    """Speed of links, and a number of parameters with which a step takes a second or two."""
+    """Speed of links, and a number of parameters with which a step takes half a second or more."""
 
     bits_per_second: float
     params: int
 
 
 RATES: Mapping[str, Rate] = {
-    "100mbit": Rate(1e8, 2_500_000),
+    "100mbit": Rate(1e8, 1_000_000),
     "1gbit": Rate(1e9, 25_000_000),
     "10gbit": Rate(1e10, 25_000_000),
 }
@@ -253,7 +253,7 @@ def parser() -> argparse.ArgumentParser:
     )
     line.add_argument("--rate", nargs="+", choices=list(RATES), default=list(RATES), help="default: all")
     line.add_argument("--hosts", type=int, default=4, help="each has one worker and one server (default: %(default)s)")
-    line.add_argument("--params", type=int, help="default: so many that a step takes a second or two")
+    line.add_argument("--params", type=int, help="default: so many that a step takes half a second or more")
     line.add_argument("--contender", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS), help="default: all")
     line.add_argument("--rounds", type=int, default=5, help="turns of each contender (default: %(default)s)")
     line.add_argument("--steps-per-round", type=int, default=2, help="steps of one turn (default: %(default)s)")
