@@ -5,7 +5,7 @@ is; over shared memory and direct connections. All points of a curve take turns,
 does not bend it; those of one curve need up to 12 GB. And the curve of the scheduler, by the number of its sessions
 (``sessions``). ``--page`` writes a page with tables, and a picture of each curve beside it; what a page says from
 ``## Notes`` on is written by hand, and kept. Results are kept in ``.bench/growth.json``, so that one curve can be
-measured again.
+measured again, over one transport if need be.
 
 What it is not: a test; it asserts nothing. All processes share the cores of this machine.
 """
@@ -83,19 +83,23 @@ def _steps_of(running: Running) -> int:
     return min(max(STEPS_MIN, round(TURN_SECONDS / seconds)), STEPS_MAX)
 
 
-def measure_curve(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """All points of a curve of steps. Raises ContenderError."""
+def measure_curve(name: str, transport: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """All points of a curve of steps over one transport. Raises ContenderError."""
     curve = CURVES[name]
-    points: dict[str, dict[str, dict[str, float]]] = {}
-    for transport in options.transport:
-        contenders = {
+    points = measure_points(
+        {
             value: registry.psdist(curve.settings(value, options.params), transport, f"{value} {curve.label}")
             for value in options.values or curve.values
         }
-        points[transport] = measure_points(contenders)
-        for value, one in points[transport].items():
-            print(f"{int(value):>12,} {curve.label:12}{transport:6}{one['ms']:10.1f} ms", flush=True)
-    return {"label": curve.label, "params": options.params, "points": points}
+    )
+    for value, one in points.items():
+        print(f"{int(value):>12,} {curve.label:12}{transport:6}{one['ms']:10.1f} ms", flush=True)
+    return points
+
+
+def parts_of(curves: Sequence[str], transports: Sequence[str]) -> list[tuple[str, str]]:
+    """What is measured at a time, and kept: a curve over a transport. That of sessions has none."""
+    return [(name, transport) for name in curves for transport in ([""] if name == SESSIONS else transports)]
 
 
 def measure_sessions(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -134,14 +138,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := set(wanted) - {*CURVES, SESSIONS}:
         command_line.error(f"no such curve: {', '.join(sorted(unknown))}")
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
-    for name in wanted:
-        try:
-            results[name] = measure_sessions(options) if name == SESSIONS else measure_curve(name, options)
-        except ContenderError as error:
-            raise SystemExit(str(error)) from None
-        results["machine"] = machine.facts()
-        options.results.parent.mkdir(parents=True, exist_ok=True)
-        options.results.write_text(json.dumps(results, indent=1) + "\n")
+    try:
+        for name, transport in parts_of(wanted, options.transport):
+            if name == SESSIONS:
+                results[name] = measure_sessions(options)
+            else:
+                points = results.setdefault(name, {"label": CURVES[name].label, "points": {}})["points"]
+                points[transport] = measure_curve(name, transport, options)
+            results["machine"] = machine.facts()
+            options.results.parent.mkdir(parents=True, exist_ok=True)
+            options.results.write_text(json.dumps(results, indent=1) + "\n")
+    except ContenderError as error:
+        raise SystemExit(str(error)) from None
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     if options.page:

@@ -70,13 +70,15 @@ def page(results: Mapping[str, Any], stem: str, notes: str) -> str:
 
 def _curve(curve: Mapping[str, Any], stem: str, name: str) -> str:
     points = curve["points"]
-    values = next(iter(points.values()))
-    rows = [(f"{int(value):,}", *(_cell(of[value]) for of in points.values())) for value in values]
+    values = sorted({int(value) for of in points.values() for value in of})
+    rows = [(f"{value:,}", *(_cell(of.get(str(value))) for of in points.values())) for value in values]
     shown = table((curve["label"], *(f"{transport}, ms" for transport in points)), rows)
     return f"## {_HEADINGS[name]}\n\n{shown}\n\n![ms a step by {curve['label']}]({picture(stem, name)})"
 
 
-def _cell(one: Mapping[str, float]) -> str:
+def _cell(one: Mapping[str, float] | None) -> str:
+    if one is None:
+        return ""
     digits = 2 if one["ms"] < 10 else 0
     return f"{one['ms']:.{digits}f} ({one['low']:.{digits}f} to {one['high']:.{digits}f})"
 

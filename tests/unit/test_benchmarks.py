@@ -293,12 +293,12 @@ def test_points_take_turns_of_as_many_steps_as_fit(monkeypatch: pytest.MonkeyPat
 
 def test_the_page_of_growth_keeps_its_notes_and_has_a_picture_of_each_curve(tmp_path: Path) -> None:
     points = {"shm": {"1": {"ms": 5.0, "low": 4.0, "high": 6.0}, "2": {"ms": 20.0, "low": 19.0, "high": 21.0}}}
-    results = {"machine": FACTS, "servers": {"label": "servers", "params": 10, "points": points}}
+    results = {"machine": FACTS, "servers": {"label": "servers", "points": points | {"tcp": {"2": points["shm"]["2"]}}}}
     path = tmp_path / "growth.md"
     path.write_text("old\n\n## Notes\n\nBy hand.\n")
     growth_page.write(results, path)
     text = path.read_text()
-    assert "| 1 | 5.00 (4.00 to 6.00) |" in text and "| 2 | 20 (19 to 21) |" in text
+    assert "| 1 | 5.00 (4.00 to 6.00) |  |" in text and "| 2 | 20 (19 to 21) | 20 (19 to 21) |" in text
     assert text.endswith("## Notes\n\nBy hand.\n") and "old" not in text
     assert (tmp_path / "growth-servers.svg").read_text().startswith("<svg ")
     assert "growth-servers.svg" in text and "Workers" not in text
