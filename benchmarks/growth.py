@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,19 +97,28 @@ def measure_curve(name: str, transport: str, options: argparse.Namespace) -> dic
     return points
 
 
-def parts_of(curves: Sequence[str], transports: Sequence[str]) -> list[tuple[str, str]]:
-    """What is measured at a time, and kept: a curve over a transport. That of sessions has none."""
-    return [(name, transport) for name in curves for transport in ([""] if name == SESSIONS else transports)]
-
-
-def measure_sessions(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All numbers of sessions. Raises ContenderError."""
+def measure_sessions(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Each number of sessions. Raises ContenderError."""
     print(sessions.HEADING)
-    points = []
     for count in options.sessions:
-        points.append(sessions.measure(count, options.processes, options.rest_seconds))
-        print(points[-1].text(), flush=True)
-    return [asdict(one) for one in points]
+        one = sessions.measure(count, options.processes, options.rest_seconds)
+        print(one.text(), flush=True)
+        yield asdict(one)
+
+
+def measure(wanted: Sequence[str], options: argparse.Namespace, results: dict[str, Any]) -> Iterator[None]:
+    """Adds to ``results`` what is measured, and yields after each part of it. Raises ContenderError."""
+    for name in wanted:
+        if name == SESSIONS:
+            results[name] = []
+            for one in measure_sessions(options):
+                results[name].append(one)
+                yield
+            continue
+        points = results.setdefault(name, {"label": CURVES[name].label, "points": {}})["points"]
+        for transport in options.transport:
+            points[transport] = measure_curve(name, transport, options)
+            yield
 
 
 def parser() -> argparse.ArgumentParser:
@@ -138,15 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := set(wanted) - {*CURVES, SESSIONS}:
         command_line.error(f"no such curve: {', '.join(sorted(unknown))}")
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
+    options.results.parent.mkdir(parents=True, exist_ok=True)
     try:
-        for name, transport in parts_of(wanted, options.transport):
-            if name == SESSIONS:
-                results[name] = measure_sessions(options)
-            else:
-                points = results.setdefault(name, {"label": CURVES[name].label, "points": {}})["points"]
-                points[transport] = measure_curve(name, transport, options)
+        for _ in measure(wanted, options, results):
             results["machine"] = machine.facts()
-            options.results.parent.mkdir(parents=True, exist_ok=True)
             options.results.write_text(json.dumps(results, indent=1) + "\n")
     except ContenderError as error:
         raise SystemExit(str(error)) from None
