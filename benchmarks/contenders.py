@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from benchmarks import turns
 
@@ -154,7 +154,16 @@ class Running:
         self.close()
 
 
-def interleave(running: Sequence[Running], rounds: int, steps: int) -> dict[str, list[list[float]]]:
+class TakesTurns(Protocol):
+    """What ``interleave`` needs of a contender."""
+
+    name: str
+
+    def turn(self, steps: int) -> list[list[float]]:
+        """As that of ``Running``."""
+
+
+def interleave(running: Sequence[TakesTurns], rounds: int, steps: int) -> dict[str, list[list[float]]]:
     """Seconds by contender and round, the workers' together.
 
     The first step of a turn does not count: it wakes processes whose memory the others' turns drove out of the caches.

@@ -1,167 +1,163 @@
-"""What grows with the number of workers: ``python -m benchmarks.growth``.
+"""What grows with the size of a run: ``python -m benchmarks.growth``.
 
-So many sessions of real clients, held by a few processes, join one scheduler at a time. Measured are the time until all
-have joined; the time from the moment at which one more begins to register until all have the new cluster map; CPU and
-memory of the scheduler while nothing happens but heartbeats; the report of ``psdist status``; and the time until all
-have left. What it is not: a test; it asserts nothing. The clients share the machine with the scheduler.
+Curves of a step: its time by the number of workers, servers, parameters, tensors and copies, while all else stays as it
+is; over shared memory and direct connections. All points of a curve take turns, so that a slow minute of the machine
+does not bend it; those of one curve need up to 12 GB. And the curve of the scheduler, by the number of its sessions
+(``sessions``). ``--page`` writes a page with tables, and a picture of each curve beside it; what a page says from
+``## Notes`` on is written by hand, and kept. Results are kept in ``.bench/growth.json``, so that one curve can be
+measured again, over one transport if need be.
+
+What it is not: a test; it asserts nothing. All processes share the cores of this machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+from benchmarks import figures, growth_page, machine, registry, sessions
+from benchmarks.contenders import PEER_VENVS, WARM_STEPS, Contender, ContenderError, Running
+from benchmarks.turns import Settings
 
-from benchmarks import machine
-from benchmarks.contenders import DIRECTORY, Contender, ContenderError, Running, module
-from psdist.settings.config import await_address
-from psdist.v1 import scheduler_pb2 as pb
-from psdist.wire.scheduler_client import scheduler_at
-
-#: Workers that join one after another, to see how long the others wait for a new map.
-NEWCOMERS = 5
-_START_SECONDS = 60.0
+TRANSPORTS = ("shm", "tcp")
+RESULTS = PEER_VENVS / "growth.json"
+#: Turns of each point, how long one is, and of how many steps.
+ROUNDS = 3
+TURN_SECONDS = 0.8
+STEPS_MIN, STEPS_MAX = 2, 100
 
 
 @dataclass(frozen=True)
-class Sessions:
-    """Figures of one number of sessions; seconds, bytes, and parts of one core."""
+class Curve:
+    """A step's time by one number. ``settings`` makes those of a point of it and the number of parameters."""
 
-    sessions: int
-    joined_seconds: float
-    #: Epochs that their joining made.
-    epochs: int
-    #: Median of ``NEWCOMERS``.
-    told_seconds: float
-    told_worst_seconds: float
-    joining_cpu_seconds: float
-    rest_cpu: float
-    resident_bytes: int
-    status_seconds: float
-    status_bytes: int
-    left_seconds: float
-
-    def text(self) -> str:
-        """One line of a table."""
-        return (
-            f"{self.sessions:>8}{self.joined_seconds:>10.2f}{self.epochs:>8}{self.told_seconds:>10.3f}"
-            f"{self.told_worst_seconds:>10.3f}{self.joining_cpu_seconds:>10.2f}{self.rest_cpu * 100:>9.1f}%"
-            f"{self.resident_bytes / 1e6:>9.0f}{self.status_seconds * 1000:>10.0f}{self.left_seconds:>9.2f}"
-        )
+    label: str
+    values: tuple[int, ...]
+    settings: Callable[[int, int], Settings]
 
 
-HEADING = (
-    f"{'sessions':>8}{'joined s':>10}{'epochs':>8}{'told s':>10}{'worst s':>10}{'join CPU':>10}{'at rest':>10}{'MB':>9}"
-    f"{'status ms':>10}{'left s':>9}"
-)
+CURVES: Mapping[str, Curve] = {
+    "workers": Curve("workers", (1, 2, 4, 8, 16), lambda value, size: Settings(size, workers=value)),
+    "servers": Curve("servers", (1, 2, 4, 8), lambda value, size: Settings(size, servers=value)),
+    "params": Curve(
+        "parameters", (1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000, 200_000_000),
+        lambda value, _: Settings(value),
+    ),
+    "tensors": Curve(
+        "tensors", (1, 10, 100, 1000, 5000, 20_000),
+        lambda value, size: Settings(size, layer_elements=-(-size // value)),
+    ),
+    "replicas": Curve("copies", (1, 2), lambda value, size: Settings(size, servers=3, replicas=value)),
+}  # fmt: skip
+SESSIONS = "sessions"
 
 
-class Scheduler:
-    """The scheduler of one run: its process, and what it answers."""
-
-    def __init__(self, running: Running) -> None:
-        self._process = psutil.Process(running.processes[0].pid)
-        self._address = await_address(running.directory / "scheduler", _START_SECONDS)
-
-    def cpu_seconds(self) -> float:
-        """CPU time so far."""
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
-
-    def resident_bytes(self) -> int:
-        """Memory now."""
-        return int(self._process.memory_info().rss)
-
-    def status(self) -> pb.GetStatusResponse:
-        """The report of ``psdist status``."""
-
-        async def ask() -> pb.GetStatusResponse:
-            async with scheduler_at(self._address, "") as call:
-                answer: pb.GetStatusResponse = await call("GetStatus", pb.GetStatusRequest(), _START_SECONDS)
-                return answer
-
-        return asyncio.run(ask())
+def measure_points(contenders: Mapping[int, Contender]) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step at each point: the median of all workers' steps, and the 10th and 90th percentile. Raises
+    ContenderError."""
+    times: dict[int, list[float]] = {value: [] for value in contenders}
+    with ExitStack() as stack:
+        running = {value: stack.enter_context(Running(one)) for value, one in contenders.items()}
+        for one in running.values():
+            one.turn(WARM_STEPS)
+        steps = {value: _steps_of(one) for value, one in running.items()}
+        for _ in range(ROUNDS):
+            for value, one in running.items():
+                # The first step wakes processes whose memory the others' turns drove out of the caches.
+                times[value] += [1e3 * second for seconds in one.turn(steps[value] + 1) for second in seconds[1:]]
+    return {
+        str(value): dict(zip(("low", "high"), figures.spread(mine), strict=True)) | {"ms": statistics.median(mine)}
+        for value, mine in times.items()
+    }
 
 
-def contender(sessions: int, holders: int) -> Contender:
-    """A scheduler with its store on the disk, as ``psdist run`` starts it, and the processes that hold sessions."""
-    scheduler = module(
-        "psdist_scheduler", "--address-file", f"{DIRECTORY}/scheduler", "--store", f"{DIRECTORY}/store", "--log-level",
-        "warning", "--min-workers", str(sessions),
-    )  # fmt: skip
-    return Contender("sessions", (scheduler, *[module("benchmarks.holder")] * holders), holders)
+def _steps_of(running: Running) -> int:
+    """How many steps fit into a turn."""
+    seconds = statistics.median(one[-1] for one in running.turn(2))
+    return min(max(STEPS_MIN, round(TURN_SECONDS / seconds)), STEPS_MAX)
 
 
-def measure(sessions: int, processes: int, rest_seconds: float) -> Sessions:
-    """One number of sessions. Raises ContenderError."""
-    with Running(contender(sessions, processes + 1)) as running:
-        *crowd, newcomer = range(processes + 1)
-        scheduler = Scheduler(running)
-        before, cpu = scheduler.status().epoch, scheduler.cpu_seconds()
-        joined = running.carry_out({one: {"join": list(range(one, sessions, processes))} for one in crowd})
-        epoch, joining_cpu = scheduler.status().epoch, scheduler.cpu_seconds() - cpu
-        joined_seconds = max(one["done"] for one in joined) - min(one["began"] for one in joined)
-        told = []
-        for number in range(NEWCOMERS):
-            running.carry_out({one: {"epoch": epoch + number} for one in crowd})
-            orders: dict[int, Any] = {one: {"epoch": epoch + number + 1} for one in crowd}
-            *heard, joins = running.carry_out(orders | {newcomer: {"join": [sessions + number]}})
-            told.append(max(one["done"] for one in heard) - joins["began"])
-        cpu, began = scheduler.cpu_seconds(), time.monotonic()
-        time.sleep(rest_seconds)  # What is measured is what it does meanwhile.
-        rest_cpu = (scheduler.cpu_seconds() - cpu) / (time.monotonic() - began)
-        began = time.monotonic()
-        status = scheduler.status()
-        status_seconds = time.monotonic() - began
-        resident = scheduler.resident_bytes()
-        left = running.carry_out({one: {"leave": True} for one in (*crowd, newcomer)})
-        return Sessions(
-            sessions=sessions,
-            joined_seconds=joined_seconds,
-            epochs=epoch - before,
-            told_seconds=statistics.median(told),
-            told_worst_seconds=max(told),
-            joining_cpu_seconds=joining_cpu,
-            rest_cpu=rest_cpu,
-            resident_bytes=resident,
-            status_seconds=status_seconds,
-            status_bytes=status.ByteSize(),
-            left_seconds=max(one["done"] for one in left) - min(one["began"] for one in left),
-        )
+def measure_curve(name: str, transport: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """All points of a curve of steps over one transport. Raises ContenderError."""
+    curve = CURVES[name]
+    points = measure_points(
+        {
+            value: registry.psdist(curve.settings(value, options.params), transport, f"{value} {curve.label}")
+            for value in options.values or curve.values
+        }
+    )
+    for value, one in points.items():
+        print(f"{int(value):>12,} {curve.label:12}{transport:6}{one['ms']:10.1f} ms", flush=True)
+    return points
+
+
+def measure_sessions(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Each number of sessions. Raises ContenderError."""
+    print(sessions.HEADING)
+    for count in options.sessions:
+        one = sessions.measure(count, options.processes, options.rest_seconds)
+        print(one.text(), flush=True)
+        yield asdict(one)
+
+
+def measure(wanted: Sequence[str], options: argparse.Namespace, results: dict[str, Any]) -> Iterator[None]:
+    """Adds to ``results`` what is measured, and yields after each part of it. Raises ContenderError."""
+    for name in wanted:
+        if name == SESSIONS:
+            results[name] = []
+            for one in measure_sessions(options):
+                results[name].append(one)
+                yield
+            continue
+        points = results.setdefault(name, {"label": CURVES[name].label, "points": {}})["points"]
+        for transport in options.transport:
+            points[transport] = measure_curve(name, transport, options)
+            yield
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    line = argparse.ArgumentParser(prog="python -m benchmarks.growth", description="The scheduler and its sessions.")
-    line.add_argument("--sessions", type=int, nargs="+", default=[40, 200, 800, 1000])
+    line = argparse.ArgumentParser(prog="python -m benchmarks.growth", description="What grows with the size of a run.")
+    line.add_argument("curve", nargs="*", help=f"{', '.join([*CURVES, SESSIONS])} (default: all)")
+    line.add_argument(
+        "--params", type=int, default=25_000_000, help="where it is not what grows (default: %(default)s)"
+    )
+    line.add_argument("--values", type=int, nargs="+", help="of a curve of steps, in place of its own")
+    line.add_argument("--transport", nargs="+", choices=("shm", "tcp", "grpc"), default=list(TRANSPORTS))
+    line.add_argument("--sessions", type=int, nargs="+", default=[100, 200, 500, 1000, 2000])
     line.add_argument("--processes", type=int, default=4, help="processes that hold the sessions")
     line.add_argument("--rest-seconds", type=float, default=10.0, help="time in which nothing but heartbeats happens")
+    line.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="kept there, curve by curve")
+    line.add_argument("--page", type=Path, metavar="FILE", help=f"written from all results, such as {growth_page.PAGE}")
     line.add_argument("--json", type=Path, metavar="FILE")
     return line
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes the file of ``--json``."""
-    options = parser().parse_args(arguments)
-    print(HEADING)
-    points = []
-    for sessions in options.sessions:
-        try:
-            points.append(measure(sessions, options.processes, options.rest_seconds))
-        except ContenderError as error:
-            raise SystemExit(str(error)) from None
-        print(points[-1].text(), flush=True)
+    """Measures, prints, and writes the files."""
+    command_line = parser()
+    options = command_line.parse_args(arguments)
+    wanted = options.curve or [*CURVES, SESSIONS]
+    if unknown := set(wanted) - {*CURVES, SESSIONS}:
+        command_line.error(f"no such curve: {', '.join(sorted(unknown))}")
+    results = json.loads(options.results.read_text()) if options.results.exists() else {}
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        for _ in measure(wanted, options, results):
+            results["machine"] = machine.facts()
+            options.results.write_text(json.dumps(results, indent=1) + "\n")
+    except ContenderError as error:
+        raise SystemExit(str(error)) from None
     if options.json:
-        result = {"sessions": [asdict(one) for one in points], "machine": machine.facts()}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.page:
+        growth_page.write(results, options.page)
 
 
 if __name__ == "__main__":

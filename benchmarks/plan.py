@@ -7,18 +7,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from benchmarks.shaped_hosts import hosts_missing
+
 Result = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One call of a benchmark. ``short`` and ``full`` are the arguments that say how long it measures."""
+    """One call of a benchmark. ``short`` and ``full`` are the arguments that say how long it measures. ``missing`` says
+    what a machine lacks for it; then it is left out."""
 
     name: str
     module: str
     arguments: tuple[str, ...] = ()
     short: tuple[str, ...] = ()
     full: tuple[str, ...] = ()
+    missing: Callable[[], str] = str
 
     def command(self, full: bool) -> tuple[str, ...]:
         """Module and arguments."""
@@ -45,9 +49,10 @@ RUNS: tuple[Run, ...] = (
     _step("tcp-2", "--workers 2 --transport tcp", "echo_tcp", "gloo"),
     _step("tcp-2-bf16", "--workers 2 --transport tcp --wire-dtype bfloat16", "gloo"),
     _step("tcp-2-asp", "--workers 2 --transport tcp --consistency asp", "tensorflow"),
-    _step("grpc-2", "--workers 2 --transport grpc", "echo", "echo_tuned", "gloo"),
+    _step("grpc-2", "--workers 2 --transport grpc", "echo", "echo_tuned", "flight", "gloo"),
     _step("grpc-2-bf16", "--workers 2 --transport grpc --wire-dtype bfloat16", "gloo"),
     _step("grpc-2-asp", "--workers 2 --transport grpc --consistency asp", "tensorflow"),
+    Run("network", "benchmarks.network", (), ("--rounds", "3"), ("--rounds", "8"), hosts_missing),
     Run("latency-shm", "benchmarks.latency", ("--transport", "shm"), ("--rounds", "10"), ("--rounds", "40")),
     Run("latency-tcp", "benchmarks.latency", ("--transport", "tcp"), ("--rounds", "10"), ("--rounds", "40")),
     Run("latency-grpc", "benchmarks.latency", ("--transport", "grpc"), ("--rounds", "10"), ("--rounds", "40")),
@@ -102,6 +107,10 @@ def _at_most(peer: str, most: float | None) -> Callable[[Result], Measured]:
         return Measured(text, None if most is None else 1 / one["ratio"] <= most)
 
     return judge
+
+
+def _between_hosts(rate: str, judge: Callable[[Result], Measured]) -> Callable[[Result], Measured]:
+    return lambda result: judge(result["rates"][rate])
 
 
 def _latency(p50: float, p99: float, result: Result) -> Measured:
@@ -161,6 +170,10 @@ GOALS: tuple[Goal, ...] = (
     Goal("gRPC, float32, 2 workers: time over a raw echo's", "at most 1.25x", "grpc-2", _at_most("echo", 1.25)),
     Goal(
         "the same over a raw echo's with psdist's options", "at most 1.3x", "grpc-2", _at_most("echo_tuned", 1.3)
+    ),
+    Goal(
+        "4 hosts at 1 Gbit/s, float32: time over torch DDP's over gloo", "at most 1.05x", "network",
+        _between_hosts("1gbit", _at_most("ddp", 1.05)),
     ),
     Goal("gRPC, bfloat16, against gloo in float32 + fused Adam", "faster", "grpc-2-bf16", _faster("gloo", 1.0)),
     Goal("2 workers, shared memory: time over the lower bound's", "at most 1.6x", "shm-2", _at_most("kernel", 1.6)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
+import sys
 import venv
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,18 +16,23 @@ from benchmarks.turns import Settings
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "ray": ("ray==2.60.*", "numpy", "torch"),
     "tensorflow": ("tensorflow-cpu==2.21.*",),
+    "flight": ("pyarrow==26.*",),
 }
 #: The environment that a peer needs.
-ENVIRONMENTS: Mapping[str, str] = {"ray": "ray", "ray_dataflow": "ray", "tensorflow": "tensorflow"}
+ENVIRONMENTS: Mapping[str, str] = {
+    "ray": "ray", "ray_dataflow": "ray", "tensorflow": "tensorflow", "flight": "flight",
+}  # fmt: skip
 
 
 def psdist(
     settings: Settings, transport: str, name: str = "psdist", environment: Mapping[str, str] | None = None
 ) -> Contender:
-    """psdist as a user starts it: ``psdist run`` with its own choice of threads."""
+    """psdist as a user starts it: ``psdist run`` with its own choice of threads. Without a storage, so that nothing
+    writes a snapshot in another's turn, or leaves one."""
     command = module(
         "psdist.cli.main", "run", "--nservers", str(settings.servers), "--nproc-per-node", str(settings.workers),
-        "--max-restarts", "0", "-m", "benchmarks.worker", settings.text(),
+        "--replicas", str(settings.replicas), "--storage-path", "none", "--max-restarts", "0",
+        "-m", "benchmarks.worker", settings.text(),
     )  # fmt: skip
     return Contender(name, (command,), settings.workers, {"PSDIST_TRANSPORT": transport, **(environment or {})})
 
@@ -38,9 +44,11 @@ def gloo(settings: Settings) -> Contender:
     return Contender("gloo", commands, settings.workers, {"GLOO_SOCKET_IFNAME": "lo"})
 
 
-def _echo(settings: Settings, name: str, server: str, client: str, peer: str = "echo") -> Contender:
+def _echo(
+    settings: Settings, name: str, server: str, client: str, peer: str = "echo", python: str = sys.executable
+) -> Contender:
     def command(role: str, rank: int) -> tuple[str, ...]:
-        return module(f"benchmarks.peers.{peer}", replace(settings, role=role, rank=rank).text())
+        return module(f"benchmarks.peers.{peer}", replace(settings, role=role, rank=rank).text(), python=python)
 
     servers = tuple(command(server, rank) for rank in range(settings.servers))
     clients = tuple(command(client, rank) for rank in range(settings.workers))
@@ -60,6 +68,11 @@ def echo_tuned(settings: Settings) -> Contender:
 def echo_tcp(settings: Settings) -> Contender:
     """Raw TCP under uvloop."""
     return _echo(settings, "echo_tcp", "server", "client", "tcp_echo")
+
+
+def flight(settings: Settings) -> Contender:
+    """pyarrow.flight: gRPC in C++."""
+    return _echo(settings, "flight", "server", "client", "flight", python_of("flight"))
 
 
 def round_trips(settings: Settings, role: str) -> Contender:
@@ -111,7 +124,8 @@ def tensorflow(settings: Settings) -> Contender:
 
 
 PEERS: Mapping[str, Callable[[Settings], Contender]] = {
-    one.__name__: one for one in (gloo, ray, ray_dataflow, tensorflow, echo, echo_tuned, echo_tcp, kernel, memcpy)
+    one.__name__: one
+    for one in (gloo, ray, ray_dataflow, tensorflow, echo, echo_tuned, echo_tcp, flight, kernel, memcpy)
 }
 
 

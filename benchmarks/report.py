@@ -52,7 +52,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def page(results: Results, facts: Mapping[str, Any], notes: str) -> str:
     """The whole text; parts without a result are left out."""
     parts = [_introduction(facts), _goals(results)]
-    writers = (_steps, _latency, _scaling, _steady, _kernels, _startup, _memory, _snapshot)
+    writers = (_steps, _network, _latency, _scaling, _steady, _kernels, _startup, _memory, _snapshot)
     parts += [text for write in writers if (text := write(results))]
     return "\n\n".join([*parts, *filter(None, [notes.strip()])]) + "\n"
 
@@ -73,9 +73,9 @@ def _introduction(facts: Mapping[str, Any]) -> str:
         moves {copies} (bytes read and written). {facts["system"]}; {versions}. Only the ratios within one run are
         comparable; the milliseconds depend on the machine."""
     again = """
-        `make bench` measures everything in some minutes and rewrites this page; `python -m benchmarks.report --full`
-        measures longer, and `--install-peers` installs Ray and TensorFlow into environments of their own, below
-        `.bench`. `psdist bench` measures a step on your own cluster."""
+        `make bench` measures everything in some minutes (as root also between hosts) and rewrites this page; `python -m
+        benchmarks.report --full` measures longer, and `--install-peers` installs Ray, TensorFlow and PyArrow into
+        environments of their own, below `.bench`. `psdist bench` measures a step on your own cluster."""
     return section("# Performance", measured, textwrap.fill(" ".join(again.split()), 124, break_on_hyphens=False))
 
 
@@ -117,11 +117,32 @@ def _steps(results: Results) -> str:
         *ray*: two parameter-server actors with fused Adam, which the workers call; *ray_dataflow*: the same actors,
         driven by Ray's scheduler. *tensorflow*: ParameterServerStrategy, asynchronous, two servers. *echo*: raw
         `grpc.aio` that sends the same bytes and gets them back, *echo_tuned* with psdist's options, *echo_tcp* the
-        same by TCP alone, received into place.
+        same by TCP alone, received into place, *flight* by `pyarrow.flight`, which is gRPC in C++.
         *kernel*: the sum of all gradients and Adam in one pass over memory, nothing else; *memcpy*: one gradient
         copied. *Plain calls* push the script's own arrays and get new ones; the others use gradient buffers, and read
         weights in place."""
     return section("## A step", text, table(("psdist", "ms", "peers"), rows)) if rows else ""
+
+
+def _network(results: Results) -> str:
+    if "network" not in results:
+        return ""
+    rows = []
+    for rate, result in results["network"]["rates"].items():
+        for name, one in {"psdist": result["psdist"] | {"ratio": 1.0}, **result["peers"]}.items():
+            moved = [f"{one['bytes_per_step'][way] / 1e6:.1f}" for way in ("sent", "received")]
+            params = f"{result['settings']['params'] / 1e6:g} M"
+            rows.append((rate, params, name, f"{one['ms']:.0f}", f"{one['ratio']:.2f}x", *moved,
+                         f"{one['link_share']:.0%}"))  # fmt: skip
+    text = """
+        `python -m benchmarks.network`, as root: four hosts, each with a worker and a server, are network namespaces
+        whose links `tc tbf` limits in both directions. A worker reaches the server of its own host through shared
+        memory, and the others by direct connections, or by gRPC. MB are those that the interface of the busiest host
+        counted, for each step; *link* is how much of the link's rate these are. *gloo*: one all-reduce, and torch's
+        fused Adam; *ddp*: DistributedDataParallel over gloo, *ddp_fp16* with torch's hook. All hosts share this
+        machine's cores, which are the limit at 10 Gbit/s."""
+    titles = ("rate", "parameters", "what", "ms", "over psdist", "MB sent", "received", "link")
+    return section("## Between hosts", text, table(titles, rows))
 
 
 def _latency(results: Results) -> str:
@@ -253,7 +274,9 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument(
         "--only", nargs="*", choices=names, metavar="RUN", help=f"measure these again: {', '.join(names)}"
     )
-    line.add_argument("--install-peers", action="store_true", help="install ray and tensorflow, each in its own place")
+    line.add_argument(
+        "--install-peers", action="store_true", help="install ray, tensorflow and pyarrow, each in its own place"
+    )
     line.add_argument("--page", type=Path, default=PAGE, metavar="FILE")
     line.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
     return line
@@ -269,6 +292,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     compile_kernels()
     for one in plan.RUNS:
         if options.only is None or one.name in options.only:
+            if reason := one.missing():
+                print(f"{one.name} is left out: {reason}", flush=True)
+                continue
             try:
                 stored["runs"][one.name] = run(one, full=options.full, install=options.install_peers)
             except subprocess.CalledProcessError:

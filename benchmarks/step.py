@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--copy", action="store_true", help="psdist's plain calls, with arrays of one's own")
     line.add_argument("--peer", action="append", choices=[*registry.PEERS, "all"], default=[], help="may be repeated")
     line.add_argument(
-        "--install-peers", action="store_true", help="install ray and tensorflow where they are asked for"
+        "--install-peers", action="store_true", help="install ray, tensorflow and pyarrow where they are asked for"
     )
     line.add_argument("--rounds", type=int, default=15, help="turns of each contender (default: %(default)s)")
     line.add_argument("--steps-per-round", type=int, default=4, help="steps of one turn (default: %(default)s)")

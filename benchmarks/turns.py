@@ -31,6 +31,7 @@ class Settings:
 
     compute_ms: length of an emulated forward and backward pass; 0 for none.
     copy: psdist's plain calls, with arrays of the user's own. role, rank: which of a contender's processes it is.
+    layer_elements: of psdist's tensors. replicas: copies of psdist's shards.
     """
 
     params: int = 25_000_000
@@ -43,6 +44,8 @@ class Settings:
     compute_ms: float = 0.0
     role: str = ""
     rank: int = 0
+    layer_elements: int = 1 << 20
+    replicas: int = 1
 
     def text(self) -> str:
         """The settings as an argument."""

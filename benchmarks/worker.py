@@ -22,6 +22,7 @@ def bench_settings(settings: turns.Settings) -> BenchSettings:
         consistency=settings.consistency,
         optimizer=settings.optimizer,
         copy=settings.copy,
+        layer_elements=settings.layer_elements,
     )
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from psdist.client.sync_client import Client
 
-#: Elements of one tensor; the last one may be smaller.
+#: Elements of one tensor where nothing else is said.
 LAYER_ELEMENTS: Final = 1 << 20
 #: Steps before the clock starts: the first ones touch new memory, compile, and attach.
 WARM_STEPS: Final = 3
@@ -47,6 +47,7 @@ class BenchSettings:
 
     wire_dtype: dtype of gradients and weights on the wire.
     copy: plain calls with arrays of the user's own, instead of gradient buffers and weights that are read in place.
+    layer_elements: elements of one tensor; the last one may be smaller.
     """
 
     params: int = 25_000_000
@@ -54,10 +55,12 @@ class BenchSettings:
     consistency: str = "bsp"
     optimizer: str = "adam"
     copy: bool = False
+    layer_elements: int = LAYER_ELEMENTS
 
     def __post_init__(self) -> None:
-        if self.params < 1:
-            raise InvalidArgumentError(f"params={self.params} is out of range: use 1 or more")
+        for name, number in (("params", self.params), ("layer_elements", self.layer_elements)):
+            if number < 1:
+                raise InvalidArgumentError(f"{name}={number} is out of range: use 1 or more")
         for what, value, known in (
             ("wire_dtype", self.wire_dtype, WIRE_DTYPES),
             ("consistency", self.consistency, tuple(CONSISTENCIES)),
@@ -68,19 +71,20 @@ class BenchSettings:
 
     @property
     def name(self) -> str:
-        """The name of the parameter set, which is different for other settings in the same run."""
-        return f"psdist-bench/{self.params}-{self.wire_dtype}-{self.consistency}-{self.optimizer}"
+        """The name of the parameter set, which is another one for other settings in the same run."""
+        layers = "" if self.layer_elements == LAYER_ELEMENTS else f"-{self.layer_elements}"
+        return f"psdist-bench/{self.params}-{self.wire_dtype}-{self.consistency}-{self.optimizer}{layers}"
 
     def layers(self) -> dict[str, int]:
         """The number of elements of each tensor, by name."""
-        starts = range(0, self.params, LAYER_ELEMENTS)
-        return {f"layer.{n:05}": min(LAYER_ELEMENTS, self.params - start) for n, start in enumerate(starts)}
+        starts = range(0, self.params, self.layer_elements)
+        return {f"layer.{n:05}": min(self.layer_elements, self.params - start) for n, start in enumerate(starts)}
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of ``client.parameters``."""
         import numpy as np
 
-        ones = np.ones(LAYER_ELEMENTS, np.float32)
+        ones = np.ones(self.layer_elements, np.float32)
         return {
             "name": self.name,
             "init": {name: ones[:size] for name, size in self.layers().items()},
@@ -94,7 +98,7 @@ class BenchSettings:
         """The gradients to push: written into ``buffers``, or into arrays of their own if there are none."""
         import numpy as np
 
-        values = np.random.default_rng(0).standard_normal(LAYER_ELEMENTS, dtype=np.float32)
+        values = np.random.default_rng(0).standard_normal(self.layer_elements, dtype=np.float32)
         if buffers is None:
             return {name: values[:size].copy() for name, size in self.layers().items()}
         for buffer in buffers.values():

@@ -19,6 +19,8 @@ from psdist.errors import ConfigurationError
 
 Direction = Literal["both", "in", "out"]
 _NAMESPACE: Final = re.compile(r"ps(\d+)(?:switch|host\d+)\b")
+#: A host's interface on the bridge.
+INTERFACE: Final = "eth0"
 _COMMAND_SECONDS: Final = 10.0
 _CHAINS: Final[dict[Direction, tuple[str, ...]]] = {"both": ("INPUT", "OUTPUT"), "in": ("INPUT",), "out": ("OUTPUT",)}
 
@@ -76,12 +78,12 @@ class WorkerNetwork:
         self._hosts = 0
         _remove_orphans()
         try:
-            _run("ip", "netns", "add", self._switch)
-            _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
-            _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
+            run_command("ip", "netns", "add", self.switch)
+            run_command("ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge")
+            run_command("ip", "-n", self.switch, "link", "set", "bridge", "up")
             self._plug(f"{self._name}up", "uplink")
-            _run("ip", "address", "add", f"{self.gateway}/24", "dev", f"{self._name}up")
-            _run("ip", "link", "set", f"{self._name}up", "up")
+            run_command("ip", "address", "add", f"{self.gateway}/24", "dev", f"{self._name}up")
+            run_command("ip", "link", "set", f"{self._name}up", "up")
             for number in range(hosts):
                 self._hosts = number + 1
                 self._add(number)
@@ -94,69 +96,77 @@ class WorkerNetwork:
         """Address of this process's own namespace on the bridge."""
         return f"{self._prefix}.1"
 
+    @property
+    def switch(self) -> str:
+        """Name of the namespace that holds the bridge."""
+        return f"{self._name}switch"
+
     def address(self, host: int) -> str:
         """Address of a namespace."""
         return f"{self._prefix}.{10 + host}"
 
+    def namespace(self, host: int) -> str:
+        """Name of a host's namespace."""
+        return f"{self._name}host{host}"
+
+    def port(self, host: int) -> str:
+        """Name of the bridge's interface towards a host."""
+        return f"port{host}"
+
     def inside(self, host: int) -> tuple[str, ...]:
         """The prefix of a command line that runs in a namespace; the process keeps its id."""
-        return ("ip", "netns", "exec", self._namespace(host))
+        return ("ip", "netns", "exec", self.namespace(host))
 
     def disconnect(self, host: int, direction: Direction = "both") -> None:
         """Drops all packets to and from the namespace from now on, or those of one direction."""
         for chain in _CHAINS[direction]:
-            _run(*self.inside(host), "iptables", "-w", "-A", chain, "!", "-i" if chain == "INPUT" else "-o", "lo",
-                 "-j", "DROP")  # fmt: skip
+            run_command(
+                *self.inside(host), "iptables", "-w", "-A", chain, "!", "-i" if chain == "INPUT" else "-o", "lo", "-j",
+                "DROP",
+            )  # fmt: skip
 
     def heal(self, host: int) -> None:
         """Lets all packets pass again."""
-        _run(*self.inside(host), "iptables", "-w", "-F")
+        run_command(*self.inside(host), "iptables", "-w", "-F")
 
     def close(self) -> None:
         """Removes all namespaces. Processes that still run inside keep theirs until they end."""
-        for namespace in (*map(self._namespace, range(self._hosts)), self._switch):
+        for namespace in (*map(self.namespace, range(self._hosts)), self.switch):
             with suppress(ConfigurationError):
-                _run("ip", "netns", "delete", namespace)
+                run_command("ip", "netns", "delete", namespace)
         self._hosts = 0
         # Its other end goes with the namespace, but only later.
         with suppress(ConfigurationError):
-            _run("ip", "link", "delete", f"{self._name}up")
-
-    @property
-    def _switch(self) -> str:
-        return f"{self._name}switch"
-
-    def _namespace(self, host: int) -> str:
-        return f"{self._name}host{host}"
+            run_command("ip", "link", "delete", f"{self._name}up")
 
     def _plug(self, link: str, port: str, namespace: str = "") -> None:
         """Connects ``link`` in a namespace (default: this process's own) to a port of the bridge."""
         where = ("-n", namespace) if namespace else ()
-        _run("ip", *where, "link", "add", link, "type", "veth", "peer", "name", port, "netns", self._switch)
-        _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
+        run_command("ip", *where, "link", "add", link, "type", "veth", "peer", "name", port, "netns", self.switch)
+        run_command("ip", "-n", self.switch, "link", "set", port, "master", "bridge", "up")
 
     def _add(self, host: int) -> None:
-        namespace = self._namespace(host)
-        _run("ip", "netns", "add", namespace)
-        self._plug("eth0", f"port{host}", namespace)
+        namespace = self.namespace(host)
+        run_command("ip", "netns", "add", namespace)
+        self._plug(INTERFACE, self.port(host), namespace)
         for command in (
-            ("address", "add", f"{self.address(host)}/24", "dev", "eth0"),
-            ("link", "set", "eth0", "up"),
+            ("address", "add", f"{self.address(host)}/24", "dev", INTERFACE),
+            ("link", "set", INTERFACE, "up"),
             ("link", "set", "lo", "up"),
         ):
-            _run("ip", "-n", namespace, *command)
+            run_command("ip", "-n", namespace, *command)
 
 
 def _remove_orphans() -> None:
     """Removes namespaces whose owner was killed before it could do that."""
-    for line in _run("ip", "netns", "list").splitlines():
+    for line in run_command("ip", "netns", "list").splitlines():
         found = _NAMESPACE.match(line)
         if found and not os.path.exists(f"/proc/{found[1]}"):
             with suppress(ConfigurationError):
-                _run("ip", "netns", "delete", line.split()[0])
+                run_command("ip", "netns", "delete", line.split()[0])
 
 
-def _run(*command: str) -> str:
+def run_command(*command: str) -> str:
     """The output of a command. Raises ConfigurationError if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)

@@ -98,11 +98,30 @@ def test_memory_of_every_process_is_watched(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_growth_of_sessions(tmp_path: Path) -> None:
-    result = measure(tmp_path, "growth", "--sessions", "2", "6", "--processes", "2", "--rest-seconds", "1")
+    result = measure(
+        tmp_path, "growth", "sessions", "--sessions", "2", "6", "--processes", "2", "--rest-seconds", "1",
+        "--results", str(tmp_path / "results.json"),
+    )  # fmt: skip
     assert [one["sessions"] for one in result["sessions"]] == [2, 6]
     for one in result["sessions"]:
         assert 1 <= one["epochs"] <= one["sessions"]
         assert min(one["joined_seconds"], one["told_seconds"], one["left_seconds"], one["resident_bytes"]) > 0
+
+
+@pytest.mark.long
+def test_growth_of_a_step_writes_a_page_and_keeps_other_curves(tmp_path: Path) -> None:
+    results, page = tmp_path / "results.json", tmp_path / "growth.md"
+    results.write_text('{"other": 1}')
+    result = measure(
+        tmp_path, "growth", "tensors", "--values", "1", "3", "--params", "20000", "--transport", "shm",
+        "--results", str(results), "--page", str(page),
+    )  # fmt: skip
+    points = result["tensors"]["points"]["shm"]
+    assert list(points) == ["1", "3"]
+    for one in points.values():
+        assert 0 < one["low"] <= one["ms"] <= one["high"]
+    assert json.loads(results.read_text()) == result and result["other"] == 1
+    assert "growth-tensors.svg" in page.read_text() and (tmp_path / "growth-tensors.svg").exists()
 
 
 # --- psdist bench -----------------------------------------------------------------------------------------------------

@@ -7,12 +7,15 @@ import socket
 import threading
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from benchmarks import emulation, figures, plan, registry, report, turns
+from benchmarks import emulation, figures, growth, growth_page, network, plan, plot, registry, report, turns
+from benchmarks.contenders import Contender, ContenderError
 from benchmarks.peers import kernel
+from benchmarks.shaped_hosts import Counters
 from psdist.bench import BenchResult, BenchSettings
 from psdist.errors import InvalidArgumentError
 
@@ -172,5 +175,155 @@ def test_notes_are_kept() -> None:
     assert report.notes_of("nothing") == ""
 
 
+def test_a_run_for_which_the_machine_lacks_something_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tuple(plan.Run(name, "benchmarks.x", missing=lambda name=name: name if name == "rootless" else "")
+                 for name in ("rootless", "other"))  # fmt: skip
+    monkeypatch.setattr(plan, "RUNS", runs)
+    monkeypatch.setattr(plan, "GOALS", ())
+    monkeypatch.setattr(report, "run", lambda one, **_: {"of": one.name})
+    monkeypatch.setattr(report, "compile_kernels", lambda: None)
+    monkeypatch.setattr("benchmarks.machine.facts", lambda: FACTS)
+    results = tmp_path / "results.json"
+    report.main(["--page", str(tmp_path / "page.md"), "--results", str(results)])
+    assert list(json.loads(results.read_text())["runs"]) == ["other"]
+    assert "rootless is left out: rootless" in capsys.readouterr().out
+
+
 def test_every_goal_names_a_run() -> None:
     assert {goal.run for goal in plan.GOALS} <= {one.name for one in plan.RUNS}
+
+
+# --- between hosts ----------------------------------------------------------------------------------------------------
+
+
+class FakeRunning:
+    """A contender that took no process."""
+
+    name = "psdist"
+
+    def __init__(self, *transports: dict[str, str]) -> None:
+        self.facts = [{"transports": one} for one in transports]
+
+    def turn(self, steps: int) -> list[list[float]]:
+        return [[1.0] * steps]
+
+
+class FakeHosts:
+    """Hosts whose links carry more with each look."""
+
+    hosts = 2
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def counters(self, host: int) -> Counters:
+        self.looks += 1
+        return Counters(sent=1000 * self.looks, received=10 * self.looks if host else 0)
+
+
+def test_bytes_are_those_of_the_busiest_host_in_its_own_turns() -> None:
+    counted = network.Counted(FakeRunning(), FakeHosts())  # type: ignore[arg-type]
+    assert counted.turn(3) == [[1.0] * 3]
+    assert counted.bytes_per_step() == {"sent": pytest.approx(2000 / 3), "received": pytest.approx(20 / 3)}
+    counted.turn(1)
+    assert counted.bytes_per_step() == {"sent": pytest.approx(1000), "received": pytest.approx(10)}
+
+
+def test_a_variant_whose_servers_were_reached_in_another_way_is_no_result() -> None:
+    right = {"server-0": "shm", "server-1": "tcp: no socket"}
+    network.check_transports(FakeRunning(right, right))  # type: ignore[arg-type]
+    for wrong in ({"server-0": "shm", "server-1": "grpc"}, {"server-0": "tcp", "server-1": "tcp"}):
+        with pytest.raises(ContenderError, match="servers were reached by"):
+            network.check_transports(FakeRunning(right, wrong))  # type: ignore[arg-type]
+
+
+def _between(ratio: float) -> dict[str, Any]:
+    result = figures.result({"psdist": [[0.1]], "ddp": [[0.1 * ratio]]})
+    for one in (result["psdist"], *result["peers"].values()):
+        one |= {"bytes_per_step": {"sent": 2e6, "received": 1e6}, "link_share": 0.5}
+    return {"rates": {"1gbit": result | {"settings": {"params": 25_000_000}}}}
+
+
+def test_the_page_has_a_row_for_each_contender_between_hosts() -> None:
+    text = report.page({"network": _between(0.96)}, FACTS, "")
+    assert "| 1gbit | 25 M | ddp | 96 | 0.96x | 2.0 | 1.0 | 50% |" in text
+    (goal,) = [goal for goal in plan.GOALS if goal.run == "network"]
+    assert goal.judge(_between(0.96)).met and not goal.judge(_between(0.94)).met
+    with pytest.raises(KeyError):
+        goal.judge({"rates": {}})
+
+
+# --- growth -----------------------------------------------------------------------------------------------------------
+
+
+def test_curves_change_one_setting_each() -> None:
+    for name, curve in growth.CURVES.items():
+        low, high = (curve.settings(value, 20_000_000) for value in (curve.values[0], curve.values[-1]))
+        changed = [key for key in vars(low) if getattr(low, key) != getattr(high, key)]
+        assert len(changed) == 1, name
+    settings = growth.CURVES["tensors"].settings(7, 20)
+    assert len(BenchSettings(params=20, layer_elements=settings.layer_elements).layers()) == 7
+
+
+def test_points_take_turns_of_as_many_steps_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns_taken = []
+
+    class Timed:
+        def __init__(self, contender: Contender) -> None:
+            self.name = contender.name
+
+        def turn(self, steps: int) -> list[list[float]]:
+            turns_taken.append((self.name, steps))
+            return [[0.1] * steps, [0.3] * steps]
+
+        def __enter__(self) -> Timed:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(growth, "Running", Timed)
+    points = growth.measure_points({value: Contender(f"of {value}", (), 2) for value in (1, 2)})
+    steps = round(growth.TURN_SECONDS / 0.2) + 1
+    assert turns_taken[-2 * growth.ROUNDS :] == [("of 1", steps), ("of 2", steps)] * growth.ROUNDS
+    assert points["2"] == {"ms": pytest.approx(200), "low": pytest.approx(100), "high": pytest.approx(300)}
+
+
+def test_the_page_of_growth_keeps_its_notes_and_has_a_picture_of_each_curve(tmp_path: Path) -> None:
+    points = {"shm": {"1": {"ms": 5.0, "low": 4.0, "high": 6.0}, "2": {"ms": 20.0, "low": 19.0, "high": 21.0}}}
+    results = {"machine": FACTS, "servers": {"label": "servers", "points": points | {"tcp": {"2": points["shm"]["2"]}}}}
+    path = tmp_path / "growth.md"
+    path.write_text("old\n\n## Notes\n\nBy hand.\n")
+    growth_page.write(results, path)
+    text = path.read_text()
+    assert "| 1 | 5.00 (4.00 to 6.00) |  |" in text and "| 2 | 20 (19 to 21) | 20 (19 to 21) |" in text
+    assert text.endswith("## Notes\n\nBy hand.\n") and "old" not in text
+    assert (tmp_path / "growth-servers.svg").read_text().startswith("<svg ")
+    assert "growth-servers.svg" in text and "Workers" not in text
+
+
+# --- plots ------------------------------------------------------------------------------------------------------------
+
+
+def test_ticks_are_round_and_reach_to_both_ends() -> None:
+    assert plot.ticks(1, 16) == [1, 2, 5, 10, 20]
+    assert plot.ticks(3, 3) == [2, 5]
+    assert plot.ticks(1e3, 2e8) == [10.0**power for power in range(3, 10)]
+
+
+def test_what_grows_in_proportion_is_a_straight_line_upwards() -> None:
+    picture = ElementTree.fromstring(plot.svg("a < b", "x", "y", {"one": [(1, 2), (10, 20), (100, 200)]}))
+    (line,) = (one for one in picture if one.tag.endswith("polyline"))
+    (x1, y1), (x2, y2), (x3, y3) = (map(float, place.split(",")) for place in line.attrib["points"].split())
+    assert x1 < x2 < x3 and y1 > y2 > y3
+    assert (y2 - y1) / (x2 - x1) == pytest.approx((y3 - y2) / (x3 - x2), rel=0.01)
+    assert "a < b" in [one.text for one in picture]
+    for wrong in ({}, {"one": [(0.0, 1.0)]}):
+        with pytest.raises(ValueError, match="positive"):
+            plot.svg("", "", "", wrong)
+
+
+def test_numbers_at_axes_are_short() -> None:
+    assert [plot.short(value) for value in (0.5, 20, 20_000, 2e8, 1e9)] == ["0.5", "20", "20k", "200M", "1G"]

@@ -1,0 +1,133 @@
+"""What the scheduler does with so many sessions, for ``growth``.
+
+So many sessions of real clients, held by a few processes, join one scheduler at a time. Measured are the time until all
+have joined; the time from the moment at which one more begins to register until all have the new cluster map; CPU and
+memory of the scheduler while nothing happens but heartbeats; the report of ``psdist status``; and the time until all
+have left. What it is not: a test; it asserts nothing. The clients share the machine with the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from benchmarks.contenders import DIRECTORY, Contender, Running, module
+from psdist.settings.config import await_address
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire.scheduler_client import scheduler_at
+
+#: Workers that join one after another, to see how long the others wait for a new map.
+NEWCOMERS = 5
+_START_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """Figures of one number of sessions; seconds, bytes, and parts of one core."""
+
+    sessions: int
+    joined_seconds: float
+    #: Epochs that their joining made.
+    epochs: int
+    #: Median of ``NEWCOMERS``.
+    told_seconds: float
+    told_worst_seconds: float
+    joining_cpu_seconds: float
+    rest_cpu: float
+    resident_bytes: int
+    status_seconds: float
+    status_bytes: int
+    left_seconds: float
+
+    def text(self) -> str:
+        """One line of a table."""
+        return (
+            f"{self.sessions:>8}{self.joined_seconds:>10.2f}{self.epochs:>8}{self.told_seconds:>10.3f}"
+            f"{self.told_worst_seconds:>10.3f}{self.joining_cpu_seconds:>10.2f}{self.rest_cpu * 100:>9.1f}%"
+            f"{self.resident_bytes / 1e6:>9.0f}{self.status_seconds * 1000:>10.0f}{self.left_seconds:>9.2f}"
+        )
+
+
+HEADING = (
+    f"{'sessions':>8}{'joined s':>10}{'epochs':>8}{'told s':>10}{'worst s':>10}{'join CPU':>10}{'at rest':>10}{'MB':>9}"
+    f"{'status ms':>10}{'left s':>9}"
+)
+
+
+class Scheduler:
+    """The scheduler of one run: its process, and what it answers."""
+
+    def __init__(self, running: Running) -> None:
+        self._process = psutil.Process(running.processes[0].pid)
+        self._address = await_address(running.directory / "scheduler", _START_SECONDS)
+
+    def cpu_seconds(self) -> float:
+        """CPU time so far."""
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    def resident_bytes(self) -> int:
+        """Memory now."""
+        return int(self._process.memory_info().rss)
+
+    def status(self) -> pb.GetStatusResponse:
+        """The report of ``psdist status``."""
+
+        async def ask() -> pb.GetStatusResponse:
+            async with scheduler_at(self._address, "") as call:
+                answer: pb.GetStatusResponse = await call("GetStatus", pb.GetStatusRequest(), _START_SECONDS)
+                return answer
+
+        return asyncio.run(ask())
+
+
+def contender(sessions: int, holders: int) -> Contender:
+    """A scheduler with its store on the disk, as ``psdist run`` starts it, and the processes that hold sessions."""
+    scheduler = module(
+        "psdist_scheduler", "--address-file", f"{DIRECTORY}/scheduler", "--store", f"{DIRECTORY}/store", "--log-level",
+        "warning", "--min-workers", str(sessions),
+    )  # fmt: skip
+    return Contender("sessions", (scheduler, *[module("benchmarks.holder")] * holders), holders)
+
+
+def measure(sessions: int, processes: int, rest_seconds: float) -> Sessions:
+    """One number of sessions. Raises ContenderError."""
+    with Running(contender(sessions, processes + 1)) as running:
+        *crowd, newcomer = range(processes + 1)
+        scheduler = Scheduler(running)
+        before, cpu = scheduler.status().epoch, scheduler.cpu_seconds()
+        joined = running.carry_out({one: {"join": list(range(one, sessions, processes))} for one in crowd})
+        epoch, joining_cpu = scheduler.status().epoch, scheduler.cpu_seconds() - cpu
+        joined_seconds = max(one["done"] for one in joined) - min(one["began"] for one in joined)
+        told = []
+        for number in range(NEWCOMERS):
+            running.carry_out({one: {"epoch": epoch + number} for one in crowd})
+            orders: dict[int, Any] = {one: {"epoch": epoch + number + 1} for one in crowd}
+            *heard, joins = running.carry_out(orders | {newcomer: {"join": [sessions + number]}})
+            told.append(max(one["done"] for one in heard) - joins["began"])
+        cpu, began = scheduler.cpu_seconds(), time.monotonic()
+        time.sleep(rest_seconds)  # What is measured is what it does meanwhile.
+        rest_cpu = (scheduler.cpu_seconds() - cpu) / (time.monotonic() - began)
+        began = time.monotonic()
+        status = scheduler.status()
+        status_seconds = time.monotonic() - began
+        resident = scheduler.resident_bytes()
+        left = running.carry_out({one: {"leave": True} for one in (*crowd, newcomer)})
+        return Sessions(
+            sessions=sessions,
+            joined_seconds=joined_seconds,
+            epochs=epoch - before,
+            told_seconds=statistics.median(told),
+            told_worst_seconds=max(told),
+            joining_cpu_seconds=joining_cpu,
+            rest_cpu=rest_cpu,
+            resident_bytes=resident,
+            status_seconds=status_seconds,
+            status_bytes=status.ByteSize(),
+            left_seconds=max(one["done"] for one in left) - min(one["began"] for one in left),
+        )

@@ -1,0 +1,113 @@
+"""Hosts with links of a given speed, on one machine: network namespaces, of which each has one shaped link.
+
+A host is a namespace of ``psdist.chaos.faults.WorkerNetwork`` with a directory of its own for ``/dev/shm``, so that
+processes share memory within a host and not between hosts. ``tc tbf`` limits its link in both directions: where the
+host sends, and where the bridge sends to it. This process's own namespace, at ``gateway``, is a host without a limit.
+
+The bucket of a filter is no smaller than the largest packet that TCP hands to an interface (64 KiB, segmented later),
+which would otherwise be segmented by the filter. Above that it is 3 ms of the rate: the filter is that late at
+times, and what it could have sent meanwhile would be lost to it. The queue is what a switch of that speed has: at
+least 512 KiB, and 5 ms of the rate. TCP's congestion control is this machine's. Counters are those of the interfaces,
+whose bytes are without the headers of packets that are segmented later.
+
+Needs root, ``ip`` and ``tc``: ``hosts_missing`` says what a machine lacks. Leaving the block removes all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from psdist.chaos.faults import INTERFACE, WorkerNetwork, run_command
+from psdist.errors import ConfigurationError
+
+BURST_BYTES_MIN = 64 << 10
+BURST_SECONDS = 3e-3
+QUEUE_BYTES_MIN = 512 << 10
+QUEUE_SECONDS = 5e-3
+#: Mounts a host's directory and becomes the command. ``ip netns exec`` has made a mount namespace for it.
+_MOUNT = 'mount --bind "$0" /dev/shm && exec "$@"'
+
+
+def hosts_missing() -> str:
+    """Why this machine cannot have such hosts; empty if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            return f"there is no program {program!r} (package iproute2)"
+    try:
+        with ShapedHosts(1, 1e9):
+            pass
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Bytes that an interface sent and received."""
+
+    sent: int = 0
+    received: int = 0
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(self.sent + other.sent, self.received + other.received)
+
+    def __sub__(self, other: Counters) -> Counters:
+        return Counters(self.sent - other.sent, self.received - other.received)
+
+
+class ShapedHosts(WorkerNetwork):
+    """``hosts`` hosts whose links have ``bits_per_second``. Raises ConfigurationError, and then leaves none."""
+
+    def __init__(self, hosts: int, bits_per_second: float) -> None:
+        self.hosts = hosts
+        self._directory = Path(tempfile.mkdtemp(prefix="psdist-hosts-"))
+        try:
+            super().__init__(hosts)
+            for host in range(hosts):
+                (self._directory / str(host)).mkdir()
+                self._shape(self.namespace(host), INTERFACE, bits_per_second)
+                self._shape(self.switch, self.port(host), bits_per_second)
+        except BaseException:
+            self.close()
+            raise
+
+    def inside(self, host: int) -> tuple[str, ...]:
+        """The prefix of a command line that runs on a host; the process keeps its id."""
+        return (*super().inside(host), "sh", "-c", _MOUNT, str(self._directory / str(host)))
+
+    def counters(self, host: int) -> Counters:
+        """What has passed a host's link so far."""
+        shown = run_command("ip", "-n", self.namespace(host), "-s", "-j", "link", "show", "dev", INTERFACE)
+        found = json.loads(shown)[0]["stats64"]
+        return Counters(sent=found["tx"]["bytes"], received=found["rx"]["bytes"])
+
+    def close(self) -> None:
+        """Removes everything. Closing again does nothing."""
+        super().close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _shape(self, namespace: str, interface: str, bits_per_second: float) -> None:
+        per_second = bits_per_second / 8
+        burst = max(BURST_BYTES_MIN, round(per_second * BURST_SECONDS))
+        queue = max(QUEUE_BYTES_MIN, round(per_second * QUEUE_SECONDS))
+        run_command(
+            "tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", "rate", f"{bits_per_second:.0f}bit",
+            "burst", str(burst), "limit", str(burst + queue),
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
