@@ -26,9 +26,14 @@ def psdist(
     """psdist as a user starts it: ``psdist run`` with its own choice of threads."""
     command = module(
         "psdist.cli.main", "run", "--nservers", str(settings.servers), "--nproc-per-node", str(settings.workers),
-        "--max-restarts", "0", "-m", "benchmarks.worker", settings.text(),
+        "--replicas", str(settings.replicas), "--max-restarts", "0", "-m", "benchmarks.worker", settings.text(),
     )  # fmt: skip
     return Contender(name, (command,), settings.workers, {"PSDIST_TRANSPORT": transport, **(environment or {})})
+
+
+def unreplicated(settings: Settings) -> Contender:
+    """psdist without copies of its shards, otherwise the same."""
+    return psdist(replace(settings, replicas=1), settings.transport, "unreplicated")
 
 
 def gloo(settings: Settings) -> Contender:
@@ -111,7 +116,7 @@ def tensorflow(settings: Settings) -> Contender:
 
 
 PEERS: Mapping[str, Callable[[Settings], Contender]] = {
-    one.__name__: one for one in (gloo, ray, ray_dataflow, tensorflow, echo, echo_tuned, echo_tcp, kernel, memcpy)
+    one.__name__: one for one in (unreplicated, gloo, ray, ray_dataflow, tensorflow, echo, echo_tuned, echo_tcp, kernel, memcpy)
 }
 
 
