@@ -116,7 +116,8 @@ def tensorflow(settings: Settings) -> Contender:
 
 
 PEERS: Mapping[str, Callable[[Settings], Contender]] = {
-    one.__name__: one for one in (unreplicated, gloo, ray, ray_dataflow, tensorflow, echo, echo_tuned, echo_tcp, kernel, memcpy)
+    one.__name__: one
+    for one in (unreplicated, gloo, ray, ray_dataflow, tensorflow, echo, echo_tuned, echo_tcp, kernel, memcpy)
 }
 
 

@@ -1,4 +1,4 @@
-"""Frames over a TCP connection: a short header, and a payload that is received where it is needed.
+"""Frames over a TCP connection or unix socket: a short header, and a payload that is received where it is needed.
 
 A frame is a prefix (the lengths of header and payload, four bytes each, little-endian), the header, and the payload.
 Once a header is there its receiver names the memory for the payload, and the rest of the payload is received straight
@@ -216,6 +216,8 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(_QUEUED_BYTES)
         connected = transport.get_extra_info("socket")
+        if connected.family == socket.AF_UNIX:
+            return
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():

@@ -193,7 +193,9 @@ class ParameterStore:
             apply_seconds=self.counters.apply_seconds,
             bytes_held=self.counters.bytes_held,
             waiting_for=sorted({call.waiting_for for call in self.router.calls if call.waiting_for}),
-            replicas=replica_statistics(self.replicator.machines, now(), self.replicator.network.lease_seconds),
+            replicas=replica_statistics(
+                self.replicator.machines, self.replicator.carrier, now(), self.replicator.network.lease_seconds
+            ),
             primary_of=sorted(self.router.machines),
             backup_of=sorted(self.backups.machines),
             workers=self.counters.by_worker(),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
@@ -34,8 +34,9 @@ from psdist_server.core.replication import (
     SendBegin,
     SendUpdate,
 )
-from psdist_server.kernels.arrays import DenseParameters, Gradient
+from psdist_server.kernels.arrays import Array, DenseParameters, Gradient
 from psdist_server.store.global_norm import NormBoard
+from psdist_server.store.replica_memory import UpdateMemory
 from psdist_server.store.replica_stream import Link, Machine, now, state_message, update_message
 
 if TYPE_CHECKING:
@@ -65,12 +66,17 @@ class ReplicaNetwork(Protocol):
 
     rng: Random
     lease_seconds: float
+    #: What may carry updates between servers besides gRPC: "shm", "tcp".
+    carriers: Collection[str]
 
     def hello(self, parameters: str) -> pb.ReplicateRequest:
         """The first message of a stream: the identity of this server, and the epoch of its map."""
 
     def method(self, replica: Replica, name: str) -> Callable[..., Any]:
         """The raw bidirectional method of another server. Raises ServerUnreachableError where it is not in the map."""
+
+    def host(self, replica: Replica) -> str:
+        """The host of another server. Raises ServerUnreachableError where it is not in the map."""
 
     def report(self) -> None:
         """There is something new to report."""
@@ -96,6 +102,10 @@ class Replicator:
         self._shard_count = max(1, len(entry.shards))
         self._links: dict[Replica, Link] = {}
         self._updates: Counter[int] = Counter()
+        self._slicing = entry.slicing
+        self.memory = UpdateMemory(entry.slicing, shared="shm" in network.carriers)
+        #: Bytes for updates under way, by slice.
+        self._reserved: dict[int, int] = {}
         #: By shard, what to call when all replicas have what this server began with.
         self._caught_up: dict[int, list[Callable[[], None]]] = {}
 
@@ -132,6 +142,8 @@ class Replicator:
         wanted = {replica for machine in self.machines.values() for replica in machine.peers}
         for replica in [replica for replica in self._links if replica not in wanted]:
             self._links.pop(replica).close()
+        if not self._links:
+            self.memory.close()
         self.updates.ship_waiting()
 
     async def close(self) -> None:
@@ -140,6 +152,7 @@ class Replicator:
         for link in links:
             link.close()
         await asyncio.gather(*(link.task for link in links), return_exceptions=True)
+        self.memory.close()
 
     def installed(self, index: int) -> None:
         """Slice ``index`` has (other) initial values: replicas that have it are sent it again."""
@@ -163,12 +176,25 @@ class Replicator:
 
     def has_room(self) -> bool:
         """Whether another update may be kept until it is acknowledged."""
-        return sum(machine.log_bytes for machine in self.machines.values()) < KEPT_BYTES_MAX
+        kept = sum(machine.log_bytes for machine in self.machines.values())
+        return kept + sum(self._reserved.values()) < KEPT_BYTES_MAX
+
+    def reserve(self, index: int) -> Array:
+        """Memory for the gradient of the slice's next update, which counts as kept from now on."""
+        gradient = self.memory.take(self._slicing.size(index))
+        self._reserved[index] = gradient.nbytes
+        return gradient
+
+    def cancel_reservations(self, indices: Iterable[int]) -> None:
+        """No update comes of what was reserved for these slices."""
+        for index in indices:
+            self._reserved.pop(index, None)
 
     def update(self, update: ReplicaUpdate[Gradient]) -> None:
         """Numbers an update, which must have ``next_lsn``, and sends it to the replicas."""
         machine = self._machine(update.index)
         assert machine is not None
+        self._reserved.pop(update.index, None)
         self._carry_out(machine, machine.update(update, now()))
 
     def is_caught_up(self, index: int) -> bool:
@@ -217,6 +243,19 @@ class Replicator:
     def opened(self, link: Link, machine: Machine, held: ReplicaState | None) -> None:
         """The stream of ``link`` is open, and its replica has ``held`` of the shard."""
         self._carry_out(machine, machine.opened(link.replica, held, now()))
+
+    def lost(self, gradients: Sequence[Array]) -> None:
+        """The stream to a replica ended, which may still read these gradients in the arena. Where they are many, there
+        is another arena from now on."""
+        if self.memory.lose(gradients):
+            self.memory.renew()
+            for link in self._links.values():
+                link.restart()
+
+    def carrier(self, replica: Replica) -> str:
+        """What carries the updates to a replica, and why nothing better does; empty while no stream is open."""
+        link = self._links.get(replica)
+        return link.carrier_text if link is not None else ""
 
     def copy_slice(self, link: Link, machine: Machine, index: int) -> None:
         """Sends a quiescent slice."""

@@ -11,9 +11,10 @@ from typing import cast
 import pytest
 from replica import FakeReplica
 
-from psdist.types import Replica, Shard
+from psdist.types import Replica, Shard, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist_server.core.replication import PrimaryReplication, ReplicaState
+from psdist_server.store.replica_memory import UpdateMemory
 from psdist_server.store.replica_stream import Link, Machine
 from psdist_server.store.replicator import Replicator
 
@@ -43,10 +44,20 @@ class Setup:
         for machine in self.machines.values():
             machine.follow(Shard(ME, 1, filling=(OTHER,)), 0.0)
         network = SimpleNamespace(
-            rng=Random(1), method=lambda *_: self.replica.open, hello=lambda _: pb.ReplicateRequest()
+            rng=Random(1),
+            method=lambda *_: self.replica.open,
+            hello=lambda _: pb.ReplicateRequest(),
+            host=lambda _: "",
+            carriers=(),
         )
         replicator = SimpleNamespace(
-            name="p", network=network, machines=self.machines, updates=self.source, opened=self.opened
+            name="p",
+            network=network,
+            machines=self.machines,
+            updates=self.source,
+            opened=self.opened,
+            memory=UpdateMemory(Slicing(4, 1), shared=False),
+            lost=lambda _: None,
         )
         self.link = Link(cast(Replicator, replicator), OTHER)
 
