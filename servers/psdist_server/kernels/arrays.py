@@ -9,9 +9,9 @@ slices.
 
 Invariants: each contribution is read once, into memory of the kernel, so that it may change meanwhile without harm. No
 NaN or Inf of a contribution reaches the weights. Such a contribution is left out of its block of ``BLOCK`` elements,
-and its position is returned. A block whose sum overflows is not updated. An update by the mean of ``combine`` gives the
-bytes of the update by its parts, and so does one by the mean that ``apply`` wrote out. What a released slice held is gone, except its weights, which can be read until
-``reclaim``.
+and its position is returned. A block whose sum overflows is not updated. An update by the mean of ``combine``, or by
+the mean that ``apply`` wrote out, gives the bytes of the update by its parts. What a released slice held is gone,
+except its weights, which can be read until ``reclaim``.
 """
 
 from __future__ import annotations
