@@ -17,8 +17,10 @@ except its weights, which can be read until ``reclaim``.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -46,7 +48,8 @@ class Update:
     the version goes on.
 
     factor: what the only part is multiplied by (clipping). mean: float32[n] that what is applied is written to: an
-        update by it, without a factor, gives the same bytes.
+        update by it, without a factor, gives the same bytes. copy: float32 that the slice is copied to before
+        (``copy_slice``).
     """
 
     index: int
@@ -55,6 +58,22 @@ class Update:
     lr_scale: float = 1.0
     factor: float | None = None
     mean: Array | None = None
+    copy: Array | None = None
+
+
+class UpdateWork(Protocol):
+    """What has an update to be carried out."""
+
+    @property
+    def update(self) -> Update:
+        """The update."""
+
+
+class Applied(NamedTuple):
+    """What came of an update: seconds that it took, and which parts were left out."""
+
+    seconds: float
+    bad: Bad
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +217,18 @@ class DenseParameters:
         mean = np.empty(self.slicing.size(index), np.float32)
         bad = _combine(mean, parts)
         return (None, 0.0, bad) if len(bad) == len(parts) else (mean, kernels.sum_squares(mean), bad)
+
+    def carry_out(self, works: Sequence[tuple[int, UpdateWork]]) -> list[Applied]:
+        """Runs in a kernel thread, or on the loop: updates of slices that this server is the primary of, and of copies,
+        in one batch."""
+        started = time.perf_counter()
+        updates = [work.update for _, work in works]
+        for update in updates:
+            if update.copy is not None:
+                self.copy_slice(update.index, update.copy)
+        left_out = self.apply(updates)
+        seconds = (time.perf_counter() - started) / len(works)
+        return [Applied(seconds, bad) for bad in left_out]
 
     def apply(self, updates: Sequence[Update]) -> list[Bad]:
         """Carries updates of different slices out, and returns for each which parts were left out."""

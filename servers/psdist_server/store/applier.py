@@ -23,7 +23,7 @@ from typing import NamedTuple
 from psdist.types import ParametersEntry
 from psdist_server.core.events import Aggregate, Apply
 from psdist_server.core.records import ReplicaUpdate, SliceRecord
-from psdist_server.kernels.arrays import Array, Bad, DenseParameters, Gradient, Update
+from psdist_server.kernels.arrays import Applied, Array, Bad, DenseParameters, Gradient, Update
 from psdist_server.kernels.optimizers import clip_factor
 from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.copy_on_write import CopyTarget, UpdateGate
@@ -139,8 +139,8 @@ class Applier:
         index = job.effect.index
         self._writing.add(index)
         if (target := self.gate.copy_for_update(index)) is not None:
-            job = job._replace(target=target)
-        self._kernels.submit(index, self._apply, job, self._applied)
+            job = job._replace(update=replace(job.update, copy=target.memory), target=target)
+        self._kernels.submit(index, self._dense.carry_out, job, self._applied)
 
     def _ship(self, job: _Job) -> None:
         """Begins an update that is sent to the replicas."""
@@ -183,25 +183,15 @@ class Applier:
             outcomes.append(Outcome(time.perf_counter() - started, bad, mean, square))
         return outcomes
 
-    def _apply(self, works: Sequence[tuple[int, _Job]]) -> list[Outcome]:
-        """Runs in a kernel thread, or on the loop."""
-        started = time.perf_counter()
-        for index, job in works:
-            if job.target is not None:
-                self._dense.copy_slice(index, job.target.memory)
-        left_out = self._dense.apply([job.update for _, job in works])
-        seconds = (time.perf_counter() - started) / len(works)
-        return [Outcome(seconds, bad) for bad in left_out]
-
     def _combined(self, job: _Job, outcome: Outcome) -> None:
         effect = job.effect
         self._gradients.used(effect.index, effect.parts, outcome.bad)
         self._means[effect.index] = (outcome.mean, outcome.square)
         self._done(effect, outcome)
 
-    def _applied(self, job: _Job, outcome: Outcome) -> None:
+    def _applied(self, job: _Job, applied: Applied) -> None:
         """An update is in the arrays here."""
-        effect = job.effect
+        effect, outcome = job.effect, Outcome(*applied)
         assert isinstance(effect, Apply)
         if job.is_raw:
             self._gradients.used(effect.index, effect.parts, outcome.bad)
