@@ -144,9 +144,10 @@ class Applier:
 
     def _ship(self, job: _Job) -> None:
         """Begins an update that is sent to the replicas."""
-        update = job.update
-        mean = self._replicator.reserve(update.index) if update.parts else None
-        self._write(job._replace(update=replace(update, mean=mean), is_shipped=True))
+        given = job.update
+        mean = self._replicator.reserve(given.index) if given.parts else None
+        update = Update(given.index, given.step, given.parts, given.lr_scale, given.factor, mean)
+        self._write(_Job(job.effect, update, job.is_raw, job.square, is_shipped=True))
 
     def replicated(self, index: int, lsn: int) -> None:
         """All replicas that must have update ``lsn`` of slice ``index`` have it."""
