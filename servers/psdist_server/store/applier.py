@@ -145,7 +145,7 @@ class Applier:
     def _ship(self, job: _Job) -> None:
         """Begins an update that is sent to the replicas."""
         given = job.update
-        mean = self._replicator.reserve(given.index) if given.parts else None
+        mean = self._replicator.memory.reserve(given.index) if given.parts else None
         update = Update(given.index, given.step, given.parts, given.lr_scale, given.factor, mean)
         self._write(_Job(job.effect, update, job.is_raw, job.square, is_shipped=True))
 
@@ -213,7 +213,7 @@ class Applier:
         if lsn is not None:
             self._replicator.update(_replica_update(job, lsn))
         else:  # The last replica went meanwhile.
-            self._replicator.cancel_reservations([index])
+            self._replicator.memory.cancel([index])
             shipment.is_replicated = True
         self._written(effect, job.target)
         shipment.may_end = True
@@ -253,7 +253,7 @@ class Applier:
         """These slices are no longer updated here; what runs has no effect. See ``KernelLauncher.discard``."""
         self._gradients.discard_slices(indices)
         self._kernels.discard(indices)
-        self._replicator.cancel_reservations(indices)
+        self._replicator.memory.cancel(indices)
         self._waiting = deque(job for job in self._waiting if job.effect.index not in indices)
         for index in indices:
             for table in (self._means, self._shipments, self._ahead):

@@ -15,7 +15,7 @@ Not here: how many gradients may be kept (``replicator``), who reads the arena (
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -24,7 +24,7 @@ from psdist.errors import SharingUnavailableError
 from psdist.types import Slicing
 from psdist.wire.limits import KEPT_BYTES_MAX
 from psdist.wire.shm import PAGE, GradientArena, reason_of
-from psdist_server.kernels.arrays import Array
+from psdist_server.kernels.arrays import Array, Gradient
 
 #: Elements to whose multiple the slots are placed: a cache line.
 _ALIGNMENT: Final = 16
@@ -40,7 +40,26 @@ class UpdateMemory:
         self._shared = shared
         self._arena: GradientArena | None = None
         self._free: list[int] = []
-        self._lost: list[Array] = []
+        self._lost: list[Gradient] = []
+        #: Bytes for updates under way, by slice.
+        self._reserved: dict[int, int] = {}
+        self._slicing = slicing
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes for updates that have begun, and are not sent yet."""
+        return sum(self._reserved.values())
+
+    def reserve(self, index: int) -> Array:
+        """Memory for the gradient of the next update of slice ``index``."""
+        gradient = self.take(self._slicing.size(index))
+        self._reserved[index] = gradient.nbytes
+        return gradient
+
+    def cancel(self, indices: Iterable[int]) -> None:
+        """What was reserved for these slices is sent, or never will be."""
+        for index in indices:
+            self._reserved.pop(index, None)
 
     def arena(self) -> GradientArena:
         """The arena, which is made where there is none. Raises SharingUnavailableError."""
@@ -66,14 +85,14 @@ class UpdateMemory:
         weakref.finalize(whole, free.append, slot).atexit = False
         return whole[:elements]
 
-    def offset_of(self, arena: GradientArena, gradient: Array) -> int:
+    def offset_of(self, arena: GradientArena, gradient: Gradient) -> int:
         """Where in the file of ``arena`` a gradient begins, in bytes; 0 where it is not there."""
         if not arena.shareable:  # It was given back, and what was written since is in no file.
             return 0
         offset = gradient.__array_interface__["data"][0] - arena.address
         return PAGE + offset if 0 <= offset < arena.flat.nbytes else 0
 
-    def lose(self, gradients: Sequence[Array]) -> bool:
+    def lose(self, gradients: Sequence[Gradient]) -> bool:
         """These gradients may be read for an unlimited time. Returns whether the arena has lost half of its slots."""
         if self._arena is not None:
             self._lost += [one for one in gradients if self.offset_of(self._arena, one)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -155,10 +155,18 @@ class Link:
             machine.closed(self.replica, now())
         if carrier is not None:
             self._refused.clear()  # Something has changed since they did not work.
-            self._replicator.lost(carrier.close())
+            self._lose(carrier.close())
         if not self._closed:
             self._replicator.updates.ship_waiting()  # Nothing is kept for a copy that broke off.
         return carrier is not None
+
+    def _lose(self, gradients: Sequence[Gradient]) -> None:
+        """The replica may still read these gradients. Where too many are lost in this way there is another arena from
+        now on, which all replicas get by new streams."""
+        if self._replicator.memory.lose(gradients):
+            self._replicator.memory.renew()
+            for link in self._replicator.links.values():
+                link.restart()
 
     async def _session(self) -> None:
         replicator, network = self._replicator, self._replicator.network

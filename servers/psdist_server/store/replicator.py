@@ -34,7 +34,7 @@ from psdist_server.core.replication import (
     SendBegin,
     SendUpdate,
 )
-from psdist_server.kernels.arrays import Array, DenseParameters, Gradient
+from psdist_server.kernels.arrays import DenseParameters, Gradient
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.replica_memory import UpdateMemory
 from psdist_server.store.replica_stream import Link, Machine, now, state_message, update_message
@@ -100,12 +100,10 @@ class Replicator:
         self._dense = dense
         self._norms = norms
         self._shard_count = max(1, len(entry.shards))
-        self._links: dict[Replica, Link] = {}
+        #: The streams to servers that hold copies.
+        self.links: dict[Replica, Link] = {}
         self._updates: Counter[int] = Counter()
-        self._slicing = entry.slicing
         self.memory = UpdateMemory(entry.slicing, shared="shm" in network.carriers)
-        #: Bytes for updates under way, by slice.
-        self._reserved: dict[int, int] = {}
         #: By shard, what to call when all replicas have what this server began with.
         self._caught_up: dict[int, list[Callable[[], None]]] = {}
 
@@ -121,34 +119,34 @@ class Replicator:
         """This server is the primary of a shard no more: confirmations that wait fail."""
         self.machines.pop(number, None)
         self._caught_up.pop(number, None)
-        for link in self._links.values():
+        for link in self.links.values():
             link.refuse(number)
 
     def follow(self, entry: ParametersEntry) -> None:
         """Follows a new map: opens and closes streams, and copies shards to new replicas."""
-        for link in self._links.values():  # Before a copy begins by this map, which the replica may not have yet.
+        for link in self.links.values():  # Before a copy begins by this map, which the replica may not have yet.
             link.send(self.network.hello(self.name))
         for number, machine in sorted(self.machines.items()):
             before, was_fenced = dict(machine.peers), machine.fenced
             self._carry_out(machine, machine.follow(entry.shards[number], now()))
             for replica, peer in machine.peers.items():
                 is_new = before.get(replica) is not peer
-                if replica not in self._links:
-                    self._links[replica] = Link(self, replica)
+                if replica not in self.links:
+                    self.links[replica] = Link(self, replica)
                 elif was_fenced or (is_new and peer.in_sync):
-                    self._links[replica].restart()
+                    self.links[replica].restart()
                 elif is_new:
-                    self._links[replica].add(machine)
+                    self.links[replica].add(machine)
         wanted = {replica for machine in self.machines.values() for replica in machine.peers}
-        for replica in [replica for replica in self._links if replica not in wanted]:
-            self._links.pop(replica).close()
-        if not self._links:
+        for replica in [replica for replica in self.links if replica not in wanted]:
+            self.links.pop(replica).close()
+        if not self.links:
             self.memory.close()
         self.updates.ship_waiting()
 
     async def close(self) -> None:
         """Ends all streams."""
-        links, self._links = list(self._links.values()), {}
+        links, self.links = list(self.links.values()), {}
         for link in links:
             link.close()
         await asyncio.gather(*(link.task for link in links), return_exceptions=True)
@@ -177,24 +175,13 @@ class Replicator:
     def has_room(self) -> bool:
         """Whether another update may be kept until it is acknowledged."""
         kept = sum(machine.log_bytes for machine in self.machines.values())
-        return kept + sum(self._reserved.values()) < KEPT_BYTES_MAX
-
-    def reserve(self, index: int) -> Array:
-        """Memory for the gradient of the slice's next update, which counts as kept from now on."""
-        gradient = self.memory.take(self._slicing.size(index))
-        self._reserved[index] = gradient.nbytes
-        return gradient
-
-    def cancel_reservations(self, indices: Iterable[int]) -> None:
-        """No update comes of what was reserved for these slices."""
-        for index in indices:
-            self._reserved.pop(index, None)
+        return kept + self.memory.reserved_bytes < KEPT_BYTES_MAX
 
     def update(self, update: ReplicaUpdate[Gradient]) -> None:
         """Numbers an update, which must have ``next_lsn``, and sends it to the replicas."""
         machine = self._machine(update.index)
         assert machine is not None
-        self._reserved.pop(update.index, None)
+        self.memory.cancel([update.index])
         self._carry_out(machine, machine.update(update, now()))
 
     def is_caught_up(self, index: int) -> bool:
@@ -216,7 +203,7 @@ class Replicator:
         if self._updates[machine.number] % DIGEST_EVERY == 0:
             for replica, peer in machine.peers.items():
                 if peer.is_open and index not in peer.missing:
-                    self._compare(machine, self._links[replica], index)
+                    self._compare(machine, self.links[replica], index)
 
     def _compare(self, machine: Machine, link: Link, index: int) -> None:
         version = self.store.record(index).version
@@ -228,10 +215,10 @@ class Replicator:
         for effect in effects:
             match effect:
                 case SendUpdate(replica, update, whole):
-                    self._links[replica].send(*update_message(machine, update, whole))
+                    self.links[replica].send(*update_message(machine, update, whole))
                 case SendBegin(replica, lsn):
                     begin = pb.ReplicateRequest.Begin(lsn=lsn)
-                    link = self._links[replica]
+                    link = self.links[replica]
                     link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, begin=begin))
                     link.copy(machine)
                 case Replicated(index, lsn):
@@ -243,19 +230,6 @@ class Replicator:
     def opened(self, link: Link, machine: Machine, held: ReplicaState | None) -> None:
         """The stream of ``link`` is open, and its replica has ``held`` of the shard."""
         self._carry_out(machine, machine.opened(link.replica, held, now()))
-
-    def lost(self, gradients: Sequence[Array]) -> None:
-        """The stream to a replica ended, which may still read these gradients in the arena. Where they are many, there
-        is another arena from now on."""
-        if self.memory.lose(gradients):
-            self.memory.renew()
-            for link in self._links.values():
-                link.restart()
-
-    def carrier(self, replica: Replica) -> str:
-        """What carries the updates to a replica, and why nothing better does; empty while no stream is open."""
-        link = self._links.get(replica)
-        return link.carrier_text if link is not None else ""
 
     def copy_slice(self, link: Link, machine: Machine, index: int) -> None:
         """Sends a quiescent slice."""
@@ -303,7 +277,7 @@ class Replicator:
             link.restart()  # Only its map is older: on a new stream it waits for the newer one.
             return
         machine.refused(refused.term)
-        for other in self._links.values():
+        for other in self.links.values():
             other.refuse(machine.number)
         self.store.router.fence_shard(machine.number)
 
@@ -327,7 +301,7 @@ class Replicator:
             for replica, peer in machine.peers.items() if machine is not None else ():
                 if machine is not None and peer.required:
                     by_link.setdefault(replica, []).append(machine)
-        links = [(self._links[replica], machines) for replica, machines in by_link.items()]
+        links = [(self.links[replica], machines) for replica, machines in by_link.items()]
         await asyncio.gather(*(link.confirm(machines) for link, machines in links))
 
     def reports(self, entry: ParametersEntry) -> list[ReplicaReport]:
@@ -339,6 +313,6 @@ class Replicator:
                 if peer.complete and replica in shard.filling:
                     found.append(ReplicaReport("filled", self.name, number, machine.term, replica))
             for replica in machine.unreachable(now(), self.network.lease_seconds):
-                reason = machine.peers[replica].refusal or self._links[replica].reason or "it does not answer"
+                reason = machine.peers[replica].refusal or self.links[replica].reason or "it does not answer"
                 found.append(ReplicaReport("unreachable", self.name, number, machine.term, replica, reason))
         return found

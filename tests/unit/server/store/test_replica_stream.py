@@ -57,7 +57,7 @@ class Setup:
             updates=self.source,
             opened=self.opened,
             memory=UpdateMemory(Slicing(4, 1), shared=False),
-            lost=lambda _: None,
+            links={},
         )
         self.link = Link(cast(Replicator, replicator), OTHER)
 
