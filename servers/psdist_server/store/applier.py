@@ -93,6 +93,7 @@ class Applier:
         self._shipments: dict[int, _Shipment] = {}
         #: Updates that wait for room among those that are kept for replicas.
         self._waiting: deque[_Job] = deque()
+        self._is_shipping = False
         #: Updates that wait for a snapshot.
         self.gate = UpdateGate[_Job](self._deliver)
         #: Updates that are in the arrays, and that the machine does not count yet.
@@ -158,12 +159,18 @@ class Applier:
 
     def ship_waiting(self) -> None:
         """There may be room for updates that wait."""
-        while self._waiting and self._replicator.has_room():
-            job = self._waiting.popleft()
-            if self.gate.blocks(job.effect.index):
-                self.gate.defer(job.effect.index, job)
-            else:
-                self._ship(job)
+        if self._is_shipping:  # By a caller further up, where small slices are updated at once.
+            return
+        self._is_shipping = True
+        try:
+            while self._waiting and self._replicator.has_room():
+                job = self._waiting.popleft()
+                if self.gate.blocks(job.effect.index):
+                    self.gate.defer(job.effect.index, job)
+                else:
+                    self._ship(job)
+        finally:
+            self._is_shipping = False
 
     def _end_if_done(self, shipment: _Shipment) -> None:
         index = shipment.effect.index
@@ -218,6 +225,7 @@ class Applier:
         self._written(effect, job.target)
         shipment.may_end = True
         self._end_if_done(shipment)
+        self.ship_waiting()  # Nothing may be kept of this one, and no acknowledgement come.
 
     def _written(self, effect: Apply, target: CopyTarget | None) -> None:
         self._writing.discard(effect.index)
