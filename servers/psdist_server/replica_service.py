@@ -205,7 +205,7 @@ class ReplicaStream:
 
     def _send(self, response: pb.ReplicateResponse) -> None:
         if self._connection is not None:
-            self._connection.send(response.SerializeToString())
+            self._connection.send_soon(response.SerializeToString())
         else:
             self.answers.put_nowait(response)
 

@@ -166,7 +166,10 @@ class FrameCarrier(Carrier):
                 shown = self._shown.setdefault((message.shard, message.term), deque())
                 shown.append((message.update.lsn, payload))
                 payload = None
-        self.connection.send(message.SerializeToString(), _bytes_of(payload))
+        if payload is None:
+            self.connection.send_soon(message.SerializeToString())
+        else:
+            self.connection.send(message.SerializeToString(), _bytes_of(payload))
 
     async def has_room(self) -> None:
         await self.connection.drain()

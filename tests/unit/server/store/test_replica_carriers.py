@@ -29,6 +29,9 @@ class Sent:
     def send(self, header: bytes, payload: memoryview) -> None:
         self.frames.append((Request.FromString(header), payload.nbytes))
 
+    def send_soon(self, header: bytes) -> None:
+        self.send(header, memoryview(b""))
+
     def abort(self) -> None:
         pass
 
