@@ -178,6 +178,21 @@ async def test_copies_have_the_same_bytes_whatever_carries_them(pair: Pair) -> N
     assert (await pair.b.pull() == -70).all()
 
 
+async def test_streams_that_are_opened_again_in_the_middle_lose_and_repeat_nothing(pair: Pair) -> None:
+    """Each time, whatever is under way is lost with the connection, and with shared memory the arena is replaced."""
+    await pair.create()
+    (link,) = pair.a.host.stores["p"].replicator.links.values()
+    for step in range(60):
+        push = asyncio.create_task(pair.a.push(step))
+        for _ in range(step % 12):  # So that the stream ends at any point of the push, and of its opening.
+            await asyncio.sleep(0)
+        link.restart()
+        async with asyncio.timeout(60):
+            assert await push == step + 1
+    await pair.b.host.follow(pair.map_of(3, Shard(B, 2)))
+    assert (await pair.b.pull() == -60).all()
+
+
 def no_room(dense: DenseParameters, indices: range) -> None:
     raise LimitExceededError(f"{len(indices)} slices more have no room")
 

@@ -296,7 +296,11 @@ async def _share(
         raise SharingUnavailableError(f"{offer.peer} did not map this server's memory: it answered with another nonce")
     carrier = FrameCarrier("shm", call, offer.peer, offer.memory, arena)
     connection = socket.socket(fileno=handing.result().detach())  # It is the event loop's from now on.
-    await asyncio.get_running_loop().create_unix_connection(lambda: carrier.connection, sock=connection)
+    try:
+        await asyncio.get_running_loop().create_unix_connection(lambda: carrier.connection, sock=connection)
+    except BaseException:
+        carrier.close()
+        raise
     return carrier
 
 

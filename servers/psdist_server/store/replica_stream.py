@@ -62,6 +62,8 @@ class Link:
         self._numbers = itertools.count(1)
         self._confirms: dict[int, _Confirm] = {}
         self._call: Any = None
+        #: Opens the stream.
+        self._opening: asyncio.Task[tuple[Carrier, pb.ReplicateResponse]] | None = None
         self._closed = False
         self.task = asyncio.get_running_loop().create_task(self._run())
 
@@ -110,7 +112,11 @@ class Link:
 
     def restart(self) -> None:
         """Opens the stream again, to learn what the replica has."""
-        if self._call is not None:
+        if (
+            self._opening is not None
+        ):  # A gRPC call that is cancelled before its first message waits for ever to send it.
+            self._opening.cancel()
+        elif self._call is not None:
             self._call.cancel()
 
     def close(self) -> None:
@@ -176,7 +182,9 @@ class Link:
             offer = Offer(
                 f"server {self.replica}", network.host(self.replica), replicator.memory, network.carriers, self._refused
             )
-            carrier, answer = await negotiate(call, network.hello(replicator.name), offer)
+            self._opening = asyncio.create_task(negotiate(call, network.hello(replicator.name), offer))
+            carrier, answer = await self._opening
+            self._opening = None
             self.carrier_text = _carrier_text(carrier.name, network.carriers, self._refused, answer.welcome.reason)
             self._open(carrier, answer.welcome)
             tasks = [asyncio.create_task(carrier.run(self._answered)), asyncio.create_task(self._copy_all(carrier))]
@@ -184,6 +192,7 @@ class Link:
             for task in ended:
                 task.result()
         finally:
+            self._opening = None
             call.cancel()
             for task in tasks:
                 task.cancel()

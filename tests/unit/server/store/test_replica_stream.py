@@ -89,3 +89,22 @@ async def test_updates_that_waited_for_a_copy_go_on_when_its_stream_broke(setup:
         assert await setup.source.asked.get() == 0 and setup.source.rooms == 0
         await setup.replica.end()
     assert setup.source.rooms == 1 and setup.replica.opened == 2
+
+
+async def test_a_stream_that_is_opened_again_while_it_opens_waits_for_nothing_of_the_first(setup: Setup) -> None:
+    """A gRPC call that is cancelled before its first message was sent never says so."""
+    hanging = asyncio.Event()
+
+    async def write(data: bytes) -> None:
+        hanging.set()
+        await asyncio.get_running_loop().create_future()
+
+    async with asyncio.timeout(60):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(setup.replica, "write", write)
+            setup.link.restart()
+            await hanging.wait()
+        setup.replica.idle.clear()
+        setup.link.restart()
+        await setup.replica.idle.wait()
+    assert setup.replica.opened == 3
