@@ -112,11 +112,9 @@ class Link:
 
     def restart(self) -> None:
         """Opens the stream again, to learn what the replica has."""
-        if (
-            self._opening is not None
-        ):  # A gRPC call that is cancelled before its first message waits for ever to send it.
-            self._opening.cancel()
-        elif self._call is not None:
+        # A gRPC call that is cancelled early would wait for ever to send its message.
+        is_opening = self._opening is not None and self._opening.cancel()
+        if self._call is not None and not is_opening:
             self._call.cancel()
 
     def close(self) -> None:
