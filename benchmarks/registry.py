@@ -37,6 +37,11 @@ def psdist(
     return Contender(name, (command,), settings.workers, {"PSDIST_TRANSPORT": transport, **(environment or {})})
 
 
+def unreplicated(settings: Settings) -> Contender:
+    """psdist without copies of its shards, otherwise the same."""
+    return psdist(replace(settings, replicas=1), settings.transport, "unreplicated")
+
+
 def gloo(settings: Settings) -> Contender:
     """torch.distributed's all-reduce and fused Adam on each worker."""
     ranks = range(settings.workers)
@@ -125,7 +130,7 @@ def tensorflow(settings: Settings) -> Contender:
 
 PEERS: Mapping[str, Callable[[Settings], Contender]] = {
     one.__name__: one
-    for one in (gloo, ray, ray_dataflow, tensorflow, echo, echo_tuned, echo_tcp, flight, kernel, memcpy)
+    for one in (unreplicated, gloo, ray, ray_dataflow, tensorflow, echo, echo_tuned, echo_tcp, flight, kernel, memcpy)
 }
 
 

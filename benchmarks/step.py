@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--workers", type=int, default=2)
     line.add_argument("--servers", type=int, default=2)
     line.add_argument("--params", type=int, default=25_000_000)
+    line.add_argument("--replicas", type=int, choices=(1, 2), default=1, help="copies of psdist's shards")
     line.add_argument("--transport", choices=("auto", "shm", "tcp", "grpc"), default="auto")
     line.add_argument("--wire-dtype", choices=WIRE_DTYPES, default="float32", help="of psdist and the echoes")
     line.add_argument("--consistency", choices=list(CONSISTENCIES), default="bsp", help="of psdist")
@@ -50,6 +51,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
         params=options.params,
         workers=options.workers,
         servers=options.servers,
+        replicas=options.replicas,
+        transport=options.transport,
         wire_dtype=options.wire_dtype,
         consistency=options.consistency,
         optimizer=options.optimizer,
@@ -73,12 +76,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Runs all contenders and returns what ``--json`` writes."""
     settings = settings_of(options)
     names, reasons = choose(options.peer, install=options.install_peers)
-    contenders = [registry.psdist(settings, options.transport), *(registry.PEERS[name](settings) for name in names)]
+    contenders = [registry.psdist(settings, settings.transport), *(registry.PEERS[name](settings) for name in names)]
     rounds, facts = run_all(contenders, options.rounds, options.steps_per_round)
     result = figures.result(rounds)
     result["peers"] |= {name: {"missing": reason} for name, reason in reasons.items()}
     result["psdist"]["transports"] = facts["psdist"][0]["transports"]
-    result["settings"] = asdict(settings) | {"transport": options.transport, "rounds": options.rounds}
+    result["settings"] = asdict(settings) | {"rounds": options.rounds}
     result["machine"] = machine.facts()
     return result
 

@@ -30,13 +30,15 @@ class Settings:
     """What every contender's processes are told, as JSON on their command line.
 
     compute_ms: length of an emulated forward and backward pass; 0 for none.
-    copy: psdist's plain calls, with arrays of the user's own. role, rank: which of a contender's processes it is.
-    layer_elements: of psdist's tensors. replicas: copies of psdist's shards.
+    copy: psdist's plain calls, with arrays of the user's own. layer_elements: of psdist's tensors. transport, replicas:
+    of psdist. role, rank: which of a contender's processes it is.
     """
 
     params: int = 25_000_000
     workers: int = 2
     servers: int = 2
+    replicas: int = 1
+    transport: str = "auto"
     wire_dtype: str = "float32"
     consistency: str = "bsp"
     optimizer: str = "adam"
@@ -45,7 +47,6 @@ class Settings:
     role: str = ""
     rank: int = 0
     layer_elements: int = 1 << 20
-    replicas: int = 1
 
     def text(self) -> str:
         """The settings as an argument."""

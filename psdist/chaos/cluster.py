@@ -28,7 +28,7 @@ from psdist.chaos.workload import WorkloadSettings
 from psdist.errors import InternalError, SchedulerUnreachableError
 from psdist.launch.plan import SchedulerAddress, ServicesPlan, kernel_threads_of_each
 from psdist.launch.process import ReaperProcess, free_port
-from psdist.settings.config import WORKER_TIMEOUT_SECONDS, parse_address, read_address
+from psdist.settings.config import WORKER_TIMEOUT_SECONDS, TransportName, parse_address, read_address
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, limits
 from psdist.wire.channels import open_channel
@@ -55,7 +55,7 @@ class ChaosClusterSettings:
     """What a chaos run consists of.
 
     lease_seconds, worker_lease_seconds: the scheduler's ``--failure-timeout`` and ``--worker-timeout``.
-    reach: how servers are reached.
+    reach: how servers are reached. transport: of workers, and of updates between servers.
     """
 
     servers: int = 3
@@ -64,6 +64,12 @@ class ChaosClusterSettings:
     lease_seconds: float = 2.0
     worker_lease_seconds: float = WORKER_TIMEOUT_SECONDS
     reach: Reach = Reach.DIRECT
+    transport: TransportName = "auto"
+
+    @property
+    def used_transport(self) -> TransportName:
+        """``transport``, unless it would go around what stands before the servers."""
+        return self.transport if self.reach is Reach.DIRECT else "grpc"
 
 
 @dataclass(slots=True)
@@ -203,6 +209,7 @@ class ChaosCluster:
             )
             data, scheduler = await proxies.data.start(), await proxies.scheduler.start()
             command = (*command, "--port", str(port), "--advertise", data, "--scheduler", scheduler)
+        command = (*command, "--transport", self.settings.used_transport)
         self.processes[name] = Process(name, command, dict(spec.environment))
 
     def _insecure(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from psdist.chaos import oracle
-from psdist.chaos.cluster import ChaosCluster, ChaosClusterSettings, Reach
+from psdist.chaos.cluster import ChaosCluster, ChaosClusterSettings
 from psdist.chaos.oracle import Push, Verdict
 from psdist.chaos.report import ChaosReport, Injected
 from psdist.chaos.workload import EventReader, Mode, WorkloadSettings
@@ -120,6 +120,7 @@ class ChaosRun:
             settings.lease_seconds,
             settings.lease_seconds if settings.fault == "worker-freeze" else WORKER_TIMEOUT_SECONDS,
             settings.injection.reach,
+            settings.transport,
         )
 
     def _workload_settings(self, cluster: ChaosCluster) -> WorkloadSettings:
@@ -133,7 +134,7 @@ class ChaosRun:
             dense=200_000 if self.settings.compares else 0,
             pace_seconds=self.settings.pace_seconds,
             busy_seconds=self.settings.down_seconds,
-            transport=self.settings.transport if cluster.settings.reach is Reach.DIRECT else "grpc",
+            transport=cluster.settings.used_transport,
         )
 
     # --- the course of the run ---

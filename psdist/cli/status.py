@@ -208,7 +208,7 @@ def _replica(primary: str, one: server_pb2.ReplicaStatistics) -> dict[str, Any]:
         "shard": one.shard,
         "primary": primary,
         "server": one.server_id,
-        **values(one, "state", "lag_updates", "lag_bytes", "slices_filled", "slices", "digests"),
+        **values(one, "state", "lag_updates", "lag_bytes", "slices_filled", "slices", "digests", "carrier"),
     }
 
 

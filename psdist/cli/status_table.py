@@ -124,10 +124,11 @@ def _shards(parameters: list[dict[str, Any]]) -> Table:
             primary = "lost" if shard["lost"] else shard["primary"]
             places.setdefault((primary, ", ".join(_copies(shard))), []).append(shard["number"])
         for (primary, copies), numbers in places.items():
-            behind = _behind([each for each in one["replicas"] if each["shard"] in numbers])
+            replicas = [each for each in one["replicas"] if each["shard"] in numbers]
+            carriers = "; ".join(dict.fromkeys(each["carrier"] for each in replicas if each["carrier"]))
             holder = _state(primary) if primary == "lost" else primary
-            rows.append([one["name"], ", ".join(map(str, numbers)), holder, copies, behind])
-    return make_table(("shards", "number", "primary", "copies", "behind"), rows)
+            rows.append([one["name"], ", ".join(map(str, numbers)), holder, copies, carriers, _behind(replicas)])
+    return make_table(("shards", "number", "primary", "copies", "by", "behind"), rows)
 
 
 def _behind(replicas: list[dict[str, Any]]) -> str:

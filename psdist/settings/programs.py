@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
 from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError
 from psdist.settings.config import (
@@ -19,6 +19,7 @@ from psdist.settings.config import (
     FAILURE_TIMEOUT_SECONDS,
     START_TIMEOUT_SECONDS,
     WORKER_TIMEOUT_SECONDS,
+    TransportName,
     address_text,
     await_address,
     check_run_id,
@@ -86,6 +87,13 @@ class ServerSettings(ProgramSettings):
     kernel_threads: int | None
     #: Longest wait, once it is told to stop, until its shards have been moved to other servers.
     drain_timeout_seconds: float
+    #: How updates travel between servers.
+    transport: TransportName = "auto"
+
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        """What may carry updates between servers besides gRPC, the best first."""
+        return tuple(name for name in ("shm", "tcp") if self.transport in ("auto", name))
 
     def scheduler_address(self) -> str:
         """``host:port`` of the scheduler; blocks until its file is there. Raises SchedulerUnreachableError."""
@@ -304,6 +312,8 @@ def server_line() -> CommandLine:
             *_LISTEN_FLAGS,
             Flag("--server-id", "id of this server; the scheduler chooses one otherwise", _name_text, "", "ID"),
             Flag("--kernel-threads", "threads that apply updates (default: one per core)", integer(1, 1024), None, "N"),
+            Flag("--transport", "how servers keep copies of shards: auto, shm, tcp, or grpc, which is used where the "
+                 "others cannot be had", one_of(*get_args(TransportName)), "auto", "NAME"),
             *grouped(
                 TIMEOUTS_TITLE,
                 Flag("--start-timeout", "longest wait for the file of --scheduler-file", seconds(),

@@ -312,20 +312,26 @@ class Life(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class ReplicateRequest(_message.Message):
-    __slots__ = ("shard", "term", "hello", "begin", "state", "end", "update", "digest", "confirm", "padding", "payload")
+    __slots__ = ("shard", "term", "hello", "begin", "state", "end", "update", "digest", "confirm", "offset", "padding", "payload")
     class Hello(_message.Message):
-        __slots__ = ("run_id", "server_id", "incarnation", "epoch", "parameters")
+        __slots__ = ("run_id", "server_id", "incarnation", "epoch", "parameters", "socket", "arena_elements", "tcp")
         RUN_ID_FIELD_NUMBER: _ClassVar[int]
         SERVER_ID_FIELD_NUMBER: _ClassVar[int]
         INCARNATION_FIELD_NUMBER: _ClassVar[int]
         EPOCH_FIELD_NUMBER: _ClassVar[int]
         PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        SOCKET_FIELD_NUMBER: _ClassVar[int]
+        ARENA_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+        TCP_FIELD_NUMBER: _ClassVar[int]
         run_id: str
         server_id: str
         incarnation: int
         epoch: int
         parameters: str
-        def __init__(self, run_id: _Optional[str] = ..., server_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
+        socket: str
+        arena_elements: int
+        tcp: bool
+        def __init__(self, run_id: _Optional[str] = ..., server_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ..., socket: _Optional[str] = ..., arena_elements: _Optional[int] = ..., tcp: _Optional[bool] = ...) -> None: ...
     class Begin(_message.Message):
         __slots__ = ("lsn",)
         LSN_FIELD_NUMBER: _ClassVar[int]
@@ -408,6 +414,7 @@ class ReplicateRequest(_message.Message):
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     CONFIRM_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     shard: int
@@ -419,17 +426,26 @@ class ReplicateRequest(_message.Message):
     update: ReplicateRequest.Update
     digest: ReplicateRequest.Digest
     confirm: ReplicateRequest.Confirm
+    offset: int
     padding: bytes
     payload: bytes
-    def __init__(self, shard: _Optional[int] = ..., term: _Optional[int] = ..., hello: _Optional[_Union[ReplicateRequest.Hello, _Mapping]] = ..., begin: _Optional[_Union[ReplicateRequest.Begin, _Mapping]] = ..., state: _Optional[_Union[ReplicateRequest.SliceState, _Mapping]] = ..., end: _Optional[_Union[ReplicateRequest.End, _Mapping]] = ..., update: _Optional[_Union[ReplicateRequest.Update, _Mapping]] = ..., digest: _Optional[_Union[ReplicateRequest.Digest, _Mapping]] = ..., confirm: _Optional[_Union[ReplicateRequest.Confirm, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, shard: _Optional[int] = ..., term: _Optional[int] = ..., hello: _Optional[_Union[ReplicateRequest.Hello, _Mapping]] = ..., begin: _Optional[_Union[ReplicateRequest.Begin, _Mapping]] = ..., state: _Optional[_Union[ReplicateRequest.SliceState, _Mapping]] = ..., end: _Optional[_Union[ReplicateRequest.End, _Mapping]] = ..., update: _Optional[_Union[ReplicateRequest.Update, _Mapping]] = ..., digest: _Optional[_Union[ReplicateRequest.Digest, _Mapping]] = ..., confirm: _Optional[_Union[ReplicateRequest.Confirm, _Mapping]] = ..., offset: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ReplicateResponse(_message.Message):
-    __slots__ = ("welcome", "ack", "filled", "confirmed", "refused")
+    __slots__ = ("welcome", "ack", "filled", "confirmed", "refused", "opened")
     class Welcome(_message.Message):
-        __slots__ = ("held",)
+        __slots__ = ("held", "arena_nonce", "port", "nonce", "reason")
         HELD_FIELD_NUMBER: _ClassVar[int]
+        ARENA_NONCE_FIELD_NUMBER: _ClassVar[int]
+        PORT_FIELD_NUMBER: _ClassVar[int]
+        NONCE_FIELD_NUMBER: _ClassVar[int]
+        REASON_FIELD_NUMBER: _ClassVar[int]
         held: _containers.RepeatedCompositeFieldContainer[ReplicateResponse.Held]
-        def __init__(self, held: _Optional[_Iterable[_Union[ReplicateResponse.Held, _Mapping]]] = ...) -> None: ...
+        arena_nonce: bytes
+        port: int
+        nonce: bytes
+        reason: str
+        def __init__(self, held: _Optional[_Iterable[_Union[ReplicateResponse.Held, _Mapping]]] = ..., arena_nonce: _Optional[bytes] = ..., port: _Optional[int] = ..., nonce: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
     class Held(_message.Message):
         __slots__ = ("shard", "term", "lsn", "complete")
         SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -476,12 +492,14 @@ class ReplicateResponse(_message.Message):
     FILLED_FIELD_NUMBER: _ClassVar[int]
     CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
     welcome: ReplicateResponse.Welcome
     ack: ReplicateResponse.Ack
     filled: ReplicateResponse.Filled
     confirmed: ReplicateResponse.Confirmed
     refused: ReplicateResponse.Refused
-    def __init__(self, welcome: _Optional[_Union[ReplicateResponse.Welcome, _Mapping]] = ..., ack: _Optional[_Union[ReplicateResponse.Ack, _Mapping]] = ..., filled: _Optional[_Union[ReplicateResponse.Filled, _Mapping]] = ..., confirmed: _Optional[_Union[ReplicateResponse.Confirmed, _Mapping]] = ..., refused: _Optional[_Union[ReplicateResponse.Refused, _Mapping]] = ...) -> None: ...
+    opened: Opened
+    def __init__(self, welcome: _Optional[_Union[ReplicateResponse.Welcome, _Mapping]] = ..., ack: _Optional[_Union[ReplicateResponse.Ack, _Mapping]] = ..., filled: _Optional[_Union[ReplicateResponse.Filled, _Mapping]] = ..., confirmed: _Optional[_Union[ReplicateResponse.Confirmed, _Mapping]] = ..., refused: _Optional[_Union[ReplicateResponse.Refused, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ...) -> None: ...
 
 class GetStatisticsRequest(_message.Message):
     __slots__ = ()
@@ -514,7 +532,7 @@ class WorkerStatistics(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., pushes: _Optional[int] = ..., pulls: _Optional[int] = ..., push_bytes: _Optional[int] = ..., pull_bytes: _Optional[int] = ..., late: _Optional[int] = ..., duplicates: _Optional[int] = ..., non_finite: _Optional[int] = ..., rejected: _Optional[int] = ..., staleness_sum: _Optional[int] = ..., staleness_max: _Optional[int] = ...) -> None: ...
 
 class ReplicaStatistics(_message.Message):
-    __slots__ = ("shard", "server_id", "state", "lag_updates", "lag_bytes", "slices_filled", "slices", "digests")
+    __slots__ = ("shard", "server_id", "state", "lag_updates", "lag_bytes", "slices_filled", "slices", "digests", "carrier")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -523,6 +541,7 @@ class ReplicaStatistics(_message.Message):
     SLICES_FILLED_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    CARRIER_FIELD_NUMBER: _ClassVar[int]
     shard: int
     server_id: str
     state: str
@@ -531,7 +550,8 @@ class ReplicaStatistics(_message.Message):
     slices_filled: int
     slices: int
     digests: int
-    def __init__(self, shard: _Optional[int] = ..., server_id: _Optional[str] = ..., state: _Optional[str] = ..., lag_updates: _Optional[int] = ..., lag_bytes: _Optional[int] = ..., slices_filled: _Optional[int] = ..., slices: _Optional[int] = ..., digests: _Optional[int] = ...) -> None: ...
+    carrier: str
+    def __init__(self, shard: _Optional[int] = ..., server_id: _Optional[str] = ..., state: _Optional[str] = ..., lag_updates: _Optional[int] = ..., lag_bytes: _Optional[int] = ..., slices_filled: _Optional[int] = ..., slices: _Optional[int] = ..., digests: _Optional[int] = ..., carrier: _Optional[str] = ...) -> None: ...
 
 class ParametersStatistics(_message.Message):
     __slots__ = ("parameters", "version_min", "version_max", "applied_slices", "apply_seconds", "bytes_held", "workers", "waiting_for", "replicas", "primary_of", "backup_of")

@@ -57,13 +57,22 @@ async def exchange(listener: socket.socket, fd: int) -> tuple[int, socket.socket
     """The worker's side: gives ``fd`` and returns the file that it got, and the connection, both for the caller to
     close. Waits for as long as it takes: that the server cannot, it says over gRPC. Raises SharingUnavailableError."""
     try:
+        with _closed_on_error(await offer(listener, fd)) as peer:
+            return await _take(peer), peer
+    except OSError as error:
+        raise SharingUnavailableError(f"no exchange with the server: {error.strerror or error}") from None
+
+
+async def offer(listener: socket.socket, fd: int) -> socket.socket:
+    """As ``exchange``, where the other side has no file to give: gives ``fd`` and returns the connection."""
+    try:
         await _readable(listener)  # Not the loop's own accept, which loses the connection if it is cancelled then.
         peer, _ = listener.accept()
         with _closed_on_error(peer):
             peer.setblocking(False)
             _check_user(peer, "server")
             socket.send_fds(peer, [b"\0"], [fd])
-            return await _take(peer), peer
+            return peer
     except OSError as error:
         raise SharingUnavailableError(f"no exchange with the server: {error.strerror or error}") from None
 

@@ -1,4 +1,4 @@
-"""Frames over a TCP connection: a short header, and a payload that is received where it is needed.
+"""Frames over a TCP connection or unix socket: a short header, and a payload that is received where it is needed.
 
 A frame is a prefix (the lengths of header and payload, four bytes each, little-endian), the header, and the payload.
 Once a header is there its receiver names the memory for the payload, and the rest of the payload is received straight
@@ -141,6 +141,8 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._holds = 0
         self._closed = False
+        #: Frames of this turn of the event loop that are sent together.
+        self._turn: list[bytes] = []
         self._writable = asyncio.Event()
         self._writable.set()
         #: Bytes that were received, and how often the other side did not read what was sent.
@@ -154,8 +156,22 @@ class FrameConnection(asyncio.BufferedProtocol):
     def send(self, header: bytes, payload: memoryview = _NOTHING) -> None:
         """Sends a frame. The payload's memory must stay as it is while ``is_sending``. Does nothing after the end."""
         if self._transport is not None:
+            self._send_turn()
             head = PREFIX.pack(len(header), payload.nbytes) + header
             self._transport.writelines([head, payload] if payload.nbytes else [head])
+
+    def send_soon(self, header: bytes) -> None:
+        """Sends a frame without a payload, together with others of this turn of the event loop: each write would wake
+        the other process. Does nothing after the end."""
+        if self._transport is not None:
+            if not self._turn:
+                asyncio.get_running_loop().call_soon(self._send_turn)
+            self._turn.append(PREFIX.pack(len(header), 0) + header)
+
+    def _send_turn(self) -> None:
+        turn, self._turn = self._turn, []
+        if turn and self._transport is not None:
+            self._transport.write(b"".join(turn))
 
     async def drain(self) -> None:
         """Waits until little is queued, or the connection has ended."""
@@ -216,6 +232,8 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(_QUEUED_BYTES)
         connected = transport.get_extra_info("socket")
+        if connected.family == socket.AF_UNIX:
+            return
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():

@@ -81,7 +81,7 @@ async def _serve(settings: ServerSettings, scheduler: str) -> int:
             return 0
         threads = settings.kernel_threads or default_kernel_threads(first_map, advertise)
         me = link.registration
-        host = ParameterServer(me, settings.token, threads, compiler=compiler)
+        host = ParameterServer(me, settings.token, threads, compiler=compiler, carriers=settings.carriers)
         logs.identify(id=me.server_id, run=me.run_id)
         await host.follow(first_map)
         listener = TcpListener()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from random import Random
 from typing import Any, Final
@@ -12,6 +12,7 @@ import grpc.aio
 import structlog
 
 from psdist.errors import PsdistError, ServerUnreachableError
+from psdist.settings.config import parse_address
 from psdist.types import ClusterMap, Replica
 from psdist.v1 import server_pb2, server_pb2_grpc
 from psdist.wire import auth, channels
@@ -26,16 +27,24 @@ _RETRY_SECONDS: Final = 0.05
 class PeerServers:
     """Channels to the servers that ``me`` replicates to, and asks. See ``ReplicaNetwork``.
 
-    report: called when there is something new to report to the scheduler.
+    report: called when there is something new to report to the scheduler. carriers: of updates, besides gRPC.
     """
 
     def __init__(
-        self, me: Replica, run_id: str, token: str, rng: Random, lease_seconds: float, report: Callable[[], None]
+        self,
+        me: Replica,
+        run_id: str,
+        token: str,
+        rng: Random,
+        lease_seconds: float,
+        report: Callable[[], None],
+        carriers: Collection[str] = (),
     ) -> None:
         self.me = me
         self.rng = rng
         self.lease_seconds = lease_seconds
         self.report = report
+        self.carriers = carriers
         self._metadata = auth.metadata(token)
         #: The map that is being followed, or was last.
         self._map = ClusterMap(run_id, 0)
@@ -52,13 +61,21 @@ class PeerServers:
         server = self._map.server(replica.server_id)
         return server is not None and server.incarnation == replica.incarnation
 
-    def _channel(self, replica: Replica) -> grpc.aio.Channel:
+    def _address(self, replica: Replica) -> str:
         server = self._map.server(replica.server_id)
         if server is None or not self.is_live(replica):
             raise ServerUnreachableError(f"{replica} (incarnation {replica.incarnation}) is not a live server")
-        if server.address not in self._channels:
-            self._channels[server.address] = channels.open_channel(server.address)
-        return self._channels[server.address]
+        return server.address
+
+    def host(self, replica: Replica) -> str:
+        """See ReplicaNetwork."""
+        return parse_address(self._address(replica))[0]
+
+    def _channel(self, replica: Replica) -> grpc.aio.Channel:
+        address = self._address(replica)
+        if address not in self._channels:
+            self._channels[address] = channels.open_channel(address)
+        return self._channels[address]
 
     def fetch_norms(self, replica: Replica, request: server_pb2.FetchNormsRequest) -> Any:
         """Calls FetchNorms of another server: a stream of answers. Raises ServerUnreachableError."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -51,6 +51,7 @@ class ParameterServer:
 
     kernel_threads: threads that apply updates. opener: opens a storage by its URL.
     compiler: compiles the kernels of updates; without one each is compiled by the first update that needs it.
+    carriers: of updates to and from other servers besides gRPC: "shm", "tcp".
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ParameterServer:
         rng: Random | None = None,
         opener: Callable[[str], Storage] = open_storage,
         compiler: BackgroundCompiler | None = None,
+        carriers: Collection[str] = (),
     ) -> None:
         run_id, rng = registration.run_id, rng or Random()
         self.me = Replica(registration.server_id, registration.incarnation)
@@ -69,7 +71,9 @@ class ParameterServer:
         self._pool: KernelPool[Any, Any] = KernelPool(kernel_threads)
         self._compiler = compiler
         self.stores: dict[str, ParameterStore] = {}
-        self.peers = PeerServers(self.me, run_id, token, rng, registration.lease_seconds, lambda: self._report())
+        self.peers = PeerServers(
+            self.me, run_id, token, rng, registration.lease_seconds, lambda: self._report(), carriers
+        )
         self.admission = Admission(run_id, self.stores, self.peers, compiler.loaded if compiler is not None else None)
         self._norm_exchange = NormExchange(self.peers, lambda: self.admission.map)
         opened = _opened_once(registration.storage, opener)

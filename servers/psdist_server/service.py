@@ -16,11 +16,12 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from psdist.errors import InvalidArgumentError, PsdistError
-from psdist.types import Identity, Replica
+from psdist.errors import InvalidArgumentError
+from psdist.types import Identity
 from psdist.v1 import server_pb2
 from psdist.wire import convert, fd_passing, frames
 from psdist.wire.rpc_handlers import Handler, as_psdist_error, service_handler
+from psdist_server.replica_service import ReplicaService
 from psdist_server.server import ParameterServer
 from psdist_server.shm_service import serve_share
 from psdist_server.store.parameter_store import ParameterStore
@@ -38,8 +39,6 @@ _NOBODY: Final = Identity(run_id="", worker_id="", incarnation=0, epoch=0, param
 #: Those with payloads are serialized already, since protobuf would copy the payload once more.
 Message = server_pb2.PushPullResponse | server_pb2.PushResponse | server_pb2.PullResponse | bytes
 PushMessage = type[server_pb2.PushPullRequest] | type[server_pb2.PushRequest]
-#: What a stream of updates is answered with. None and an error end it.
-_Answers = asyncio.Queue[server_pb2.ReplicateResponse | PsdistError | None]
 
 
 class ServerService:
@@ -50,8 +49,7 @@ class ServerService:
         self._server = server
         self._listener = listener or TcpListener()
         self._admission = server.admission
-        #: Answers to other servers, by the number of their stream.
-        self._replicate_answers: dict[int, _Answers] = {}
+        self._replicas = ReplicaService(server, self._listener)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a grpc server is given."""
@@ -64,7 +62,7 @@ class ServerService:
             "Pull": self._pull,
             "Share": partial(serve_share, self._server),
             "Connect": partial(serve_connect, self._server, self._listener),
-            "Replicate": self._replicate,
+            "Replicate": self._replicas.serve,
             "FetchNorms": self._fetch_norms,
         }
         return service_handler(SERVICE, handlers, log)
@@ -193,47 +191,11 @@ class ServerService:
             part = squares[start : start + _NORMS_PER_MESSAGE]
             yield server_pb2.FetchNormsResponse(slices=[i for i, _ in part], squares=[value for _, value in part])
 
-    async def _replicate(
-        self, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
-    ) -> AsyncIterator[server_pb2.ReplicateResponse]:
-        """Reads in a task of its own, since an update may wait for its kernel while the next ones come."""
-        answers: _Answers = asyncio.Queue()
-        reader = asyncio.create_task(self._read_updates(requests, answers))
-        self._replicate_answers[id(answers)] = answers
-        try:
-            while (answer := await answers.get()) is not None:
-                if isinstance(answer, PsdistError):
-                    raise answer
-                yield answer
-        finally:
-            del self._replicate_answers[id(answers)]
-            reader.cancel()
-
     def disconnect(self) -> None:
         """Ends the streams of other servers, which would keep the server from ending, and lets no direct connections in
         any more."""
         self._listener.close()
-        for answers in self._replicate_answers.values():
-            answers.put_nowait(None)
-
-    async def _read_updates(self, requests: AsyncIterator[bytes], answers: _Answers) -> None:
-        sender: Replica | None = None
-        store: ParameterStore | None = None
-        try:
-            async for data in requests:
-                frame = frames.unpack(server_pb2.ReplicateRequest, data)
-                if frame.header.WhichOneof("kind") == "hello":
-                    is_first = sender is None
-                    sender, store = await self._admission.admit_primary(frame.header.hello)
-                    if is_first:
-                        answers.put_nowait(store.backups.open_stream(sender, answers.put_nowait))
-                elif sender is None or store is None:
-                    raise InvalidArgumentError("the first message of a Replicate stream must be hello")
-                else:
-                    store.backups.on_message(sender, frame, store.entry, answers.put_nowait)
-            answers.put_nowait(None)
-        except Exception as error:  # The stream raises it. Without this it would wait for a reader that has ended.
-            answers.put_nowait(as_psdist_error(error, "reading an update", log))
+        self._replicas.disconnect()
 
     async def _get_statistics(self, *_: object) -> server_pb2.GetStatisticsResponse:
         return self._server.statistics()

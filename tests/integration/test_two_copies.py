@@ -4,7 +4,7 @@ the other, and one that has no room."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from random import Random
 
 import grpc.aio
@@ -33,6 +33,7 @@ from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.service import ServerService
 from psdist_server.store.replicator import ReplicaReport
+from psdist_server.tcp_listener import TcpListener
 
 TOKEN, SIZE = "secret", 4096
 A, B = Replica("server-0", 1), Replica("server-1", 1)
@@ -44,19 +45,21 @@ SPEC = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=SIZE)
 class Server:
     """One server on a free port, and what a worker says to it."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, carriers: Collection[str]) -> None:
         # Nobody is slow here: not on a busy machine either.
         self.host = ParameterServer(
-            ServerRegistration("run", replica.server_id, lease_seconds=60.0), TOKEN, kernel_threads=1
+            ServerRegistration("run", replica.server_id, lease_seconds=60.0), TOKEN, kernel_threads=1, carriers=carriers
         )
         self.reported = asyncio.Event()
         self.host.report_to(self.reported.set, lambda report: None)
-        self._service = ServerService(self.host)
+        self._listener = TcpListener()
+        self._service = ServerService(self.host, self._listener)
         self._server = channels.make_server(TOKEN)
         self.address = f"127.0.0.1:{channels.bind(self._server, '127.0.0.1', 0, insecure=False)}"
         self._server.add_generic_rpc_handlers((self._service.handler(),))
 
     async def start(self) -> None:
+        await self._listener.open("127.0.0.1")
         await self._server.start()
         self._channel = channels.open_channel(self.address)
         self.stub = server_pb2_grpc.ServerServiceStub(self._channel)
@@ -99,8 +102,8 @@ class Server:
 class Pair:
     """Two servers."""
 
-    def __init__(self) -> None:
-        self.a, self.b = Server(A), Server(B)
+    def __init__(self, *carriers: str) -> None:
+        self.a, self.b = Server(A, carriers), Server(B, carriers)
 
     def map_of(self, epoch: int, shard: Shard, *, ready: bool = True) -> ClusterMap:
         servers = (ServerEntry("server-0", 1, self.a.address), ServerEntry("server-1", 1, self.b.address))
@@ -126,10 +129,16 @@ class Pair:
         assert [report.kind for report in await self.reports()] == ["filled"]
         await self.show(2, Shard(A, 1, (B,)))
 
+    @property
+    def carrier(self) -> str:
+        """What carries updates from A to B."""
+        (shown,) = self.a.host.statistics().parameters[0].replicas
+        return shown.carrier
 
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    pair = Pair()
+
+@pytest.fixture(params=[("shm", "tcp"), ("tcp",), ()], ids=["shm", "tcp", "grpc"])
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    pair = Pair(*request.param)
     await pair.a.start()
     await pair.b.start()
     yield pair
@@ -159,6 +168,31 @@ async def test_a_push_to_one_that_was_replaced_is_refused_too_where_nobody_read_
     assert await pair.b.push(0) == 1
 
 
+async def test_copies_have_the_same_bytes_whatever_carries_them(pair: Pair) -> None:
+    await pair.create()
+    assert pair.carrier == (*pair.a.host.peers.carriers, "grpc")[0]
+    for step in range(70):  # Among them digests are compared.
+        assert await pair.a.push(step) == step + 1
+    assert pair.a.host.statistics().parameters[0].replicas[0].digests >= 2
+    await pair.b.host.follow(pair.map_of(3, Shard(B, 2)))
+    assert (await pair.b.pull() == -70).all()
+
+
+async def test_streams_that_are_opened_again_in_the_middle_lose_and_repeat_nothing(pair: Pair) -> None:
+    """Each time, whatever is under way is lost with the connection, and with shared memory the arena is replaced."""
+    await pair.create()
+    (link,) = pair.a.host.stores["p"].replicator.links.values()
+    for step in range(60):
+        push = asyncio.create_task(pair.a.push(step))
+        for _ in range(step % 12):  # So that the stream ends at any point of the push, and of its opening.
+            await asyncio.sleep(0)
+        link.restart()
+        async with asyncio.timeout(60):
+            assert await push == step + 1
+    await pair.b.host.follow(pair.map_of(3, Shard(B, 2)))
+    assert (await pair.b.pull() == -60).all()
+
+
 def no_room(dense: DenseParameters, indices: range) -> None:
     raise LimitExceededError(f"{len(indices)} slices more have no room")
 
@@ -181,6 +215,7 @@ async def test_a_copy_that_has_no_room_is_reported_and_stops_nobody(
     assert [report.kind for report in await pair.reports()] == ["filled"]
 
 
+@pytest.mark.parametrize("pair", [()], ids=["grpc"], indirect=True)
 async def test_a_backup_that_nothing_reaches_is_reported_after_a_lease_and_holds_up_until_the_map_drops_it(
     pair: Pair,
 ) -> None:

@@ -129,13 +129,17 @@ def test_an_update_by_the_mean_gives_the_bytes_of_the_update_by_its_parts(
         dtypes = data.draw(st.lists(st.sampled_from(list(kernels.DTYPES)), min_size=1, max_size=5))
         parts = [rng.standard_normal(size).astype(kernels.DTYPES[dtype]) for dtype in dtypes]
         factor = None
-        if max_grad_norm:  # One push, scaled down by its own norm (SSP and ASP).
-            parts, factor = parts[:1], clip_factor(data.draw(st.sampled_from([0.5, 1.0, 7.0])), max_grad_norm)
-        elif data.draw(st.booleans()):
+        if max_grad_norm:  # One push, scaled down by its own norm (SSP and ASP), or a mean (BSP).
+            combined = primary.combine(index, parts)[0]
+            assert combined is not None
+            parts = [combined] if data.draw(st.booleans()) else parts[:1]
+            factor = clip_factor(data.draw(st.sampled_from([0.5, 1.0, 7.0])), max_grad_norm)
+        is_poisoned = data.draw(st.booleans())
+        if is_poisoned:
             parts[0][data.draw(st.integers(0, size - 1))] = data.draw(st.sampled_from([np.nan, np.inf]))
-        mean, _, bad = backup.combine(index, parts)
-        assert primary.apply([Update(index, step, parts, factor=factor)]) == [bad]
-        backup.apply([Update(index, step, [] if mean is None else [mean], factor=factor)])
+        mean = np.full(size, -1.0, np.float32)
+        assert primary.apply([Update(index, step, parts, factor=factor, mean=mean)]) == [(0,) if is_poisoned else ()]
+        backup.apply([Update(index, step, [mean])])
         assert primary.digest(index) == backup.digest(index)
     assert primary.weights.array.tobytes() == backup.weights.array.tobytes()
     primary.close()
@@ -155,12 +159,18 @@ def test_a_block_is_the_mean_of_what_is_finite(seed: int, count: int, data: st.D
     poisoned = data.draw(st.dictionaries(st.integers(0, count - 1), st.integers(0, size - 1)))
     for part, position in poisoned.items():
         parts[part][position] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
-    (bad,) = dense.apply([Update(1, 0, parts)])
+    mean = np.zeros(size, np.float32)
+    (bad,) = dense.apply([Update(1, 0, parts, mean=mean)])
     assert bad == tuple(sorted(poisoned))
     for begin in range(0, size, kernels.BLOCK):
         stop = min(size, begin + kernels.BLOCK)
         good = [part[begin:stop] for part in parts if np.isfinite(part[begin:stop].astype(np.float32)).all()]
         if good:
             expected.update(SLICE + begin, SLICE + stop, 0, good, 1.0)
+            combined = np.empty(stop - begin, np.float32)
+            reference.combine(combined, good, len(good))
+            assert mean[begin:stop].tobytes() == combined.tobytes()
+        else:
+            assert np.isnan(mean[begin:stop]).all()
     assert dense.weights.array.tobytes() == expected.weights.tobytes()
     dense.close()

@@ -189,7 +189,11 @@ def test_update(
     pieces, piece_states = weights.copy(), tuple(state.copy() for state in states)
     for step in range(since, since + 6):
         gradient = draw(size, seed + 1 + step, kind if step % 2 else other)
-        update(rule, weights, states, gradient, step, scale, runs)
+        mean = np.full(size, np.nan, np.float32)
+        update(rule, weights, states, gradient, step, scale, runs, mean)
+        for start, stop, group in runs:
+            if rule.scalars(step, scale)[group] is not None:  # Else nothing is applied, nor written.
+                assert_same(mean[start:stop], gradient[start:stop])
         for start, stop in ((middle, size), (0, middle)):
             parts = tuple(state[start:stop] for state in piece_states)
             update(rule, pieces[start:stop], parts, gradient[start:stop], step, scale, cut(runs, start, stop))

@@ -21,9 +21,10 @@ def update(
     step: int,
     lr_scale: float = 1.0,
     runs: Sequence[Run] | None = None,
+    mean: Floats | None = None,
 ) -> None:
     """One update of float32[n] ``weights`` and ``states`` by one gradient; ``runs`` as of ``Rule.initialize``, by
-    default the whole in group 0."""
+    default the whole in group 0. mean: float32[n] that the kernel is to write its mean to."""
     scalars = rule.scalars(step, lr_scale)
     addresses = [kernels.address_of(array) for array in (weights, *states)]
     for start, stop, group in runs if runs is not None else [(0, weights.size, 0)]:
@@ -37,5 +38,6 @@ def update(
                 np.array([kernels.division_by(1)], np.float32),
                 np.zeros(2 * kernels.BLOCK, np.float32),
                 np.zeros((1, 1), np.uint8),
+                np.array([kernels.address_of(mean) if mean is not None else 0], np.uintp),
                 values,
             )

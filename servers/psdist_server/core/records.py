@@ -54,7 +54,7 @@ class ReplicaUpdate(Generic[G]):
     version: of the slice before the update.
     contributors, sequence: what the duplicate table learns by it; ``sequence`` is None in BSP.
     gradient: what is applied; None where nobody contributed.
-    factor: on the gradient (clipping). square: the slice's sum of squares (clipping).
+    square: the slice's sum of squares (clipping).
     size: bytes of the gradient.
     """
 
@@ -65,6 +65,5 @@ class ReplicaUpdate(Generic[G]):
     sequence: int | None = None
     gradient: G | None = None
     lr_scale: float = 1.0
-    factor: float | None = None
     square: float = 0.0
     size: int = 0

@@ -147,13 +147,10 @@ class PrimaryReplication(Generic[G]):
         self.peers: dict[Replica, Peer] = {}
         #: A replica knows a newer primary: nothing may be answered before a newer map.
         self.fenced = False
+        #: Bytes of the gradients that are kept.
+        self.log_bytes = 0
         self._log: dict[int, ReplicaUpdate[G]] = {}
         self._unreplicated: dict[int, int] = {}
-
-    @property
-    def log_bytes(self) -> int:
-        """Bytes of the gradients that are kept."""
-        return sum(update.size for update in self._log.values())
 
     @property
     def is_caught_up(self) -> bool:
@@ -262,6 +259,7 @@ class PrimaryReplication(Generic[G]):
         assert update.lsn == self.lsn + 1, (update.lsn, self.lsn)
         self.lsn = update.lsn
         self._log[update.lsn] = update
+        self.log_bytes += update.size
         self._unreplicated[update.lsn] = update.index
         effects: list[ReplicationEffect[G]] = []
         for peer in self.peers.values():
@@ -294,7 +292,7 @@ class PrimaryReplication(Generic[G]):
         needed = [peer.acked for peer in self.peers.values() if peer.is_open or (peer.required and not peer.is_copying)]
         reached = min(needed, default=self.lsn)
         for lsn in [lsn for lsn in self._log if lsn <= reached]:
-            del self._log[lsn]
+            self.log_bytes -= self._log.pop(lsn).size
 
     def refused_copy(self, replica: Replica, reason: str) -> bool:
         """``replica`` cannot hold the shard; whether it has a role in it."""
@@ -322,6 +320,7 @@ class PrimaryReplication(Generic[G]):
     def validate(self) -> None:
         """Asserts the invariants."""
         assert list(self._log) == list(range(self.lsn - len(self._log) + 1, self.lsn + 1)), (self._log, self.lsn)
+        assert self.log_bytes == sum(update.size for update in self._log.values()), self.log_bytes
         assert all(peer.acked <= self.lsn for peer in self.peers.values()), self.peers
         assert all(peer.is_copying or not peer.missing for peer in self.peers.values()), self.peers
 

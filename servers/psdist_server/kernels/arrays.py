@@ -9,16 +9,18 @@ slices.
 
 Invariants: each contribution is read once, into memory of the kernel, so that it may change meanwhile without harm. No
 NaN or Inf of a contribution reaches the weights. Such a contribution is left out of its block of ``BLOCK`` elements,
-and its position is returned. A block whose sum overflows is not updated. An update by the mean of ``combine`` gives the
-bytes of the update by its parts. What a released slice held is gone, except its weights, which can be read until
-``reclaim``.
+and its position is returned. A block whose sum overflows is not updated. An update by the mean of ``combine``, or by
+the mean that ``apply`` wrote out, gives the bytes of the update by its parts. What a released slice held is gone,
+except its weights, which can be read until ``reclaim``.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -45,7 +47,9 @@ class Update:
     """Update number ``step`` of a slice, by the mean of the parts, which are added in their order. Without parts only
     the version goes on.
 
-    factor: what the only part is multiplied by (clipping).
+    factor: what the only part is multiplied by (clipping). mean: float32[n] that what is applied is written to: an
+        update by it, without a factor, gives the same bytes. copy: float32 that the slice is copied to before
+        (``copy_slice``).
     """
 
     index: int
@@ -53,6 +57,23 @@ class Update:
     parts: Sequence[Gradient]
     lr_scale: float = 1.0
     factor: float | None = None
+    mean: Array | None = None
+    copy: Array | None = None
+
+
+class UpdateWork(Protocol):
+    """What has an update to be carried out."""
+
+    @property
+    def update(self) -> Update:
+        """The update."""
+
+
+class Applied(NamedTuple):
+    """What came of an update: seconds that it took, and which parts were left out."""
+
+    seconds: float
+    bad: Bad
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +99,6 @@ class DenseParameters:
         self._ranges = entry.ranges
         self._runs: dict[int, Runs] = {}
         self._segments: dict[int, tuple[_Segment, ...]] = {}
-        self._max_grad_norm = entry.spec.optimizer.max_grad_norm
         self.rule = Rule(entry.spec.optimizer, entry.state_since)
         self.weights = WeightsMemory(self.slicing)
         self._states = tuple(AnonymousMemory(self.slicing.total) for _ in self.rule.state_names)
@@ -190,25 +210,25 @@ class DenseParameters:
         return kernels.cast(self.export(index)[0], dtype).view(np.uint8).data
 
     def combine(self, index: int, parts: Sequence[Gradient]) -> tuple[Array | None, float, Bad]:
-        """The mean of the parts, by which ``apply`` does what it does by the parts themselves; its sum of squares where
-        the optimizer clips by the global norm, else 0; and the positions of parts that were left out, where slices are
-        clipped as a whole, else for blocks. The mean is None where nothing is left, and it holds NaN or Inf only in
-        blocks that no update may change."""
+        """The mean of the parts that are finite, its sum of squares, and the positions of the others. The mean is None
+        where nothing is left. An update by it gives the bytes of the update by these parts."""
         if not parts:
             return None, 0.0, ()
         mean = np.empty(self.slicing.size(index), np.float32)
-        if self._max_grad_norm:
-            bad = _combine(mean, parts)
-            return (None, 0.0, bad) if len(bad) == len(parts) else (mean, kernels.sum_squares(mean), bad)
-        if kernels.combine(mean, parts, len(parts)):
-            return mean, 0.0, ()
-        found: set[int] = set()
-        for segment in self._segments[index]:
-            for start in range(segment.start, segment.start + segment.size, BLOCK):
-                block = slice(start, min(start + BLOCK, segment.start + segment.size))
-                # Without a finite part it stays as the sum of them was found, not finite, and is not applied.
-                found.update(_combine(mean[block], [part[block] for part in parts]))
-        return mean, 0.0, tuple(sorted(found))
+        bad = _combine(mean, parts)
+        return (None, 0.0, bad) if len(bad) == len(parts) else (mean, kernels.sum_squares(mean), bad)
+
+    def carry_out(self, works: Sequence[tuple[int, UpdateWork]]) -> list[Applied]:
+        """Runs in a kernel thread, or on the loop: updates of slices that this server is the primary of, and of copies,
+        in one batch."""
+        started = time.perf_counter()
+        updates = [work.update for _, work in works]
+        for update in updates:
+            if update.copy is not None:
+                self.copy_slice(update.index, update.copy)
+        left_out = self.apply(updates)
+        seconds = (time.perf_counter() - started) / len(works)
+        return [Applied(seconds, bad) for bad in left_out]
 
     def apply(self, updates: Sequence[Update]) -> list[Bad]:
         """Carries updates of different slices out, and returns for each which parts were left out."""
@@ -249,6 +269,7 @@ class DenseParameters:
             np.array([_division(update) for _, update, _ in jobs], np.float32),
             self._memory(),
             bad,
+            np.array([kernels.address_of(one.mean) if one.mean is not None else 0 for _, one, _ in jobs], np.uintp),
             scalars,
         )
         return [(row, np.flatnonzero(bad[row]).tolist()) for row in range(len(jobs))] if bad.any() else []

@@ -17,6 +17,8 @@ Arguments of all kernels, for n segments (a segment is a range of one slice whos
 - divisions float32[n, 2]: ``kernels.division_by``, or a divisor of 0 and any factor;
 - memory float32[2 * BLOCK]: the thread's own;
 - bad uint8[n, m]: set to 1 for contributions that were left out of a block;
+- means uintp[n]: address of the memory for the slice's mean, float32, which is written while it is in the cache; 0 for
+  none. A block that is not updated is NaN there, so that an update by this mean does not update it either;
 - scalars: as ``optimizers`` computes them.
 
 The arithmetic of each optimizer is one function, ``_adam`` for Adam: new weights and state from old ones and the
@@ -47,7 +49,8 @@ _INTEGERS = types.Array(types.int64, 2, "C")
 _DIVISIONS = types.Array(FLOAT, 2, "C")
 _BAD = types.Array(types.uint8, 2, "C")
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-_JOB = (_ADDRESSES, _INTEGERS, _ADDRESSES, _INTEGERS, _DIVISIONS, OUT, _BAD)
+_MEANS = types.Array(types.uintp, 1, "C")
+_JOB = (_ADDRESSES, _INTEGERS, _ADDRESSES, _INTEGERS, _DIVISIONS, OUT, _BAD, _MEANS)
 
 
 def _fused(element: Any, *, scalars: int) -> Callable[[Callable[..., Any]], Kernel]:
@@ -57,10 +60,25 @@ def _fused(element: Any, *, scalars: int) -> Callable[[Callable[..., Any]], Kern
 
 
 @part_of_kernel
-def _mean(segment: Any, at: Any, parts: Any, codes: Any, division: Any, memory: Any, bad: Any) -> Any:
-    """The mean of the contributions to the block at element ``at`` of a segment, into ``memory``. Returns the block's
-    size; 0 where no contribution to it is finite, or the mean is not."""
-    size, start, count = min(BLOCK, segment[0] - at), segment[1] + at, segment[2]
+def _mean(segment: Any, at: Any, parts: Any, codes: Any, division: Any, memory: Any, bad: Any, mean: Any) -> Any:
+    """The mean of the contributions to the block at element ``at`` of a segment, into ``memory``, and to the address
+    ``mean`` where that is not 0. Returns the block's size; 0 where no contribution to it is finite, or the mean is
+    not."""
+    start = segment[1] + at
+    size = _mean_in_cache(min(BLOCK, segment[0] - at), start, segment[2], parts, codes, division, memory, bad)
+    if mean != np.uintp(0):
+        out = _at(mean, start, min(BLOCK, segment[0] - at))
+        for i in range(size):
+            out[i] = memory[i]
+        for i in range(size, out.size):
+            out[i] = np.float32(np.nan)
+    return size
+
+
+@part_of_kernel
+def _mean_in_cache(
+    size: Any, start: Any, count: Any, parts: Any, codes: Any, division: Any, memory: Any, bad: Any
+) -> Any:
     divisor, factor = division[0], division[1]
     block = memory[:size]
     if mean_of_block(block, parts, codes, count, start, divisor, factor) == np.uint32(0):
@@ -133,12 +151,12 @@ def _sgd(w: Any, g: Any, rate: Any, decay: Any) -> Any:
 
 @_fused(_sgd, scalars=2)
 def sgd(
-    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
+    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
 ) -> None:
     """Plain stochastic gradient descent."""
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
-            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
+            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])
             w = _at(arrays[k, 0], at, size)
             for i in range(size):
                 w[i] = _sgd(w[i], memory[i], *scalars)
@@ -153,12 +171,12 @@ def _sgd_momentum(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any,
 
 @_fused(_sgd_momentum, scalars=4)
 def sgd_momentum(
-    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
+    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
 ) -> None:
     """Heavy ball: buffer = keep * buffer + take * gradient."""
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
-            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
+            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])
             w, buffer = _two(arrays[k], at, size)
             for i in range(size):
                 w[i], buffer[i] = _sgd_momentum(w[i], buffer[i], memory[i], *scalars)
@@ -173,12 +191,12 @@ def _sgd_nesterov(w: Any, buffer: Any, g: Any, rate: Any, decay: Any, keep: Any,
 
 @_fused(_sgd_nesterov, scalars=4)
 def sgd_nesterov(
-    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
+    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
 ) -> None:
     """Nesterov's momentum in torch's form."""
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
-            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
+            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])
             w, buffer = _two(arrays[k], at, size)
             for i in range(size):
                 w[i], buffer[i] = _sgd_nesterov(w[i], buffer[i], memory[i], *scalars)
@@ -196,12 +214,12 @@ def _adam(
 
 @_fused(_adam, scalars=7)
 def adam(
-    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
+    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
 ) -> None:
     """Adam, with L2 weight decay."""
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
-            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
+            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])
             w, m, v = _three(arrays[k], at, size)
             for i in range(size):
                 w[i], m[i], v[i] = _adam(w[i], m[i], v[i], memory[i], *scalars)
@@ -218,12 +236,12 @@ def _adamw(
 
 @_fused(_adamw, scalars=7)
 def adamw(
-    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
+    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
 ) -> None:
     """Adam with decoupled weight decay: the weights shrink first."""
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
-            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
+            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])
             w, m, v = _three(arrays[k], at, size)
             for i in range(size):
                 w[i], m[i], v[i] = _adamw(w[i], m[i], v[i], memory[i], *scalars)
@@ -238,12 +256,12 @@ def _adagrad(w: Any, total: Any, g: Any, rate: Any, decay: Any, eps: Any) -> Any
 
 @_fused(_adagrad, scalars=3)
 def adagrad(
-    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
+    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
 ) -> None:
     """Adagrad."""
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
-            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
+            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])
             w, total = _two(arrays[k], at, size)
             for i in range(size):
                 w[i], total[i] = _adagrad(w[i], total[i], memory[i], *scalars)
@@ -258,12 +276,12 @@ def _rmsprop(w: Any, v: Any, g: Any, rate: Any, decay: Any, keep: Any, take: Any
 
 @_fused(_rmsprop, scalars=5)
 def rmsprop(
-    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
+    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
 ) -> None:
     """RMSprop without momentum."""
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
-            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
+            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])
             w, v = _two(arrays[k], at, size)
             for i in range(size):
                 w[i], v[i] = _rmsprop(w[i], v[i], memory[i], *scalars)
@@ -281,12 +299,12 @@ def _rmsprop_momentum(
 
 @_fused(_rmsprop_momentum, scalars=6)
 def rmsprop_momentum(
-    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
+    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
 ) -> None:
     """RMSprop with momentum."""
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
-            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
+            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])
             w, v, buffer = _three(arrays[k], at, size)
             for i in range(size):
                 w[i], v[i], buffer[i] = _rmsprop_momentum(w[i], v[i], buffer[i], memory[i], *scalars)
@@ -304,12 +322,12 @@ def _rmsprop_centered(w: Any, v: Any, mean: Any, g: Any, rate: Any, decay: Any, 
 
 @_fused(_rmsprop_centered, scalars=5)
 def rmsprop_centered(
-    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
+    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
 ) -> None:
     """Centered RMSprop without momentum."""
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
-            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
+            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])
             w, v, mean = _three(arrays[k], at, size)
             for i in range(size):
                 w[i], v[i], mean[i] = _rmsprop_centered(w[i], v[i], mean[i], memory[i], *scalars)
@@ -330,12 +348,12 @@ def _rmsprop_centered_momentum(
 
 @_fused(_rmsprop_centered_momentum, scalars=6)
 def rmsprop_centered_momentum(
-    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
+    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
 ) -> None:
     """Centered RMSprop with momentum."""
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
-            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
+            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])
             w, v, mean = _three(arrays[k], at, size)
             buffer = _at(arrays[k, 3], at, size)
             for i in range(size):
@@ -353,12 +371,12 @@ def _lion(w: Any, m: Any, g: Any, rate: Any, decay: Any, keep1: Any, take1: Any,
 
 @_fused(_lion, scalars=6)
 def lion(
-    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
+    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
 ) -> None:
     """Lion: the weights move by the sign of an interpolation, the momentum follows by another."""
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
-            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
+            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])
             w, m = _two(arrays[k], at, size)
             for i in range(size):
                 w[i], m[i] = _lion(w[i], m[i], memory[i], *scalars)
@@ -379,12 +397,12 @@ def _ftrl(w: Any, residual: Any, total: Any, g: Any, scale: Any, inverse: Any, b
 
 @_fused(_ftrl, scalars=5)
 def ftrl(
-    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, scalars: Any
+    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
 ) -> None:
     """FTRL-Proximal in the form that ``optimizers`` derives: ``inverse`` is 1 / alpha, ``scale`` the gradient's."""
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
-            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k])
+            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])
             w, residual, total = _three(arrays[k], at, size)
             for i in range(size):
                 w[i], residual[i], total[i] = _ftrl(w[i], residual[i], total[i], memory[i], *scalars)

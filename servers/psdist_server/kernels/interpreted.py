@@ -44,19 +44,26 @@ def update(
     divisions: AnyArray,
     memory: AnyArray,
     bad: AnyArray,
+    means: AnyArray,
     scalars: tuple[np.float32, ...],
 ) -> None:
     """A kernel of ``fused``. element: its arithmetic, as there. ``memory`` is not needed."""
     with np.errstate(all="ignore"):
         for k, (size, start, count) in enumerate(segments.tolist()):
             contributions = _Contributions(parts[k, :count], codes[k, :count], divisions[k], bad[k])
+            mean = (
+                _array(int(means[k]) + start * 4, size, DTYPES["float32"])
+                if means[k] and size
+                else np.empty(size, np.float32)
+            )
             for at, stop in _pieces(size, _PIECE):
-                gradient = contributions.mean(start + at, stop - at)
+                gradient = mean[at:stop] = contributions.mean(start + at, stop - at)
                 if np.isfinite(gradient).all():
                     _apply(element, arrays[k], at, gradient, scalars)
                     continue
                 for begin, end in _pieces(stop - at, BLOCK):
                     block = contributions.finite_mean(start + at + begin, end - begin)
+                    mean[at + begin : at + end] = np.nan if block is None else block
                     if block is not None:
                         _apply(element, arrays[k], at + begin, block, scalars)
 

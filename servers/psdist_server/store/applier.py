@@ -1,9 +1,9 @@
 """Carries out the updates that the shard machines of a server ask for, here and at the replicas.
 
-A slice without replicas is updated by one fused kernel, straight from the contributions, several slices at once. Where
-a slice has replicas, a kernel combines the contributions into their mean first. The mean is sent to the replicas and
-applied here at the same time. The update is complete when the kernel has ended and all required replicas have
-acknowledged it. Replicas run the same kernel on the same mean, so all copies have the same bytes.
+A slice is updated by one fused kernel, straight from the contributions, several slices at once. Where a slice has
+replicas, the kernel also writes out what it applies, into memory that was reserved before. That is sent to the replicas
+when the kernel has ended, and the update is complete when all required ones have acknowledged it. They run the same
+kernel on it, so all copies have the same bytes.
 
 While a snapshot is cut (``copy_on_write``), the kernel of an update first copies what the snapshot needs of the slice,
 and updates that must not go on yet wait.
@@ -17,13 +17,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from psdist.types import ParametersEntry
 from psdist_server.core.events import Aggregate, Apply
 from psdist_server.core.records import ReplicaUpdate, SliceRecord
-from psdist_server.kernels.arrays import Array, Bad, DenseParameters, Gradient, Update
+from psdist_server.kernels.arrays import Applied, Array, Bad, DenseParameters, Gradient, Update
 from psdist_server.kernels.optimizers import clip_factor
 from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.copy_on_write import CopyTarget, UpdateGate
@@ -42,26 +42,27 @@ class Outcome(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """What a kernel works on. is_raw: the update's parts are the contributions, not their mean. target: where the slice
-    is copied to before it is updated."""
+    """What a kernel works on. is_raw: the update's parts are the contributions, not their mean. square: of that mean
+    (clipping). is_shipped: replicas need the update with its gradient. target: where the slice is copied to before it
+    is updated."""
 
     effect: Apply | Aggregate
     update: Update
     is_raw: bool = True
+    square: float = 0.0
+    is_shipped: bool = False
     target: CopyTarget | None = None
 
 
 @dataclass(slots=True)
 class _Shipment:
-    """An update that replicas must have."""
+    """An update that is in the arrays here, and that replicas must have."""
 
     effect: Apply
-    update: Update
-    square: float
-    lsn: int = 0
-    seconds: float = 0.0
-    is_applied: bool = False
+    lsn: int
+    outcome: Outcome
     is_replicated: bool = False
+    may_end: bool = False
 
 
 class Applier:
@@ -91,9 +92,10 @@ class Applier:
         self._means: dict[int, tuple[Array | None, float]] = {}
         self._shipments: dict[int, _Shipment] = {}
         #: Updates that wait for room among those that are kept for replicas.
-        self._waiting: deque[_Shipment] = deque()
-        #: Updates that wait for a snapshot, each with its sum of squares.
-        self.gate = UpdateGate[tuple[_Job, float]](lambda deferred: self._deliver(*deferred))
+        self._waiting: deque[_Job] = deque()
+        self._is_shipping = False
+        #: Updates that wait for a snapshot.
+        self.gate = UpdateGate[_Job](self._deliver)
         #: Updates that are in the arrays, and that the machine does not count yet.
         self._ahead: dict[int, Apply] = {}
         self._writing: set[int] = set()
@@ -111,58 +113,42 @@ class Applier:
             mean, square = self._means.pop(index)
             kept = [mean] if mean is not None else []
             update = Update(index, effect.step, kept, effect.lr_scale, self._clip_factors[effect.step])
-            self._deliver(_Job(effect, update, False), square)
+            self._deliver(_Job(effect, update, False, square))
         else:
-            self._start_apply(effect, values)
+            factor = None
+            if self._max_grad_norm and values:  # One push, scaled down by its own norm (SSP and ASP).
+                factor = clip_factor(self._gradients.norm(effect.parts[0]), self._max_grad_norm)
+            self._deliver(_Job(effect, Update(index, effect.step, values, effect.lr_scale, factor)))
 
     def norm_known(self, step: int, norm: float) -> None:
         """BSP: the global norm of ``step``, by which the aggregated slices are clipped."""
         self._clip_factors = {step: clip_factor(norm, self._max_grad_norm)}
 
-    def _start_apply(self, effect: Apply, values: list[Gradient]) -> None:
-        factor = None
-        if self._max_grad_norm and values:  # One push, scaled down by its own norm (SSP and ASP).
-            factor = clip_factor(self._gradients.norm(effect.parts[0]), self._max_grad_norm)
-        update = Update(effect.index, effect.step, values, effect.lr_scale, factor)
-        if values and self._replicator.needs_gradient(effect.index):
-            self._kernels.submit(effect.index, self._combine, _Job(effect, update), self._combined)
+    def _deliver(self, job: _Job) -> None:
+        index = job.effect.index
+        if self.gate.blocks(index):
+            self.gate.defer(index, job)
+        elif not self._replicator.needs_gradient(index):
+            self._write(job)
+        elif self._waiting or not self._replicator.has_room():
+            self._waiting.append(job)
         else:
-            self._deliver(_Job(effect, update), 0.0)
+            self._ship(job)
 
-    def _deliver(self, job: _Job, square: float) -> None:
-        effect = job.effect
-        assert isinstance(effect, Apply)
-        if self.gate.blocks(effect.index):
-            self.gate.defer(effect.index, (job, square))
-            return
-        if not self._replicator.needs_gradient(effect.index):
-            self._write(job, self._applied)
-            return
-        shipment = _Shipment(effect, job.update, square)
-        if self._waiting or not self._replicator.has_room():
-            self._waiting.append(shipment)
-        else:
-            self._ship(shipment)
-
-    def _write(self, job: _Job, done: Callable[[_Job, Outcome], None]) -> None:
+    def _write(self, job: _Job) -> None:
         """Begins to update a slice, and to copy it before where a snapshot needs that."""
         index = job.effect.index
         self._writing.add(index)
         if (target := self.gate.copy_for_update(index)) is not None:
-            job = job._replace(target=target)
-        self._kernels.submit(index, self._apply, job, done)
+            job = job._replace(update=replace(job.update, copy=target.memory), target=target)
+        self._kernels.submit(index, self._dense.carry_out, job, self._applied)
 
-    def _ship(self, shipment: _Shipment) -> None:
-        """Sends an update to the replicas and applies it meanwhile."""
-        effect, index = shipment.effect, shipment.effect.index
-        shipment.lsn = self._replicator.next_lsn(index) or 0
-        self._shipments[index] = shipment
-        self._writing.add(index)
-        if shipment.lsn:
-            self._replicator.update(_replica_update(shipment))
-        else:  # The last replica went while the update waited.
-            self.replicated(index, 0)
-        self._write(_Job(effect, shipment.update, False), self._shipped)
+    def _ship(self, job: _Job) -> None:
+        """Begins an update that is sent to the replicas."""
+        given = job.update
+        mean = self._replicator.memory.reserve(given.index) if given.parts else None
+        update = Update(given.index, given.step, given.parts, given.lr_scale, given.factor, mean)
+        self._write(_Job(job.effect, update, job.is_raw, job.square, is_shipped=True))
 
     def replicated(self, index: int, lsn: int) -> None:
         """All replicas that must have update ``lsn`` of slice ``index`` have it."""
@@ -173,19 +159,24 @@ class Applier:
 
     def ship_waiting(self) -> None:
         """There may be room for updates that wait."""
-        while self._waiting and self._replicator.has_room():
-            shipment = self._waiting.popleft()
-            if self.gate.blocks(shipment.effect.index):
-                job = _Job(shipment.effect, shipment.update, False)
-                self.gate.defer(shipment.effect.index, (job, shipment.square))
-            else:
-                self._ship(shipment)
+        if self._is_shipping:  # By a caller further up, where small slices are updated at once.
+            return
+        self._is_shipping = True
+        try:
+            while self._waiting and self._replicator.has_room():
+                job = self._waiting.popleft()
+                if self.gate.blocks(job.effect.index):
+                    self.gate.defer(job.effect.index, job)
+                else:
+                    self._ship(job)
+        finally:
+            self._is_shipping = False
 
     def _end_if_done(self, shipment: _Shipment) -> None:
         index = shipment.effect.index
-        if shipment.is_applied and shipment.is_replicated and self._shipments.get(index) is shipment:
+        if shipment.may_end and shipment.is_replicated and self._shipments.get(index) is shipment:
             del self._shipments[index]
-            self._end(shipment.effect, Outcome(shipment.seconds))
+            self._end(shipment.effect, shipment.outcome)
 
     def _end(self, effect: Apply, outcome: Outcome) -> None:
         self._ahead.pop(effect.index, None)
@@ -200,45 +191,41 @@ class Applier:
             outcomes.append(Outcome(time.perf_counter() - started, bad, mean, square))
         return outcomes
 
-    def _apply(self, works: Sequence[tuple[int, _Job]]) -> list[Outcome]:
-        """Runs in a kernel thread, or on the loop."""
-        started = time.perf_counter()
-        for index, job in works:
-            if job.target is not None:
-                self._dense.copy_slice(index, job.target.memory)
-        left_out = self._dense.apply([job.update for _, job in works])
-        seconds = (time.perf_counter() - started) / len(works)
-        return [Outcome(seconds, bad) for bad in left_out]
-
     def _combined(self, job: _Job, outcome: Outcome) -> None:
         effect = job.effect
         self._gradients.used(effect.index, effect.parts, outcome.bad)
-        if isinstance(effect, Aggregate):
-            self._means[effect.index] = (outcome.mean, outcome.square)
-            self._done(effect, outcome)
-            return
-        kept = [outcome.mean] if outcome.mean is not None else []
-        update = Update(effect.index, effect.step, kept, effect.lr_scale, job.update.factor)
-        self._deliver(_Job(effect, update, False), 0.0)
+        self._means[effect.index] = (outcome.mean, outcome.square)
+        self._done(effect, outcome)
 
-    def _applied(self, job: _Job, outcome: Outcome) -> None:
-        """An update that no replica has the slice for is in the arrays."""
-        effect = job.effect
+    def _applied(self, job: _Job, applied: Applied) -> None:
+        """An update is in the arrays here."""
+        effect, outcome = job.effect, Outcome(*applied)
         assert isinstance(effect, Apply)
         if job.is_raw:
             self._gradients.used(effect.index, effect.parts, outcome.bad)
+        if job.is_shipped:
+            self._send(job, outcome)
+            return
         if (lsn := self._replicator.next_lsn(effect.index)) is not None:  # Those being filled count it all the same.
-            bare = Update(effect.index, effect.step, ())
-            self._replicator.update(_replica_update(_Shipment(effect, bare, 0.0, lsn)))
+            self._replicator.update(_replica_update(job, lsn))
         self._written(effect, job.target)
         self._end(effect, outcome)
 
-    def _shipped(self, job: _Job, outcome: Outcome) -> None:
-        assert isinstance(job.effect, Apply)
-        self._written(job.effect, job.target)
-        shipment = self._shipments[job.effect.index]
-        shipment.is_applied, shipment.seconds = True, outcome.seconds
+    def _send(self, job: _Job, outcome: Outcome) -> None:
+        """Sends an update to the replicas before the slice counts as quiescent: it goes ahead of any copy of it."""
+        effect, index = job.effect, job.effect.index
+        assert isinstance(effect, Apply)
+        lsn = self._replicator.next_lsn(index)
+        shipment = self._shipments[index] = _Shipment(effect, lsn or 0, outcome)
+        if lsn is not None:
+            self._replicator.update(_replica_update(job, lsn))
+        else:  # The last replica went meanwhile.
+            self._replicator.memory.cancel([index])
+            shipment.is_replicated = True
+        self._written(effect, job.target)
+        shipment.may_end = True
         self._end_if_done(shipment)
+        self.ship_waiting()  # Nothing may be kept of this one, and no acknowledgement come.
 
     def _written(self, effect: Apply, target: CopyTarget | None) -> None:
         self._writing.discard(effect.index)
@@ -274,7 +261,8 @@ class Applier:
         """These slices are no longer updated here; what runs has no effect. See ``KernelLauncher.discard``."""
         self._gradients.discard_slices(indices)
         self._kernels.discard(indices)
-        self._waiting = deque(shipment for shipment in self._waiting if shipment.effect.index not in indices)
+        self._replicator.memory.cancel(indices)
+        self._waiting = deque(job for job in self._waiting if job.effect.index not in indices)
         for index in indices:
             for table in (self._means, self._shipments, self._ahead):
                 table.pop(index, None)
@@ -283,18 +271,17 @@ class Applier:
             self._notify_quiescence(index)
 
 
-def _replica_update(shipment: _Shipment) -> ReplicaUpdate[Gradient]:
-    effect, update = shipment.effect, shipment.update
-    gradient = update.parts[0] if update.parts else None
+def _replica_update(job: _Job, lsn: int) -> ReplicaUpdate[Gradient]:
+    effect, gradient = job.effect, job.update.mean
+    assert isinstance(effect, Apply)
     return ReplicaUpdate(
-        lsn=shipment.lsn,
+        lsn=lsn,
         index=effect.index,
         version=effect.step,
         contributors=effect.contributors,
         sequence=effect.sequence,
         gradient=gradient,
         lr_scale=effect.lr_scale,
-        factor=update.factor if gradient is not None else None,
-        square=shipment.square,
+        square=job.square,
         size=gradient.nbytes if gradient is not None else 0,
     )

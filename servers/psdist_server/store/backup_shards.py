@@ -10,11 +10,9 @@ Not here: which update comes next (``core.replication``), the stream (``service`
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, ReplicaMismatchError, StaleTermError
@@ -24,7 +22,7 @@ from psdist.wire import convert, status
 from psdist.wire.frames import Frame
 from psdist_server.core.records import Producer, ReplicaUpdate, SliceRecord
 from psdist_server.core.replication import BackupReplication, stale_term
-from psdist_server.kernels.arrays import Array, DenseParameters, Gradient, Update, gradient_of
+from psdist_server.kernels.arrays import Applied, Array, DenseParameters, Gradient, Update, gradient_of
 from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.statistics import Counters
@@ -33,13 +31,15 @@ from psdist_server.store.statistics import Counters
 Answer = Callable[[pb.ReplicateResponse], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _QueuedUpdate:
-    """An update that is carried out when the slice's earlier ones are done."""
+class _QueuedUpdate(NamedTuple):
+    """An update of shard ``number`` that is carried out when the slice's earlier ones are done. square: of its gradient
+    (clipping)."""
 
     number: int
     term: int
-    update: ReplicaUpdate[Gradient]
+    lsn: int
+    update: Update
+    square: float
     sender: Replica
 
 
@@ -233,10 +233,13 @@ class BackupShards:
         update = self._update(machine, message.update, payload)
         number, term = message.shard, message.term
         verdict = machine.update(term, update)
-        if verdict == "apply":
-            self._enqueue(update.index, _QueuedUpdate(number, term, update, sender))
-        else:
+        if verdict != "apply":
             self._acknowledge(machine, sender, term, update.lsn)
+            return
+        parts = [update.gradient] if update.gradient is not None else []
+        factor = message.update.factor if message.update.HasField("factor") else None
+        dense = Update(update.index, update.version, parts, update.lr_scale, factor)
+        self._enqueue(update.index, _QueuedUpdate(number, term, update.lsn, dense, update.square, sender))
 
     def _acknowledge(self, machine: BackupReplication, sender: Replica, term: int, lsn: int) -> None:
         """Acknowledges an update, unless there is another term, under which its number means something else."""
@@ -259,7 +262,6 @@ class BackupShards:
             sequence=message.sequence if self._asynchronous else None,
             gradient=gradient,
             lr_scale=message.lr_scale,
-            factor=message.factor if message.HasField("factor") else None,
             square=message.square,
         )
 
@@ -284,30 +286,19 @@ class BackupShards:
             work = queue.popleft()
             if isinstance(work, _QueuedUpdate):
                 self._busy.add(index)
-                self._kernels.submit(index, self._apply, work, self._applied)
+                self._kernels.submit(index, self._dense.carry_out, work, self._applied)
             else:
                 work()
 
-    def _apply(self, works: Sequence[tuple[int, _QueuedUpdate]]) -> list[float]:
-        """Runs in a kernel thread, or on the loop."""
-        started = time.perf_counter()
-        self._dense.apply([_dense_update(work.update) for _, work in works])
-        return [(time.perf_counter() - started) / len(works)] * len(works)
-
-    def _applied(self, work: _QueuedUpdate, seconds: Any) -> None:
-        update, machine = work.update, self.machines.get(work.number)
-        self._counters.apply_seconds += seconds
-        self._busy.discard(update.index)
+    def _applied(self, work: _QueuedUpdate, applied: Applied) -> None:
+        index, machine = work.update.index, self.machines.get(work.number)
+        self._counters.apply_seconds += applied.seconds
+        self._busy.discard(index)
         if self._clipping:
-            self._norms.record(update.version, update.index, update.square)
+            self._norms.record(work.update.step, index, work.square)
         if machine is not None:
-            self._acknowledge(machine, work.sender, work.term, update.lsn)
-        self._next(update.index)
-
-
-def _dense_update(update: ReplicaUpdate[Gradient]) -> Update:
-    parts = [update.gradient] if update.gradient is not None else []
-    return Update(update.index, update.version, parts, update.lr_scale, update.factor)
+            self._acknowledge(machine, work.sender, work.term, work.lsn)
+        self._next(index)
 
 
 def _refused(number: int, term: int, error: PsdistError) -> pb.ReplicateResponse:

@@ -188,6 +188,11 @@ class ParameterStore:
             return "for a snapshot to be written, for which this server can copy no more"
         return f"for {replicas} to acknowledge the update" if replicas else "for this server to apply the update"
 
+    def _carrier(self, replica: Replica) -> str:
+        """What carries the updates to a replica, and why nothing better does; empty while no stream is open."""
+        link = self.replicator.links.get(replica)
+        return link.carrier_text if link is not None else ""
+
     def statistics(self) -> server_pb2.ParametersStatistics:
         """Counters and waits as a message."""
         machines = self.router.machines.values()
@@ -199,7 +204,9 @@ class ParameterStore:
             apply_seconds=self.counters.apply_seconds,
             bytes_held=self.counters.bytes_held,
             waiting_for=sorted({call.waiting_for for call in self.router.calls if call.waiting_for}),
-            replicas=replica_statistics(self.replicator.machines, now(), self.replicator.network.lease_seconds),
+            replicas=replica_statistics(
+                self.replicator.machines, self._carrier, now(), self.replicator.network.lease_seconds
+            ),
             primary_of=sorted(self.router.machines),
             backup_of=sorted(self.backups.machines),
             workers=self.counters.by_worker(),

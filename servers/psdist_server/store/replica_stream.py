@@ -1,30 +1,28 @@
 """The stream from a primary to one replica: opened, and opened again whenever it breaks.
 
-Messages are packed when they are written, so that waiting messages hold no second copy of a gradient.
-
-Not here: what is sent (``replicator``, ``replication``).
+Not here: what is sent (``replicator``, ``replication``), and what carries it (``replica_carriers``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
 import structlog
 
-from psdist.errors import PsdistError, ServerUnreachableError, StaleEpochError
+from psdist.errors import PsdistError, SharingUnavailableError, StaleEpochError, TcpUnavailableError
 from psdist.types import Replica
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import frames, status
+from psdist.wire import status
 from psdist_server.core.records import Producer, ReplicaUpdate, SliceRecord
 from psdist_server.core.replication import PrimaryReplication, ReplicaState
-from psdist_server.kernels.arrays import Array, Gradient
+from psdist_server.kernels.arrays import Gradient
+from psdist_server.store.replica_carriers import Carrier, Offer, negotiate
 
 if TYPE_CHECKING:
     from psdist_server.store.replicator import Replicator
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
 _log = structlog.get_logger("psdist.server")
 
 METHOD: Final = "/psdist.v1.ServerService/Replicate"
-#: A slice is copied when no more than this waits to be written.
-COPY_AHEAD_BYTES: Final = 4 << 20
 _RETRY_MIN_SECONDS: Final = 0.02
 _RETRY_MAX_SECONDS: Final = 1.0
 
@@ -56,28 +52,29 @@ class Link:
         #: Why the stream is not open.
         self.reason = ""
         self._replicator = replicator
-        self._is_open = False
-        self._out: deque[tuple[pb.ReplicateRequest, Array | None]] = deque()
-        self._bytes_waiting = 0
-        self._changed = asyncio.Event()
-        self._written = asyncio.Event()
+        #: What carries the stream; None while it is not open.
+        self._carrier: Carrier | None = None
+        #: Why better carriers did not work, by their name.
+        self._refused: dict[str, str] = {}
+        #: What carries the stream, and why nothing better does.
+        self.carrier_text = ""
         self._copies: asyncio.Queue[Machine] = asyncio.Queue()
         self._numbers = itertools.count(1)
         self._confirms: dict[int, _Confirm] = {}
         self._call: Any = None
+        #: Opens the stream.
+        self._opening: asyncio.Task[tuple[Carrier, pb.ReplicateResponse]] | None = None
         self._closed = False
         self.task = asyncio.get_running_loop().create_task(self._run())
 
     def send(self, message: pb.ReplicateRequest, payload: Gradient | None = None) -> None:
         """Queues a message; drops it while there is no stream."""
-        if self._is_open:
-            self._out.append((message, payload))  # type: ignore[arg-type]  # of any dtype: only its bytes are sent
-            self._bytes_waiting += payload.nbytes if payload is not None else 0
-            self._changed.set()
+        if self._carrier is not None:
+            self._carrier.send(message, payload)
 
     def add(self, machine: Machine) -> None:
         """The replica has a role in one more shard."""
-        if self._is_open:
+        if self._carrier is not None:
             self._replicator.opened(self, machine, None)
 
     def copy(self, machine: Machine) -> None:
@@ -115,7 +112,9 @@ class Link:
 
     def restart(self) -> None:
         """Opens the stream again, to learn what the replica has."""
-        if self._call is not None:
+        # A gRPC call that is cancelled early would wait for ever to send its message.
+        is_opening = self._opening is not None and self._opening.cancel()
+        if self._call is not None and not is_opening:
             self._call.cancel()
 
     def close(self) -> None:
@@ -133,6 +132,10 @@ class Link:
                 await self._session()
             except grpc.aio.AioRpcError as error:
                 self.reason = str(status.from_call(error, f"server {self.replica}"))
+            except SharingUnavailableError as error:
+                self.reason = self._refused["shm"] = error.message
+            except TcpUnavailableError as error:
+                self.reason = self._refused["tcp"] = error.message
             except PsdistError as error:
                 self.reason = str(error)
             except asyncio.CancelledError:
@@ -150,38 +153,52 @@ class Link:
 
     def _end(self) -> bool:
         """Discards what was queued for a stream that ended; whether it had been open."""
-        was_open, self._is_open, self._call = self._is_open, False, None
-        self._out.clear()
-        self._bytes_waiting = 0
+        carrier, self._carrier, self._call, self.carrier_text = self._carrier, None, None, ""
         self._copies = asyncio.Queue()
         for machine in self._replicator.machines.values():
             machine.closed(self.replica, now())
+        if carrier is not None:
+            self._refused.clear()  # Something has changed since they did not work.
+            self._lose(carrier.close())
         if not self._closed:
             self._replicator.updates.ship_waiting()  # Nothing is kept for a copy that broke off.
-        return was_open
+        return carrier is not None
+
+    def _lose(self, gradients: Sequence[Gradient]) -> None:
+        """The replica may still read these gradients. Where too many are lost in this way there is another arena from
+        now on, which all replicas get by new streams."""
+        if self._replicator.memory.lose(gradients):
+            self._replicator.memory.renew()
+            for link in self._replicator.links.values():
+                link.restart()
 
     async def _session(self) -> None:
-        network = self._replicator.network
+        replicator, network = self._replicator, self._replicator.network
         call = self._call = network.method(self.replica, METHOD)()
         tasks: list[asyncio.Task[None]] = []
         try:
-            await call.write(network.hello(self._replicator.name).SerializeToString())
-            self._open(await self._read(call))
-            tasks = [asyncio.create_task(work(call)) for work in (self._write_all, self._read_all, self._copy_all)]
+            offer = Offer(
+                f"server {self.replica}", network.host(self.replica), replicator.memory, network.carriers, self._refused
+            )
+            self._opening = asyncio.create_task(negotiate(call, network.hello(replicator.name), offer))
+            carrier, answer = await self._opening
+            self._opening = None
+            self.carrier_text = _carrier_text(carrier.name, network.carriers, self._refused, answer.welcome.reason)
+            self._open(carrier, answer.welcome)
+            tasks = [asyncio.create_task(carrier.run(self._answered)), asyncio.create_task(self._copy_all(carrier))]
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 task.result()
         finally:
+            self._opening = None
             call.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _open(self, response: pb.ReplicateResponse) -> None:
-        if response.WhichOneof("kind") != "welcome":
-            raise ServerUnreachableError(f"server {self.replica} did not answer hello with welcome")
-        held = {held.shard: ReplicaState(held.term, held.lsn, held.complete) for held in response.welcome.held}
-        self._is_open, self.reason = True, ""
+    def _open(self, carrier: Carrier, welcome: pb.ReplicateResponse.Welcome) -> None:
+        held = {held.shard: ReplicaState(held.term, held.lsn, held.complete) for held in welcome.held}
+        self._carrier, self.reason = carrier, ""
         self.send(self._replicator.network.hello(self._replicator.name))  # There may be a newer map by now.
         for number, machine in sorted(self._replicator.machines.items()):
             if self.replica in machine.peers:
@@ -189,43 +206,25 @@ class Link:
         for number, waiting in self._confirms.items():
             self._send_confirm(number, waiting)
 
-    async def _read(self, call: Any) -> pb.ReplicateResponse:
-        data = await call.read()
-        if data is grpc.aio.EOF:
-            raise ServerUnreachableError(f"server {self.replica} ended the stream")
-        return frames.parse(pb.ReplicateResponse, data)
+    def _answered(self, response: pb.ReplicateResponse) -> None:
+        kind = response.WhichOneof("kind")
+        if kind == "confirmed":
+            waiting = self._confirms.get(response.confirmed.number)
+            if waiting is not None and not waiting.done.done():
+                waiting.done.set_result(None)
+            return
+        if kind == "ack" and self._carrier is not None:
+            self._carrier.acknowledged(response.ack)
+        self._replicator.answered(self, response)
 
-    async def _read_all(self, call: Any) -> None:
-        while True:
-            response = await self._read(call)
-            if response.WhichOneof("kind") == "confirmed":
-                waiting = self._confirms.get(response.confirmed.number)
-                if waiting is not None and not waiting.done.done():
-                    waiting.done.set_result(None)
-            else:
-                self._replicator.answered(self, response)
-
-    async def _write_all(self, call: Any) -> None:
-        while True:
-            while self._out:
-                message, payload = self._out.popleft()
-                await call.write(frames.pack(message, payload.data.cast("B") if payload is not None else b""))
-                self._bytes_waiting -= payload.nbytes if payload is not None else 0
-                self._written.set()
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def _copy_all(self, call: Any) -> None:
+    async def _copy_all(self, carrier: Carrier) -> None:
         """Copies one shard after the other, slice by slice."""
-        del call
         while True:
             machine = await self._copies.get()
             # Nothing is sent of a shard that moved to another server, so there would always be a next slice.
             while self._is_current(machine) and (index := machine.next_copy(self.replica)) is not None:
                 await self._copy_slice(machine, index)
-                while self._bytes_waiting > COPY_AHEAD_BYTES:
-                    self._written.clear()
-                    await self._written.wait()
+                await carrier.has_room()
             if self._is_current(machine) and machine.peers[self.replica].is_copying:
                 self.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, end=pb.ReplicateRequest.End()))
                 machine.ended(self.replica, now())
@@ -250,6 +249,14 @@ class Link:
 
         self._replicator.updates.when_quiescent(index, copy)
         await done
+
+
+def _carrier_text(name: str, carriers: Collection[str], refused: Mapping[str, str], reason: str) -> str:
+    """What carries a stream, and why nothing that was allowed and is better does."""
+    why = [f"no {better}: {text}" for better, text in refused.items() if better in carriers]
+    if reason:
+        why.append(reason)
+    return f"{name}: {'; '.join(why)}" if why else name
 
 
 def not_primary(number: int) -> StaleEpochError:
@@ -284,8 +291,6 @@ def update_message(
         sequence=update.sequence or 0,
         square=update.square,
     )
-    if update.factor is not None:
-        message.factor = update.factor
     return pb.ReplicateRequest(shard=machine.number, term=machine.term, update=message), gradient
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
@@ -36,6 +36,7 @@ from psdist_server.core.replication import (
 )
 from psdist_server.kernels.arrays import DenseParameters, Gradient
 from psdist_server.store.global_norm import NormBoard
+from psdist_server.store.replica_memory import UpdateMemory
 from psdist_server.store.replica_stream import Link, Machine, now, state_message, update_message
 
 if TYPE_CHECKING:
@@ -65,12 +66,17 @@ class ReplicaNetwork(Protocol):
 
     rng: Random
     lease_seconds: float
+    #: What may carry updates between servers besides gRPC: "shm", "tcp".
+    carriers: Collection[str]
 
     def hello(self, parameters: str) -> pb.ReplicateRequest:
         """The first message of a stream: the identity of this server, and the epoch of its map."""
 
     def method(self, replica: Replica, name: str) -> Callable[..., Any]:
         """The raw bidirectional method of another server. Raises ServerUnreachableError where it is not in the map."""
+
+    def host(self, replica: Replica) -> str:
+        """The host of another server. Raises ServerUnreachableError where it is not in the map."""
 
     def report(self) -> None:
         """There is something new to report."""
@@ -94,8 +100,10 @@ class Replicator:
         self._dense = dense
         self._norms = norms
         self._shard_count = max(1, len(entry.shards))
-        self._links: dict[Replica, Link] = {}
+        #: The streams to servers that hold copies.
+        self.links: dict[Replica, Link] = {}
         self._updates: Counter[int] = Counter()
+        self.memory = UpdateMemory(entry.slicing, shared="shm" in network.carriers)
         #: By shard, what to call when all replicas have what this server began with.
         self._caught_up: dict[int, list[Callable[[], None]]] = {}
 
@@ -111,35 +119,38 @@ class Replicator:
         """This server is the primary of a shard no more: confirmations that wait fail."""
         self.machines.pop(number, None)
         self._caught_up.pop(number, None)
-        for link in self._links.values():
+        for link in self.links.values():
             link.refuse(number)
 
     def follow(self, entry: ParametersEntry) -> None:
         """Follows a new map: opens and closes streams, and copies shards to new replicas."""
-        for link in self._links.values():  # Before a copy begins by this map, which the replica may not have yet.
+        for link in self.links.values():  # Before a copy begins by this map, which the replica may not have yet.
             link.send(self.network.hello(self.name))
         for number, machine in sorted(self.machines.items()):
             before, was_fenced = dict(machine.peers), machine.fenced
             self._carry_out(machine, machine.follow(entry.shards[number], now()))
             for replica, peer in machine.peers.items():
                 is_new = before.get(replica) is not peer
-                if replica not in self._links:
-                    self._links[replica] = Link(self, replica)
+                if replica not in self.links:
+                    self.links[replica] = Link(self, replica)
                 elif was_fenced or (is_new and peer.in_sync):
-                    self._links[replica].restart()
+                    self.links[replica].restart()
                 elif is_new:
-                    self._links[replica].add(machine)
+                    self.links[replica].add(machine)
         wanted = {replica for machine in self.machines.values() for replica in machine.peers}
-        for replica in [replica for replica in self._links if replica not in wanted]:
-            self._links.pop(replica).close()
+        for replica in [replica for replica in self.links if replica not in wanted]:
+            self.links.pop(replica).close()
+        if not self.links:
+            self.memory.close()
         self.updates.ship_waiting()
 
     async def close(self) -> None:
         """Ends all streams."""
-        links, self._links = list(self._links.values()), {}
+        links, self.links = list(self.links.values()), {}
         for link in links:
             link.close()
         await asyncio.gather(*(link.task for link in links), return_exceptions=True)
+        self.memory.close()
 
     def installed(self, index: int) -> None:
         """Slice ``index`` has (other) initial values: replicas that have it are sent it again."""
@@ -163,12 +174,14 @@ class Replicator:
 
     def has_room(self) -> bool:
         """Whether another update may be kept until it is acknowledged."""
-        return sum(machine.log_bytes for machine in self.machines.values()) < KEPT_BYTES_MAX
+        kept = sum(machine.log_bytes for machine in self.machines.values())
+        return kept + self.memory.reserved_bytes < KEPT_BYTES_MAX
 
     def update(self, update: ReplicaUpdate[Gradient]) -> None:
         """Numbers an update, which must have ``next_lsn``, and sends it to the replicas."""
         machine = self._machine(update.index)
         assert machine is not None
+        self.memory.cancel([update.index])
         self._carry_out(machine, machine.update(update, now()))
 
     def is_caught_up(self, index: int) -> bool:
@@ -190,7 +203,7 @@ class Replicator:
         if self._updates[machine.number] % DIGEST_EVERY == 0:
             for replica, peer in machine.peers.items():
                 if peer.is_open and index not in peer.missing:
-                    self._compare(machine, self._links[replica], index)
+                    self._compare(machine, self.links[replica], index)
 
     def _compare(self, machine: Machine, link: Link, index: int) -> None:
         version = self.store.record(index).version
@@ -202,10 +215,10 @@ class Replicator:
         for effect in effects:
             match effect:
                 case SendUpdate(replica, update, whole):
-                    self._links[replica].send(*update_message(machine, update, whole))
+                    self.links[replica].send(*update_message(machine, update, whole))
                 case SendBegin(replica, lsn):
                     begin = pb.ReplicateRequest.Begin(lsn=lsn)
-                    link = self._links[replica]
+                    link = self.links[replica]
                     link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, begin=begin))
                     link.copy(machine)
                 case Replicated(index, lsn):
@@ -264,7 +277,7 @@ class Replicator:
             link.restart()  # Only its map is older: on a new stream it waits for the newer one.
             return
         machine.refused(refused.term)
-        for other in self._links.values():
+        for other in self.links.values():
             other.refuse(machine.number)
         self.store.router.fence_shard(machine.number)
 
@@ -288,7 +301,7 @@ class Replicator:
             for replica, peer in machine.peers.items() if machine is not None else ():
                 if machine is not None and peer.required:
                     by_link.setdefault(replica, []).append(machine)
-        links = [(self._links[replica], machines) for replica, machines in by_link.items()]
+        links = [(self.links[replica], machines) for replica, machines in by_link.items()]
         await asyncio.gather(*(link.confirm(machines) for link, machines in links))
 
     def reports(self, entry: ParametersEntry) -> list[ReplicaReport]:
@@ -300,6 +313,6 @@ class Replicator:
                 if peer.complete and replica in shard.filling:
                     found.append(ReplicaReport("filled", self.name, number, machine.term, replica))
             for replica in machine.unreachable(now(), self.network.lease_seconds):
-                reason = machine.peers[replica].refusal or self._links[replica].reason or "it does not answer"
+                reason = machine.peers[replica].refusal or self.links[replica].reason or "it does not answer"
                 found.append(ReplicaReport("unreachable", self.name, number, machine.term, replica, reason))
         return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from psdist.types import Replica
 from psdist.v1 import server_pb2
 from psdist_server.core.replication import PrimaryReplication
 
@@ -57,9 +58,12 @@ class Counters:
 
 
 def replica_statistics(
-    machines: Mapping[int, PrimaryReplication[Any]], now: float, lease_seconds: float
+    machines: Mapping[int, PrimaryReplication[Any]],
+    carrier: Callable[[Replica], str],
+    now: float,
+    lease_seconds: float,
 ) -> list[server_pb2.ReplicaStatistics]:
-    """How far each replica of these shards is behind."""
+    """How far each replica of these shards is behind. carrier: says what carries the updates to one."""
     found = []
     for number, machine in sorted(machines.items()):
         unreachable = machine.unreachable(now, lease_seconds)
@@ -76,6 +80,7 @@ def replica_statistics(
                     slices_filled=len(machine.slices) - len(peer.missing) if peer.is_copying or peer.required else 0,
                     slices=len(machine.slices),
                     digests=peer.digests,
+                    carrier=carrier(replica),
                 )
             )
     return found

@@ -161,12 +161,30 @@ async def what_is_no_frame_ends_the_connection() -> None:
         server.close()
 
 
+async def frames_of_one_turn_are_one_write_and_keep_their_order() -> None:
+    end, (own, other) = End(), socket.socketpair()
+    for one in (own, other):
+        one.setblocking(False)
+    await asyncio.get_running_loop().create_unix_connection(lambda: end.connection, sock=own)
+    with other:
+        for header in (b"a", b"b"):
+            end.connection.send_soon(header)
+        end.connection.send(b"c", memoryview(b"payload"))
+        end.connection.send_soon(b"d")
+        expected = framed(b"a") + framed(b"b") + framed(b"c", b"payload") + framed(b"d")
+        assert await received(other, len(expected)) == expected
+        end.connection.send_soon(b"e")
+        end.connection.abort()
+        assert await received(other, 1) == b""
+
+
 CASES: list[Callable[[], Awaitable[None]]] = [
     payloads_come_to_their_place,
     frames_are_sent_from_where_they_lie_and_wait_for_a_reader,
     an_abort_lets_go_of_memory_and_of_who_waits,
     what_is_held_comes_later,
     what_is_no_frame_ends_the_connection,
+    frames_of_one_turn_are_one_write_and_keep_their_order,
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,7 +24,7 @@ async def test_before_it_is_ready_one_that_was_being_filled_may_get_the_place_of
     spec = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=4096)
     entry = ParametersEntry(spec=spec, total=4096, shards=(Shard(OTHER, 1, (), (ME,)),))
     pool: KernelPool[Any, Any] = KernelPool(1)
-    store = ParameterStore(entry, ME, pool, cast(ReplicaNetwork, None), lambda *_: None)
+    store = ParameterStore(entry, ME, pool, cast(ReplicaNetwork, SimpleNamespace(carriers=())), lambda *_: None)
     await store.update(entry, 1)
     await store.update(replace(entry, shards=(Shard(ME, 2),)), 2)
     with pytest.raises(UnknownParametersError, match="0 of 1 slices"):
@@ -41,7 +42,7 @@ async def test_a_copy_keeps_no_entry_of_a_life_that_is_over_even_where_its_updat
     shards = (Shard(OTHER, 1, (ME,)),)
     entry = ParametersEntry(spec=spec, total=4096, shards=shards, ready=True, members=(first,))
     pool: KernelPool[Any, Any] = KernelPool(1)
-    store = ParameterStore(entry, ME, pool, cast(ReplicaNetwork, None), lambda *_: None)
+    store = ParameterStore(entry, ME, pool, cast(ReplicaNetwork, SimpleNamespace(carriers=())), lambda *_: None)
     await store.update(entry, 1)
     machine = store.backups.machines[0]
     machine.begin(1, 0)

@@ -11,9 +11,10 @@ from typing import cast
 import pytest
 from replica import FakeReplica
 
-from psdist.types import Replica, Shard
+from psdist.types import Replica, Shard, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist_server.core.replication import PrimaryReplication, ReplicaState
+from psdist_server.store.replica_memory import UpdateMemory
 from psdist_server.store.replica_stream import Link, Machine
 from psdist_server.store.replicator import Replicator
 
@@ -43,10 +44,20 @@ class Setup:
         for machine in self.machines.values():
             machine.follow(Shard(ME, 1, filling=(OTHER,)), 0.0)
         network = SimpleNamespace(
-            rng=Random(1), method=lambda *_: self.replica.open, hello=lambda _: pb.ReplicateRequest()
+            rng=Random(1),
+            method=lambda *_: self.replica.open,
+            hello=lambda _: pb.ReplicateRequest(),
+            host=lambda _: "",
+            carriers=(),
         )
         replicator = SimpleNamespace(
-            name="p", network=network, machines=self.machines, updates=self.source, opened=self.opened
+            name="p",
+            network=network,
+            machines=self.machines,
+            updates=self.source,
+            opened=self.opened,
+            memory=UpdateMemory(Slicing(4, 1), shared=False),
+            links={},
         )
         self.link = Link(cast(Replicator, replicator), OTHER)
 
@@ -78,3 +89,22 @@ async def test_updates_that_waited_for_a_copy_go_on_when_its_stream_broke(setup:
         assert await setup.source.asked.get() == 0 and setup.source.rooms == 0
         await setup.replica.end()
     assert setup.source.rooms == 1 and setup.replica.opened == 2
+
+
+async def test_a_stream_that_is_opened_again_while_it_opens_waits_for_nothing_of_the_first(setup: Setup) -> None:
+    """A gRPC call that is cancelled before its first message was sent never says so."""
+    hanging = asyncio.Event()
+
+    async def write(data: bytes) -> None:
+        hanging.set()
+        await asyncio.get_running_loop().create_future()
+
+    async with asyncio.timeout(60):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(setup.replica, "write", write)
+            setup.link.restart()
+            await hanging.wait()
+        setup.replica.idle.clear()
+        setup.link.restart()
+        await setup.replica.idle.wait()
+    assert setup.replica.opened == 3

@@ -33,6 +33,7 @@ class Network:
 
     rng = Random(1)
     lease_seconds = 60.0
+    carriers = ()
 
     def __init__(self) -> None:
         self.reports = 0
@@ -44,6 +45,9 @@ class Network:
 
     def method(self, replica: Replica, name: str) -> Callable[..., Any]:
         return self.replicas[replica].open
+
+    def host(self, replica: Replica) -> str:
+        return "host"
 
     def report(self) -> None:
         self.reports += 1

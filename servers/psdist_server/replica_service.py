@@ -1,0 +1,293 @@
+"""The replica's end of Replicate streams: updates and copies of shards that other servers send.
+
+The first message, hello, says how the sender can send the others, and the answer which of these ways it is: a unix
+socket beside an arena with the gradients, where both run on one host; a TCP connection; or the gRPC stream itself
+(``store.replica_carriers`` is the sender's end). Frames on a connection have the same messages. A payload that comes in
+a frame is received into memory of its own, one in the arena is read in place by the kernel.
+
+Invariants: messages of a stream are handled in the order in which they came; a hello that waits for a map holds up
+those behind it. Memory for a payload is allocated once its slice and size are known to be right. A connection and its
+gRPC stream end together. Acknowledgements that are made in one turn of the event loop are one message.
+
+Not here: what a message does (``store.backup_shards``), which connections are let in (``tcp_listener``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Final
+
+import grpc.aio
+import numpy as np
+
+from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.errors import InvalidArgumentError, PsdistError, SharingUnavailableError, TcpUnavailableError
+from psdist.types import ITEM_BYTES, Replica
+from psdist.v1 import server_pb2 as pb
+from psdist.wire import convert, fd_passing, frames, limits
+from psdist.wire.frame_connection import FrameConnection
+from psdist.wire.frames import Frame
+from psdist.wire.rpc_handlers import as_psdist_error
+from psdist.wire.shm import PAGE, GradientArena
+from psdist_server.server import ParameterServer
+from psdist_server.store.parameter_store import ParameterStore
+from psdist_server.tcp_listener import TcpListener
+
+log = logging.getLogger("psdist.server")
+
+_NOTHING: Final = memoryview(b"")
+
+
+class ReplicaService:
+    """All streams from primaries to ``server``. listener: for TCP connections."""
+
+    def __init__(self, server: ParameterServer, listener: TcpListener) -> None:
+        self._server = server
+        self._listener = listener
+        self._streams: set[ReplicaStream] = set()
+
+    async def serve(
+        self, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.ReplicateResponse]:
+        """Serves one stream. Reads in a task of its own, since an update may wait for its kernel while the next ones
+        come."""
+        stream = ReplicaStream(self._server, self._listener)
+        self._streams.add(stream)
+        reader = asyncio.create_task(stream.read(requests))
+        try:
+            while (answer := await stream.answers.get()) is not None:
+                if isinstance(answer, PsdistError):
+                    raise answer
+                yield answer
+        finally:
+            self._streams.discard(stream)
+            reader.cancel()
+            stream.close()
+
+    def disconnect(self) -> None:
+        """Ends all streams, which would keep the server from ending."""
+        for stream in self._streams:
+            stream.answers.put_nowait(None)
+
+
+class ReplicaStream:
+    """One stream, and the connection beside it if there is one."""
+
+    def __init__(self, server: ParameterServer, listener: TcpListener) -> None:
+        #: What goes over the gRPC stream. None and an error end it.
+        self.answers: asyncio.Queue[pb.ReplicateResponse | PsdistError | None] = asyncio.Queue()
+        self._server = server
+        self._listener = listener
+        self._sender: Replica | None = None
+        self._store: ParameterStore | None = None
+        self._connection: FrameConnection | None = None
+        self._connected = asyncio.Event()
+        self._arena: GradientArena | None = None
+        #: Acknowledgements that are not sent, by shard.
+        self._acks: dict[int, pb.ReplicateResponse] = {}
+        #: The message in the frame that is being received, and its payload.
+        self._message = pb.ReplicateRequest()
+        self._payload = _NOTHING
+        #: Admits a newer hello on the connection.
+        self._admitting: asyncio.Task[None] | None = None
+
+    # --- the gRPC stream ----------------------------------------------------------------------------------------------
+
+    async def read(self, requests: AsyncIterator[bytes]) -> None:
+        """Handles what comes on the gRPC stream, until its end."""
+        try:
+            async for data in requests:
+                frame = frames.unpack(pb.ReplicateRequest, data)
+                if self._sender is None:
+                    await self._open(frame.header)
+                elif self._connection is not None:
+                    raise InvalidArgumentError("a message on a stream whose messages go over a connection")
+                elif frame.header.WhichOneof("kind") == "hello":
+                    await self._admit(frame.header.hello)
+                else:
+                    self._handle(frame)
+            self.answers.put_nowait(None)
+        except Exception as error:  # The stream raises it. Without this it would wait for a reader that has ended.
+            self.answers.put_nowait(as_psdist_error(error, "reading an update", log))
+
+    async def _admit(self, hello: pb.ReplicateRequest.Hello) -> None:
+        sender, store = await self._server.admission.admit_primary(hello)
+        if self._sender is not None and (sender, store) != (self._sender, self._store):
+            raise InvalidArgumentError("a stream is for the server and the parameters that opened it")
+        self._sender, self._store = sender, store
+
+    async def _open(self, message: pb.ReplicateRequest) -> None:
+        """Handles the first message: chooses what carries the others."""
+        if message.WhichOneof("kind") != "hello":
+            raise InvalidArgumentError("the first message of a Replicate stream must be hello")
+        hello = message.hello
+        await self._admit(hello)
+        allowed, reasons = self._server.peers.carriers, []
+        if hello.socket and "shm" in allowed:
+            try:
+                await self._share(hello)
+            except SharingUnavailableError as error:
+                reasons.append(f"no shm: {error.message}")
+        elif hello.socket:
+            reasons.append("no shm: the replica is told not to use it")
+        if self._connection is not None and self._arena is not None:
+            self._welcome(pb.ReplicateResponse.Welcome(arena_nonce=self._arena.nonce))
+        elif hello.tcp and "tcp" in allowed and self._listener.port:
+            await self._connect("; ".join(reasons))
+        else:
+            if hello.tcp:
+                reasons.append("no tcp: the replica takes no direct connections")
+            self._welcome(pb.ReplicateResponse.Welcome(reason="; ".join(reasons)))
+
+    def _welcome(self, welcome: pb.ReplicateResponse.Welcome) -> None:
+        assert self._sender is not None
+        assert self._store is not None
+        answer = self._store.backups.open_stream(self._sender, self.answer)
+        answer.welcome.MergeFrom(welcome)
+        self.answers.put_nowait(answer)
+
+    async def _share(self, hello: pb.ReplicateRequest.Hello) -> None:
+        """Takes the sender's arena, and the socket by which it came. Raises SharingUnavailableError."""
+        if not 0 < hello.arena_elements * ITEM_BYTES["float32"] <= limits.KEPT_BYTES_MAX:
+            raise SharingUnavailableError(
+                f"an arena of {hello.arena_elements} elements: at most {limits.KEPT_BYTES_MAX} bytes are mapped"
+            )
+        fd, handed = await fd_passing.connect(hello.socket)
+        try:
+            # In a thread, because mapping takes long; once begun it closes ``fd``.
+            loop = asyncio.get_running_loop()
+            opening = loop.run_in_executor(None, GradientArena.open, fd, hello.arena_elements, "float32")
+            arena = await asyncio.shield(opening)
+        except BaseException:
+            handed.close()
+            raise
+        connection = self._connection = FrameConnection(self)
+        await loop.create_unix_connection(lambda: connection, sock=handed)
+        self._arena = arena
+
+    async def _connect(self, reason: str) -> None:
+        """Promises a TCP connection, and waits for it. Raises TcpUnavailableError."""
+        with self._listener.promise(self) as nonce:
+            self._welcome(pb.ReplicateResponse.Welcome(port=self._listener.port, nonce=nonce, reason=reason))
+            try:
+                async with asyncio.timeout(limits.NONCE_SECONDS):
+                    await self._connected.wait()
+            except TimeoutError:
+                raise TcpUnavailableError(f"no connection came within {limits.NONCE_SECONDS:g} s") from None
+
+    def close(self) -> None:
+        """The gRPC stream has ended: so does the connection."""
+        if self._admitting is not None:
+            self._admitting.cancel()
+        if self._connection is not None:
+            self._connection.abort()
+        self._arena = None  # Updates that are not carried out yet refer to its memory.
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def answer(self, response: pb.ReplicateResponse) -> None:
+        """Sends an answer. Acknowledgements of one turn of the event loop are merged, and keep their order with other
+        answers."""
+        if response.WhichOneof("kind") == "ack":
+            if not self._acks:
+                asyncio.get_running_loop().call_soon(self._send_acks)
+            self._acks[response.ack.shard] = response
+            return
+        self._send_acks()
+        self._send(response)
+
+    def _send_acks(self) -> None:
+        acks, self._acks = self._acks, {}
+        for ack in acks.values():
+            self._send(ack)
+
+    def _send(self, response: pb.ReplicateResponse) -> None:
+        if self._connection is not None:
+            self._connection.send_soon(response.SerializeToString())
+        else:
+            self.answers.put_nowait(response)
+
+    def _handle(self, frame: Frame[pb.ReplicateRequest]) -> None:
+        assert self._sender is not None
+        assert self._store is not None
+        self._store.backups.on_message(self._sender, frame, self._store.entry, self.answer)
+
+    # --- the connection -----------------------------------------------------------------------------------------------
+
+    def connected(self, connection: FrameConnection) -> None:
+        """See ``Promised``."""
+        self._connection = connection
+        self._connected.set()
+        self._send(pb.ReplicateResponse(opened=pb.Opened()))
+
+    def begin_frame(self, header: bytes, size: int) -> memoryview:
+        """See ``FrameReceiver``."""
+        self._message = message = frames.parse(pb.ReplicateRequest, header)
+        self._payload = _NOTHING
+        kind = message.WhichOneof("kind")
+        if kind not in ("update", "state"):
+            if size or message.offset:
+                raise InvalidArgumentError(f"a payload of {size} bytes with {kind}, which has none")
+            return _NOTHING
+        index = message.update.slice if kind == "update" else message.state.slice
+        dtype = convert.dtype_from_proto(message.update.dtype) if kind == "update" else "float32"
+        if message.offset:
+            if size:
+                raise InvalidArgumentError(f"a payload of {size} bytes beside one in the arena")
+            self._payload = self._in_arena(index, message.offset)
+        elif size:
+            self._payload = self._memory_for(index, size, dtype)
+            return self._payload
+        return _NOTHING
+
+    def _in_arena(self, index: int, offset: int) -> memoryview:
+        """The payload at ``offset`` in the sender's arena. Raises InvalidArgumentError where it is not in there."""
+        if self._arena is None:
+            raise InvalidArgumentError(f"a payload at offset {offset}, without an arena")
+        start, rest = divmod(offset - PAGE, ITEM_BYTES["float32"])
+        stop = start + self._elements(index)
+        if rest or start < 0 or stop > self._arena.flat.size:
+            raise InvalidArgumentError(
+                f"slice {index} at offset {offset} is not in an arena of {self._arena.flat.size} elements"
+            )
+        return self._arena.part(start, stop).view(np.uint8).data
+
+    def _memory_for(self, index: int, size: int, dtype: str) -> memoryview:
+        expected = self._elements(index) * ITEM_BYTES[dtype]
+        if size != expected:
+            raise InvalidArgumentError(f"slice {index} has {expected} bytes in {dtype}, not {size}", slice=index)
+        return np.empty(self._elements(index), NUMPY_DTYPES[dtype]).view(np.uint8).data
+
+    def _elements(self, index: int) -> int:
+        assert self._store is not None
+        slicing = self._store.dense.slicing
+        if index >= slicing.count:
+            raise InvalidArgumentError(f"slice {index} of {slicing.count}")
+        return slicing.size(index)
+
+    def end_frame(self) -> None:
+        """See ``FrameReceiver``."""
+        message, payload, self._payload = self._message, self._payload, _NOTHING
+        if message.WhichOneof("kind") == "hello":
+            assert self._connection is not None
+            self._connection.hold()
+            self._admitting = asyncio.create_task(self._admit_later(self._connection, message.hello))
+            return
+        try:
+            self._handle(Frame(message, payload))
+        except Exception as error:
+            raise as_psdist_error(error, "taking an update", log) from None
+
+    async def _admit_later(self, connection: FrameConnection, hello: pb.ReplicateRequest.Hello) -> None:
+        try:
+            await self._admit(hello)
+        except Exception as error:  # Without this the sender would wait for answers that never come.
+            self.connection_ended(as_psdist_error(error, "admitting a server", log))
+        else:
+            connection.release()
+
+    def connection_ended(self, error: PsdistError | None) -> None:
+        """See ``FrameReceiver``."""
+        self.answers.put_nowait(error)

@@ -1,0 +1,337 @@
+"""What carries the messages of a stream to a replica: the gRPC stream itself, or a connection that it agreed on.
+
+The first hello says what this server can use, and the answer what the replica chose: a unix socket, over which it got
+the arena of gradients (``replica_memory``), or a TCP connection with a nonce. Both carry the same frames
+(``psdist.wire.frame_connection``). A payload that the replica can read in the arena is named by its offset; others
+follow their header. The gRPC stream stays open beside the connection, and each ends with the other.
+
+Invariants: no message is sent twice, or on two ways: what a stream was opened with carries it to its end. Gradients in
+the arena are referred to until the replica has acknowledged them; at the end those that were not are ``lost``.
+
+Not here: which messages are sent (``replicator``), when a stream is opened (``replica_stream``), the other end
+(``replica_service``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc.aio
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.errors import (
+    InternalError,
+    InvalidArgumentError,
+    PsdistError,
+    ServerUnreachableError,
+    SharingUnavailableError,
+    TcpUnavailableError,
+)
+from psdist.v1 import server_pb2 as pb
+from psdist.wire import fd_passing, frames
+from psdist.wire.frame_connection import FrameConnection
+from psdist.wire.shm import GradientArena
+from psdist_server.store.replica_memory import UpdateMemory
+
+#: A slice is copied when no more than this waits to be written.
+COPY_AHEAD_BYTES: Final = 4 << 20
+#: A firewall that drops packets says nothing.
+CONNECT_SECONDS: Final = 3.0
+#: The replica says by the gRPC stream why it ended a connection, but it may hang, or be gone.
+_REASON_SECONDS: Final = 0.5
+_NOTHING: Final = memoryview(b"")
+
+Values = NDArray[Any]
+#: Handles an answer of the replica.
+OnResponse = Callable[[pb.ReplicateResponse], None]
+
+
+class Carrier(ABC):
+    """One opened stream. ``name`` is "shm", "tcp" or "grpc"."""
+
+    name = ""
+
+    @abstractmethod
+    def send(self, message: pb.ReplicateRequest, payload: Values | None) -> None:
+        """Queues a message; its payload must stay as it is."""
+
+    @abstractmethod
+    async def has_room(self) -> None:
+        """Waits until little is queued."""
+
+    @abstractmethod
+    async def run(self, on_response: OnResponse) -> None:
+        """Carries messages until the stream ends, and raises why."""
+
+    def acknowledged(self, ack: pb.ReplicateResponse.Ack) -> None:  # noqa: B027 - others keep nothing
+        """The replica needs no gradient up to this one any more."""
+
+    def close(self) -> list[Values]:
+        """Ends it. Returns gradients that the replica may still read."""
+        return []
+
+
+async def read(call: Any, peer: str) -> pb.ReplicateResponse:
+    """The next answer on a gRPC stream. Raises ServerUnreachableError at its end."""
+    data = await call.read()
+    if data is grpc.aio.EOF:
+        raise ServerUnreachableError(f"{peer} ended the stream")
+    return frames.parse(pb.ReplicateResponse, data)
+
+
+class GrpcCarrier(Carrier):
+    """The gRPC stream. Messages are packed when they are written, so that those that wait hold no second copy of their
+    payloads."""
+
+    name = "grpc"
+
+    def __init__(self, call: Any, peer: str) -> None:
+        self._call = call
+        self._peer = peer
+        self._out: deque[tuple[pb.ReplicateRequest, Values | None]] = deque()
+        self._bytes_waiting = 0
+        self._changed = asyncio.Event()
+        self._written = asyncio.Event()
+
+    def send(self, message: pb.ReplicateRequest, payload: Values | None) -> None:
+        self._out.append((message, payload))
+        self._bytes_waiting += payload.nbytes if payload is not None else 0
+        self._changed.set()
+
+    async def has_room(self) -> None:
+        while self._bytes_waiting > COPY_AHEAD_BYTES:
+            self._written.clear()
+            await self._written.wait()
+
+    async def run(self, on_response: OnResponse) -> None:
+        writing = asyncio.create_task(self._write_all())
+        reading = asyncio.create_task(self._read_all(on_response))
+        try:
+            ended, _ = await asyncio.wait({writing, reading}, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            writing.cancel()
+            reading.cancel()
+            await asyncio.gather(writing, reading, return_exceptions=True)
+
+    async def _read_all(self, on_response: OnResponse) -> None:
+        while True:
+            on_response(await read(self._call, self._peer))
+
+    async def _write_all(self) -> None:
+        while True:
+            while self._out:
+                message, payload = self._out.popleft()
+                await self._call.write(frames.pack(message, _bytes_of(payload)))
+                self._bytes_waiting -= payload.nbytes if payload is not None else 0
+                del payload
+                self._written.set()
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class FrameCarrier(Carrier):
+    """A connection beside the gRPC stream. arena: the file that the replica has mapped; None where payloads follow."""
+
+    def __init__(self, name: str, call: Any, peer: str, memory: UpdateMemory, arena: GradientArena | None) -> None:
+        self.name = name
+        self.connection = FrameConnection(self)
+        self._call = call
+        self._peer = peer
+        self._memory = memory
+        self._arena = arena
+        #: Gradients in the arena that are not acknowledged, with their lsn, by shard and term.
+        self._shown: dict[tuple[int, int], deque[tuple[int, Values]]] = {}
+        self._response = b""
+        self._on_response: OnResponse | None = None
+        #: Answers that came before ``run``.
+        self._early: list[pb.ReplicateResponse] = []
+        loop = asyncio.get_running_loop()
+        self.let_in: asyncio.Future[None] = loop.create_future()
+        self._over: asyncio.Future[PsdistError | None] = loop.create_future()
+
+    def send(self, message: pb.ReplicateRequest, payload: Values | None) -> None:
+        if payload is not None and self._arena is not None and message.WhichOneof("kind") == "update":
+            message.offset = self._memory.offset_of(self._arena, payload)
+            if message.offset:
+                shown = self._shown.setdefault((message.shard, message.term), deque())
+                shown.append((message.update.lsn, payload))
+                payload = None
+        if payload is None:
+            self.connection.send_soon(message.SerializeToString())
+        else:
+            self.connection.send(message.SerializeToString(), _bytes_of(payload))
+
+    async def has_room(self) -> None:
+        await self.connection.drain()
+
+    def acknowledged(self, ack: pb.ReplicateResponse.Ack) -> None:
+        shown = self._shown.get((ack.shard, ack.term))
+        while shown and shown[0][0] <= ack.lsn:
+            shown.popleft()
+
+    async def run(self, on_response: OnResponse) -> None:
+        early, self._early, self._on_response = self._early, [], on_response
+        for response in early:
+            on_response(response)
+        told = asyncio.ensure_future(read(self._call, self._peer))
+        try:
+            ends: set[asyncio.Future[Any]] = {told, self._over}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not told.done() and (error := self._over.result()) is not None:
+                raise InternalError(f"what {self._peer} sent cannot be read: {error.message}")
+            await asyncio.wait({told}, timeout=_REASON_SECONDS)
+            if not told.done():
+                raise ServerUnreachableError(f"{self._peer} closed the connection")
+            told.result()
+            raise InternalError(f"{self._peer} sent more on the stream than its first answer")
+        finally:
+            told.cancel()
+            await asyncio.gather(told, return_exceptions=True)
+
+    def close(self) -> list[Values]:
+        self.connection.abort()
+        shown, self._shown = self._shown, {}
+        return [gradient for queue in shown.values() for _, gradient in queue]
+
+    # --- what the connection calls ------------------------------------------------------------------------------------
+
+    def begin_frame(self, header: bytes, size: int) -> memoryview:
+        if size:
+            raise InvalidArgumentError(f"an answer with a payload of {size} bytes")
+        self._response = header
+        return _NOTHING
+
+    def end_frame(self) -> None:
+        response = frames.parse(pb.ReplicateResponse, self._response)
+        if response.WhichOneof("kind") == "opened":
+            if not self.let_in.done():
+                self.let_in.set_result(None)
+        elif self._on_response is None:
+            self._early.append(response)
+        else:
+            self._on_response(response)
+
+    def connection_ended(self, error: PsdistError | None) -> None:
+        if not self._over.done():
+            self._over.set_result(error)
+        if not self.let_in.done():
+            self.let_in.set_exception(error or TcpUnavailableError(f"{self._peer} closed the connection"))
+            self.let_in.exception()  # Nobody may wait for it.
+
+
+@dataclass(slots=True)
+class Offer:
+    """What a primary can use towards one replica. refused: why some of it did not work, by its name."""
+
+    peer: str
+    host: str
+    memory: UpdateMemory
+    carriers: Collection[str]
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def allows(self, name: str) -> bool:
+        """Whether a carrier is to be tried."""
+        return name in self.carriers and name not in self.refused
+
+
+async def negotiate(call: Any, hello: pb.ReplicateRequest, offer: Offer) -> tuple[Carrier, pb.ReplicateResponse]:
+    """Sends the first hello of a stream; what carries it from now on, and the replica's welcome. Raises
+    SharingUnavailableError or TcpUnavailableError where that was not to be had, and then another stream is to be opened
+    without it."""
+    hello.hello.tcp = offer.allows("tcp")
+    with ExitStack() as stack:
+        arena = _arena(offer)
+        handing: asyncio.Task[socket.socket] | None = None
+        if arena is not None:
+            try:
+                hello.hello.socket, listener = stack.enter_context(fd_passing.listening())
+            except SharingUnavailableError as error:
+                offer.refused["shm"] = error.message
+            else:
+                hello.hello.arena_elements = arena.flat.size
+                handing = asyncio.create_task(fd_passing.offer(listener, arena.fd))
+                stack.callback(_discard, handing)
+        await call.write(hello.SerializeToString())
+        answer = await read(call, offer.peer)
+        if answer.WhichOneof("kind") != "welcome":
+            raise ServerUnreachableError(f"{offer.peer} did not answer hello with welcome")
+        welcome = answer.welcome
+        if welcome.arena_nonce and arena is not None and handing is not None:
+            return await _share(call, offer, arena, handing, welcome), answer
+        if welcome.port:
+            return await _connect(call, offer, welcome), answer
+        return GrpcCarrier(call, offer.peer), answer
+
+
+def _arena(offer: Offer) -> GradientArena | None:
+    if not offer.allows("shm"):
+        return None
+    try:
+        return offer.memory.arena()
+    except SharingUnavailableError as error:
+        offer.refused["shm"] = error.message
+        return None
+
+
+async def _share(
+    call: Any,
+    offer: Offer,
+    arena: GradientArena,
+    handing: asyncio.Task[socket.socket],
+    welcome: pb.ReplicateResponse.Welcome,
+) -> Carrier:
+    # The replica took the file before it answered.
+    await asyncio.wait({handing}, timeout=fd_passing.HANDOVER_SECONDS)
+    if not handing.done() or welcome.arena_nonce != arena.nonce:
+        raise SharingUnavailableError(f"{offer.peer} did not map this server's memory: it answered with another nonce")
+    carrier = FrameCarrier("shm", call, offer.peer, offer.memory, arena)
+    connection = socket.socket(fileno=handing.result().detach())  # It is the event loop's from now on.
+    try:
+        await asyncio.get_running_loop().create_unix_connection(lambda: carrier.connection, sock=connection)
+    except BaseException:
+        carrier.close()
+        raise
+    return carrier
+
+
+async def _connect(call: Any, offer: Offer, welcome: pb.ReplicateResponse.Welcome) -> Carrier:
+    carrier, where = FrameCarrier("tcp", call, offer.peer, offer.memory, None), f"{offer.host}:{welcome.port}"
+    opening = pb.ShareRequest(open=pb.OpenConnection(nonce=welcome.nonce))
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: carrier.connection, offer.host, welcome.port)
+            carrier.connection.send(opening.SerializeToString())
+            await carrier.let_in
+    except BaseException as error:
+        carrier.close()
+        if isinstance(error, TimeoutError):
+            raise TcpUnavailableError(
+                f"{where} did not answer within {CONNECT_SECONDS:g} s: a firewall must let servers connect to any port "
+                "of each other"
+            ) from None
+        if isinstance(error, OSError):
+            raise TcpUnavailableError(f"no connection to {where}: {error.strerror or error}") from None
+        raise
+    return carrier
+
+
+def _discard(handing: asyncio.Task[socket.socket]) -> None:
+    """Ends an exchange, and closes the connection that it may have come to and that nothing has taken over."""
+    handing.cancel()
+    if handing.done() and not handing.cancelled() and handing.exception() is None:
+        handing.result().close()
+
+
+def _bytes_of(payload: Values | None) -> memoryview:
+    return payload.view(np.uint8).data if payload is not None else _NOTHING
