@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 def main(settings: ServerSettings) -> int:
     """Runs a server until a signal or its launcher stops it; returns the exit status."""
-    malloc_options.keep_buffers(one_heap=True)
+    malloc_options.keep_buffers(heaps=1)
     logs.configure("server", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
         address = settings.scheduler_address()

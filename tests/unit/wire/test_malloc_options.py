@@ -24,6 +24,34 @@ print(done, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+#: Allocates in eight threads at once, and tells how many heaps there are.
+HEAPS = """
+import ctypes, re, threading
+from psdist.wire import malloc_options
+malloc_options.keep_buffers()
+meeting = threading.Barrier(8)
+def touch():
+    meeting.wait()
+    block = bytes(1 << 20)
+    meeting.wait()
+threads = [threading.Thread(target=touch) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+libc = ctypes.CDLL(None)
+libc.open_memstream.restype = ctypes.c_void_p
+text, size = ctypes.c_char_p(), ctypes.c_size_t()
+stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
+libc.malloc_info(0, stream)
+libc.fclose(stream)
+print(len(re.findall(rb"<heap nr", text.value)))
+"""
+
+
+def heaps(**environ: str) -> int:
+    """The heaps of a new process."""
+    return int(subprocess.run([sys.executable, "-c", HEAPS], env=environ, capture_output=True, check=True).stdout)
+
+
 def faults(**environ: str) -> tuple[str, int]:
     """What a new process says: whether it was done, and page faults."""
     answer = subprocess.run([sys.executable, "-c", CODE], env=environ, capture_output=True, text=True, check=True)
@@ -37,6 +65,14 @@ def test_freed_buffers_are_kept_unless_the_user_says_otherwise() -> None:
     untouched, many = faults(PSDIST_MALLOC="default")
     assert (done, untouched) == ("True", "False")
     assert few < 1000 < 10_000 < many
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_threads_share_few_heaps_unless_the_user_says_otherwise() -> None:
+    """Each would keep free buffers of its own."""
+    assert heaps() == malloc_options.SCRIPT_HEAPS
+    assert heaps(MALLOC_ARENA_MAX="5") == 5
+    assert heaps(PSDIST_MALLOC="default") > 5
 
 
 def test_a_system_without_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
