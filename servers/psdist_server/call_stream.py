@@ -17,7 +17,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,17 +99,12 @@ class CallStream(ABC):
         self._last_id = 0
         self._named = 0
         #: The identity that was admitted last; it needs no check again while the map is the same.
-        self._admitted = identity
+        self.admitted = identity
         #: Admits a call that has to wait for a map or for confirmations; those after it wait too.
         self._admitting: asyncio.Task[None] | None = None
 
-    @property
-    def epoch(self) -> int:
-        """The map by which the last call was made: the worker reads no slice that was moved before that map."""
-        return self._admitted.epoch
-
-    def fence(self, live: Mapping[str, int]) -> None:  # noqa: B027 - who reads shared memory is sent nothing
-        """A new map, by which these incarnations of workers are live: others are sent nothing more."""
+    def fenced(self) -> None:  # noqa: B027 - who reads shared memory is sent nothing
+        """The worker is fenced: sends it nothing more."""
 
     # --- the connection -----------------------------------------------------------------------------------------------
 
@@ -177,7 +172,7 @@ class CallStream(ABC):
 
     def _is_admitted(self, sender: server_pb2.Identity) -> bool:
         """Whether ``sender`` is the identity that was admitted last, and the map is still the same."""
-        before = self._admitted
+        before = self.admitted
         return (
             sender.epoch == before.epoch == self._server.admission.map.epoch
             and sender.incarnation == before.incarnation
@@ -197,7 +192,7 @@ class CallStream(ABC):
                 await self._check_sender(sender)
             if not call.is_push and self._needs_confirm(request.pull):
                 await self.store.replicator.confirm(request.pull.slices)
-                self._server.admission.check_live(self._admitted)
+                self._server.admission.check_live(self.admitted)
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
             self._refuse(call, as_psdist_error(error, "admitting a call", log))
         else:
@@ -214,7 +209,7 @@ class CallStream(ABC):
         store = await self._server.admission.admit(identity)
         if store is not self.store:
             raise UnknownParametersError(f"{identity.parameters!r} are not those that this stream was opened for")
-        self._admitted = identity
+        self.admitted = identity
 
     @staticmethod
     def _refuse(call: StreamCall, error: PsdistError) -> None:
@@ -222,7 +217,7 @@ class CallStream(ABC):
         call.asked_all()
 
     def _carry_out(self, call: StreamCall, request: server_pb2.ShareRequest) -> None:
-        call.identify(self._admitted)
+        call.identify(self.admitted)
         try:
             self.store.check_installed()
             if call.is_push:
@@ -278,14 +273,10 @@ class CallStream(ABC):
         """Sends the reason why ``call`` waits, unless there was progress, or the worker does not read its answers."""
         call.note_wait("")
         if len(call.answers) == answered and call.state is not CallState.ENDED:
-            reason = call.note_wait(self._server.waiting_for(call) or self._own_wait(call))
+            reason = call.note_wait(self._server.waiting_for(call) or _own_wait(call))
             if not self.is_full:
                 self.send(server_pb2.ShareResponse(call_id=call.call_id, waiting_for=reason))
         self._report_later(call)
-
-    @staticmethod
-    def _own_wait(call: StreamCall) -> str:
-        return "for the rest of the request" if call.coming else "for this server to apply the update"
 
     def end_call(self, call: StreamCall) -> None:
         """Nothing answers ``call`` any more."""
@@ -331,6 +322,10 @@ def error_response(call: StreamCall) -> server_pb2.ShareResponse:
     """The message that ends a call that failed."""
     assert call.error is not None
     return server_pb2.ShareResponse(call_id=call.call_id, error=status.to_detail(call.error))
+
+
+def _own_wait(call: StreamCall) -> str:
+    return "for the rest of the request" if call.coming else "for this server to apply the update"
 
 
 def _one_for_each(values: Sequence[int], slices: Sequence[int], what: str) -> Sequence[int]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import grpc.aio
 import numpy as np
@@ -155,11 +155,10 @@ class TcpCallStream(CallStream):
         if not call.coming and call.state is CallState.ASKING:
             call.asked_all()
 
-    def fence(self, live: Mapping[str, int]) -> None:
-        if live.get(self._identity.worker_id) != self._identity.incarnation:
-            if self._connection is not None:
-                self._connection.abort()  # What is queued may lie where others' updates are written from now on.
-            self.connection_ended(fenced(self._identity))
+    def fenced(self) -> None:
+        if self._connection is not None:
+            self._connection.abort()  # What is queued may lie where others' updates are written from now on.
+        self.connection_ended(fenced(self._identity))
 
     def connection_ended(self, error: PsdistError | None) -> None:
         if not self.over.done():

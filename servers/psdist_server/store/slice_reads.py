@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from psdist.consistency import BSP, Consistency
 from psdist.errors import PsdistError
+from psdist.types import Identity
 from psdist.v1 import server_pb2
 from psdist.wire import frames
 from psdist_server.kernels.arrays import DenseParameters
@@ -113,14 +114,14 @@ class SliceReads:
 
 
 class Reader(Protocol):
-    """A worker that can read the weights in place, or is sent them from there."""
+    """A worker that can read the weights in place, or is sent them from there. admitted: by which it made its last
+    call."""
 
     @property
-    def epoch(self) -> int:
-        """Of the map by which it made its last call."""
+    def admitted(self) -> Identity: ...
 
-    def fence(self, live: Mapping[str, int]) -> None:
-        """A new map, by which these incarnations of workers are live: others are sent nothing more."""
+    def fenced(self) -> None:
+        """The worker is fenced: sends it nothing more."""
 
 
 class InPlaceReaders:
@@ -143,7 +144,8 @@ class InPlaceReaders:
     def fence(self, live: Mapping[str, int]) -> None:
         """A new map, by which these incarnations of workers are live, and which no slice was updated by yet."""
         for reader in list(self._readers):
-            reader.fence(live)
+            if live.get(reader.admitted.worker_id) != reader.admitted.incarnation:
+                reader.fenced()
 
     def release(self, indices: Sequence[int], epoch: int) -> None:
         """These slices were moved by the map of ``epoch``: gives their state back now, and their weights when nothing
@@ -156,7 +158,7 @@ class InPlaceReaders:
         asyncio.get_running_loop().call_later(RECLAIM_SECONDS, self._reclaim, indices, epoch)
 
     def _reclaim(self, indices: Sequence[int], epoch: int) -> None:
-        if any(reader.epoch < epoch for reader in self._readers):
+        if any(reader.admitted.epoch < epoch for reader in self._readers):
             self._reclaim_later(indices, epoch)
         else:
             self._dense.reclaim(index for index in indices if self._released.get(index) == epoch)

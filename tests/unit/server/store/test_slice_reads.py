@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +22,12 @@ from psdist_server.store.statistics import Counters
 SLICE = 4096
 
 
-@dataclass
 class Reader:
-    epoch: int
+    def __init__(self, epoch: int) -> None:
+        self.admitted = Identity("run", "worker-0", 1, epoch, "p")
 
-    def fence(self, live: Mapping[str, int]) -> None:
-        del live
+    def fenced(self) -> None:
+        raise AssertionError
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ async def test_weights_stay_until_every_reader_called_by_the_map_by_which_they_w
     mine.release([1], epoch=5)
     await turns()
     assert (dense.weights.array == 1.0).all() and dense.held == {0}
-    first.epoch = 5
+    first.admitted = replace(first.admitted, epoch=5)
     await turns()
     assert (dense.weights.array[:SLICE] == 1.0).all() and not dense.weights.array[SLICE:].any()
 
