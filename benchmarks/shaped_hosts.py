@@ -76,7 +76,7 @@ class ShapedHosts(WorkerNetwork):
                 (self._directory / str(host)).mkdir()
                 self._shape(self.namespace(host), INTERFACE, bits_per_second)
                 self._shape(self.switch, self.port(host), bits_per_second)
-        except BaseException:
+        except BaseException:  # This includes Ctrl-C: nothing is left behind.
             self.close()
             raise
 

@@ -31,9 +31,9 @@ SLICE_ELEMENTS_MAX: Final = 1 << 20  # 4 MiB of float32
 SLICE_ELEMENTS_MIN: Final = 1 << 12
 SHARDS_PER_SERVER: Final = 4
 _SLICES_WANTED: Final = 16
-#: Slices of up to so many elements keep all servers busy even where there are few of them.
+#: Slices of up to 1 MiB, of which there are enough for all servers also where a vector is small.
 _SMALL_SLICE_ELEMENTS: Final = 1 << 18
-#: Larger ones, each of which costs the interpreters as much as a small one, are for vectors that have so many of them.
+#: Vectors have larger ones where so many are left. Each slice costs the interpreters the same, whatever its size.
 _LARGE_SLICES_WANTED: Final = 20
 
 SAMPLES_MAX: Final = 1 << 62

@@ -32,7 +32,7 @@ def batch_sizes(settings: turns.Settings) -> list[list[int]]:
     return [sizes[server :: settings.servers] for server in range(settings.servers)]
 
 
-class Echo(flight.FlightServerBase):  # type: ignore[misc]
+class Echo(flight.FlightServerBase):  # type: ignore[misc] - pyarrow has no types
     """Sends back what comes."""
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
@@ -108,7 +108,7 @@ def take_turns(settings: turns.Settings) -> None:
     sizes = batch_sizes(settings)
     for number in range(settings.servers):
         while not address_file(number).exists():
-            time.sleep(0.02)
+            time.sleep(0.02)  # Nothing tells when a server has written its address.
     addresses = [address_file(number).read_text() for number in range(settings.servers)]
     exchanges = [Exchange(address, mine) for address, mine in zip(addresses, sizes, strict=True)]
     with ThreadPoolExecutor(2 * settings.servers) as pool:

@@ -160,7 +160,7 @@ class ReplicaStream:
             loop = asyncio.get_running_loop()
             opening = loop.run_in_executor(None, GradientArena.open, fd, hello.arena_elements, "float32")
             arena = await asyncio.shield(opening)
-        except BaseException:
+        except BaseException:  # This includes cancellation.
             handed.close()
             raise
         connection = self._connection = FrameConnection(self)
@@ -277,7 +277,7 @@ class ReplicaStream:
             return
         try:
             self._handle(Frame(message, payload))
-        except Exception as error:
+        except Exception as error:  # The connection ends with a PsdistError alone.
             raise as_psdist_error(error, "taking an update", log) from None
 
     async def _admit_later(self, connection: FrameConnection, hello: pb.ReplicateRequest.Hello) -> None:

@@ -298,7 +298,7 @@ async def _share(
     connection = socket.socket(fileno=handing.result().detach())  # It is the event loop's from now on.
     try:
         await asyncio.get_running_loop().create_unix_connection(lambda: carrier.connection, sock=connection)
-    except BaseException:
+    except BaseException:  # This includes cancellation.
         carrier.close()
         raise
     return carrier
@@ -313,7 +313,7 @@ async def _connect(call: Any, offer: Offer, welcome: pb.ReplicateResponse.Welcom
             await loop.create_connection(lambda: carrier.connection, offer.host, welcome.port)
             carrier.connection.send(opening.SerializeToString())
             await carrier.let_in
-    except BaseException as error:
+    except BaseException as error:  # This includes cancellation.
         carrier.close()
         if isinstance(error, TimeoutError):
             raise TcpUnavailableError(
