@@ -287,7 +287,7 @@ async def test_another_protocol_version(training: Training, monkeypatch: pytest.
     [
         (_OLDER_SERVER, [], "", "protocol version 99, this scheduler speaks 3"),
         ("", ["--server-id", "server-0", "--start-timeout", "1"], "", "'server-0' is taken by server-0, process"),
-        ("", ["--run-id", "another"], "", "not 'another'"),
+        pytest.param("", ["--run-id", "another"], "", "not 'another'", marks=pytest.mark.long),
         ("", [], "wrong", "the token is missing or wrong"),
     ],
     ids=["protocol", "id", "run", "token"],

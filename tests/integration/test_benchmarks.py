@@ -58,6 +58,7 @@ def test_a_step_beside_its_peers(tmp_path: Path, transport: str, peers: set[str]
     assert {text.split(":")[0] for text in result["psdist"]["transports"].values()} == {transport}
 
 
+@pytest.mark.long
 def test_a_peer_that_fails_says_why(tmp_path: Path) -> None:
     done = call("benchmarks.step", "--params", "0", "--rounds", "1")
     assert done.returncode == 1

@@ -46,7 +46,12 @@ _numbers = itertools.count()
 Join = Callable[..., Awaitable[psdist.AsyncClient]]
 
 
-@pytest_asyncio.fixture(loop_scope="session", scope="module", params=[1, 2], ids=["S1", "S2"])
+@pytest_asyncio.fixture(
+    loop_scope="session",
+    scope="module",
+    params=[pytest.param(1, marks=pytest.mark.long), 2],
+    ids=lambda servers: f"S{servers}",
+)
 async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[EmbeddedCluster]:
     cluster = await asyncio.to_thread(EmbeddedCluster, request.param)
     yield cluster

@@ -343,6 +343,7 @@ def test_the_launcher_starts_and_stops_workers(stage: Stage, mode: str) -> None:
         assert re.findall(r"sees \[(\d+)\.\]", text) == [str(total)] * 2, text
 
 
+@pytest.mark.long
 def test_an_elastic_run_waits_below_its_minimum_and_says_so(stage: Stage) -> None:
     environ = stage.services()
     first, second = (stage.agent("--nnodes", "2:4", *_FILE, "train.py", "bsp", **environ) for _ in range(2))

@@ -5,6 +5,7 @@ plain single-process numpy reference that adds the gradients in rank order.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -96,12 +97,12 @@ def group_ranges(spec: Optimizer) -> tuple[tuple[int, int, int], ...]:
     return tuple(ranges)
 
 
-#: Servers and workers of make test: one and one, and several that do not divide each other. The other pairs are long.
-_BRIEFLY = {(1, 1), (3, 2)}
-_PAIRS = [
-    pytest.param(servers, workers, marks=[] if (servers, workers) in _BRIEFLY else [pytest.mark.long])
-    for servers in (1, 2, 3, 5)
-    for workers in (1, 2, 4)
+#: Servers, workers and transport of make test: one and one, and several that do not divide each other. The others are
+#: long.
+_BRIEFLY = {(1, 1, "tcp"), (3, 2, "auto")}
+_CASES = [
+    pytest.param(*case, marks=[] if case in _BRIEFLY else [pytest.mark.long])
+    for case in itertools.product((1, 2, 3, 5), (1, 2, 4), ("auto", "tcp"))
 ]
 
 
@@ -118,8 +119,7 @@ async def create(client: AsyncClient, name: str, spec: Optimizer) -> AsyncParame
     return await client.parameters(name, init=split(values), optimizer=spec, consistency=BSP(), slice_elements=SLICE)
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize(("cluster", "workers"), _PAIRS, indirect=["cluster"], scope="module")
+@pytest.mark.parametrize(("cluster", "workers", "transport"), _CASES, indirect=["cluster"], scope="module")
 async def test_weights_are_byte_identical_to_the_reference(
     cluster: EmbeddedCluster, workers: int, transport: TransportName
 ) -> None:

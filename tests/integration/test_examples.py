@@ -68,7 +68,7 @@ def test_digits_take_the_same_steps_for_any_number_of_workers(monkeypatch: pytes
 @pytest.mark.parametrize(
     "options",
     [
-        ("--consistency", "asp"),
+        pytest.param(("--consistency", "asp"), marks=pytest.mark.long),
         # Between the two.
         pytest.param(("--consistency", "ssp", "--staleness", "2"), marks=pytest.mark.long),
     ],

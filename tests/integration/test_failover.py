@@ -80,8 +80,7 @@ def _digests(text: str) -> set[str]:
     ("clip", "transport"),
     [
         *(pytest.param(0.0, transport, marks=pytest.mark.long) for transport in ("grpc", "tcp", "shm")),
-        (1.0, "grpc"),
-        pytest.param(1.0, "tcp", marks=pytest.mark.long),
+        *(pytest.param(1.0, transport, marks=pytest.mark.long) for transport in ("grpc", "tcp")),
     ],
 )
 def test_a_killed_server_changes_not_a_bit(tmp_path: Path, runs: list[Run], clip: float, transport: str) -> None:
@@ -108,7 +107,7 @@ def test_a_killed_server_changes_not_a_bit(tmp_path: Path, runs: list[Run], clip
     ("consistency", "transport"),
     [
         pytest.param("asp", "grpc", marks=pytest.mark.long),
-        ("asp", "shm"),
+        pytest.param("asp", "shm", marks=pytest.mark.long),
         pytest.param("asp", "tcp", marks=pytest.mark.long),
         pytest.param("ssp", "grpc", marks=pytest.mark.long),
     ],

@@ -34,9 +34,8 @@ def processes_in(namespaces: str) -> list[str]:
 
 
 @needs_hosts
-@pytest.mark.parametrize(
-    "contenders", [["psdist"], pytest.param(["psdist", "psdist_bf16", "psdist_grpc"], marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("contenders", [["psdist"], ["psdist", "psdist_bf16", "psdist_grpc"]])
+@pytest.mark.long
 def test_a_step_between_two_hosts(tmp_path: Path, contenders: list[str]) -> None:
     path = tmp_path / "out.json"
     command = [*COMMAND, "--rate", "1gbit", "--contender", *contenders, "--json", str(path)]

@@ -81,8 +81,15 @@ MIXES: tuple[list[TransportName], ...] = (
 )
 
 
-@pytest.mark.parametrize("slice_elements", [4096, 1000], ids=["pages", "uneven"])
-@pytest.mark.parametrize("transports", MIXES, ids="-".join)
+@pytest.mark.parametrize(
+    ("transports", "slice_elements"),
+    [
+        pytest.param(mix, size, marks=[] if brief or mix == MIXES[-1] else [pytest.mark.long])
+        for mix in MIXES
+        for size, brief in ((4096, True), (1000, False))
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
+)
 async def test_bytes_are_those_of_the_reference(
     cluster: EmbeddedCluster, transports: list[TransportName], slice_elements: int
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.simulation import runner
 
 FIRST = 300_000
-SEEDS = 30
+SEEDS = 20
 #: Seeds that take paths which few do. Where the order of messages changes, others do.
 RARE = (300043,)
 #: Paths that so many seeds must have taken.

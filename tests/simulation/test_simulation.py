@@ -1,4 +1,4 @@
-"""The whole cluster under simulated faults: two hundred seeds, the same again in another process, and what is seen
+"""The whole cluster under simulated faults: a hundred and twenty seeds, the same again in another process, and what is seen
 when a safeguard is missing. ``make sim`` runs more of all.
 """
 
@@ -20,7 +20,7 @@ from tests.simulation.options import REPLICATED, SINGLE
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = 100_000
-SEEDS = 200
+SEEDS = 120
 #: Runs after which there must be no more than after as many before.
 RUNS = 24
 #: Seeds that once showed a defect, of psdist or of the simulation: in the network's order, lives of workers, servers

@@ -63,6 +63,7 @@ def test_another_process_compiles(tmp_path: Path) -> None:
     assert (out, process.returncode) == ("True 1\n", 0), problems
 
 
+@pytest.mark.long
 def test_what_is_closed_compiles_no_more(tmp_path: Path) -> None:
     with _script(tmp_path, "close") as process:
         out, problems = process.communicate("\n")
