@@ -3,7 +3,7 @@
 Runs two workers and two servers for a thousand steps with each transport, and looks at every process of the run after
 each tenth of them: what Python has allocated (tracemalloc, with its peak since the last look) and what is resident
 (RSS). Growth is that of the second half of the steps: what the first ones allocate may stay. What it is not: a test; it
-asserts nothing. Steps are slower than without tracemalloc.
+asserts nothing. Steps are slower than without tracemalloc; ``--untraced`` leaves it out, for runs of many steps.
 """
 
 from __future__ import annotations
@@ -40,8 +40,14 @@ class Watched:
     peak: list[int] = field(default_factory=list)
     resident: list[int] = field(default_factory=list)
 
-    def look(self, traces: Path) -> None:
-        """Asks the process, and the system. Raises ContenderError for one that does not answer."""
+    def look(self, traces: Path | None) -> None:
+        """Asks the process, unless it is not traced, and the system. Raises ContenderError for one that does not
+        answer."""
+        if traces is not None:
+            self._ask(traces)
+        self.resident.append(self.process.memory_info().rss)
+
+    def _ask(self, traces: Path) -> None:
         path = traces / f"{self.process.pid}.json"
         path.unlink(missing_ok=True)
         self.process.send_signal(signal.SIGUSR2)
@@ -53,18 +59,22 @@ class Watched:
         told = json.loads(path.read_text())
         self.current.append(told["current"])
         self.peak.append(told["peak"])
-        self.resident.append(self.process.memory_info().rss)
 
     def as_json(self) -> dict[str, Any]:
         """Growth over the second half of the steps, and all that was seen."""
         half = LOOKS // 2 - 1
+        traced = {}
+        if self.current:
+            traced = {
+                "traced_growth_bytes": self.current[-1] - self.current[half],
+                "traced_above_bytes": max(self.peak[half + 1 :]) - min(self.current[half:]),
+                "current_bytes": self.current,
+                "peak_bytes": self.peak,
+            }
         return {
             "role": self.role,
-            "traced_growth_bytes": self.current[-1] - self.current[half],
-            "traced_above_bytes": max(self.peak[half + 1 :]) - min(self.current[half:]),
+            **traced,
             "resident_growth_bytes": self.resident[-1] - self.resident[half],
-            "current_bytes": self.current,
-            "peak_bytes": self.peak,
             "resident_bytes": self.resident,
         }
 
@@ -85,28 +95,31 @@ def measure(options: argparse.Namespace, transport: str) -> list[dict[str, Any]]
         traces = Path(name)
         path = os.pathsep.join([str(ROOT / "benchmarks/tracing"), *filter(None, [os.environ.get("PYTHONPATH")])])
         # Tracing makes a compilation slow enough to cost a server its usual lease.
-        environment = {
-            "PYTHONTRACEMALLOC": "1",
-            "PYTHONPATH": path,
-            "BENCH_TRACES": name,
-            "PSDIST_FAILURE_TIMEOUT": "60",
-        }
+        environment = {"PSDIST_FAILURE_TIMEOUT": "60"}
+        if not options.untraced:
+            environment |= {"PYTHONTRACEMALLOC": "1", "PYTHONPATH": path, "BENCH_TRACES": name}
         with Running(registry.psdist(settings, transport, environment=environment)) as running:
             processes = watched(running)
             for _ in range(LOOKS):
                 running.turn(max(1, options.steps // LOOKS))
                 for one in processes:
-                    one.look(traces)
+                    one.look(None if options.untraced else traces)
             return [one.as_json() for one in processes]
 
 
 def table(processes: list[dict[str, Any]]) -> str:
     """The processes as text."""
-    lines = [f"{'KiB':12}{'traced growth':>16}{'a step above':>16}{'RSS growth':>14}{'RSS':>12}"]
+    columns = {
+        "traced growth": "traced_growth_bytes",
+        "a step above": "traced_above_bytes",
+        "RSS growth": "resident_growth_bytes",
+    }
+    columns = {title: key for title, key in columns.items() if key in processes[0]}
+    lines = [f"{'KiB':12}{''.join(f'{title:>16}' for title in columns)}  RSS at each look"]
     for one in processes:
-        growth, above, resident = one["traced_growth_bytes"], one["traced_above_bytes"], one["resident_growth_bytes"]
-        cells = [growth / 1024, above / 1024, resident / 1024, one["resident_bytes"][-1] / 1024]
-        lines.append(f"{one['role']:12}{cells[0]:16,.0f}{cells[1]:16,.0f}{cells[2]:14,.0f}{cells[3]:12,.0f}")
+        cells = "".join(f"{one[key] / 1024:16,.0f}" for key in columns.values())
+        looks = " ".join(f"{size / 1024:,.0f}" for size in one["resident_bytes"])
+        lines.append(f"{one['role']:12}{cells}  {looks}")
     return "\n".join(lines)
 
 
@@ -119,6 +132,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--params", type=int, default=4_000_000)
     line.add_argument("--transport", nargs="+", choices=("shm", "tcp", "grpc"), default=["shm", "tcp", "grpc"])
     line.add_argument("--copy", action="store_true", help="plain calls, with arrays of one's own")
+    line.add_argument("--untraced", action="store_true", help="resident memory only: without tracemalloc")
     line.add_argument("--json", type=Path, metavar="FILE")
     return line
 

@@ -12,6 +12,9 @@ def main() -> int:
     """Reads the command line and runs; the exit status."""
     settings = scheduler_settings(sys.argv[1:])
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # What goes wrong comes back as a status, in our own words.
+    # structlog imports it for the colors of tracebacks: 5 MB and 65 modules. None is how Python notes a module that
+    # cannot be imported; its stubs do not know that.
+    sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
     from psdist_scheduler import app
 
     return app.main(settings)

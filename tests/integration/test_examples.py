@@ -65,13 +65,10 @@ def test_digits_take_the_same_steps_for_any_number_of_workers(monkeypatch: pytes
         assert {int(index) for part in parts for batch in part for index in batch} == set(range(digits.TRAIN_IMAGES))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
-    [
-        pytest.param(("--consistency", "asp"), marks=pytest.mark.long),
-        # Between the two.
-        pytest.param(("--consistency", "ssp", "--staleness", "2"), marks=pytest.mark.long),
-    ],
+    [("--consistency", "asp"), ("--consistency", "ssp", "--staleness", "2")],
     ids=lambda words: words[1],
 )
 def test_digits_without_a_barrier_come_within_a_point(synchronous: str, options: tuple[str, ...]) -> None:

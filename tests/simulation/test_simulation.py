@@ -1,5 +1,5 @@
-"""The whole cluster under simulated faults: a hundred and twenty seeds, the same again in another process, and what is seen
-when a safeguard is missing. ``make sim`` runs more of all.
+"""The whole cluster under simulated faults: some seeds, the same again in another process, and what is seen when a
+safeguard is missing. ``make sim`` runs more of all.
 """
 
 from __future__ import annotations
