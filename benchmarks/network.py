@@ -1,10 +1,10 @@
 """Hosts with links of a given speed: ``python -m benchmarks.network --rate 1gbit``, as root.
 
 Hosts are network namespaces (``shaped_hosts``), of which each has one worker and one server; psdist's scheduler is
-outside, and its own link has no limit. psdist, with each transport and wire dtype of ``VARIANTS``, takes turns with
-torch's all-reduce and DistributedDataParallel over gloo, with and without its fp16 hook. Measured are the time of a
-step, and the bytes that the hosts' interfaces counted meanwhile. A raw TCP transfer, from each host to the next, all at
-once, shows beforehand what a link carries.
+outside, and its own link has no limit. psdist, with each transport, wire dtype and codec of ``VARIANTS``, takes turns
+with torch's all-reduce and DistributedDataParallel over gloo, with and without its fp16 hook. Measured are the time of
+a step, and the bytes that the hosts' interfaces counted meanwhile. A raw TCP transfer, from each host to the next, all
+at once, shows beforehand what a link carries.
 
 Invariants: psdist's workers reach their own host's server and the others as the variant says, or there is no result.
 Nothing is left behind: no namespace, interface or process, whatever ends the benchmark (after SIGKILL, the next one
@@ -61,12 +61,17 @@ class Variant:
     own: str
     others: str
     wire_dtype: str = "float32"
+    codec: str = ""
 
 
 VARIANTS: Mapping[str, Variant] = {
     "psdist": Variant("auto", "shm", "tcp"),
     "psdist_bf16": Variant("auto", "shm", "tcp", "bfloat16"),
     "psdist_grpc": Variant("grpc", "grpc", "grpc"),
+    # Weights come back in bfloat16.
+    "psdist_int8": Variant("auto", "shm", "tcp", "bfloat16", "Int8()"),
+    "psdist_topk": Variant("auto", "shm", "tcp", "bfloat16", "TopK(0.01)"),
+    "psdist_chunked": Variant("auto", "shm", "tcp", "bfloat16", "ChunkedTopK(64, 4096, bits=2)"),
 }
 
 #: Of the raw transfer.
@@ -83,7 +88,7 @@ _PSDIST_WORKER = (sys.executable, "-c", "from psdist.cli.main import worker; wor
 def psdist(settings: Settings, hosts: ShapedHosts, name: str) -> Contender:
     """psdist as a user starts it on several machines: a server and a ``psdist-worker`` on each host."""
     variant = VARIANTS[name]
-    text = replace(settings, wire_dtype=variant.wire_dtype).text()
+    text = replace(settings, wire_dtype=variant.wire_dtype, codec=variant.codec).text()
     found = ("--scheduler-file", f"{DIRECTORY}/scheduler")
     scheduler = module(
         "psdist_scheduler", "--address-file", f"{DIRECTORY}/scheduler", "--host", hosts.gateway, "--insecure",

@@ -14,7 +14,10 @@ Line = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 640, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 130, 34, 46
-_COLORS = ("#2a6f97", "#bc4749", "#6a994e", "#7b2cbf", "#f3722c", "#495057")
+_COLORS = (
+    "#2a6f97", "#bc4749", "#6a994e", "#7b2cbf", "#f3722c", "#495057", "#0a9396", "#d00070", "#b08900", "#1d3557",
+    "#9c6644", "#5fa8d3",
+)  # fmt: skip
 _FACTORS = (1, 2, 5)
 
 

@@ -11,6 +11,7 @@ import time
 
 import psdist
 from benchmarks import emulation, turns
+from benchmarks.codec_choice import CODECS
 from psdist.bench import BenchSettings, StepBench, vary
 
 
@@ -23,6 +24,7 @@ def bench_settings(settings: turns.Settings) -> BenchSettings:
         optimizer=settings.optimizer,
         copy=settings.copy,
         layer_elements=settings.layer_elements,
+        compression=CODECS[settings.codec] if settings.codec else "",
     )
 
 

@@ -7,6 +7,7 @@ when a measurement starts, so that the command line is fast.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Mapping
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from psdist.client.sync_client import Client
+    from psdist.compression import Codec
 
 #: Elements of one tensor where nothing else is said.
 LAYER_ELEMENTS: Final = 1 << 20
+#: Of a tensor, at most: codecs leave vectors as they are, so these are matrices.
+_COLUMNS: Final = 1024
 #: Steps before the clock starts: the first ones touch new memory, compile, and attach.
 WARM_STEPS: Final = 3
 
@@ -46,6 +50,7 @@ class BenchSettings:
     """What is measured. Raises InvalidArgumentError for an unknown name or an impossible size.
 
     wire_dtype: dtype of gradients and weights on the wire.
+    compression: of gradients, a codec or its name; "" is ``wire_dtype``.
     copy: plain calls with arrays of the user's own, instead of gradient buffers and weights that are read in place.
     layer_elements: elements of one tensor; the last one may be smaller.
     """
@@ -56,6 +61,7 @@ class BenchSettings:
     optimizer: str = "adam"
     copy: bool = False
     layer_elements: int = LAYER_ELEMENTS
+    compression: Codec | str = ""
 
     def __post_init__(self) -> None:
         for name, number in (("params", self.params), ("layer_elements", self.layer_elements)):
@@ -87,10 +93,10 @@ class BenchSettings:
         ones = np.ones(self.layer_elements, np.float32)
         return {
             "name": self.name,
-            "init": {name: ones[:size] for name, size in self.layers().items()},
+            "init": {name: _matrix(ones[:size]) for name, size in self.layers().items()},
             "optimizer": OPTIMIZERS[self.optimizer],
             "consistency": CONSISTENCIES[self.consistency],
-            "compression": self.wire_dtype,
+            "compression": self.compression or self.wire_dtype,
             "pull_dtype": self.wire_dtype,
         }
 
@@ -100,16 +106,20 @@ class BenchSettings:
 
         values = np.random.default_rng(0).standard_normal(self.layer_elements, dtype=np.float32)
         if buffers is None:
-            return {name: values[:size].copy() for name, size in self.layers().items()}
+            return {name: _matrix(values[:size].copy()) for name, size in self.layers().items()}
         for buffer in buffers.values():
-            buffer[...] = values[: buffer.size]
+            buffer[...] = _matrix(values[: buffer.size])
         return buffers
+
+
+def _matrix(values: NDArray[Any]) -> NDArray[Any]:
+    return values.reshape(-1, math.gcd(values.size, _COLUMNS))
 
 
 def vary(gradients: Mapping[str, NDArray[Any]]) -> None:
     """Changes one number, for the next step: buffers that stay as they are would be warned of."""
     first = next(iter(gradients.values()))
-    first[0] = -first[0]
+    first.flat[0] = -first.flat[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,198 @@
+"""What compression does to training: ``python -m benchmarks.convergence``.
+
+Trains each small model of ``models`` through two servers with two workers in BSP, once for each codec, with and without
+its error feedback, and seed: the same batches in each. Measured are the loss on samples that training does not see,
+beside that without compression, and the bytes that a push had. ``--page docs/compression.md`` writes the tables and the
+curves into that page, between the two marks of ``RESULTS``.
+
+The time to a loss on a slow link is arithmetic, not measured: steps that were needed, times the bytes that a model of
+25,000,000 parameters with as many bytes for each would push, and pull in bfloat16. ``network`` measures steps.
+
+What it is not: a test; it asserts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+import psdist
+from benchmarks import machine, plot
+from benchmarks.codec_choice import CODECS
+from benchmarks.models import MODELS, Arrays, Model
+from benchmarks.report import table
+from psdist import compression
+from psdist.launch.embedded import EmbeddedCluster
+
+WORKERS, BATCH, LOOKS = 2, 64, 30
+#: Part of the loss without compression at its end that a codec must come down to, for the time that it takes.
+TARGET = 1.05
+RESULTS = ("<!-- results of benchmarks.convergence -->", "<!-- end of results -->")
+_PARAMS, _BRAIN_BYTES = 25_000_000, 2
+_LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
+
+
+def variants(codec: compression.Codec) -> dict[str, compression.Codec]:
+    """The codec with and without error feedback; a cast has none."""
+    if not isinstance(codec, compression.Compressor):
+        return {"without": codec}
+    return {
+        "with": dataclasses.replace(codec, error_feedback=True),
+        "without": dataclasses.replace(codec, error_feedback=False),
+    }
+
+
+async def train(
+    clients: Sequence[psdist.AsyncClient], name: str, model: Model, codec: compression.Codec, seed: int, steps: int
+) -> dict[str, Any]:
+    """One run: the losses after equal parts of its steps, and the bytes of a push for each parameter."""
+    optimizer = psdist.optim.Adam(lr=model.lr, schedule=psdist.optim.Cosine(steps))
+    initial = model.initial(seed)
+    handles = await asyncio.gather(
+        *(client.parameters(name, init=initial, optimizer=optimizer, compression=codec) for client in clients)
+    )
+    rngs = [np.random.default_rng([seed, rank]) for rank in range(len(handles))]
+    weights: list[Arrays] = list(await asyncio.gather(*(handle.pull() for handle in handles)))
+    losses = []
+    for step in range(1, steps + 1):
+        gradients = [
+            model.gradients(mine, rng.integers(0, model.samples, BATCH))[1]
+            for mine, rng in zip(weights, rngs, strict=True)
+        ]
+        pushed = (handle.push_pull(one) for handle, one in zip(handles, gradients, strict=True))
+        weights = list(await asyncio.gather(*pushed))
+        if step % max(1, steps // LOOKS) == 0 or step == steps:
+            losses.append((step, model.loss(weights[0])))
+    elements = sum(array.size for array in initial.values())
+    return {"losses": losses, "bytes": handles[0].statistics().push_bytes / steps / elements}
+
+
+async def measure(options: argparse.Namespace, cluster: EmbeddedCluster) -> dict[str, Any]:
+    """The runs, by model, codec and variant."""
+    results: dict[str, Any] = {}
+    clients = [
+        psdist.AsyncClient(scheduler=cluster.address, token=cluster.token, transport="tcp") for _ in range(WORKERS)
+    ]
+    await asyncio.gather(*(client.connect() for client in clients))
+    try:
+        for model_name in options.model:
+            model = MODELS[model_name]()
+            steps = options.steps or model.steps
+            of_model = results[model_name] = {}
+            for codec_name in dict.fromkeys(["none", *options.codec]):
+                for variant, codec in variants(CODECS[codec_name]).items():
+                    runs = []
+                    for seed in range(options.seeds):
+                        name = f"{model_name}-{len(of_model)}-{variant}-{seed}"
+                        runs.append(await train(clients, name, model, codec, seed, steps))
+                    one = of_model.setdefault(codec_name, {})[variant] = summary(runs)
+                    print(f"{model_name:11} {codec_name:30} {variant:8} {one['loss']:.4f}", flush=True)
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
+    return results
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The means over the seeds, and each seed's last loss."""
+    curves = np.array([[loss for _, loss in run["losses"]] for run in runs])
+    steps = [step for step, _ in runs[0]["losses"]]
+    return {
+        "losses": list(zip(steps, curves.mean(axis=0).tolist(), strict=True)),
+        "last": curves[:, -1].tolist(),
+        "loss": float(curves[:, -1].mean()),
+        "bytes": mean(run["bytes"] for run in runs),
+    }
+
+
+def steps_to(losses: Sequence[tuple[int, float]], target: float) -> int | None:
+    """The first step at which the loss was looked at and had come down to ``target``."""
+    return next((step for step, loss in losses if loss <= target), None)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def _row(name: str, variant: str, one: Mapping[str, Any], plain: Mapping[str, Any]) -> list[str]:
+    reached = steps_to(one["losses"], TARGET * plain["loss"])
+    seconds = [
+        "-" if reached is None else f"{reached * 8 * _PARAMS * (one['bytes'] + _BRAIN_BYTES) / speed:,.0f}"
+        for speed in _LINKS.values()
+    ]
+    spread = f"{min(one['last']):.4f} to {max(one['last']):.4f}"
+    change = f"{one['loss'] / plain['loss'] - 1:+.1%}"
+    return [name, variant, f"{one['bytes']:.3f}", f"{one['loss']:.4f}", change, spread, str(reached or "-"), *seconds]
+
+
+def text(results: Mapping[str, Any], stem: str) -> str:
+    """The tables of all models, with their pictures."""
+    titles = ["codec", "error feedback", "bytes", "loss", "change", "of the seeds", "steps to 1.05x"]
+    titles += [f"s, {link}" for link in _LINKS]
+    parts = []
+    for model, codecs in results.items():
+        plain = codecs["none"]["without"]
+        rows = [_row(name, variant, one, plain) for name, found in codecs.items() for variant, one in found.items()]
+        parts += [f"### {model.capitalize()}", f"![loss of {model}]({stem}-{model}.svg)", table(titles, rows)]
+    return "\n\n".join(parts)
+
+
+def picture(model: str, codecs: Mapping[str, Any]) -> str:
+    """The curves of one model: each codec with error feedback, where it has one."""
+    lines = {
+        name.removesuffix("()"): [(float(step), loss) for step, loss in found.get("with", found["without"])["losses"]]
+        for name, found in codecs.items()
+    }
+    return plot.svg(f"{model.capitalize()}: loss on held-out samples", "steps", "loss", lines)
+
+
+def write(results: Mapping[str, Any], page: Path) -> None:
+    """Writes the results into ``page``, between the marks, and the pictures beside it."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(RESULTS[0])
+    after = rest.partition(RESULTS[1])[2]
+    middle = text(results, page.stem)
+    page.write_text(f"{before}{RESULTS[0]}\n\n{middle}\n\n{RESULTS[1]}{after}", encoding="utf-8")
+    for model, codecs in results.items():
+        page.with_name(f"{page.stem}-{model}.svg").write_text(picture(model, codecs), encoding="utf-8")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    line = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence", description="The loss with each codec, beside that without."
+    )
+    line.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: all")
+    line.add_argument("--codec", nargs="+", choices=list(CODECS), default=list(CODECS), help="default: all")
+    line.add_argument("--seeds", type=int, default=5, help="runs of each (default: %(default)s)")
+    line.add_argument("--steps", type=int, help="default: so many that the loss hardly falls any more")
+    line.add_argument("--page", type=Path, metavar="FILE", help="write the results into this page")
+    line.add_argument("--json", type=Path, metavar="FILE")
+    return line
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains, prints, and writes the files that are asked for."""
+    options = parser().parse_args(arguments)
+    cluster = EmbeddedCluster(servers=2)
+    try:
+        results = asyncio.run(measure(options, cluster))
+    finally:
+        cluster.close()
+    if options.page:
+        write(results, options.page)
+    if options.json:
+        found = {"models": results, "machine": machine.facts()}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
