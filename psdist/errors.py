@@ -72,6 +72,10 @@ class UnknownCodecError(InvalidArgumentError, code="unknown_codec"):
     """There is no codec of this name."""
 
 
+class MalformedPayloadError(InvalidArgumentError, code="malformed_payload"):
+    """An encoded payload is not exactly an encoding of so many elements; the message says where and why."""
+
+
 class LimitExceededError(PsdistError, code="limit_exceeded", status="RESOURCE_EXHAUSTED"):
     """A limit on what one peer may make another hold was reached."""
 

@@ -19,6 +19,7 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CODEC_UNSPECIFIED: _ClassVar[Codec]
     CODEC_RAW: _ClassVar[Codec]
+    CODEC_SEGMENTS: _ClassVar[Codec]
 
 class NonFinitePolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -38,6 +39,7 @@ DTYPE_BFLOAT16: DType
 DTYPE_FLOAT64: DType
 CODEC_UNSPECIFIED: Codec
 CODEC_RAW: Codec
+CODEC_SEGMENTS: Codec
 NON_FINITE_POLICY_UNSPECIFIED: NonFinitePolicy
 NON_FINITE_POLICY_REJECT: NonFinitePolicy
 NON_FINITE_POLICY_SKIP: NonFinitePolicy

@@ -1,0 +1,39 @@
+"""Compressed payloads (CODEC_SEGMENTS): encoding them, and what servers do with them.
+
+Importing this imports numba. Every kernel also works without being compiled (``Kernel.interpret``).
+
+A server::
+
+    check(payload, elements)      # raises MalformedPayloadError, NonFiniteGradientError; changes nothing
+    accumulate(payload, out)      # out += decoded; out is float32[elements]
+
+A decoded gradient is *defined* as zeros, then ``accumulate``. No negative zero comes of it, if none was in ``out``. So
+decoding each contribution and adding them up gives the same bytes as accumulating one after another into zeros.
+``payload_limit(elements)`` is the most bytes that a payload may have.
+
+A client::
+
+    cut = regions(layout.tensors, codec)                       # psdist.compression.regions, once
+    # each push; acc is the flat vector, float32, with what the last residual adds to it:
+    prepared = [prepare(r, acc[r.start : r.stop], PushNumber(rank, ordinal), states.get(r.start)) for r in cut]
+    size = encode(prepared, start, stop, out, residual)        # each slice, in any order, in any thread
+    states = {p.region.start: p.state for p in prepared if p.state is not None}
+
+``out`` has at least ``payload_limit(stop - start)`` bytes. ``residual`` is a vector beside ``acc``, never ``acc``
+itself: a slice may need values of its neighbours. Its elements [start, stop) are overwritten with acc - decoded; None
+leaves that out. ``acc`` must not change until all slices are written. A region can be prepared as soon as its values
+are there, and a slice be encoded as soon as its regions are prepared. The same slice encoded again has the same
+bytes. ``add_decayed`` makes ``acc`` of a gradient and a residual.
+"""
+
+from psdist.compression.regions import Region, regions
+from psdist.compression.segments.encoding import PreparedRegion, PushNumber, encode, prepare
+from psdist.compression.segments.format import payload_limit
+from psdist.compression.segments.payload import accumulate, check
+from psdist.compression.segments.residuals import add_decayed
+from psdist.compression.segments.warm_up import DECODERS, KERNELS
+
+__all__ = [
+    "DECODERS", "KERNELS", "PreparedRegion", "PushNumber", "Region", "accumulate", "add_decayed", "check", "encode",
+    "payload_limit", "prepare", "regions",
+]  # fmt: skip

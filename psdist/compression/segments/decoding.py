@@ -1,0 +1,257 @@
+"""Decoders of segments: is a payload valid, and add what it encodes to a sum. Compiled by
+numba.
+
+``accumulate`` is safe for any bytes, also if they changed since ``check``: each number that an index or a length
+follows from is read once and compared with what it must not pass, before it is used. ``numpy_decoding`` has the same
+without a compiler, with the same results and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numba
+import numpy as np
+from numba import types
+
+from psdist.compression.casts import INFINITY, widen_brain_one, widen_half_one
+from psdist.compression.compiled import OUT, kernel
+from psdist.compression.segments import numpy_decoding
+from psdist.compression.segments.format import HEADER_BYTES, Kind
+from psdist.compression.segments.numpy_decoding import Defect
+
+BYTES = types.Array(types.uint8, 1, "C", readonly=True, aligned=False)
+
+_U, _I, _F = np.uint32, np.int64, np.float32
+# numba takes single numbers as constants.
+_HEADER: Final = HEADER_BYTES
+_RAW32, _RAW16, _BRAIN16, _INTEGER = (int(kind) for kind in (Kind.RAW32, Kind.RAW16, Kind.BRAIN16, Kind.INTEGER))
+_NONE, _LENGTH, _BAD_HEADER, _BODY = (int(f) for f in (Defect.NONE, Defect.LENGTH, Defect.HEADER, Defect.BODY))
+_PADDING, _VALUE, _NON_FINITE = int(Defect.PADDING), int(Defect.VALUE), int(Defect.NON_FINITE)
+_BLOCK_FIRST, _BLOCK_STOP = numpy_decoding.BLOCK_FIRST, numpy_decoding.BLOCK_STOP
+_LARGEST: Final = _U(0x7F7FFFFF)  # the bits of the largest finite float32
+_ONE_EXPONENT: Final = _U(1 << 23)
+_HALF_INFINITY, _BRAIN_INFINITY = np.uint16(0x7C00), np.uint16(0x7F80)
+
+
+def part(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled into the kernels that call it."""
+    return numba.njit(error_model="numpy")(function)  # type: ignore[no-any-return]
+
+
+@part
+def word(data: Any, at: Any) -> Any:
+    """The unsigned 32-bit number at a byte."""
+    low = _I(data[at]) | (_I(data[at + 1]) << 8)
+    return low | (_I(data[at + 2]) << 16) | (_I(data[at + 3]) << 24)
+
+
+@part
+def block_count(phase: Any, elements: Any, block: Any) -> Any:
+    """The blocks that a segment touches which begins ``phase`` elements into its first one."""
+    return (phase + elements + block - 1) // block
+
+
+@part
+def _structure(kind: Any, bits: Any, phase: Any, elements: Any, size: Any, parameter: Any) -> Any:
+    """The defect of a header, as far as it follows from the header alone."""
+    if kind in (_RAW32, _RAW16, _BRAIN16):
+        width = 4 if kind == _RAW32 else 2
+        if bits != 8 * width or phase != 0 or parameter != 0:
+            return _BAD_HEADER
+        return _NONE if size == width * elements else _BODY
+    if kind == _INTEGER:
+        if bits not in (8, 4, 2) or not _BLOCK_FIRST <= parameter < _BLOCK_STOP or phase >= parameter:
+            return _BAD_HEADER
+        codes = (elements * bits + 7) // 8
+        return _NONE if size == 4 * block_count(phase, elements, parameter) + codes else _BODY
+    return _BAD_HEADER
+
+
+@part
+def _check_floats(values: Any) -> Any:
+    """NON_FINITE where one of float32 values is."""
+    bits, bad = values.view(np.uint32), _U(0)
+    for i in range(bits.size):
+        bad |= _U(_U(bits[i] & INFINITY) == INFINITY)
+    return _NON_FINITE if bad else _NONE
+
+
+@part
+def _check_words(body: Any, infinity: Any) -> Any:
+    """NON_FINITE where one of 16-bit values is."""
+    words, bad = body.view(np.uint16), np.uint16(0)
+    for i in range(words.size):
+        bad |= np.uint16(np.uint16(words[i] & infinity) == infinity)
+    return _NON_FINITE if bad else _NONE
+
+
+@part
+def _check_scales(scales: Any, bits: Any) -> Any:
+    """The defect of scales: one is negative, not finite, or times the largest code not finite."""
+    words, largest, negative = scales.view(np.uint32), _U(_LARGEST - _U(_U(bits - 1) * _ONE_EXPONENT)), _U(0)
+    most = _U(0)
+    for i in range(words.size):
+        negative |= _U(words[i] >> _U(31))
+        most = max(most, _U(words[i] & _U(0x7FFFFFFF)))
+    if negative:
+        return _VALUE
+    return _NON_FINITE if most > largest else _NONE
+
+
+@part
+def _has_spare_bits(codes: Any, used: Any) -> Any:
+    """Whether a bit is set behind the ``used`` ones."""
+    left = used % 8
+    return left != 0 and (codes[codes.size - 1] >> left) != 0
+
+
+@part
+def _check_integers(bits: Any, phase: Any, block: Any, elements: Any, body: Any) -> Any:
+    scales = 4 * block_count(phase, elements, block)
+    if _has_spare_bits(body[scales:], bits * elements):
+        return _PADDING
+    return _check_scales(body[:scales], bits)
+
+
+@part
+def _check_body(kind: Any, bits: Any, phase: Any, parameter: Any, elements: Any, body: Any) -> Any:
+    """The defect of a body whose size is that of its header."""
+    if kind == _RAW32:
+        return _check_floats(body)
+    if kind == _RAW16:
+        return _check_words(body, _HALF_INFINITY)
+    if kind == _BRAIN16:
+        return _check_words(body, _BRAIN_INFINITY)
+    return _check_integers(bits, phase, parameter, elements, body)
+
+
+@part
+def _is_padded(payload: Any, stop: Any) -> Any:
+    """Whether only zeros stand between the end of a body and the next multiple of 4."""
+    bad = np.uint8(0)
+    for i in range(stop, (stop + 3) // 4 * 4):
+        bad |= payload[i]
+    return bad == 0
+
+
+@kernel(BYTES, types.int64, result=types.int64, interpreted=numpy_decoding.check)
+def check_payload(payload: Any, elements: Any) -> Any:
+    """The defect of a payload, and times 256 the byte at which the defective segment begins.
+
+    A defect of the structure comes before NON_FINITE, wherever it is.
+    """
+    at, done, size, result = _I(0), _I(0), _I(payload.size), _I(0)
+    while at < size:
+        if size - at < _HEADER:
+            return at * 256 + _LENGTH
+        kind, bits = _I(payload[at]), _I(payload[at + 1])
+        phase = _I(payload[at + 2]) | (_I(payload[at + 3]) << 8)
+        count, length, parameter = word(payload, at + 4), word(payload, at + 8), word(payload, at + 12)
+        start = at + _HEADER
+        stop = start + length
+        if count == 0 or count > elements - done or (stop + 3) // 4 * 4 > size:
+            return at * 256 + _LENGTH
+        defect = _structure(kind, bits, phase, count, length, parameter)
+        if defect == _NONE:
+            defect = _check_body(kind, bits, phase, parameter, count, payload[start:stop])
+        if defect == _NONE and not _is_padded(payload, stop):
+            defect = _PADDING
+        if defect == _NON_FINITE:
+            result = at * 256 + defect if result == 0 else result
+        elif defect != _NONE:
+            return at * 256 + defect
+        done, at = done + count, (stop + 3) // 4 * 4
+    return result if done == elements else at * 256 + _LENGTH
+
+
+@part
+def _add_words(kind: Any, body: Any, out: Any) -> None:
+    """Adds the values of RAW16 or BRAIN16."""
+    words = body.view(np.uint16)
+    if kind == _RAW16:
+        for i in range(out.size):
+            out[i] += widen_half_one(words[i])
+    else:
+        for i in range(out.size):
+            out[i] += widen_brain_one(words[i])
+
+
+@part
+def _unpack(codes: Any, bits: Any, start: Any, out: Any) -> None:
+    """The signed codes from number ``start`` on, as int8."""
+    if bits == 4:
+        for i in range(out.size):
+            code = codes[(start + i) >> 1] >> np.uint8(4 * ((start + i) & 1))
+            out[i] = np.int8(np.int8(code << np.uint8(4)) >> np.int8(4))
+    else:
+        for i in range(out.size):
+            code = codes[(start + i) >> 2] >> np.uint8(2 * ((start + i) & 3))
+            out[i] = np.int8(np.int8(code << np.uint8(6)) >> np.int8(6))
+
+
+@part
+def _add_block(codes: Any, scale: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] += _F(codes[i]) * scale
+
+
+@part
+def _add_integers(bits: Any, phase: Any, block: Any, body: Any, out: Any) -> None:
+    """Adds code * scale."""
+    blocks = block_count(phase, out.size, block)
+    scales, codes = body[: 4 * blocks].view(np.float32), body[4 * blocks :]
+    unpacked = np.empty(0 if bits == 8 else block, np.int8)
+    start = _I(0)
+    for b in range(blocks):
+        stop = min((b + 1) * block - phase, out.size)
+        if bits == 8:
+            _add_block(codes[start:stop].view(np.int8), scales[b], out[start:stop])
+        else:
+            tile = unpacked[: stop - start]
+            _unpack(codes, bits, start, tile)
+            _add_block(tile, scales[b], out[start:stop])
+        start = stop
+
+
+@part
+def _add_floats(body: Any, out: Any) -> None:
+    values = body.view(np.float32)
+    for i in range(out.size):
+        out[i] += values[i]
+
+
+@part
+def _add_body(kind: Any, bits: Any, phase: Any, parameter: Any, body: Any, out: Any) -> Any:
+    """Adds a segment whose structure was checked. False where its body turned out not to be valid."""
+    if kind == _RAW32:
+        _add_floats(body, out)
+    elif kind == _INTEGER:
+        _add_integers(bits, phase, parameter, body, out)
+    else:
+        _add_words(kind, body, out)
+    return True
+
+
+@kernel(BYTES, OUT, result=types.boolean, interpreted=numpy_decoding.accumulate)
+def add_payload(payload: Any, out: Any) -> Any:
+    """Adds what a payload encodes to ``out``. False, with a part of it added, where it is not valid."""
+    at, done, size, elements = _I(0), _I(0), _I(payload.size), _I(out.size)
+    while size - at >= _HEADER:
+        kind, bits = _I(payload[at]), _I(payload[at + 1])
+        phase = _I(payload[at + 2]) | (_I(payload[at + 3]) << 8)
+        count, length, parameter = word(payload, at + 4), word(payload, at + 8), word(payload, at + 12)
+        start = at + _HEADER
+        if count == 0 or count > elements - done or length > size - start:
+            return False
+        if _structure(kind, bits, phase, count, length, parameter) != _NONE:
+            return False
+        if not _add_body(kind, bits, phase, parameter, payload[start : start + length], out[done : done + count]):
+            return False
+        done, at = done + count, (start + length + 3) // 4 * 4
+    return at == size and done == elements
+
+
+#: All that is compiled here.
+KERNELS: Final = (check_payload, add_payload)

@@ -1,0 +1,132 @@
+"""Encoders of INTEGER segments, compiled by numba; ``numpy_integers`` has the same without a compiler, byte for byte.
+
+A block's scale follows from the whole block, also where a segment has only a part of it. So what is decoded does not
+depend on how a tensor is cut into slices.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numba import types
+
+from psdist.compression.compiled import IN, OUT, kernel
+from psdist.compression.segments import numpy_integers
+from psdist.compression.segments.decoding import part
+from psdist.compression.segments.random_numbers import centred, draw
+
+OUT_BYTES = types.Array(types.uint8, 1, "C")
+
+_U, _I, _F, _S = np.uint32, np.int64, np.float32, np.int8
+_MAGNITUDE, _INFINITY = _U(0x7FFFFFFF), _U(0x7F800000)
+# Adding it to a small number rounds to a whole one, ties to even, which is then in the sum's lowest bits.
+_MAGIC: Final = np.float32(1.5 * 2.0**23)
+_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
+
+
+@part
+def largest_bits(values: Any) -> Any:
+    """The bits of the largest magnitude; from those of infinity on where a value is not finite."""
+    bits, most = values.view(np.uint32), _U(0)
+    for i in range(bits.size):
+        most = max(most, _U(bits[i] & _MAGNITUDE))
+    return most
+
+
+@part
+def _quantize(values: Any, scale: Any, limit: Any, codes: Any) -> None:
+    """The nearest whole numbers of scales."""
+    divisor = scale if scale > _ZERO else _ONE
+    for i in range(codes.size):
+        x = _F(values[i] / divisor)
+        x = limit if x > limit else x
+        x = -limit if x < -limit else x
+        codes[i] = _S(_U(_F(x + _MAGIC).view(np.uint32)))
+
+
+@part
+def _quantize_by_chance(values: Any, scale: Any, limit: Any, low: Any, high: Any, first: Any, codes: Any) -> None:
+    """One of the two nearest whole numbers of scales, by chance. first: the number of the first element."""
+    divisor = scale if scale > _ZERO else _ONE
+    for i in range(codes.size):
+        x = _F(_F(values[i] / divisor) + centred(draw(low, high, _U(first + _U(i)))))
+        x = limit if x > limit else x
+        x = -limit if x < -limit else x
+        codes[i] = _S(_U(_F(x + _MAGIC).view(np.uint32)))
+
+
+@part
+def _keep_rest(values: Any, codes: Any, scale: Any, residual: Any) -> None:
+    for i in range(codes.size):
+        residual[i] = values[i] - _F(codes[i]) * scale
+
+
+@part
+def pack(codes: Any, bits: Any, out: Any) -> None:
+    """Codes of 4 or 2 bits, the first one in the lowest bits of the first byte."""
+    per_byte = 8 // bits
+    mask = np.uint8((1 << bits) - 1)
+    whole = codes.size // per_byte
+    for i in range(whole):
+        if bits == 4:
+            out[i] = np.uint8(codes[2 * i] & 15) | np.uint8(np.uint8(codes[2 * i + 1] & 15) << np.uint8(4))
+        else:
+            low = np.uint8(codes[4 * i] & 3) | np.uint8(np.uint8(codes[4 * i + 1] & 3) << np.uint8(2))
+            high = np.uint8(codes[4 * i + 2] & 3) | np.uint8(np.uint8(codes[4 * i + 3] & 3) << np.uint8(2))
+            out[i] = low | np.uint8(high << np.uint8(4))
+    if whole * per_byte < codes.size:
+        last = np.uint8(0)
+        for i in range(whole * per_byte, codes.size):
+            last |= np.uint8(np.uint8(np.uint8(codes[i]) & mask) << np.uint8(bits * (i - whole * per_byte)))
+        out[whole] = last
+
+
+@kernel(
+    IN, types.int64, types.int64, types.int64, types.int64, types.boolean, types.uint64, OUT_BYTES, OUT,
+    result=types.boolean, interpreted=numpy_integers.encode,
+)  # fmt: skip
+def encode_integers(
+    values: Any,
+    start: Any,
+    stop: Any,
+    bits: Any,
+    block: Any,
+    stochastic: Any,
+    key: Any,
+    out: Any,
+    residual: Any,
+) -> Any:
+    """Writes the body for elements [start, stop) of a tensor, and what it leaves out of them to ``residual``.
+
+    out: of exactly the body's size. residual: as long as ``values``, or empty. False where a value is not finite.
+    """
+    limit = _F((1 << (bits - 1)) - 1)
+    top = _F(_U(_U(0x7F7FFFFF) - _U(_U(bits - 1) << _U(23))).view(np.float32))
+    low, high = _U(key & np.uint64(0xFFFFFFFF)), _U(key >> np.uint64(32))
+    first, blocks = start // block, (stop + block - 1) // block - start // block
+    scales, packed = out[: 4 * blocks].view(np.float32), out[4 * blocks :]
+    codes = packed.view(np.int8) if bits == 8 else np.empty(stop - start, np.int8)
+    for b in range(blocks):
+        begin = (first + b) * block
+        most = largest_bits(values[begin : min(begin + block, values.size)])
+        if most >= _INFINITY:
+            return False
+        scale = min(_F(_U(most).view(np.float32) / limit), top)
+        scales[b] = scale
+        low_end, high_end = max(begin, start), min(begin + block, stop)
+        part_values, part_codes = values[low_end:high_end], codes[low_end - start : high_end - start]
+        if stochastic:
+            salt = _U(low + _U(_U(begin >> 32) * _U(0x85EBCA6B)))
+            _quantize_by_chance(part_values, scale, limit, salt, high, _U(low_end & 0xFFFFFFFF), part_codes)
+        else:
+            _quantize(part_values, scale, limit, part_codes)
+        if residual.size:
+            _keep_rest(part_values, part_codes, scale, residual[low_end:high_end])
+    if bits != 8:
+        pack(codes, bits, packed)
+    return True
+
+
+#: All that is compiled here.
+KERNELS: Final = (encode_integers,)

@@ -1,0 +1,173 @@
+"""The decoders of segments by numpy, for the time until they are compiled. Results and bytes are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.compression import numpy_casts
+from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.compression.segments.format import BLOCK_ELEMENTS, HEADER, HEADER_BYTES, Kind, padded
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+BLOCK_FIRST: Final = BLOCK_ELEMENTS.start
+BLOCK_STOP: Final = BLOCK_ELEMENTS.stop
+_WIDTHS: Final = {Kind.RAW32: 4, Kind.RAW16: 2, Kind.BRAIN16: 2}
+_DTYPES: Final = {Kind.RAW32: "float32", Kind.RAW16: "float16", Kind.BRAIN16: "bfloat16"}
+_LARGEST: Final = np.finfo(np.float32).max
+
+
+class Defect(IntEnum):
+    """What is wrong with a segment."""
+
+    NONE = 0
+    LENGTH = 1
+    HEADER = 2
+    BODY = 3
+    PADDING = 4
+    VALUE = 5
+    NON_FINITE = 6
+
+
+class Segment(NamedTuple):
+    """A segment, whose body may be shorter than ``length`` where the payload ends."""
+
+    at: int
+    kind: int
+    bits: int
+    phase: int
+    elements: int
+    length: int
+    parameter: int
+    body: Bytes
+
+    @property
+    def stop(self) -> int:
+        """Where the next segment begins."""
+        return self.at + HEADER_BYTES + padded(self.length)
+
+    def blocks(self) -> int:
+        """The blocks that it touches."""
+        return -(-(self.phase + self.elements) // self.parameter)
+
+    def per_element(self, values: Floats) -> Floats:
+        """One value of each block, repeated for its elements."""
+        return np.repeat(values, self.parameter)[self.phase : self.phase + self.elements]
+
+
+def segments(payload: Bytes) -> Iterator[Segment | None]:
+    """The segments of a payload; None where a header is cut."""
+    at = 0
+    while at < payload.size:
+        if payload.size - at < HEADER_BYTES:
+            yield None
+            return
+        kind, bits, phase, elements, length, parameter = HEADER.unpack(payload[at : at + HEADER_BYTES].tobytes())
+        start = at + HEADER_BYTES
+        segment = Segment(at, kind, bits, phase, elements, length, parameter, payload[start : start + length])
+        yield segment
+        at = segment.stop
+
+
+def check(payload: Bytes, elements: int) -> int:
+    """``decoding.check_payload``."""
+    done, at, result = 0, 0, 0
+    for segment in segments(payload):
+        if segment is None:
+            return at * 256 + Defect.LENGTH
+        if not 0 < segment.elements <= elements - done or segment.stop > payload.size:
+            return at * 256 + Defect.LENGTH
+        defect = structure(segment) or check_body(segment)
+        if (
+            defect in (Defect.NONE, Defect.NON_FINITE)
+            and payload[at + HEADER_BYTES + segment.length : segment.stop].any()
+        ):
+            defect = Defect.PADDING
+        if defect == Defect.NON_FINITE:
+            result = result or at * 256 + defect
+        elif defect:
+            return at * 256 + defect
+        done, at = done + segment.elements, segment.stop
+    return result if done == elements else at * 256 + Defect.LENGTH
+
+
+def structure(s: Segment) -> Defect:
+    """The defect of a header, as far as it follows from the header alone."""
+    if s.kind in _WIDTHS:
+        width = _WIDTHS[Kind(s.kind)]
+        if s.bits != 8 * width or s.phase or s.parameter:
+            return Defect.HEADER
+        return Defect.NONE if s.length == width * s.elements else Defect.BODY
+    if s.kind == Kind.INTEGER:
+        if s.bits not in (8, 4, 2) or s.parameter not in BLOCK_ELEMENTS or s.phase >= s.parameter:
+            return Defect.HEADER
+        return Defect.NONE if s.length == 4 * s.blocks() + -(-s.elements * s.bits // 8) else Defect.BODY
+    return Defect.HEADER
+
+
+def check_body(s: Segment) -> Defect:
+    """The defect of a body whose size is that of its header."""
+    if s.kind in _DTYPES:
+        values = s.body.view(NUMPY_DTYPES[_DTYPES[Kind(s.kind)]])
+        return Defect.NONE if np.isfinite(values).all() else Defect.NON_FINITE
+    scales, codes = s.body[: 4 * s.blocks()].view(np.float32), s.body[4 * s.blocks() :]
+    if has_spare_bits(codes, s.bits * s.elements):
+        return Defect.PADDING
+    return check_scales(scales, s.bits)
+
+
+def has_spare_bits(codes: Bytes, used: int) -> bool:
+    """Whether a bit is set behind the ``used`` ones."""
+    return bool(used % 8 and codes[-1] >> (used % 8))
+
+
+def check_scales(scales: Floats, bits: int) -> Defect:
+    """The defect of scales: one is negative, not finite, or times the largest code not finite."""
+    if np.signbit(scales).any():
+        return Defect.VALUE
+    return Defect.NONE if (scales <= _LARGEST / 2 ** (bits - 1)).all() else Defect.NON_FINITE
+
+
+def accumulate(payload: Bytes, out: Floats) -> bool:
+    """``decoding.add_payload``."""
+    done, at = 0, 0
+    payload = payload.copy()  # It may change meanwhile.
+    for segment in segments(payload):
+        if segment is None or not 0 < segment.elements <= out.size - done or segment.body.size < segment.length:
+            return False
+        if structure(segment):
+            return False
+        with np.errstate(all="ignore"):
+            if not add_body(segment, out[done : done + segment.elements]):
+                return False
+        done, at = done + segment.elements, segment.stop
+    return at == payload.size and done == out.size
+
+
+def add_body(s: Segment, out: Floats) -> bool:
+    """Adds a segment whose structure was checked. False where its body turned out not to be valid."""
+    if s.kind == Kind.RAW32:
+        out += s.body.view(np.float32)
+    elif s.kind == Kind.INTEGER:
+        scales, codes = s.body[: 4 * s.blocks()].view(np.float32), s.body[4 * s.blocks() :]
+        out += unpack(codes, s.bits, s.elements).astype(np.float32) * s.per_element(scales)
+    else:
+        values = np.empty(out.size, np.float32)
+        numpy_casts.widen(s.body.view(NUMPY_DTYPES[_DTYPES[Kind(s.kind)]]), values)
+        out += values
+    return True
+
+
+def unpack(codes: Bytes, bits: int, elements: int) -> NDArray[Any]:
+    """The signed codes, as int8."""
+    if bits == 8:
+        return codes.view(np.int8)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    fields = (codes[:, None] >> shifts).reshape(-1)[:elements]
+    return (fields << np.uint8(8 - bits)).view(np.int8) >> np.int8(8 - bits)

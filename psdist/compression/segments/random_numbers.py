@@ -1,0 +1,66 @@
+"""Random numbers by counting: that of an element follows from a key and the element's number, whatever came before.
+
+So they need no state, and give the same for any cut into slices. ``docs/compression.md`` specifies them. Nothing here
+is for secrets. The functions take numbers, of numba too, and arrays alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+_U = np.uint32
+_STEP, _FIRST, _SECOND = _U(0x9E3779B9), _U(0x21F0AAAD), _U(0x735A2D97)
+_FIFTEEN, _SIXTEEN, _EIGHT = _U(15), _U(16), _U(8)
+_PLACE: Final = np.float32(2.0**-24)
+_HALF: Final = np.float32(0.5 - 2.0**-25)
+_MASK64: Final = 2**64 - 1
+
+
+def key(seed: int, rank: int, ordinal: int, start: int) -> int:
+    """The 64-bit key of a tensor's random numbers in one push.
+
+    rank, ordinal: of the worker, and the number of its push. start: the tensor's place in the flat vector.
+    """
+    mixed = 0
+    for number in (seed, rank, ordinal, start):
+        mixed = (mixed ^ number) * 0x9E3779B97F4A7C15 & _MASK64
+        mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & _MASK64
+        mixed ^= mixed >> 32
+    return mixed
+
+
+def _draw(low: Any, high: Any, number: Any) -> Any:
+    """32 random bits of ``number``. low, high: the halves of the key."""
+    x = _U(_U(number * _STEP) + low)
+    x = _U(_U(x ^ _U(x >> _SIXTEEN)) * _FIRST)
+    x = _U(x + high)
+    x = _U(_U(x ^ _U(x >> _FIFTEEN)) * _SECOND)
+    return _U(x ^ _U(x >> _FIFTEEN))
+
+
+def _centred(bits: Any) -> Any:
+    """Uniform in (-0.5, 0.5), from random bits."""
+    return np.float32(np.float32(_U(bits >> _EIGHT)) * _PLACE - _HALF)
+
+
+draw = numba.njit(error_model="numpy")(_draw)
+centred = numba.njit(error_model="numpy")(_centred)
+
+
+def draw_all(number_key: int, numbers: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """``draw`` for each of ``numbers``, by numpy."""
+    low, high = _U(number_key & 0xFFFFFFFF), _U(number_key >> 32)
+    x = numbers * _STEP + low
+    x = (x ^ (x >> _SIXTEEN)) * _FIRST
+    x = x + high
+    x = (x ^ (x >> _FIFTEEN)) * _SECOND
+    return x ^ (x >> _FIFTEEN)
+
+
+def centred_all(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """``centred`` for each, by numpy."""
+    return (bits >> _EIGHT).astype(np.float32) * _PLACE - _HALF

@@ -1,0 +1,135 @@
+"""The codecs as a user writes them: frozen dataclasses, whose arguments are checked.
+
+``Cast`` is for a whole gradient, as it lies. A ``Compressor`` is for one tensor at a time, in segments
+(``psdist.compression.segments``), and may have an error feedback: what it left out of one push is added to the next.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.compression import payloads
+from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.errors import InvalidArgumentError, check_integer
+from psdist.types import DType
+
+ErrorFeedback = bool | Literal["ef21"]
+
+_SEED_LAST = 2**63 - 1
+_BLOCK_LAST = 65536
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How gradients are encoded for the wire."""
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Elements cast to ``dtype``, one after another (CODEC_RAW on the wire)."""
+
+    dtype: ClassVar[DType]
+
+    def encode(self, values: NDArray[np.float32], out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """The elements in the wire's dtype: ``values`` itself where no cast is needed, else in ``out`` or a new array.
+
+        out: contiguous, of the wire's dtype and the length of ``values``.
+        """
+        if self.dtype == "float32":
+            return values
+        if out is None:
+            out = np.empty(values.size, NUMPY_DTYPES[self.dtype])
+        payloads.narrow(values, out)
+        return out
+
+
+@dataclass(frozen=True)
+class Float32(Cast):
+    """No compression: the gradients as they are."""
+
+    dtype: ClassVar[DType] = "float32"
+
+
+@dataclass(frozen=True)
+class Float16(Cast):
+    """Half the bytes, with 5 exponent bits: large gradients overflow to Inf, which the server rejects."""
+
+    dtype: ClassVar[DType] = "float16"
+
+
+@dataclass(frozen=True)
+class BFloat16(Cast):
+    """Half the bytes, with the range of float32 and 8 bits of precision."""
+
+    dtype: ClassVar[DType] = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Compressor(Codec):
+    """A codec of tensors.
+
+    error_feedback: True adds what was left out to the next push, "ef21" sends differences to an estimate that worker
+        and servers share, False forgets it. None is True for a biased codec.
+    residual_decay: what the residual is multiplied by, in (0, 1], before it is added.
+    """
+
+    error_feedback: ErrorFeedback | None = field(default=None, kw_only=True)
+    residual_decay: float = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.error_feedback not in (None, True, False, "ef21"):
+            raise InvalidArgumentError(f'error_feedback={self.error_feedback!r:.40}: use True, False, "ef21" or None')
+        check_number("residual_decay", self.residual_decay, 0.0, 1.0)
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether the mean of what is decoded differs from what was encoded."""
+        return True
+
+    @property
+    def feedback(self) -> ErrorFeedback:
+        """The error feedback that is used."""
+        return self.is_biased if self.error_feedback is None else self.error_feedback
+
+
+@dataclass(frozen=True)
+class Integers(Compressor):
+    """Whole numbers of ``bits`` bits, with one scale for each ``block`` elements of a tensor.
+
+    stochastic: rounds up or down by chance, so that the mean is right. seed: of that.
+    """
+
+    bits: ClassVar[int]
+    block: int = 256
+    stochastic: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("block", self.block, 16, _BLOCK_LAST)
+        check_integer("seed", self.seed, 0, _SEED_LAST)
+        if not isinstance(self.stochastic, bool):
+            raise InvalidArgumentError(f"stochastic={self.stochastic!r:.40}: use True or False")
+
+    @property
+    def is_biased(self) -> bool:
+        """Rounding by chance is right in the mean."""
+        return not self.stochastic
+
+
+@dataclass(frozen=True)
+class Int8(Integers):
+    """A quarter of the bytes: whole numbers from -127 to 127 times the block's scale."""
+
+    bits: ClassVar[int] = 8
+
+
+def check_number(name: str, value: object, low: float, high: float) -> None:
+    """Raises InvalidArgumentError unless ``value`` is a number in (low, high]."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low < value <= high or math.isnan(value):
+        raise InvalidArgumentError(f"{name}={value!r:.40} is out of range: use a number above {low:g}, up to {high:g}")
