@@ -154,15 +154,16 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._reader.receiver, self._reader.header_bytes = receiver, header_bytes
 
     def send(self, header: bytes, payload: memoryview = _NOTHING) -> None:
-        """Sends a frame. The payload's memory must stay as it is while ``is_sending``. Does nothing after the end."""
+        """Sends a frame, and what ``send_soon`` had to send, in one write. The payload's memory must stay as it is
+        while ``is_sending``. Does nothing after the end."""
         if self._transport is not None:
-            self._send_turn()
+            turn, self._turn = self._turn, []
             head = PREFIX.pack(len(header), payload.nbytes) + header
-            self._transport.writelines([head, payload] if payload.nbytes else [head])
+            self._transport.writelines([*turn, head, payload] if payload.nbytes else [*turn, head])
 
     def send_soon(self, header: bytes) -> None:
-        """Sends a frame without a payload, together with others of this turn of the event loop: each write would wake
-        the other process. Does nothing after the end."""
+        """Sends a frame without a payload together with others: the next one that has a payload, or all of this turn
+        of the event loop. Each write would wake the other process. Does nothing after the end."""
         if self._transport is not None:
             if not self._turn:
                 asyncio.get_running_loop().call_soon(self._send_turn)

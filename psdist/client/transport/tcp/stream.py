@@ -192,7 +192,7 @@ class TcpStream(CallConnection[TcpCall]):
     # --- what a connection of calls is --------------------------------------------------------------------------------
 
     def send(self, request: server_pb2.ShareRequest) -> None:
-        self.connection.send(request.SerializeToString())
+        self.connection.send_soon(request.SerializeToString())  # A push goes with its first slice.
 
     def disconnect(self) -> None:
         if self.broken is not None and not self._let_in.done():

@@ -51,10 +51,14 @@ class Wire:
         self.is_aborted = False
 
     def writelines(self, parts: list[Any]) -> None:
-        data = b"".join(bytes(part) for part in parts)
-        header, payload = struct.unpack_from("<II", data)
-        assert len(data) == 8 + header + payload
-        self.sent.append((pb.ShareRequest.FromString(data[8 : 8 + header]), data[8 + header :]))
+        self.write(b"".join(bytes(part) for part in parts))
+
+    def write(self, data: bytes) -> None:
+        while data:
+            header, payload = struct.unpack_from("<II", data)
+            frame, data = data[8 : 8 + header + payload], data[8 + header + payload :]
+            assert len(frame) == header + payload
+            self.sent.append((pb.ShareRequest.FromString(frame[:header]), frame[header:]))
 
     def get_write_buffer_size(self) -> int:
         return int(self.is_slow)
