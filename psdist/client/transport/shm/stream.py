@@ -204,16 +204,14 @@ class SharedStream(CallConnection[PendingCall]):
 
     def _stage(self, push: PushRequest, slices: Sequence[int]) -> None:
         """Writes the gradient into the arena, unless it lies there."""
-        if push.flat is None:
+        if push.abstains:
             return
-        lies_there = push.flat.__array_interface__["data"][0] == self._arena.address
+        lies_there = push.flat is not None and push.flat.__array_interface__["data"][0] == self._arena.address
         for index in slices:
             start, stop = self.slicing.bounds(index)
             part = self._arena.part(start, stop)
             if not lies_there:
-                encoded = push.codec.encode(push.flat[start:stop], part)
-                if encoded is not part:  # No cast was needed.
-                    part[...] = encoded
+                push.write_decoded(index, part)
             push.traffic.sent += part.nbytes
 
     async def _call_server(self, request: server_pb2.ShareRequest, wait: Wait) -> server_pb2.ShareResponse:
