@@ -117,9 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measured, sizes = steps(server, gradients)
         medians = measure(measured, options.rounds)
         plain = medians["float32, 1 worker"]
-        print(
-            f"{name}, {elements:,} parameters, {options.workers} workers: milliseconds, times the first, bytes/parameter"
-        )
+        print(f"{name}, {elements:,} parameters: milliseconds, times the first, bytes per parameter of a worker")
         for title, seconds in medians.items():
             print(f"  {title:32}{1e3 * seconds:9.1f}{seconds / plain:8.2f}x{sizes[title] / elements:9.3f}", flush=True)
             results.append({"optimizer": name, "case": title, "seconds": seconds, "ratio": seconds / plain})
