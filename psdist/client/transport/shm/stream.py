@@ -40,7 +40,7 @@ from psdist.errors import (
     SharingUnavailableError,
 )
 from psdist.types import ITEM_BYTES, Slicing
-from psdist.v1 import server_pb2
+from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import fd_passing, frames
 from psdist.wire.framed_socket import FramedSocket
 from psdist.wire.shm import GradientArena, WeightsArena
@@ -192,6 +192,7 @@ class SharedStream(CallConnection[PendingCall]):
         else:
             self._stage(request, slices)  # Before the server is told to read it.
             encoded = self.encode_push(request, route, slices)
+            encoded.push.header.codec = common_pb2.CODEC_RAW  # Whatever codec made it, the arena has elements.
         response = await self._call_server(encoded, wait)
         wait.progress()
         read = await self._read(request, response.answers, owner)
